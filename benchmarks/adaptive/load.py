@@ -1,5 +1,4 @@
-r"""Budgets under load (line 4): requests at random times on what `sparseflow adaptive serve` runs, then twice
-as many.
+r"""Latency budgets under load: Poisson requests to the server, then a load step (line 4).
 
 ::
 
@@ -8,21 +7,20 @@ as many.
         --out results/adaptive/load.json
     python benchmarks/adaptive/load.py FOLDER --profile predictor.json --http --requests 500 --out http.json
 
-A request is what a client sends: JSON with an image as a data URL, a question and a budget. It takes the
-server's way from there on, below HTTP: read, prepared by a thread, let in or refused, waiting, running. With
-`--http` there is uvicorn and a client of this machine, too. Times count from the moment that a request was
-due, so that a late event loop is not forgiven, to the last token (with `--http`, to the end of the answer).
+A request is the JSON of a client, with an image as a data URL, a question and a budget. It is parsed,
+prepared, admitted, queued and run as in the server, without HTTP. With `--http`, uvicorn and a local client
+are included. Latency counts from the scheduled send time, so a late event loop counts, to the last token
+(with `--http`, to the end of the response).
 
-Questions are those of the Grid-VQA test split where the model is one of Grid-VQA, each asked for as many
-tokens as the longest answer to its kind of question has; else noise with random words. Budgets are drawn,
-evenly by their logarithms, from the least that an idle server promises to `--dearest` times what 99 of 100
-requests by the dearest plan stay below. Capacity is what ends in a second where as many such requests as
-there are slots are under way at any time, none refused; the load is a share of it, and arrivals are Poisson.
-The share of time in which the engine works is told beside it.
+Questions are those of the Grid-VQA test split for a Grid-VQA model, with the maximum answer length of their
+kind as the number of tokens; for other models random images and words. Budgets are log-uniform from the
+minimum of an idle server to `--max-budget-ratio` times the p99 of the slowest plan. Capacity is the
+throughput of such requests with all slots in use; the load is a fraction of it, and arrivals are Poisson. The
+record also contains the fraction of time in which the engine works.
 
-Told: attainment of requests that were let in with a promise, and over all; what was shed (429) or could not
-be met (422); right answers; and after the step, when attainment of a sliding second is back for good. Every
-request is kept in a Parquet file beside the JSON.
+The record contains the attainment of guaranteed requests and of all requests, the fractions of overloaded
+(429) and infeasible (422) refusals, the accuracy, and, after the load step, the time until the attainment of
+a sliding window recovers. All requests are saved to a Parquet file next to the JSON file.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from models import content_of, ends_per_s, listening, settled, write_table
+from models import compute_throughput, make_content, resolve_settings, run_server, write_table
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
@@ -59,19 +57,19 @@ WINDOW_S = 1.0
 SHED = ("overloaded", "engine_stopped", "out_of_memory", "shutting_down")
 PHASES = ("steady", "step")
 _CONNECTIONS = 256
-"""Of the HTTP client at a time, more than a server lets in."""
+"""Maximum number of client connections; more than a server admits."""
 
 
 @dataclass(kw_only=True)
 class Question:
-    """What is asked again and again.
+    """A question that is sent repeatedly.
 
     Attributes:
-        content: Of the user's message.
-        answer: The right one; None where there is none.
-        new_tokens: Most of an answer, as its client asks for it.
-        prompt: As the server makes it.
-        budgets_ms: From the least that a plan keeps, and up to.
+        content: Content of the user message.
+        answer: Correct answer; None if unknown.
+        new_tokens: Maximum number of tokens that the client requests.
+        prompt: Prompt that the server builds.
+        budgets_ms: Range of budgets.
     """
 
     content: list[dict[str, Any]]
@@ -82,22 +80,22 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A request and what became of it.
+class RequestRecord:
+    """A request and its outcome.
 
     Attributes:
         phase: Index into `PHASES`.
-        due_s: Since the beginning of the phase.
-        ended_s: Likewise.
-        budget_ms: What was asked for.
-        outcome: "answered", the code of the refusal, or "error: " and what else was raised.
-        plan: Its id, or "".
-        p50_ms: Predicted; NaN where it was refused, as the following.
-        p99_ms: Predicted.
-        measured_ms: From when it was due to the last token.
-        right: 1, 0, or NaN where nobody knows.
-        retry: Whether a refusal said when to try again.
-        least_ms: The least budget that a refusal named; NaN where it named none.
+        due_s: Scheduled send time since the start of the phase.
+        ended_s: End time since the start of the phase.
+        budget_ms: Latency budget.
+        outcome: "answered", the error code, or "error: " with the exception.
+        plan: Plan ID, or "".
+        p50_ms: Predicted median; NaN if refused.
+        p99_ms: Predicted p99; NaN if refused.
+        measured_ms: Latency from the scheduled send time to the last token; NaN if refused.
+        right: 1 if the answer is correct, else 0; NaN if unknown.
+        retry: Whether a refusal contains a retry time.
+        least_ms: Minimum budget that a refusal contains; NaN without.
     """
 
     phase: int
@@ -118,47 +116,51 @@ class Sent:
         return self.measured_ms <= self.budget_ms
 
 
-Ask = Callable[[bytes, float], Awaitable[dict[str, Any]]]
-"""Sends a body that was due at a moment; gives the answer's JSON with `measured_ms`, or raises `Refusal`."""
+SendRequest = Callable[[bytes, float], Awaitable[dict[str, Any]]]
+"""Sends a body that was due at a time; returns the answer with `measured_ms`, or raises `ApiError`."""
 
 
-def questions(asked: argparse.Namespace, service: Service) -> list[Question]:
-    """Some of the test split, or noise. A client knows of what kind its question is, and asks for no more
-    tokens than the longest answer to one of that kind has."""
+def load_questions(args: argparse.Namespace, service: Service) -> list[Question]:
+    """Return questions of the test split, or random ones.
+
+    The number of tokens is the maximum answer length of the question's kind.
+    """
     from sparseflow.adaptive.grid_vqa.model import SETTINGS
 
     words = service.prompts.tokenizer
-    if (asked.model / SETTINGS).is_file():
-        from sparseflow.adaptive.grid_vqa.config import settings_of
+    if (args.model / SETTINGS).is_file():
+        from sparseflow.adaptive.grid_vqa.config import parse_vqa_config
         from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-        from sparseflow.adaptive.grid_vqa.task import placed
+        from sparseflow.adaptive.grid_vqa.task import locate_archives
 
-        kept = json.loads((asked.model / SETTINGS).read_text("utf-8"))
-        data = VqaDataset(placed(settings_of(kept["settings"], SETTINGS), asked.archives, asked.model))
-        samples = list(data.samples("test", asked.questions))
+        record = json.loads((args.model / SETTINGS).read_text("utf-8"))
+        data = VqaDataset(
+            locate_archives(parse_vqa_config(record["settings"], SETTINGS), args.archives, args.model)
+        )
+        samples = list(data.iterate_samples("test", args.questions))
         longest: dict[str, int] = {}
-        for each in samples:
-            length = 1 + len(words.encode(each.answer, add_special_tokens=False))
-            longest[each.kind] = max(length, longest.get(each.kind, 0))
+        for sample in samples:
+            length = 1 + len(words.encode(sample.answer, add_special_tokens=False))
+            longest[sample.kind] = max(length, longest.get(sample.kind, 0))
         return [
             Question(
-                content=content_of(each.question, each.canvas), answer=each.answer,
-                new_tokens=min(longest[each.kind], asked.new_tokens),
+                content=make_content(sample.question, sample.canvas), answer=sample.answer,
+                new_tokens=min(longest[sample.kind], args.new_tokens),
             )
-            for each in samples
+            for sample in samples
         ]  # fmt: skip
-    random = np.random.default_rng(asked.seed)
-    found = []
-    for _ in range(asked.questions):
+    random = np.random.default_rng(args.seed)
+    questions = []
+    for _ in range(args.questions):
         text = words.decode(random.integers(3, 1000, size=12).tolist(), skip_special_tokens=True)
         canvas = random.integers(0, 256, (96, 96, 3), np.uint8) if service.prompts.takes_images else None
-        content = content_of(text, canvas)
-        found.append(Question(content=content, answer=None, new_tokens=asked.new_tokens))
-    return found
+        content = make_content(text, canvas)
+        questions.append(Question(content=content, answer=None, new_tokens=args.new_tokens))
+    return questions
 
 
-def body(service: Service, question: Question, budget_ms: float, **more: str) -> bytes:
-    """As a client sends it."""
+def make_body(service: Service, question: Question, budget_ms: float, **more: str) -> bytes:
+    """Build the request body."""
     content = {
         "model": service.model, "messages": [{"role": "user", "content": question.content}],
         "max_tokens": question.new_tokens, "temperature": 0.0, "seed": 0, "latency_budget_ms": budget_ms,
@@ -167,25 +169,25 @@ def body(service: Service, question: Question, budget_ms: float, **more: str) ->
     return json.dumps(content).encode()
 
 
-def bound(
-    asked: argparse.Namespace, service: Service, each: Question, predictor: PlanLatencyPredictor
+def set_budget_range(
+    args: argparse.Namespace, service: Service, question: Question, predictor: PlanLatencyPredictor
 ) -> None:
-    """Find prompt and budgets of a question, on an idle server."""
-    # By a thread of the server's: those compute alone, and what they take is in the least budget.
-    prepared = service._threads.submit(service._prepare_sync, body(service, each, 1.0), {}).result()
-    prompt, least_ms = prepared.prompt, service._min_idle_ms(prepared, each.new_tokens)
-    _, dearest = predictor.predict_all(
+    """Set prompt and budget range of a question, from an idle server."""
+    # In a thread of the server, because the minimum budget includes the preparation time of such threads.
+    prepared = service._threads.submit(service._prepare_sync, make_body(service, question, 1.0), {}).result()
+    prompt, least_ms = prepared.prompt, service._min_idle_ms(prepared, question.new_tokens)
+    _, p99 = predictor.predict_all(
         text_tokens=prompt.text_tokens, images=predictor.metadata.count_images(prompt.vision_tokens),
-        new_tokens=each.new_tokens,
+        new_tokens=question.new_tokens,
     )  # fmt: skip
-    each.prompt = prompt
-    each.budgets_ms = (least_ms, max(asked.dearest * float(dearest.max()), 1.01 * least_ms))
+    question.prompt = prompt
+    question.budgets_ms = (least_ms, max(args.max_budget_ratio * float(p99.max()), 1.01 * least_ms))
 
 
-def below_http(service: Service) -> Ask:
-    """The server's way without HTTP, on its event loop."""
+def connect_directly(service: Service) -> SendRequest:
+    """Return a sender that calls the service on its event loop, without HTTP."""
 
-    async def ask(content: bytes, due_s: float) -> dict[str, Any]:
+    async def send_request(content: bytes, due_s: float) -> dict[str, Any]:
         async def read() -> bytes:
             return content
 
@@ -197,36 +199,40 @@ def below_http(service: Service) -> Ask:
         finally:
             answer.disconnect()
 
-    return ask
+    return send_request
 
 
-def over_http(url: str) -> Ask:
-    """A client that opens a connection for each request, in a thread of its own."""
-    where, threads = urlsplit(url), ThreadPoolExecutor(_CONNECTIONS)
+def connect_http(url: str) -> SendRequest:
+    """Return a sender that opens an HTTP connection per request, in threads."""
+    address, threads = urlsplit(url), ThreadPoolExecutor(_CONNECTIONS)
 
     def post(content: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        connection = HTTPConnection(str(where.hostname), where.port, timeout=120.0)
+        connection = HTTPConnection(str(address.hostname), address.port, timeout=120.0)
         try:
             connection.request("POST", "/v1/chat/completions", content, {"Content-Type": "application/json"})
-            found = connection.getresponse()
-            return found.status, {name.lower(): value for name, value in found.getheaders()}, found.read()
+            response = connection.getresponse()
+            return (
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
         finally:
             connection.close()
 
-    async def ask(content: bytes, due_s: float) -> dict[str, Any]:
+    async def send_request(content: bytes, due_s: float) -> dict[str, Any]:
         status, headers, answer = await asyncio.get_running_loop().run_in_executor(threads, post, content)
         measured_ms = 1e3 * (time.perf_counter() - due_s)
-        told = json.loads(answer)
+        response = json.loads(answer)
         if status != 200:
             retry = headers.get("retry-after")
             raise ApiError(
-                status, told["error"]["message"], code=told["error"]["code"],
-                retry_after_s=None if retry is None else float(retry), more=told["error"],
+                status, response["error"]["message"], code=response["error"]["code"],
+                retry_after_s=None if retry is None else float(retry), more=response["error"],
             )  # fmt: skip
-        text = told["choices"][0]["message"]["content"]
-        return {"text": text, **told["sparseflow"], "measured_ms": measured_ms}
+        text = response["choices"][0]["message"]["content"]
+        return {"text": text, **response["sparseflow"], "measured_ms": measured_ms}
 
-    return ask
+    return send_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +240,10 @@ class Segment:
     """Requests at one rate.
 
     Attributes:
-        phase: Index into `PHASES`; None for those that are not kept.
-        rate: A second.
-        count: How many.
-        seconds: Or for how long.
+        phase: Index into `PHASES`; None for requests that are not recorded.
+        rate: Requests per second.
+        count: Minimum number of requests.
+        seconds: Minimum duration.
     """
 
     phase: int | None
@@ -246,182 +252,212 @@ class Segment:
     seconds: float = 0.0
 
 
-def engine_of(service: Service) -> Engine:
-    """What runs requests."""
+def get_engine(service: Service) -> Engine:
+    """Return the engine of a service."""
     backend = service.backend
     assert isinstance(backend, EngineBackend)
     return backend._engine
 
 
-class Run:
-    """Requests, and what became of them.
+class LoadGenerator:
+    """Sends requests and records their outcomes.
 
     Args:
-        asked: The options.
-        service: What answers.
-        ask: How it is asked.
-        every: The questions.
+        args: Options.
+        service: Service.
+        send_request: Sends a request.
+        questions: Questions.
     """
 
     def __init__(
-        self, asked: argparse.Namespace, service: Service, ask: Ask, every: Sequence[Question]
+        self,
+        args: argparse.Namespace,
+        service: Service,
+        send_request: SendRequest,
+        questions: Sequence[Question],
     ) -> None:
-        self._asked, self._service, self._ask, self._every = asked, service, ask, every
-        self._random = np.random.default_rng(asked.seed)
-        self.sent: list[Sent] = []
+        self._args, self._service, self._send_request, self._questions = (
+            args,
+            service,
+            send_request,
+            questions,
+        )
+        self._random = np.random.default_rng(args.seed)
+        self.sent: list[RequestRecord] = []
         self._errors: set[str] = set()
 
-    def drawn(self) -> tuple[Question, float]:
-        """A question and a budget."""
-        one = self._every[int(self._random.integers(len(self._every)))]
-        low, high = np.log(one.budgets_ms)
-        return one, float(np.exp(self._random.uniform(low, high)))
+    def sample_request(self) -> tuple[Question, float]:
+        """Return a random question and budget."""
+        question = self._questions[int(self._random.integers(len(self._questions)))]
+        low, high = np.log(question.budgets_ms)
+        return question, float(np.exp(self._random.uniform(low, high)))
 
-    async def capacity(self, count: int) -> float:
-        """Requests that end in a second where as many are under way as there are slots, none refused."""
-        drawn, ended = [self.drawn() for _ in range(count)], []
+    async def measure_capacity(self, count: int) -> float:
+        """Return requests per second with as many concurrent requests as slots."""
+        requests, end_times_s = [self.sample_request() for _ in range(count)], []
 
-        async def one_after_the_other() -> None:
-            while drawn:
-                content = body(self._service, *drawn.pop(), on_infeasible="best_effort")
-                await self._ask(content, time.perf_counter())
-                ended.append(time.perf_counter())
+        async def send_sequentially() -> None:
+            while requests:
+                content = make_body(self._service, *requests.pop(), on_infeasible="best_effort")
+                await self._send_request(content, time.perf_counter())
+                end_times_s.append(time.perf_counter())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._service.backend.slots):
-                group.create_task(one_after_the_other())
-        return ends_per_s(ended)
+                group.create_task(send_sequentially())
+        return compute_throughput(end_times_s)
 
-    async def arrivals(self, *segments: Segment) -> list[tuple[float, float]]:
-        """Requests at random times, one segment after the other without a pause.
+    async def send_segments(self, *segments: Segment) -> list[tuple[float, float]]:
+        """Send Poisson requests, segment by segment without a pause.
 
         Returns:
-            For each segment how long it was, and how long the engine worked in it, seconds.
+            Duration and busy time of the engine for each segment, seconds.
         """
-        engine, found = engine_of(self._service), []
+        engine, durations = get_engine(self._service), []
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for each in segments:
-                began, busy_s, number = due, engine.busy_s, 0
-                while number < each.count or due - began < each.seconds:
-                    due += float(self._random.exponential(1.0 / each.rate))
+            for segment in segments:
+                start_s, busy_s, num_sent = due, engine.busy_s, 0
+                while num_sent < segment.count or due - start_s < segment.seconds:
+                    due += float(self._random.exponential(1.0 / segment.rate))
                     await asyncio.sleep(max(due - time.perf_counter(), 0.0))
-                    group.create_task(self._one(each.phase, began, due))
-                    number += 1
-                found.append((due - began, engine.busy_s - busy_s))
-        return found
+                    group.create_task(self._send(segment.phase, start_s, due))
+                    num_sent += 1
+                durations.append((due - start_s, engine.busy_s - busy_s))
+        return durations
 
-    async def _one(self, phase: int | None, began_s: float, due_s: float) -> None:
-        question, budget_ms = self.drawn()
-        base: dict[str, Any] = {"phase": phase, "due_s": due_s - began_s, "budget_ms": budget_ms}
-        keep = self.sent.append if phase is not None else _forget
+    async def _send(self, phase: int | None, start_s: float, due_s: float) -> None:
+        question, budget_ms = self.sample_request()
+        base: dict[str, Any] = {"phase": phase, "due_s": due_s - start_s, "budget_ms": budget_ms}
+        append = self.sent.append if phase is not None else _discard
         try:
-            told = await self._ask(body(self._service, question, budget_ms), due_s)
-            predicted = told["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
-            found = {
-                "plan": told["plan"]["id"], "p50_ms": predicted["p50"], "p99_ms": predicted["p99"],
-                "measured_ms": told["measured_ms"],
-                "right": float(told["text"].strip() == question.answer),
+            response = await self._send_request(make_body(self._service, question, budget_ms), due_s)
+            predicted = response["predicted_ms"] or {"p50": math.nan, "p99": math.nan}
+            fields = {
+                "plan": response["plan"]["id"], "p50_ms": predicted["p50"], "p99_ms": predicted["p99"],
+                "measured_ms": response["measured_ms"],
+                "right": float(response["text"].strip() == question.answer),
             }  # fmt: skip
             if question.answer is None:
-                found["right"] = math.nan
+                fields["right"] = math.nan
         except ApiError as refusal:
-            ended_s = time.perf_counter() - began_s
+            ended_s = time.perf_counter() - start_s
             retry = refusal.retry_after_s is not None
             least_ms = float(refusal.more.get("least_feasible_ms", math.nan))
-            keep(Sent(**base, ended_s=ended_s, outcome=refusal.code, retry=retry, least_ms=least_ms))
-        except Exception as error:  # of the connection or the answer: one request's, not the measurement's
-            ended_s, kind = time.perf_counter() - began_s, type(error).__name__
-            if kind not in self._errors:
-                self._errors.add(kind)
+            append(
+                RequestRecord(**base, ended_s=ended_s, outcome=refusal.code, retry=retry, least_ms=least_ms)
+            )
+        except Exception as error:  # An error of the connection or answer fails a single request.
+            ended_s, error_type = time.perf_counter() - start_s, type(error).__name__
+            if error_type not in self._errors:
+                self._errors.add(error_type)
                 print(f"a request failed: {error!r}", file=sys.stderr, flush=True)
-            keep(Sent(**base, ended_s=ended_s, outcome=f"error: {kind}"))
+            append(RequestRecord(**base, ended_s=ended_s, outcome=f"error: {error_type}"))
         else:
-            keep(Sent(**base, **found, ended_s=time.perf_counter() - began_s, outcome="answered"))
+            append(RequestRecord(**base, **fields, ended_s=time.perf_counter() - start_s, outcome="answered"))
 
 
-def _forget(sent: Sent) -> None:
-    """Those that only make the server busy."""
+def _discard(sent: RequestRecord) -> None:
+    """Ignore a request that is not recorded."""
 
 
-def share(part: int, whole: int) -> dict[str, float]:
-    """A share and its 95 % interval (Wilson)."""
-    if not whole:
+def estimate_share(part: int, total: int) -> dict[str, float]:
+    """Return a fraction and its 95 % interval (Wilson)."""
+    if not total:
         return {"share": math.nan, "low": 0.0, "high": 1.0, "of": 0}
-    p, z = part / whole, 1.96
-    middle, scale = p + z * z / (2 * whole), 1.0 + z * z / whole
-    half = z * math.sqrt(p * (1.0 - p) / whole + z * z / (4 * whole * whole))
-    return {"share": p, "low": (middle - half) / scale, "high": (middle + half) / scale, "of": whole}
+    p, z = part / total, 1.96
+    middle, scale = p + z * z / (2 * total), 1.0 + z * z / total
+    half = z * math.sqrt(p * (1.0 - p) / total + z * z / (4 * total * total))
+    return {"share": p, "low": (middle - half) / scale, "high": (middle + half) / scale, "of": total}
 
 
-def summary(sent: Sequence[Sent], seconds: float, busy_s: float) -> dict[str, Any]:
-    """What a phase came to."""
-    answered = [each for each in sent if each.outcome == "answered"]
+def summarize(requests: Sequence[RequestRecord], duration_s: float, busy_s: float) -> dict[str, Any]:
+    """Summarize the requests of a phase."""
+    answered = [request for request in requests if request.outcome == "answered"]
     refused: dict[str, int] = {}
-    for each in sent:
-        if each.outcome != "answered":
-            refused[each.outcome] = refused.get(each.outcome, 0) + 1
+    for request in requests:
+        if request.outcome != "answered":
+            refused[request.outcome] = refused.get(request.outcome, 0) + 1
     infeasible = refused.get("budget_infeasible", 0)
     failed = sum(count for code, count in refused.items() if code not in (*SHED, "budget_infeasible"))
-    took = np.array([each.measured_ms for each in answered]) if answered else np.array([math.nan])
-    told = [each for each in answered if math.isfinite(each.p99_ms)]
-    judged = [each.right for each in answered if math.isfinite(each.right)]
+    latencies = np.array([request.measured_ms for request in answered]) if answered else np.array([math.nan])
+    predicted = [request for request in answered if math.isfinite(request.p99_ms)]
+    scores = [request.right for request in answered if math.isfinite(request.right)]
     plans: dict[str, int] = {}
-    for each in answered:
-        plans[each.plan] = plans.get(each.plan, 0) + 1
-    met = sum(each.met for each in answered)
-    budgets = [each.budget_ms for each in sent] or [math.nan]
+    for request in answered:
+        plans[request.plan] = plans.get(request.plan, 0) + 1
+    met = sum(request.met for request in answered)
+    budgets = [request.budget_ms for request in requests] or [math.nan]
     return {
-        "requests": len(sent), "seconds": seconds, "requests_per_s": len(sent) / seconds,
+        "requests": len(requests),
+        "seconds": duration_s,
+        "requests_per_s": len(requests) / duration_s,
         "budget_ms": np.quantile(budgets, (0.0, 0.5, 1.0)).tolist(),
-        "attainment": share(met, len(answered) + failed), "attainment_of_all": share(met, len(sent)),
-        "attainment_of_feasible": share(met, len(sent) - infeasible),
-        "refused": refused, "failed": failed,
-        "shed_share": sum(refused.get(code, 0) for code in SHED) / max(len(sent), 1),
-        "infeasible_share": infeasible / max(len(sent), 1), "goodput_per_s": met / seconds,
-        "p50_ms": float(np.quantile(took, 0.5)), "p99_ms": float(np.quantile(took, 0.99)),
-        "utilisation": busy_s / seconds,
-        "below_p99": share(sum(each.measured_ms <= each.p99_ms for each in told), len(told)),
-        "accuracy": float(np.mean(judged)) if judged else None, "plans": plans,
-    }  # fmt: skip
+        "attainment": estimate_share(met, len(answered) + failed),
+        "attainment_of_all": estimate_share(met, len(requests)),
+        "attainment_of_feasible": estimate_share(met, len(requests) - infeasible),
+        "refused": refused,
+        "failed": failed,
+        "shed_share": sum(refused.get(code, 0) for code in SHED) / max(len(requests), 1),
+        "infeasible_share": infeasible / max(len(requests), 1),
+        "goodput_per_s": met / duration_s,
+        "p50_ms": float(np.quantile(latencies, 0.5)),
+        "p99_ms": float(np.quantile(latencies, 0.99)),
+        "utilisation": busy_s / duration_s,
+        "below_p99": estimate_share(
+            sum(request.measured_ms <= request.p99_ms for request in predicted), len(predicted)
+        ),
+        "accuracy": float(np.mean(scores)) if scores else None,
+        "plans": plans,
+    }
 
 
-def finite(found: Any) -> Any:
-    """As JSON can keep it: null for what is NaN or infinite, such as a share of nothing."""
-    if isinstance(found, Mapping):
-        return {name: finite(each) for name, each in found.items()}
-    if isinstance(found, list | tuple):
-        return [finite(each) for each in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+def replace_non_finite(value: Any) -> Any:
+    """Replace NaN and infinity by None, for JSON."""
+    if isinstance(value, Mapping):
+        return {name: replace_non_finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def recovery(sent: Sequence[Sent]) -> dict[str, Any]:
-    """When attainment of a sliding window is back for good, and how it went on."""
-    ended = sorted((each for each in sent if each.outcome == "answered"), key=lambda each: each.ended_s)
-    times = np.array([each.ended_s for each in ended])
-    met = np.array([each.met for each in ended], dtype=float)
-    refusals = [each for each in sent if each.outcome not in ("answered", "budget_infeasible")]
-    track, back_s = [], 0.0
-    for at in np.arange(WINDOW_S, times.max(initial=0.0) + WINDOW_S, WINDOW_S / 4):
-        inside = (times > at - WINDOW_S) & (times <= at)
-        if inside.any():
-            track.append([round(float(at), 2), round(float(met[inside].mean()), 4), int(inside.sum())])
-            if met[inside].mean() < TARGET:
-                back_s = float(at)
+def measure_recovery(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Return the time after which the attainment of a sliding window stays above the target."""
+    ended = sorted(
+        (request for request in requests if request.outcome == "answered"),
+        key=lambda request: request.ended_s,
+    )
+    times = np.array([request.ended_s for request in ended])
+    met = np.array([request.met for request in ended], dtype=float)
+    refusals = [request for request in requests if request.outcome not in ("answered", "budget_infeasible")]
+    track, recovered_s = [], 0.0
+    for end_s in np.arange(WINDOW_S, times.max(initial=0.0) + WINDOW_S, WINDOW_S / 4):
+        in_window = (times > end_s - WINDOW_S) & (times <= end_s)
+        if in_window.any():
+            track.append(
+                [round(float(end_s), 2), round(float(met[in_window].mean()), 4), int(in_window.sum())]
+            )
+            if met[in_window].mean() < TARGET:
+                recovered_s = float(end_s)
     return {
-        "window_s": WINDOW_S, "back_after_s": back_s, "track": track, "refused": len(refusals),
-        "refused_rightly": share(sum(e.outcome in SHED and e.retry for e in refusals), len(refusals)),
-    }  # fmt: skip
+        "window_s": WINDOW_S,
+        "back_after_s": recovered_s,
+        "track": track,
+        "refused": len(refusals),
+        "refused_rightly": estimate_share(
+            sum(request.outcome in SHED and request.retry for request in refusals), len(refusals)
+        ),
+    }
 
 
-def write_samples(path: Path, sent: Sequence[Sent]) -> None:
-    """Every request, a row each."""
+def write_samples(path: Path, requests: Sequence[RequestRecord]) -> None:
+    """Write a row per request."""
     import pyarrow as pa
 
     columns: dict[str, Any] = {}
     types = {"int": pa.int64(), "str": pa.string(), "bool": pa.bool_()}
-    for field in fields(Sent):
-        values = [getattr(each, field.name) for each in sent]
+    for field in fields(RequestRecord):
+        values = [getattr(request, field.name) for request in requests]
         if field.type == "float":
             columns[field.name] = pa.array(np.array(values, dtype=np.float32))
         else:
@@ -429,32 +465,36 @@ def write_samples(path: Path, sent: Sequence[Sent]) -> None:
     write_table(path, columns)
 
 
-async def measured(
-    asked: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor, ask: Ask
-) -> tuple[dict[str, Any], list[Sent]]:
-    """All phases."""
-    every = questions(asked, service)
-    for each in every:
-        bound(asked, service, each, predictor)
-    run = Run(asked, service, ask, every)
-    capacity = await run.capacity(asked.warmup)
-    print(f"capacity: {capacity:.1f} requests a second", flush=True)
-    rate = asked.rate or asked.load * capacity
+async def measure(
+    args: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor, send_request: SendRequest
+) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """Run all phases."""
+    questions = load_questions(args, service)
+    for question in questions:
+        set_budget_range(args, service, question, predictor)
+    generator = LoadGenerator(args, service, send_request, questions)
+    capacity_per_s = await generator.measure_capacity(args.warmup)
+    print(f"capacity: {capacity_per_s:.1f} requests/s", flush=True)
+    rate = args.rate or args.load * capacity_per_s
     segments = [
-        Segment(phase=None, rate=rate, count=asked.warmup), Segment(phase=0, rate=rate, count=asked.requests),
+        Segment(phase=None, rate=rate, count=args.warmup), Segment(phase=0, rate=rate, count=args.requests),
     ]  # fmt: skip
-    if asked.step > 0:
-        segments.append(Segment(phase=1, rate=asked.step * rate, seconds=asked.step_s))
-    spans = await run.arrivals(*segments)
-    found: dict[str, Any] = {"capacity_per_s": capacity, "slots": service.backend.slots}
-    for phase, span in enumerate(spans[1:]):
-        mine = [each for each in run.sent if each.phase == phase]
-        told = found[PHASES[phase]] = summary(mine, *span)
+    if args.step > 0:
+        segments.append(Segment(phase=1, rate=args.step * rate, seconds=args.step_s))
+    durations = await generator.send_segments(*segments)
+    results: dict[str, Any] = {"capacity_per_s": capacity_per_s, "slots": service.backend.slots}
+    for phase, duration in enumerate(durations[1:]):
+        phase_requests = [request for request in generator.sent if request.phase == phase]
+        phase_results = results[PHASES[phase]] = summarize(phase_requests, *duration)
         if phase == 1:
-            told["recovery"] = recovery(mine)
-            print(f"back after {told['recovery']['back_after_s']:.2f} s", flush=True)
-        print(f"{PHASES[phase]}:", json.dumps(finite({name: told[name] for name in SHOWN})), flush=True)
-    return found, run.sent
+            phase_results["recovery"] = measure_recovery(phase_requests)
+            print(f"recovered after {phase_results['recovery']['back_after_s']:.2f} s", flush=True)
+        print(
+            f"{PHASES[phase]}:",
+            json.dumps(replace_non_finite({name: phase_results[name] for name in SHOWN})),
+            flush=True,
+        )
+    return results, generator.sent
 
 
 SHOWN = (
@@ -463,21 +503,21 @@ SHOWN = (
 )  # fmt: skip
 
 
-async def in_process(
-    asked: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor
-) -> tuple[dict[str, Any], list[Sent]]:
+async def measure_directly(
+    args: argparse.Namespace, service: Service, predictor: PlanLatencyPredictor
+) -> tuple[dict[str, Any], list[RequestRecord]]:
     await service.open()
     try:
-        return await measured(asked, service, predictor, below_http(service))
+        return await measure(args, service, predictor, connect_directly(service))
     finally:
         await service.close()
 
 
-def by_http(
-    asked: argparse.Namespace, app: Any, service: Service, predictor: PlanLatencyPredictor
-) -> tuple[dict[str, Any], list[Sent]]:
-    with listening(app) as url:
-        return asyncio.run(measured(asked, service, predictor, over_http(url)))
+def measure_http(
+    args: argparse.Namespace, app: Any, service: Service, predictor: PlanLatencyPredictor
+) -> tuple[dict[str, Any], list[RequestRecord]]:
+    with run_server(app) as url:
+        return asyncio.run(measure(args, service, predictor, connect_http(url)))
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -526,62 +566,62 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder of a model, with its tokenizer")
-    parser.add_argument("--profile", type=Path, required=True, help="a profile, or a predictor.json")
+    parser.add_argument("model", type=Path, help="directory of a model")
+    parser.add_argument("--profile", type=Path, required=True, help="profile (Parquet) or predictor (JSON)")
     parser.add_argument("--controller", type=Path, help="trained controllers")
-    parser.add_argument("--worth", type=Path, help="how good plans are")
+    parser.add_argument("--plan-quality", type=Path, help="accuracy of plans")
     parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--load", type=float, default=0.7, help="share of capacity")
-    parser.add_argument("--rate", type=float, help="requests a second, in place of the load")
-    parser.add_argument("--step", type=float, default=2.0, help="times as many then; 0 for none")
-    parser.add_argument("--step-s", type=float, default=10.0, help="how long")
+    parser.add_argument("--load", type=float, default=0.7, help="fraction of capacity")
+    parser.add_argument("--rate", type=float, help="requests per second, instead of the load")
+    parser.add_argument("--step", type=float, default=2.0, help="factor of the load step; 0 for none")
+    parser.add_argument("--step-s", type=float, default=10.0, help="duration of the load step, seconds")
     parser.add_argument(
-        "--dearest", type=float, default=1.5, help="largest budget, times the dearest plan's p99"
+        "--max-budget-ratio", type=float, default=1.5, help="maximum budget over the p99 of the slowest plan"
     )
     parser.add_argument("--questions", type=int, default=512)
-    parser.add_argument(
-        "--archives", type=Path, action="append", help="of images, where they are elsewhere than in training"
-    )
-    parser.add_argument("--new-tokens", type=int, default=16, help="most of an answer")
-    parser.add_argument("--warmup", type=int, default=300, help="requests that capacity is measured by")
-    parser.add_argument("--plans", type=int, default=12, help="as of `serve`")
-    parser.add_argument("--batch", type=int, help="as of `serve`")
+    parser.add_argument("--archives", type=Path, action="append", help="image archive. Repeatable.")
+    parser.add_argument("--new-tokens", type=int, default=16, help="maximum length of an answer")
+    parser.add_argument("--warmup", type=int, default=300, help="requests of the capacity measurement")
+    parser.add_argument("--plans", type=int, default=12, help="see `sparseflow adaptive serve`")
+    parser.add_argument("--batch", type=int, help="see `sparseflow adaptive serve`")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--http", action="store_true", help="by uvicorn and a client")
+    parser.add_argument("--http", action="store_true", help="with uvicorn and an HTTP client")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSON; samples go to a Parquet beside it")
-    asked = parser.parse_args(given)
-    if asked.requests < 1 or (asked.step > 0 and not asked.step_s > 0):
-        parser.error("--requests must be at least 1, and --step-s above 0 where there is a step")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON file; a Parquet file next to it contains the samples"
+    )
+    args = parser.parse_args(argv)
+    if args.requests < 1 or (args.step > 0 and not args.step_s > 0):
+        parser.error("--requests must be at least 1, and --step-s positive with a load step")
     app = create_model_app(
-        asked.model, asked.profile, controller=asked.controller, plan_quality=asked.worth,
-        model_name=asked.model.name, max_plans=asked.plans, max_batch_size=asked.batch, device=asked.device,
+        args.model, args.profile, controller=args.controller, plan_quality=args.plan_quality,
+        model_name=args.model.name, max_plans=args.plans, max_batch_size=args.batch, device=args.device,
         progress=lambda message, fraction: None,
     )  # fmt: skip
     service: Service = app.state.service
     backend = service.backend
     assert isinstance(backend, EngineBackend) and isinstance(backend._forecast, PredictorForecast)
     predictor = backend._forecast._predictor
-    if asked.http:
-        found, sent = by_http(asked, app, service, predictor)
+    if args.http:
+        results, requests = measure_http(args, app, service, predictor)
     else:
-        found, sent = asyncio.run(in_process(asked, service, predictor))
-    met = found["steady"]["attainment"]["share"] >= TARGET
-    if "step" in found:
-        back = found["step"]["recovery"]
-        met = met and (back["back_after_s"] <= RECOVERY_S or back["refused_rightly"]["share"] == 1.0)
+        results, requests = asyncio.run(measure_directly(args, service, predictor))
+    met = results["steady"]["attainment"]["share"] >= TARGET
+    if "step" in results:
+        recovery = results["step"]["recovery"]
+        met = met and (recovery["back_after_s"] <= RECOVERY_S or recovery["refused_rightly"]["share"] == 1.0)
     record = {
-        "environment": collect_environment(asked.device, seed=asked.seed), "settings": settled(asked),
-        "target": {"attainment": TARGET, "recovery_s": RECOVERY_S}, "met": met, **found,
-        "samples": asked.out.with_suffix(".parquet").name, "phases": PHASES,
+        "environment": collect_environment(args.device, seed=args.seed), "settings": resolve_settings(args),
+        "target": {"attainment": TARGET, "recovery_s": RECOVERY_S}, "met": met, **results,
+        "samples": args.out.with_suffix(".parquet").name, "phases": PHASES,
     }  # fmt: skip
-    write_samples(asked.out.with_suffix(".parquet"), sent)
-    write_atomic(asked.out, json.dumps(finite(record), allow_nan=False) + "\n")
-    record_claims(make_claims(record), record, asked.out)
+    write_samples(args.out.with_suffix(".parquet"), requests)
+    write_atomic(args.out, json.dumps(replace_non_finite(record), allow_nan=False) + "\n")
+    record_claims(make_claims(record), record, args.out)
     return 0
 
 

@@ -1,5 +1,4 @@
-"""What the benchmarks of this folder share: models, from a folder or with random weights; a server of this
-process; and options."""
+"""Shared code of the benchmarks: models, prompts, a server in this process, and options."""
 
 from __future__ import annotations
 
@@ -50,26 +49,26 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def built(asked: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
-    """A model, and a request of it with one image."""
+def build_model(args: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
+    """Load or build a model; also return the inputs of a request with one image."""
     import transformers
 
-    if asked.model is not None:
-        model = transformers.AutoModelForImageTextToText.from_pretrained(asked.model, dtype=asked.dtype)
+    if args.model is not None:
+        model = transformers.AutoModelForImageTextToText.from_pretrained(args.model, dtype=args.dtype)
     else:
-        made = GEOMETRIES[asked.geometry]
-        text = transformers.OlmoeConfig(**made["text"])
+        geometry = GEOMETRIES[args.geometry]
+        text = transformers.OlmoeConfig(**geometry["text"])
         config = transformers.LlavaConfig(
-            vision_config=transformers.SiglipVisionConfig(**made["vision"]), text_config=text,
+            vision_config=transformers.SiglipVisionConfig(**geometry["vision"]), text_config=text,
             image_token_index=text.vocab_size - 1, vision_feature_select_strategy="full",
             vision_feature_layer=-1,
         )  # fmt: skip
-        torch.manual_seed(asked.seed)
-        torch.set_default_dtype(getattr(torch, asked.dtype))
-        with torch.device(asked.device):
+        torch.manual_seed(args.seed)
+        torch.set_default_dtype(getattr(torch, args.dtype))
+        with torch.device(args.device):
             model = transformers.LlavaForConditionalGeneration(config)
         torch.set_default_dtype(torch.float32)
-    model = model.to(asked.device).eval()
+    model = model.to(args.device).eval()
     adapter = get_adapter(model)
     size = getattr(adapter, "tokens_per_crop", None)
     if size is None:
@@ -82,8 +81,8 @@ def built(asked: argparse.Namespace) -> tuple[Adapter, Inputs | None]:
     return adapter, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
-def content_of(text: str, canvas: np.ndarray | None = None) -> list[dict[str, Any]]:
-    """What a user's message holds, as OpenAI's clients send it; a canvas is [height, width, 3] uint8."""
+def make_content(text: str, canvas: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """Build the content of a user message in OpenAI's format; a canvas is [height, width, 3] uint8."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if canvas is not None:
         from PIL import Image
@@ -96,76 +95,77 @@ def content_of(text: str, canvas: np.ndarray | None = None) -> list[dict[str, An
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """A server of this process within; gives its address."""
+def run_server(app: Any) -> Iterator[str]:
+    """Serve an app in this process; yields its URL."""
     from sparseflow.adaptive.serve.lifecycle import Server
 
-    up, where = threading.Event(), []
+    listening, urls = threading.Event(), []
 
-    def announce(told: str) -> None:
-        where.append(json.loads(told)["url"])
-        up.set()
+    def announce(line: str) -> None:
+        urls.append(json.loads(line)["url"])
+        listening.set()
 
     server = Server(app, port=0, drain_s=30.0, announce=announce)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
-        if not up.wait(60.0):
-            raise SystemExit("the server did not come up")
-        yield where[0]
+        if not listening.wait(60.0):
+            raise SystemExit("the server did not start within 60 s")
+        yield urls[0]
     finally:
         server.stop()
         thread.join()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add what `built` needs, `--seed` and `--out`."""
-    parser.add_argument("--model", type=Path, help="folder of a model; by default random weights")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `build_model` reads, `--seed` and `--out`."""
+    parser.add_argument("--model", type=Path, help="directory of a model; by default random weights")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="tiny")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU by default")
-    parser.add_argument("--max-batch", type=int, default=8, help="most requests at a time")
-    parser.add_argument("--max-tokens", type=int, help="of a request; by default what the model knows")
+    parser.add_argument("--dtype", help="by default float32 on a CPU and bfloat16 on a GPU")
+    parser.add_argument("--max-batch", type=int, default=8, help="maximum number of concurrent requests")
+    parser.add_argument(
+        "--max-tokens", type=int, help="maximum tokens of a request; by default that of the model"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
 
 
-def settled(asked: argparse.Namespace) -> dict[str, Any]:
-    """Fill in what depends on the device; gives the options as a record keeps them."""
-    if "dtype" in asked:
-        asked.dtype = asked.dtype or ("bfloat16" if asked.device.startswith("cuda") else "float32")
+def resolve_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Set defaults that depend on the device, and return the options in JSON types."""
+    if "dtype" in args:
+        args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
 
-    def kept(value: Any) -> Any:
+    def to_json(value: Any) -> Any:
         if isinstance(value, list):
-            return [kept(each) for each in value]
+            return [to_json(item) for item in value]
         return value.name if isinstance(value, Path) else value
 
-    return {name: kept(value) for name, value in vars(asked).items() if name != "out"}
+    return {name: to_json(value) for name, value in vars(args).items() if name != "out"}
 
 
-def max_total_tokens(asked: argparse.Namespace, adapter: Adapter) -> int:
-    """Of a request."""
+def max_total_tokens(args: argparse.Namespace, adapter: Adapter) -> int:
+    """Return the maximum number of tokens of a request."""
     config: Any = adapter.decoder.config
-    # Random weights know more than is of use here.
-    most = 2560 if asked.model is None else 8192
-    return asked.max_tokens or min(int(config.max_position_embeddings), most)
+    # The configuration of random weights allows more than the benchmarks use.
+    limit = 2560 if args.model is None else 8192
+    return args.max_tokens or min(int(config.max_position_embeddings), limit)
 
 
-def room(asked: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
-    """Text tokens that a request has room for beside its vision tokens (highest tier) and its answer."""
+def max_text_tokens(args: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
+    """Return the number of text tokens that fit beside vision tokens (highest tier) and answer."""
     size = getattr(adapter, "tokens_per_crop", None)
-    return max_total_tokens(asked, adapter) - (0 if size is None else 14 * size) - new_tokens
+    return max_total_tokens(args, adapter) - (0 if size is None else 14 * size) - new_tokens
 
 
-def ends_per_s(ended: Sequence[float]) -> float:
-    """How many of some requests end in a second, from when each ended; the first third is for caches and
-    clocks."""
-    counted = sorted(ended)[len(ended) // 3 :]
-    return (len(counted) - 1) / (counted[-1] - counted[0])
+def compute_throughput(end_times_s: Sequence[float]) -> float:
+    """Compute requests per second from end times; the first third is warm-up."""
+    steady_s = sorted(end_times_s)[len(end_times_s) // 3 :]
+    return (len(steady_s) - 1) / (steady_s[-1] - steady_s[0])
 
 
 def write_table(path: Path, columns: Mapping[str, Any]) -> None:
-    """Samples by column as a Parquet file, in place of what is there."""
+    """Write columns to a Parquet file, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,15 +174,15 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
-def within(wanted: Sequence[int] | None, usual: Sequence[int], most: int, option: str) -> list[int]:
-    """Numbers of text tokens: those that are wanted, or the usual ones, smaller where there is no room.
+def fit_lengths(
+    requested: Sequence[int] | None, defaults: Sequence[int], limit: int, option: str
+) -> list[int]:
+    """Return the requested text lengths, or the defaults scaled down to `limit`.
 
     Raises:
-        InputError: Those that are wanted do not fit.
+        InputError: A requested length exceeds `limit`.
     """
-    if wanted and max(wanted) > most:
-        raise InputError(
-            f"`{option}` (={max(wanted)}) must be at most {most} tokens, for which the model has room"
-        )
-    shrunk = min(1.0, most / max(usual))
-    return sorted({max(1, int(each * shrunk)) for each in usual}) if not wanted else list(wanted)
+    if requested and max(requested) > limit:
+        raise InputError(f"`{option}` (={max(requested)}) must be at most {limit} tokens")
+    scale = min(1.0, limit / max(defaults))
+    return sorted({max(1, int(length * scale)) for length in defaults}) if not requested else list(requested)

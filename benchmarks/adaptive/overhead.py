@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build_model, max_total_tokens, add_options, max_text_tokens, resolve_settings, fit_lengths
+from models import add_options, build_model, fit_lengths, max_text_tokens, max_total_tokens, resolve_settings
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.controllers.controllers import Controllers
@@ -71,7 +71,12 @@ def fit_small_profile(
         mix=RequestMix(lengths=sizes, new_tokens=steps + 1),
     ) as runner:  # fmt: skip
         profile = collect_profile_by_group(
-            runner, space, Path(scratch) / "p.parquet", text_tokens=sizes, rounds=2, decode_steps=steps,
+            runner,
+            space,
+            Path(scratch) / "p.parquet",
+            text_tokens=sizes,
+            rounds=2,
+            decode_steps=steps,
             batch_sizes=(1, 2),
         )
     return PlanLatencyPredictor.fit(profile, seed=args.seed)
@@ -106,7 +111,9 @@ def measure_pairs(
         return FixedPlanPolicy(plan=plan)
 
     def decide_plan(inputs: Any) -> PlanDecider:
-        return single_plan_selector.make_policy(text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"])
+        return single_plan_selector.make_policy(
+            text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"]
+        )
 
     rows = []
     for pair_index in range(-args.warmup, args.pairs):
@@ -119,7 +126,9 @@ def measure_pairs(
                 query = LatencyQuery(
                     plan=plan, text_tokens=args.text_tokens, images=images, new_tokens=len(output.tokens)
                 )
-                selector.predictor.observe(query, output.total_ms, prefill_ms=output.total_ms - output.decode_ms)
+                selector.predictor.observe(
+                    query, output.total_ms, prefill_ms=output.total_ms - output.decode_ms
+                )
         if pair_index >= 0:
             rows.append([round(row[name], 5) for name in COLUMNS])
     return rows
@@ -140,11 +149,13 @@ def time_host(
     inputs, images = make_full_prompt(prompts, plan, args.text_tokens), int(plan.tier is not None)
     token = torch.randn(selector.controllers.width if selector.controllers else 1)
     query = LatencyQuery(plan=plan, text_tokens=args.text_tokens, images=images, new_tokens=args.new_tokens)
-    # On a GPU a decider gets ready while the device works; that is no time of the request's.
+    # On a GPU the preparation overlaps with the device and does not delay the request.
     prepares = args.device.startswith("cuda")
     samples_us: dict[str, list[float]] = {"first": [], "ready": [], "second": [], "observe": []}
     for number in range(args.warmup + args.pairs):
-        decide = selector.make_policy(text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"])
+        decide = selector.make_policy(
+            text_tokens=args.text_tokens, images=images, input_ids=inputs["input_ids"]
+        )
         request = GenerationRequest(
             inputs=inputs, decide=decide, max_new_tokens=args.new_tokens, budget_ms=BUDGET_MS
         )
@@ -162,7 +173,10 @@ def time_host(
             elapsed = (initial_s - start_s, prepared_s - initial_s, end_s - prepared_s, observed_s - end_s)
             for name, elapsed_s in zip(samples_us, elapsed, strict=True):
                 samples_us[name].append(round(1e6 * elapsed_s, 2))
-    return {"median_us": {name: float(np.median(samples)) for name, samples in samples_us.items()}, "samples_us": samples_us}
+    return {
+        "median_us": {name: float(np.median(samples)) for name, samples in samples_us.items()},
+        "samples_us": samples_us,
+    }
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -202,18 +216,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--profile", type=Path, help="predictor.json; by default of a small profile")
+    parser.add_argument("--profile", type=Path, help="predictor (JSON); by default fitted to a small profile")
     parser.add_argument("--controller", type=Path, help="trained controllers; by default untrained ones")
-    parser.add_argument("--plans", type=int, default=3, help="plans to compare by")
+    parser.add_argument("--plans", type=int, default=3, help="number of plans to measure")
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--text-tokens", type=int, help="by default 32, or what there is room for")
+    parser.add_argument("--text-tokens", type=int, help="by default 32, or fewer if the model has fewer")
     parser.add_argument("--new-tokens", type=int, default=16)
     args = parser.parse_args(argv)
     settings = resolve_settings(args)
     adapter, example = build_model(args)
     runtime, tokens = PlanRuntime(adapter), max_total_tokens(args, adapter)
-    # A profile has twice as many, too.
+    # The profile also measures twice this length.
     limit = max_text_tokens(args, adapter, args.new_tokens) // 2
     (args.text_tokens,) = fit_lengths(args.text_tokens and [args.text_tokens], [32], limit, "--text-tokens")
     if args.profile is None:
@@ -238,16 +252,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = measure_pairs(args, engine, selector, plan, prompts)
             first, second, repeated, decide_ms = np.array(rows).T
             result = {
-                "plan": plan.id, "p50_ms": float(np.median(first)),
-                "overhead": estimate_ratio(second, first, args.seed), "chance": estimate_ratio(repeated, first, args.seed),
-                "decide_ms": float(np.median(decide_ms)), "samples": rows,
-            }  # fmt: skip
+                "plan": plan.id,
+                "p50_ms": float(np.median(first)),
+                "overhead": estimate_ratio(second, first, args.seed),
+                "chance": estimate_ratio(repeated, first, args.seed),
+                "decide_ms": float(np.median(decide_ms)),
+                "samples": rows,
+            }
             cases.append(result)
             low, high = result["overhead"][1:]
             print(
-                f"{plan.id}: {result['p50_ms']:.3f} ms; deciding adds {result['overhead'][0]:+.2%} "
+                f"{plan.id}: {result['p50_ms']:.3f} ms; selection adds {result['overhead'][0]:+.2%} "
                 f"({low:+.2%} to {high:+.2%}; chance {result['chance'][0]:+.2%}), "
-                f"{1e3 * result['decide_ms']:.0f} us with waiting for its token"
+                f"{1e3 * result['decide_ms']:.0f} us including the wait for the latency token"
             )
         uncaptured = list(engine.snapshot().uncaptured)
     host = time_host(args, selector, plans[-1], prompts)

@@ -28,8 +28,8 @@ import numpy as np
 
 from sparseflow.adaptive.data import IMPORTANCE_FILE, PLAN_QUALITY_FILE
 from sparseflow.adaptive.grid_vqa.config import VqaConfig
-from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank, bank_of, pictures
-from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
+from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank, load_image_bank, read_archives
+from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load_vqa_model
 from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import BlockImportance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
@@ -37,7 +37,7 @@ from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
 MAX_QUESTION_IMAGES, MAX_OTHER_IMAGES = 360, 10
-"""Images of each name: of one that is asked about, and of one that is only there to be split."""
+"""Maximum number of images per class: of classes in questions, and of other classes."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
@@ -58,16 +58,17 @@ def iterate_test_images(archives: Sequence[Path], bank: ImageBank) -> Iterator[t
         InputError: An archive contains other files than images.
     """
     pixels = {
-        split: {bank.images[index].tobytes() for index in np.concatenate(bank.splits[split])} for split in SPLITS
+        split: {bank.images[index].tobytes() for index in np.concatenate(bank.splits[split])}
+        for split in SPLITS
     }
     tests = pixels["test"] - pixels["train"] - pixels["val"]
     for archive in archives:
-        files, source = list(iterate_files(archive)), pictures([archive])
+        files, source = list(iterate_files(archive)), read_archives([archive])
         if len(files) != len(source.names):
-            raise InputError(f"{archive} must hold its images as files …/<class>/<name>.png or .jpg")
+            raise InputError(f"{archive} must contain its images as files …/<class>/<name>.png or .jpg")
         for (name, content), label, image in zip(files, source.names, source.images, strict=True):
             if PurePosixPath(name).parts[-2].lower() != label:
-                raise InputError(f"{archive}: {name} was read as {label}")
+                raise InputError(f"{archive}: {name} expected the class {label}")
             if image.tobytes() in tests:
                 yield label, name, content
 
@@ -84,9 +85,9 @@ def write_images(out: Path, archives: Sequence[Path], settings: VqaConfig, bank:
     Raises:
         InputError: The written archive contains training images; it is deleted.
     """
-    question_labels, counts = settings.images.asked or bank.names, Counter[str]()
+    question_labels, counts = settings.images.question_names or bank.names, Counter[str]()
     buffer = io.BytesIO()
-    # Neither times nor owners: they would make every call's archive another one.
+    # No times or owners, so that repeated calls write the same archive.
     with (
         gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as tar,
@@ -118,16 +119,23 @@ def check_archive(archive: Path, settings: VqaConfig, bank: ImageBank) -> None:
     Raises:
         InputError: A class is missing, or an image is a training image.
     """
-    packed = bank_of(digits=settings.images.digits, archives=[archive], seed=settings.images.seed)
+    packed = load_image_bank(digits=settings.images.digits, archives=[archive], seed=settings.images.seed)
     if packed.names != bank.names:
-        raise InputError(f"{archive} has images of {', '.join(packed.names)}, not of {', '.join(bank.names)}")
+        raise InputError(
+            f"{archive} contains the classes {', '.join(packed.names)}; expected {', '.join(bank.names)}"
+        )
     training_images = {bank.images[index].tobytes() for index in np.concatenate(bank.splits["train"])}
     for split in ("val", "test"):
-        if any(packed.images[index].tobytes() in training_images for index in np.concatenate(packed.splits[split])):
-            raise InputError(f"{archive} would ask about images that were learnt from ({split} split)")
+        if any(
+            packed.images[index].tobytes() in training_images
+            for index in np.concatenate(packed.splits[split])
+        ):
+            raise InputError(f"{archive} contains training images in its {split} split")
 
 
-def pack(model: Path, out: Path, *, importance: Path, plan_quality: Path, archives: Sequence[Path] = ()) -> int:
+def pack(
+    model: Path, out: Path, *, importance: Path, plan_quality: Path, archives: Sequence[Path] = ()
+) -> int:
     """Write the directory; returns the number of packed images.
 
     Args:
@@ -141,25 +149,25 @@ def pack(model: Path, out: Path, *, importance: Path, plan_quality: Path, archiv
         InputError: A file is missing or belongs to another model, or the archives differ from the training's.
         FileFormatError: A file is damaged.
     """
-    network, _, settings = load(model)
+    network, _, settings = load_vqa_model(model)
     block_importance = BlockImportance.load(importance)
     if block_importance.model_id != compute_weights_id(network):
-        raise InputError(f"{importance} is of another model than {model}")
+        raise InputError(f"{importance} belongs to another model than {model}")
     PlanQuality.load(plan_quality).check(compute_weights_id(network), block_importance.make_space())
     trained = [path.name for path in settings.images.archives]
     if [path.name for path in archives] != trained:
-        raise InputError(f"`--archives` must be those of the training, {' '.join(trained) or 'none'}")
+        raise InputError(f"`--archives` must be the archives of the training: {' '.join(trained) or 'none'}")
     out.mkdir(parents=True, exist_ok=True)
     count = 0
     if archives:
         images = settings.images
-        bank = bank_of(digits=images.digits, archives=archives, seed=images.seed)
+        bank = load_image_bank(digits=images.digits, archives=archives, seed=images.seed)
         count = write_images(out / IMAGES, archives, settings, bank)
     for file in sorted(model.iterdir()):
         if file.is_file():
             shutil.copyfile(file, out / file.name)
     record = json.loads((model / SETTINGS).read_text("utf-8"))
-    # Where archives lay is nobody's business.
+    # The directories of the archives are removed.
     record["settings"]["images"]["archives"] = trained
     write_atomic(out / SETTINGS, json.dumps(record, indent=1) + "\n")
     shutil.copyfile(importance, out / IMPORTANCE_FILE)
@@ -171,14 +179,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder of the trained model")
-    parser.add_argument("--importance", type=Path, required=True, help="JSON file, of this model")
-    parser.add_argument("--worth", type=Path, required=True, help="JSON file of a study, of its plans")
-    parser.add_argument("--archives", type=Path, nargs="*", default=[], help="those of the training")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("model", type=Path, help="directory of the trained model")
+    parser.add_argument("--importance", type=Path, required=True, help="importance of the blocks, JSON")
+    parser.add_argument("--plan-quality", type=Path, required=True, help="accuracy of the plans, JSON")
+    parser.add_argument("--archives", type=Path, nargs="*", default=[], help="image archives of the training")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
     args = parser.parse_args(argv)
     images = pack(
-        args.model, args.out, importance=args.importance, plan_quality=args.plan_quality, archives=args.archives
+        args.model,
+        args.out,
+        importance=args.importance,
+        plan_quality=args.plan_quality,
+        archives=args.archives,
     )
     size = sum(file.stat().st_size for file in args.out.iterdir())
     print(f"{args.out}: {size / 1e6:.1f} MB, {images} images")

@@ -1,4 +1,4 @@
-r"""How well latencies are predicted, of plans and lengths that were not profiled, idle and beside a load.
+r"""Accuracy of predicted latencies for plans and lengths that were not profiled (line 3).
 
 ::
 
@@ -10,18 +10,17 @@ r"""How well latencies are predicted, of plans and lengths that were not profile
     python benchmarks/adaptive/predictor.py --model FOLDER --device cuda --profile profile.parquet \
         --out results/adaptive/predictor.json
 
-Requests run as they are served, by engines. Some plans are profiled at some lengths, alone and beside others,
-idle and with others to come, and a predictor is fitted; or it is fitted to a profile that is there already.
-Then requests are drawn from other plans, other lengths and other numbers of new tokens; each is run several
-times, all in random order, idle and beside the load, where it meets as many others when it comes as one does
-in a line of that load (a geometric number). The predictor is judged twice: as it was fitted, and as it learns
-on from each request that ends. The error of medians is of each request's median over its runs; half of the
-runs against the other half says how near a median can be told at all.
+Requests run in engines, as in a server. Some plans are profiled at some lengths, sequentially and in batches,
+idle and under load, and a predictor is fitted; or it is fitted to an existing profile. Then random requests
+of other plans, lengths and numbers of new tokens run several times in random order, idle and under load. The
+number of concurrent requests is geometric, as in a queue of that load. The predictor is evaluated as fitted,
+and with online correction after each request. The error of medians compares each request's predicted median
+with that of its runs; the difference between both halves of the runs shows the repeatability.
 
-`--runner eager` measures the model's own forward instead, beside products of matrices by other processes.
+`--runner eager` measures the model's own forward instead, under a load of matrix products in other processes.
 
-Beside it stands gradient boosting with monotone constraints on the same profile, `reg:quantileerror`, a model
-for each phase and quantile, whose 99th percentile of a request is the sum of those of its parts.
+The baseline is gradient boosting with monotone constraints on the same profile (`reg:quantileerror`), one
+model per phase and quantile; its p99 of a request is the sum of the p99 of the phases.
 """
 
 from __future__ import annotations
@@ -38,7 +37,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import built, max_total_tokens, options, room, settled, within, write_table
+from models import (
+    add_options,
+    build_model,
+    fit_lengths,
+    max_text_tokens,
+    max_total_tokens,
+    resolve_settings,
+    write_table,
+)
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.plan.runtime import PlanRuntime
@@ -64,186 +71,233 @@ TARGETS = {"mape": 0.05, "coverage": (0.985, 0.995)}
 COLUMNS = ("request", "measured_ms", "p50_ms", "p99_ms", "learning_p50_ms", "learning_p99_ms")
 
 
-def drawn(asked: argparse.Namespace, space: PlanSpace, known: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Requests that the profile does not have."""
-    generator = np.random.default_rng(asked.seed + 1)
-    others = [plan for plan in space.plans if plan not in set(known)] or list(space.plans)
-    found = []
-    for at in generator.choice(len(others), size=asked.requests, replace=len(others) < asked.requests):
-        found.append(
+def sample_requests(
+    args: argparse.Namespace, space: PlanSpace, known: Sequence[Plan]
+) -> list[dict[str, Any]]:
+    """Sample requests whose plans and lengths are not in the profile."""
+    generator = np.random.default_rng(args.seed + 1)
+    candidates = [plan for plan in space.plans if plan not in set(known)] or list(space.plans)
+    requests = []
+    for index in generator.choice(
+        len(candidates), size=args.requests, replace=len(candidates) < args.requests
+    ):
+        requests.append(
             {
-                "plan": others[at],
-                "text_tokens": int(generator.choice(asked.lengths)),
-                "new_tokens": int(generator.integers(1, 2 * asked.steps)),
-                "batch": 1 + min(int(generator.geometric(1.0 - max(asked.loads))) - 1, asked.max_batch - 1),
+                "plan": candidates[index],
+                "text_tokens": int(generator.choice(args.lengths)),
+                "new_tokens": int(generator.integers(1, 2 * args.steps)),
+                "batch": 1 + min(int(generator.geometric(1.0 - max(args.loads))) - 1, args.max_batch - 1),
             }
         )
-    return found
+    return requests
 
 
-def ask_of(asked: argparse.Namespace, request: dict[str, Any], level: float) -> LatencyQuery:
-    """A request at a load; alone where there is none."""
-    batch = request["batch"] if level and asked.runner == "engine" else 1
+def make_query(args: argparse.Namespace, request: dict[str, Any], level: float) -> LatencyQuery:
+    """Return the query of a request at a load; sequential if idle."""
+    batch = request["batch"] if level and args.runner == "engine" else 1
     size: dict[str, Any] = request | {"batch": batch}
     return LatencyQuery(**size, images=int(size["plan"].tier is not None), load=level)
 
 
-def judged(
-    asked: argparse.Namespace,
+def evaluate(
+    args: argparse.Namespace,
     runner: EagerRunner | EngineRunner,
     load: BackgroundLoad,
     predictor: PlanLatencyPredictor,
     requests: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Every request, several times, at each load."""
-    learning = PlanLatencyPredictor.from_dict(predictor.to_dict())
-    for level in asked.loads:
-        asks = [ask_of(asked, request, level) for request in requests]
-        fixed = np.stack(predictor.predict(asks), axis=1)
-        generator = np.random.default_rng(asked.seed + 2)
-        # An engine holds some plans at a time, so their requests are run one group after the other.
-        groups = runner.groups if isinstance(runner, EngineRunner) else (tuple(ask.plan for ask in asks),)
+    """Run every request several times at each load; yields a row per load."""
+    online_predictor = PlanLatencyPredictor.from_dict(predictor.to_dict())
+    for level in args.loads:
+        queries = [make_query(args, request, level) for request in requests]
+        predictions = np.stack(predictor.predict(queries), axis=1)
+        generator = np.random.default_rng(args.seed + 2)
+        # An engine serves a group of plans at a time.
+        groups = (
+            runner.groups if isinstance(runner, EngineRunner) else (tuple(query.plan for query in queries),)
+        )
         samples = []
         for group in groups:
-            mine = [at for at, ask in enumerate(asks) if ask.plan in group]
-            for at in mine:
-                runner.run(asks[at].plan, asks[at].text_tokens, steps=1)
+            indices = [index for index, query in enumerate(queries) if query.plan in group]
+            for index in indices:
+                runner.run(queries[index].plan, queries[index].text_tokens, steps=1)
             with load(level):
-                for number in range(asked.runs):
-                    for at in generator.permutation(mine).tolist():
-                        ask = asks[at]
-                        timed = runner.run(
-                            ask.plan, ask.text_tokens, steps=ask.new_tokens - 1, batch=ask.batch
+                for round_index in range(args.runs):
+                    for index in generator.permutation(indices).tolist():
+                        query = queries[index]
+                        times = runner.run(
+                            query.plan, query.text_tokens, steps=query.new_tokens - 1, batch=query.batch
                         )
-                        took = timed.prefill_ms + sum(timed.steps_ms)
-                        now = [value.item() for value in learning.predict([ask])]
-                        learning.observe(ask, took, prefill_ms=timed.prefill_ms)
-                        samples.append([at, took, *fixed[at].tolist(), *now])
-                    print(f"load {level:g}: {number + 1} of {asked.runs} rounds", file=sys.stderr)
-        yield {"load": level, **summary(np.array(samples)), "samples": samples}
+                        measured_ms = times.prefill_ms + sum(times.steps_ms)
+                        online_prediction = [value.item() for value in online_predictor.predict([query])]
+                        online_predictor.observe(query, measured_ms, prefill_ms=times.prefill_ms)
+                        samples.append([index, measured_ms, *predictions[index].tolist(), *online_prediction])
+                    print(f"load {level:g}: {round_index + 1} of {args.runs} rounds", file=sys.stderr)
+        yield {"load": level, **summarize(np.array(samples)), "samples": samples}
 
 
-def summary(samples: np.ndarray) -> dict[str, float]:
-    """Errors of medians and coverages, from rows of `COLUMNS`."""
-    at, took, p50, p99, learnt50, learnt99 = samples.T
-    each = [at == number for number in np.unique(at)]
-    middle = np.array([np.median(took[rows]) for rows in each])
+def summarize(samples: np.ndarray) -> dict[str, float]:
+    """Return errors of medians and coverages of rows of `COLUMNS`."""
+    request_index, measured_ms, p50, p99, online_p50, online_p99 = samples.T
+    rows_by_request = [request_index == index for index in np.unique(request_index)]
+    medians = np.array([np.median(measured_ms[rows]) for rows in rows_by_request])
 
-    def off(predicted: np.ndarray) -> float:
+    def mean_error(predicted: np.ndarray) -> float:
         return float(
-            np.mean([abs(np.median(predicted[rows]) / m - 1.0) for rows, m in zip(each, middle, strict=True)])
+            np.mean(
+                [
+                    abs(np.median(predicted[rows]) / median - 1.0)
+                    for rows, median in zip(rows_by_request, medians, strict=True)
+                ]
+            )
         )
 
-    halves = [abs(np.median(took[rows][::2]) / np.median(took[rows][1::2]) - 1.0) for rows in each]
+    halves = [
+        abs(np.median(measured_ms[rows][::2]) / np.median(measured_ms[rows][1::2]) - 1.0)
+        for rows in rows_by_request
+    ]
     return {
-        "mape": off(p50),
-        "coverage": float(np.mean(took <= p99)),
-        "learning_mape": off(learnt50),
-        "learning_coverage": float(np.mean(took <= learnt99)),
+        "mape": mean_error(p50),
+        "coverage": float(np.mean(measured_ms <= p99)),
+        "learning_mape": mean_error(online_p50),
+        "learning_coverage": float(np.mean(measured_ms <= online_p99)),
         "halves_differ": float(np.mean(halves)),
-        "p50_ms": float(np.median(took)),
+        "p50_ms": float(np.median(measured_ms)),
         "margin": float(np.median(p99 / p50)),
-        "learning_margin": float(np.median(learnt99 / learnt50)),
-        "requests": len(took),
+        "learning_margin": float(np.median(online_p99 / online_p50)),
+        "requests": len(measured_ms),
     }
 
 
-def boosted(
-    asked: argparse.Namespace,
-    found: PlanProfile,
+def evaluate_boosting(
+    args: argparse.Namespace,
+    profile: PlanProfile,
     requests: Sequence[dict[str, Any]],
     rows: Sequence[dict[str, Any]],
 ) -> list[dict[str, float]]:
-    """Gradient boosting on the same profile: error and coverage at each load."""
+    """Evaluate gradient boosting on the same profile: error and coverage at each load."""
     import xgboost
 
-    vision = found.metadata.vision_tokens
+    vision = profile.metadata.vision_tokens
 
     def features(plan: Plan, text: float, context: float, batch: int, load: float) -> list[float]:
-        seen, many = vision[plan.tier] if plan.tier else 0, len(plan.blocks)
-        return [seen, text + seen + context, many, plan.insertion_position, plan.top_k, batch, load]
+        vision_tokens, num_blocks = vision[plan.tier] if plan.tier else 0, len(plan.blocks)
+        return [
+            vision_tokens,
+            text + vision_tokens + context,
+            num_blocks,
+            plan.insertion_position,
+            plan.top_k,
+            batch,
+            load,
+        ]
 
-    prefill = [(features(v.plan, v.text_tokens, 0.0, v.batch, v.load), v.prefill_ms) for v in found.successful]
+    prefill = [
+        (
+            features(measurement.plan, measurement.text_tokens, 0.0, measurement.batch, measurement.load),
+            measurement.prefill_ms,
+        )
+        for measurement in profile.successful
+    ]
     step = [
-        (features(v.plan, v.text_tokens, at + 1.0, v.batch, v.load), ms)
-        for v in found.successful
-        for at, ms in enumerate(v.steps_ms)
+        (
+            features(
+                measurement.plan, measurement.text_tokens, index + 1.0, measurement.batch, measurement.load
+            ),
+            ms,
+        )
+        for measurement in profile.successful
+        for index, ms in enumerate(measurement.steps_ms)
     ]
 
-    def fitted(rows: list[Any], quantile: float) -> Any:
+    def fit_model(rows: list[Any], quantile: float) -> Any:
         settings = {
             "objective": "reg:quantileerror", "quantile_alpha": quantile, "tree_method": "hist",
-            "monotone_constraints": "(1,1,1,1,1,1,1)", "eta": 0.1, "max_depth": 5, "seed": asked.seed,
+            "monotone_constraints": "(1,1,1,1,1,1,1)", "eta": 0.1, "max_depth": 5, "seed": args.seed,
             "nthread": torch.get_num_threads(),
         }  # fmt: skip
         x, y = np.array([row[0] for row in rows]), np.log([row[1] for row in rows])
         model = xgboost.train(settings, xgboost.DMatrix(x, label=y), num_boost_round=200)
         return lambda x: np.exp(model.inplace_predict(np.array(x)))
 
-    told = []
+    results = []
     models = {
-        (name, q): fitted(data, q)
+        (name, quantile): fit_model(data, quantile)
         for name, data in (("prefill", prefill), ("step", step))
-        for q in (0.5, 0.99)
+        for quantile in (0.5, 0.99)
     }
     for row in rows:
-        predicted, asks = {}, [ask_of(asked, request, row["load"]) for request in requests]
-        for q in (0.5, 0.99):
+        predicted, queries = {}, [make_query(args, request, row["load"]) for request in requests]
+        for quantile in (0.5, 0.99):
             first, later = (
-                models[name, q](
-                    [features(a.plan, a.text_tokens, context(a), a.batch, row["load"]) for a in asks]
+                models[name, quantile](
+                    [
+                        features(query.plan, query.text_tokens, context(query), query.batch, row["load"])
+                        for query in queries
+                    ]
                 )
                 for name, context in (
-                    ("prefill", lambda a: 0.0),
-                    ("step", lambda a: a.new_tokens / 2.0),
+                    ("prefill", lambda query: 0.0),
+                    ("step", lambda query: query.new_tokens / 2.0),
                 )
             )
-            predicted[q] = first + (np.array([r["new_tokens"] for r in requests]) - 1.0) * later
+            predicted[quantile] = first + (np.array([r["new_tokens"] for r in requests]) - 1.0) * later
         samples = np.array(row["samples"])
-        at, took = samples[:, 0].astype(int), samples[:, 1]
-        middle = {number: np.median(took[at == number]) for number in set(at.tolist())}
-        told.append(
+        index, measured_ms = samples[:, 0].astype(int), samples[:, 1]
+        medians = {request: np.median(measured_ms[index == request]) for request in set(index.tolist())}
+        results.append(
             {
                 "load": row["load"],
                 "mape": float(
-                    np.mean([abs(predicted[0.5][number] / m - 1.0) for number, m in middle.items()])
+                    np.mean(
+                        [abs(predicted[0.5][request] / median - 1.0) for request, median in medians.items()]
+                    )
                 ),
-                "coverage": float(np.mean(took <= predicted[0.99][at])),
+                "coverage": float(np.mean(measured_ms <= predicted[0.99][index])),
                 "margin": float(np.median(predicted[0.99] / predicted[0.5])),
             }
         )
-    return told
+    return results
 
 
-def of_file(asked: argparse.Namespace) -> PlanProfile:
-    """A profile that is there; what is asked is set to what it measured."""
-    found = PlanProfile.load(asked.profile)
-    how, timed = found.metadata.config, found.successful
-    lengths = sorted({visit.text_tokens for visit in timed})
-    asked.runner, asked.buckets, asked.loads = how["runner"], lengths, sorted({visit.load for visit in timed})
-    asked.steps = max(len(visit.steps_ms) for visit in timed)
-    if asked.runner == "engine":
-        asked.max_batch, asked.max_tokens = how["max_batch"], how["max_tokens"]
-    between = [(one + other) // 2 for one, other in pairwise(lengths)] or lengths
-    asked.lengths = asked.lengths or between
-    return found
+def load_profile(args: argparse.Namespace) -> PlanProfile:
+    """Load a profile and set the options to what it contains."""
+    profile = PlanProfile.load(args.profile)
+    config, measurements = profile.metadata.config, profile.successful
+    lengths = sorted({measurement.text_tokens for measurement in measurements})
+    args.runner, args.buckets, args.loads = (
+        config["runner"],
+        lengths,
+        sorted({measurement.load for measurement in measurements}),
+    )
+    args.steps = max(len(measurement.steps_ms) for measurement in measurements)
+    if args.runner == "engine":
+        args.max_batch, args.max_tokens = config["max_batch"], config["max_tokens"]
+    midpoints = [(shorter + longer) // 2 for shorter, longer in pairwise(lengths)] or lengths
+    args.lengths = args.lengths or midpoints
+    return profile
 
 
 def write_samples(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Every request at every load, a row each."""
-    every = np.concatenate(
+    """Write a row per request and load."""
+    columns = np.concatenate(
         [np.column_stack([[row["load"]] * len(row["samples"]), row["samples"]]) for row in rows]
     )
-    write_table(path, dict(zip(("load", *COLUMNS), every.T.astype(np.float32), strict=True)))
+    write_table(path, dict(zip(("load", *COLUMNS), columns.T.astype(np.float32), strict=True)))
 
 
-def speed(predictor: PlanLatencyPredictor, ask: LatencyQuery) -> dict[str, float]:
-    """Median times of what runs beside a request, milliseconds."""
-    size = {"text_tokens": ask.text_tokens, "images": ask.images, "new_tokens": ask.new_tokens, "load": 0.3}
+def time_predictor(predictor: PlanLatencyPredictor, query: LatencyQuery) -> dict[str, float]:
+    """Return median times of predictor calls, ms."""
+    size = {
+        "text_tokens": query.text_tokens,
+        "images": query.images,
+        "new_tokens": query.new_tokens,
+        "load": 0.3,
+    }
     scratch = PlanLatencyPredictor.from_dict(predictor.to_dict())
     work = {
         "all_plans_ms": lambda: predictor.predict_all(**size),
-        "observe_ms": lambda: scratch.observe(ask, 100.0),
+        "observe_ms": lambda: scratch.observe(query, 100.0),
     }
     return {name: measure(call, repeats=200).median_ms for name, call in work.items()}
 
@@ -287,125 +341,130 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options(parser)
+    add_options(parser)
     parser.add_argument("--runner", choices=("engine", "eager"), default="engine")
     parser.add_argument("--plans", type=int, default=18, help="plans to profile")
     parser.add_argument(
         "--buckets", type=int, nargs="+", help="text tokens to profile; by default 16, 96 and 256"
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", help="text tokens to judge by; by default 40, 150 and 220"
+        "--lengths", type=int, nargs="+", help="text tokens of evaluated requests; by default 40, 150 and 220"
     )
-    parser.add_argument("--batches", type=int, nargs="+", help="requests at a time to profile")
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes to profile")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--repeats", type=int, default=3, help="of each, in the profile")
-    parser.add_argument("--steps", type=int, default=6, help="tokens after the first, in the profile")
-    parser.add_argument("--requests", type=int, default=20, help="to judge by")
-    parser.add_argument("--runs", type=int, default=8, help="of each of them, at each load")
-    parser.add_argument("--settle-s", type=float, default=8.0, help="until a load of requests is believed")
-    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of the profile")
+    parser.add_argument("--steps", type=int, default=6, help="decode steps of the profile")
+    parser.add_argument("--requests", type=int, default=20, help="number of evaluated requests")
+    parser.add_argument("--runs", type=int, default=8, help="runs of each request at each load")
+    parser.add_argument(
+        "--settle-s", type=float, default=8.0, help="time until a load counts as steady, seconds"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
         "--profile",
         type=Path,
-        help="a profile of the model on this device, in place of measuring one: its plans, loads, sizes and "
-        "steps count, and --lengths are by default those between its text tokens",
+        help="existing profile of the model on this device; sets plans, loads, sizes and steps, and by "
+        "default --lengths between its text tokens",
     )
-    parser.add_argument("--keep", type=Path, help="Parquet file of the profile, gone on with if it is there")
-    asked = parser.parse_args(given)
-    measured = None if asked.profile is None else of_file(asked)
-    settings = settled(asked)
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    adapter, example = built(asked)
-    most = room(asked, adapter, 2 * asked.steps)
-    asked.buckets = within(asked.buckets, [16, 96, 256], most, "--buckets")
-    asked.lengths = within(asked.lengths, [40, 150, 220], most, "--lengths")
-    settings |= {"buckets": asked.buckets, "lengths": asked.lengths}
+    parser.add_argument("--keep", type=Path, help="Parquet file of the profile; an existing one is continued")
+    args = parser.parse_args(argv)
+    existing_profile = None if args.profile is None else load_profile(args)
+    settings = resolve_settings(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    adapter, example = build_model(args)
+    limit = max_text_tokens(args, adapter, 2 * args.steps)
+    args.buckets = fit_lengths(args.buckets, [16, 96, 256], limit, "--buckets")
+    args.lengths = fit_lengths(args.lengths, [40, 150, 220], limit, "--lengths")
+    settings |= {"buckets": args.buckets, "lengths": args.lengths}
     runtime = PlanRuntime(adapter)
-    if measured is None:
+    if existing_profile is None:
         space = PlanSpace.from_importance(adapter.geometry)
-        known = select_representative_plans(space, asked.plans, seed=asked.seed)
+        known = select_representative_plans(space, args.plans, seed=args.seed)
     else:
-        if measured.metadata.model_id != compute_model_id(adapter.model):
-            parser.error(f"{asked.profile} is of another model than {asked.model}")
-        space, known = measured.metadata.space, list({visit.plan: None for visit in measured.measurements})
-    requests = drawn(asked, space, known)
-    engine = asked.runner == "engine"
-    batches = asked.batches or (sorted({1, asked.max_batch // 2 or 1, asked.max_batch}) if engine else [1])
+        if existing_profile.metadata.model_id != compute_model_id(adapter.model):
+            parser.error(f"{args.profile} belongs to another model than {args.model}")
+        space, known = (
+            existing_profile.metadata.space,
+            list({measurement.plan: None for measurement in existing_profile.measurements}),
+        )
+    requests = sample_requests(args, space, known)
+    engine = args.runner == "engine"
+    batches = args.batches or (sorted({1, args.max_batch // 2 or 1, args.max_batch}) if engine else [1])
 
-    def progress(what: str, done: float) -> None:
-        if int(1e3 * done) % 100 == 0:
-            print(f"{done:.0%}: {what}", file=sys.stderr)
+    def progress(message: str, fraction: float) -> None:
+        if int(1e3 * fraction) % 100 == 0:
+            print(f"{fraction:.0%}: {message}", file=sys.stderr)
 
-    how: dict[str, Any] = {
-        "buckets": asked.buckets, "loads": asked.loads, "repeats": asked.repeats, "steps": asked.steps,
-        "seed": asked.seed, "progress": progress, "batches": batches,
+    profile_options: dict[str, Any] = {
+        "text_tokens": args.buckets, "loads": args.loads, "rounds": args.repeats, "decode_steps": args.steps,
+        "seed": args.seed, "progress": progress, "batch_sizes": batches,
     }  # fmt: skip
-    given_to: dict[str, Any] = {
-        "example": example, "max_batch": asked.max_batch, "max_tokens": max_total_tokens(asked, adapter),
-        "mix": RequestMix(lengths=asked.buckets, new_tokens=asked.steps + 1), "settle_s": asked.settle_s,
-        "seed": asked.seed,
+    runner_options: dict[str, Any] = {
+        "example": example, "max_batch": args.max_batch, "max_tokens": max_total_tokens(args, adapter),
+        "mix": RequestMix(lengths=args.buckets, new_tokens=args.steps + 1), "settle_s": args.settle_s,
+        "seed": args.seed,
     }  # fmt: skip
-    took, begun = {}, time.monotonic()
+    durations_s, start_s = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        file = asked.keep or Path(scratch) / "profile.parquet"
-        if measured is not None:
-            found = measured
+        file = args.keep or Path(scratch) / "profile.parquet"
+        if existing_profile is not None:
+            profile = existing_profile
         elif engine:
-            with EngineRunner(runtime, known, **given_to) as first:
-                found = collect_profile_by_group(first, space, file, **how)
+            with EngineRunner(runtime, known, **runner_options) as first:
+                profile = collect_profile_by_group(first, space, file, **profile_options)
         else:
-            eager = EagerRunner(runtime, device=asked.device, example=example, seed=asked.seed)
-            found = collect_profile(eager, space, file, plans=known, **how)
-    took["profile_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
-    predictor = PlanLatencyPredictor.fit(found, seed=asked.seed)
-    took["fit_s"], begun = round(time.monotonic() - begun, 2), time.monotonic()
+            eager = EagerRunner(runtime, device=args.device, example=example, seed=args.seed)
+            profile = collect_profile(eager, space, file, plans=known, **profile_options)
+    durations_s["profile_s"], start_s = round(time.monotonic() - start_s, 2), time.monotonic()
+    predictor = PlanLatencyPredictor.fit(profile, seed=args.seed)
+    durations_s["fit_s"], start_s = round(time.monotonic() - start_s, 2), time.monotonic()
     if engine:
-        with EngineRunner(runtime, [request["plan"] for request in requests], **given_to) as runner:
-            rows = list(judged(asked, runner, runner.apply_load, predictor, requests))
+        with EngineRunner(runtime, [request["plan"] for request in requests], **runner_options) as runner:
+            rows = list(evaluate(args, runner, runner.apply_load, predictor, requests))
     else:
-        eager = EagerRunner(runtime, device=asked.device, example=example, seed=asked.seed)
-        rows = list(judged(asked, eager, make_background_load(eager.device), predictor, requests))
-    took["judge_s"] = round(time.monotonic() - begun, 2)
-    rivals = boosted(asked, found, requests, rows)
-    first = ask_of(asked, requests[0], 0.0)
+        eager = EagerRunner(runtime, device=args.device, example=example, seed=args.seed)
+        rows = list(evaluate(args, eager, make_background_load(eager.device), predictor, requests))
+    durations_s["judge_s"] = round(time.monotonic() - start_s, 2)
+    boosting = evaluate_boosting(args, profile, requests, rows)
+    first = make_query(args, requests[0], 0.0)
     low, high = TARGETS["coverage"]
     met = all(row["mape"] < TARGETS["mape"] and low <= row["learning_coverage"] <= high for row in rows)
     record = {
-        "environment": collect_environment(asked.device, seed=asked.seed),
+        "environment": collect_environment(args.device, seed=args.seed),
         "settings": settings,
-        "took": took,
+        "took": durations_s,
         "profile": {
             "plans": len(known),
-            "visits": len(found.successful),
-            "vision_tokens": found.metadata.vision_tokens,
+            "visits": len(profile.successful),
+            "vision_tokens": profile.metadata.vision_tokens,
         },
         "cross_validated_error": predictor.held_out_error,
-        "speed": {"plans": len(space), **speed(predictor, first)},
+        "speed": {"plans": len(space), **time_predictor(predictor, first)},
         "met": met,
         "requests": [request | {"plan": request["plan"].id} for request in requests],
-        "samples": asked.out.with_suffix(".parquet").name,
-        "loads": [{name: each for name, each in row.items() if name != "samples"} for row in rows],
-        "boosting": rivals,
+        "samples": args.out.with_suffix(".parquet").name,
+        "loads": [{name: value for name, value in row.items() if name != "samples"} for row in rows],
+        "boosting": boosting,
     }
-    write_samples(asked.out.with_suffix(".parquet"), rows)
-    write_atomic(asked.out, json.dumps(record) + "\n")
-    record_claims(make_claims(record), record, asked.out)
-    print(f"{len(found.successful)} visits of {len(known)} plans; {took}")
-    for row, rival in zip(rows, rivals, strict=True):
+    write_samples(args.out.with_suffix(".parquet"), rows)
+    write_atomic(args.out, json.dumps(record) + "\n")
+    record_claims(make_claims(record), record, args.out)
+    print(f"{len(profile.successful)} measurements of {len(known)} plans; {durations_s}")
+    for row, baseline in zip(rows, boosting, strict=True):
         print(
-            f"load {row['load']:g}, {row['requests']} requests of {row['p50_ms']:.1f} ms: medians off by "
-            f"{row['mape']:.2%} ({row['learning_mape']:.2%} learning on; halves of runs differ by "
+            f"load {row['load']:g}, {row['requests']} requests of {row['p50_ms']:.1f} ms: median error "
+            f"{row['mape']:.2%} ({row['learning_mape']:.2%} online; repeatability "
             f"{row['halves_differ']:.2%}), below p99 {row['coverage']:.2%} ({row['learning_coverage']:.2%}), "
-            f"which is {row['margin']:.2f}x p50 ({row['learning_margin']:.2f}x)"
+            f"p99 {row['margin']:.2f}x p50 ({row['learning_margin']:.2f}x)"
         )
-        print(f"  boosting: {rival['mape']:.2%}, {rival['coverage']:.2%}, {rival['margin']:.2f}x")
-    quick = record["speed"]
-    print(f"all {len(space)} plans: {quick['all_plans_ms']:.3f} ms; {quick['observe_ms']:.3f} ms to learn")
+        print(f"  boosting: {baseline['mape']:.2%}, {baseline['coverage']:.2%}, {baseline['margin']:.2f}x")
+    speed = record["speed"]
+    print(f"all {len(space)} plans: {speed['all_plans_ms']:.3f} ms; {speed['observe_ms']:.3f} ms to observe")
     return 0
 
 

@@ -1,22 +1,21 @@
-r"""What plans of a trained model take that no other beats (line 2): alone, and all at one rate of requests.
+r"""Latency range of plans: sequential requests and requests at one rate (line 2).
 
 ::
 
-    PYTHONPATH=src:. python benchmarks/adaptive/spans.py FOLDER --study runs/study --device cuda \
+    PYTHONPATH=src:. python benchmarks/adaptive/spans.py --model FOLDER --study runs/study --device cuda \
         --out results/adaptive/spans.json
 
-The study of the model says how good each plan is, and which to look at: those that no other beats by what
-they are thought to take, and the one that leaves nothing out. Each is measured here in an engine, as requests
-are served, with its plan given:
+The study of the model contains the accuracy of each plan and the Pareto front by predicted latency. The plans
+of the front and the full plan are measured in an engine, with a fixed plan per request:
 
-- alone, one request after the other, the plans in turns of random order;
-- at one rate for all: requests of one plan come at random times (Poisson), as many a second as are `--load`
-  of what the dearest plan can do. What a request waits for others counts, from when it was due to its last
-  token. That is what a server's clients see when it changes its plan and nothing else.
+- sequentially, one request after the other, with the plans in random order;
+- at one rate: Poisson requests of one plan, with `--load` times the capacity of the slowest plan as the rate
+  for all plans. Latency counts from the scheduled send time to the last token, including queueing. This is
+  what clients of a server see when only the plan changes.
 
-Requests are as long as the study's median. Plans that another beats in what was measured and in accuracy are
-kept, and do not count: by the median, alone and at that rate, and by the time that 95 of 100 requests at that
-rate stay below.
+Requests have the median size of the study. The record contains all plans; its fronts contain the
+Pareto-optimal ones by measured latency: the median, sequentially and at the rate, and the 95th percentile at
+the rate.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import build_model, compute_throughput, max_total_tokens, add_options, resolve_settings
+from models import add_options, build_model, compute_throughput, max_total_tokens, resolve_settings
 
 from benchmarks.claims import Claim, device_suffix, record_claims
 from sparseflow.adaptive.engine.engine import Engine
@@ -115,7 +114,7 @@ class Sender:
         for request in requests:
             due += float(self._random.exponential(1.0 / rate))
             time.sleep(max(due - time.perf_counter(), 0.0))
-            # One that is sent late has waited since it was due.
+            # A request that is sent late counts from its scheduled time.
             handles.append(self._engine.submit(GenerationRequest(**request, received_s=due)))
         for handle in handles:
             yield handle.result().total_ms
@@ -184,15 +183,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--study", type=Path, required=True, help="folder of the model's study")
-    parser.add_argument("--plans", type=int, default=16, help="most plans to measure, beside the full one")
-    parser.add_argument("--alone", type=int, default=60, help="requests of each plan, one after the other")
-    parser.add_argument("--requests", type=int, default=400, help="of each plan, at one rate")
-    parser.add_argument("--load", type=float, default=0.7, help="share of what the dearest plan can do")
+    parser.add_argument("--study", type=Path, required=True, help="directory of the model's study")
+    parser.add_argument(
+        "--plans", type=int, default=16, help="maximum number of plans to measure, without the full plan"
+    )
+    parser.add_argument("--sequential", type=int, default=60, help="sequential requests of each plan")
+    parser.add_argument("--requests", type=int, default=400, help="requests of each plan at one rate")
+    parser.add_argument("--load", type=float, default=0.7, help="rate over the capacity of the slowest plan")
     args = parser.parse_args(argv)
-    if args.model is None or min(args.alone, args.requests) < _TURNS or not 0.0 < args.load < 1.0:
+    if args.model is None or min(args.sequential, args.requests) < _TURNS or not 0.0 < args.load < 1.0:
         parser.error(
-            f"--model is needed, --alone and --requests are at least {_TURNS}, --load is above 0 and below 1"
+            f"--model is required, --sequential and --requests must be at least {_TURNS}, and --load must be "
+            "above 0 and below 1"
         )
     settings = resolve_settings(args)
     study_results = results.load_results(args.study)
@@ -209,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine.warm_up(example)
         prompts = RandomPrompts(adapter, example, device="cpu", seed=args.seed)
         sender = Sender(engine, prompts, study_results["size"], args.seed)
-        for turn in range(-2, args.alone):
+        for turn in range(-2, args.sequential):
             for index in generator.permutation(len(plans)).tolist():
                 latency_ms = sender.run_sequential(plans[index])
                 if turn >= 0:
@@ -217,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         slowest = max(plans, key=lambda plan: statistics.median(sequential_ms[plan]))
         capacity = sender.measure_capacity(slowest, max(args.requests // 2, 2 * args.max_batch))
         rate = args.load * capacity
-        print(f"{rate:.1f} requests a second, {args.load:.0%} of what {slowest.id} can do", file=sys.stderr)
+        print(f"{rate:.1f} requests/s, {args.load:.0%} of the capacity of {slowest.id}", file=sys.stderr)
         for turn in range(_TURNS):
             for index in generator.permutation(len(plans)).tolist():
                 count = len(range(turn, args.requests, _TURNS))
@@ -232,19 +234,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row, plan in zip(rows, plans, strict=True)
     ]  # fmt: skip
     record = {
-        "environment": collect_environment(args.device, seed=args.seed), "settings": settings,
-        "size": study_results["size"], "samples": study_results["samples"],
-        "dearest": slowest.id, "capacity_per_s": capacity, "rate_per_s": rate,
-        **{name: summarize_span(plan_records, *quantile) for name, quantile in QUANTILES.items()}, "plans": plan_records,
-    }  # fmt: skip
+        "environment": collect_environment(args.device, seed=args.seed),
+        "settings": settings,
+        "size": study_results["size"],
+        "samples": study_results["samples"],
+        "dearest": slowest.id,
+        "capacity_per_s": capacity,
+        "rate_per_s": rate,
+        **{name: summarize_span(plan_records, *quantile) for name, quantile in QUANTILES.items()},
+        "plans": plan_records,
+    }
     write_atomic(args.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
     record_claims(make_claims(record), record, args.out)
-    print(f"{rate:.0f} requests a second; of {len(plans)} plans")
+    print(f"{rate:.0f} requests/s; {len(plans)} plans")
     for name in QUANTILES:
         front = record[name]["pareto"]
         first, last = front[0], front[-1]
         print(
-            f"{name}: {len(front)} are beaten by none, {first['ms']:.2f} ms and "
+            f"{name}: {len(front)} Pareto-optimal plans, {first['ms']:.2f} ms and "
             f"{first['accuracy']:.1%} to {last['ms']:.2f} ms and {last['accuracy']:.1%}: "
             f"{record[name]['span']:.2f}x"
         )

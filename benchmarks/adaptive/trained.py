@@ -1,12 +1,12 @@
-r"""What trained Grid-VQA models are worth (line 2), as one record.
+r"""Accuracy of trained Grid-VQA models, as one record (line 2).
 
 ::
 
     PYTHONPATH=src:. python benchmarks/adaptive/trained.py runs/seed-0 runs/seed-1 runs/seed-2 \
         --out results/adaptive/trained.json
 
-The folders are of `sparseflow adaptive grid-vqa`, trained alike but for the seed. Nothing is computed here:
-each training judged itself on the test.
+The directories are outputs of `sparseflow adaptive grid-vqa` that differ only in the seed. The script only
+collects the test results of each training.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, device_suffix, record_claims
-from sparseflow.adaptive.grid_vqa.report import REPORT, read_report
+from sparseflow.adaptive.grid_vqa.report import REPORT_FILE, load_report
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 
-KEPT = ("accuracy", "by_kind", "blind", "samples", "plan_samples", "plans", "train_seconds", "environment")
+FIELDS = ("accuracy", "by_kind", "blind", "samples", "plan_samples", "plans", "train_seconds", "environment")
 
 
-def trained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a training's folder tells, and its settings without the seed.
+def read_training(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return results and settings (without the seed) of a training.
 
     Raises:
-        InputError: It has not ended.
+        InputError: The training is not complete.
     """
-    report = read_report(folder)
+    report = load_report(folder)
     if report is None:
-        raise InputError(f"{folder} has no {REPORT}: let its training end first")
+        raise InputError(f"{folder} has no {REPORT_FILE}: complete its training first")
     settings = json.loads((folder / "settings.json").read_text("utf-8"))
     settings["images"].pop("archives", None)
-    found = {"seed": settings["train"].pop("seed"), **{name: report.get(name) for name in KEPT}}
-    return found, settings
+    record = {"seed": settings["train"].pop("seed"), **{name: report.get(name) for name in FIELDS}}
+    return record, settings
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -64,23 +64,23 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", type=Path, nargs="+", help="of trainings")
+    parser.add_argument("folders", type=Path, nargs="+", help="directories of trainings")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    asked = parser.parse_args(given)
-    seeds, settings = zip(*(trained(folder) for folder in asked.folders), strict=True)
-    if any(each != settings[0] for each in settings):
-        raise InputError("the trainings differ in more than their seeds")
+    args = parser.parse_args(argv)
+    seeds, settings = zip(*(read_training(folder) for folder in args.folders), strict=True)
+    if any(seed_settings != settings[0] for seed_settings in settings):
+        raise InputError("the settings of the trainings differ in more than the seed")
     record = {"environment": seeds[0]["environment"], "settings": settings[0], "seeds": seeds}
-    write_atomic(asked.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
-    record_claims(make_claims(record), record, asked.out)
-    for each in seeds:
+    write_atomic(args.out, json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+    record_claims(make_claims(record), record, args.out)
+    for seed_result in seeds:
         print(
-            f"seed {each['seed']}: {each['accuracy']:.1%} of {each['samples']} (blind "
-            f"{each['blind']['accuracy']:.1%}) after {each['train_seconds']} s"
+            f"seed {seed_result['seed']}: {seed_result['accuracy']:.1%} of {seed_result['samples']} (blind "
+            f"{seed_result['blind']['accuracy']:.1%}) in {seed_result['train_seconds']} s"
         )
     return 0
 

@@ -7,31 +7,31 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from sparseflow.codesign.mapping.arrays import Tables, tables
-from sparseflow.codesign.mapping.objective import Goal
-from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.arrays import ProblemArrays, build_arrays
+from sparseflow.codesign.mapping.objective import MappingGoal
+from sparseflow.codesign.mapping.problem import MappingProblem
 from sparseflow.errors import InputError
 
 MOST = 2**28
 """Mappings: some ten seconds."""
 
 
-def exhaust(problem: Problem, goals: Sequence[Goal]) -> list[tuple[float, list[int] | None]]:
+def exhaust(problem: MappingProblem, goals: Sequence[MappingGoal]) -> list[tuple[float, list[int] | None]]:
     """The least objective for each goal, ms, and a mapping that has it; inf and None where none can run.
 
     Raises:
         InputError: There are more than `MOST` mappings.
     """
-    if problem.slots**problem.segments > MOST:
+    if problem.num_slots**problem.num_segments > MOST:
         raise InputError(
-            f"{problem.slots} slots and {problem.segments} segments have more than {MOST} mappings; "
+            f"{problem.num_slots} slots and {problem.num_segments} segments have more than {MOST} mappings; "
             "use the strategy 'exact'"
         )
     best = np.empty(len(goals))
-    slot = np.full((len(goals), problem.segments), -1, dtype=np.int64)
+    slot = np.full((len(goals), problem.num_segments), -1, dtype=np.int64)
     period = np.array([goal.period_weight for goal in goals])
     serial = np.array([goal.serial_weight for goal in goals])
-    search_all(tables(problem), period, serial, best, slot)
+    search_all(build_arrays(problem), period, serial, best, slot)
     return [
         (float(value), row.tolist() if np.isfinite(value) else None)
         for value, row in zip(best, slot, strict=True)
@@ -39,27 +39,27 @@ def exhaust(problem: Problem, goals: Sequence[Goal]) -> list[tuple[float, list[i
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def evaluate(tables: Tables, slot: np.ndarray, busy: np.ndarray, left: np.ndarray) -> bool:
+def evaluate(tables: ProblemArrays, slot: np.ndarray, busy: np.ndarray, remaining: np.ndarray) -> bool:
     """Fill `busy` [S] in ms and `left` [S] in bytes; whether the mapping can run."""
     busy[:] = 0.0
-    left[:] = tables.limit
-    fine = True
+    remaining[:] = tables.limit
+    use_fine_split = True
     for k in range(len(slot)):
         s = slot[k]
         busy[s] += tables.latency[k, s]
-        left[s] -= tables.memory[k, s]
+        remaining[s] -= tables.memory[k, s]
         for e in range(tables.in_start[k], tables.in_start[k + 1]):
             a = slot[tables.in_end[e]]
             if a != s:
                 busy[s] += tables.fixed[a, s] + tables.in_bytes[e] * tables.per_byte[a, s]
     for s in range(len(busy)):
-        fine = fine and left[s] >= 0 and np.isfinite(busy[s])
-    return fine
+        use_fine_split = use_fine_split and remaining[s] >= 0 and np.isfinite(busy[s])
+    return use_fine_split
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def search_all(
-    tables: Tables,
+    tables: ProblemArrays,
     period_weights: np.ndarray,
     serial_weights: np.ndarray,
     best: np.ndarray,
@@ -75,11 +75,11 @@ def search_all(
         best_slot: Filled with its mapping, int64 [G, K].
     """
     segments, slots = tables.latency.shape
-    busy, left = np.empty(slots), np.empty(slots, np.int64)
+    busy, remaining = np.empty(slots), np.empty(slots, np.int64)
     slot = np.zeros(segments, np.int64)
     best[:] = np.inf
     while True:
-        if evaluate(tables, slot, busy, left):
+        if evaluate(tables, slot, busy, remaining):
             for g in range(len(best)):
                 value = period_weights[g] * busy.max() + serial_weights[g] * busy.sum()
                 if value < best[g]:

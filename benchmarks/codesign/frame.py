@@ -18,7 +18,9 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 
-def options(doc: str | None, *, seed: str | None = None, required: bool = False) -> argparse.ArgumentParser:
+def make_parser(
+    doc: str | None, *, seed: str | None = None, required: bool = False
+) -> argparse.ArgumentParser:
     """A parser that knows `--seed` and `--out`.
 
     Args:
@@ -32,13 +34,13 @@ def options(doc: str | None, *, seed: str | None = None, required: bool = False)
     return parser
 
 
-def begun(asked: argparse.Namespace, *, device: str = "cpu") -> dict[str, Any]:
+def start_record(args: argparse.Namespace, *, device: str = "cpu") -> dict[str, Any]:
     """What a record begins with: where and how it is measured. Files and folders are nobody's business."""
-    settings = {name: value for name, value in vars(asked).items() if not isinstance(value, Path)}
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     settings.pop("out", None)
     # JSON knows no infinity.
     settings = {name: None if value == math.inf else value for name, value in settings.items()}
-    return {"environment": collect_environment(device, seed=asked.seed), "settings": settings}
+    return {"environment": collect_environment(device, seed=args.seed), "settings": settings}
 
 
 def logits_tolerance(dtype: str, *, split: bool) -> float:
@@ -53,8 +55,8 @@ def logits_tolerance(dtype: str, *, split: bool) -> float:
     return TOLERANCES[getattr(torch, dtype)] if split else 0.0
 
 
-def ended(
-    asked: argparse.Namespace,
+def finish_record(
+    args: argparse.Namespace,
     record: dict[str, Any],
     wrong: Sequence[str],
     make_claims: Callable[[dict[str, Any]], Iterable[Claim]],
@@ -70,8 +72,8 @@ def ended(
     if wrong:
         record = record | {"failed": "; ".join(wrong)}
         print(f"failed: {record['failed']}")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(record, separators=(",", ":")) + "\n")
+    if args.out:
+        write_atomic(args.out, json.dumps(record, separators=(",", ":")) + "\n")
         if not wrong:
-            record_claims(make_claims(record), record, asked.out)
+            record_claims(make_claims(record), record, args.out)
     return int(bool(wrong))

@@ -53,26 +53,26 @@ def layer_times(
     wait: Callable[[], None] = (
         (lambda: torch.cuda.synchronize(target)) if target.type == "cuda" else (lambda: None)
     )
-    found: list[list[Any]] = []
+    result: list[list[Any]] = []
     with torch.no_grad():
-        for each in range(warmup + passes):
-            if not behind or each == 0:
+        for item in range(warmup + passes):
+            if not behind or item == 0:
                 wait()
             state = model.initial_state(samples)
-            points = [_now(target)]
+            points = [_record_time(target)]
             for layer in range(count):
                 state = model.run_layer(layer, state)
-                points.append(_now(target))
-            found.append(points)
+                points.append(_record_time(target))
+            result.append(points)
     wait()
-    return [[_between_ms(*pair) for pair in pairwise(points)] for points in found[warmup:]]
+    return [[_between_ms(*pair) for pair in pairwise(points)] for points in result[warmup:]]
 
 
 def _between_ms(before: Any, after: Any) -> float:
     return 1e3 * (after - before) if isinstance(after, float) else before.elapsed_time(after)
 
 
-def _now(device: torch.device) -> torch.cuda.Event | float:
+def _record_time(device: torch.device) -> torch.cuda.Event | float:
     """A point in time; on a GPU when its work so far is done."""
     if device.type != "cuda":
         return time.perf_counter()

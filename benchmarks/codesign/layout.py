@@ -22,24 +22,33 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from frame import begun, ended, options
+from frame import finish_record, make_parser, start_record
 from scipy.optimize import quadratic_assignment
 
 from benchmarks.claims import Claim
-from sparseflow.codesign.layout import Assignment, Instance, assign, assign_batch, cost, read_qaplib
+from sparseflow.codesign.layout import (
+    QapAssignment,
+    QapInstance,
+    assign,
+    assign_batch,
+    compute_cost,
+    read_qaplib,
+)
 from sparseflow.core.environment import collect_environment
 
 SAME = 4
 """Restarts of a batch whose permutations are compared with those of the core."""
 
 
-def gap(value: float, instance: Instance) -> float | None:
+def gap(value: float, instance: QapInstance) -> float | None:
     """Share above the best known cost."""
     return None if not instance.best_known else value / instance.best_known - 1.0
 
 
-def summary(instance: Instance, costs: list[int], seconds: list[float], rates: list[float]) -> dict[str, Any]:
-    gaps = [found for found in (gap(value, instance) for value in costs) if found is not None]
+def summary(
+    instance: QapInstance, costs: list[int], seconds: list[float], rates: list[float]
+) -> dict[str, Any]:
+    gaps = [result for result in (gap(value, instance) for value in costs) if result is not None]
     return {
         "costs": costs, "seconds": [round(value, 4) for value in seconds],
         "swaps_per_s": [round(value) for value in rates],
@@ -47,62 +56,62 @@ def summary(instance: Instance, costs: list[int], seconds: list[float], rates: l
     }  # fmt: skip
 
 
-def on_core(instance: Instance, method: str, asked: argparse.Namespace) -> dict[str, Any]:
+def on_core(instance: QapInstance, method: str, args: argparse.Namespace) -> dict[str, Any]:
     """Restarts one by one."""
-    found: list[Assignment] = [
+    result: list[QapAssignment] = [
         assign(
-            instance.flow, instance.distance, method=method, restarts=1, seed=asked.seed + restart,
-            iterations=asked.iterations,
+            instance.flow, instance.distance, method=method, restarts=1, seed=args.seed + restart,
+            iterations=args.iterations,
         )
-        for restart in range(asked.restarts)
+        for restart in range(args.restarts)
     ]  # fmt: skip
-    costs = [cost(instance.flow, instance.distance, one.permutation) for one in found]
-    told = summary(
-        instance, [int(value) for value in costs], [one.seconds for one in found],
-        [one.evaluations / one.seconds for one in found],
+    costs = [compute_cost(instance.flow, instance.distance, first.permutation) for first in result]
+    record = summary(
+        instance, [int(value) for value in costs], [first.elapsed_s for first in result],
+        [first.evaluations / first.elapsed_s for first in result],
     )  # fmt: skip
-    return {**told, "lower_bound": found[0].lower_bound}
+    return {**record, "lower_bound": result[0].lower_bound}
 
 
-def by_scipy(instance: Instance, method: str, asked: argparse.Namespace) -> dict[str, Any]:
+def by_scipy(instance: QapInstance, method: str, args: argparse.Namespace) -> dict[str, Any]:
     costs, seconds = [], []
-    for restart in range(asked.restarts):
-        rng = np.random.default_rng([asked.seed, restart])
-        options: dict[str, Any] = {"rng": rng}
+    for restart in range(args.restarts):
+        rng = np.random.default_rng([args.seed, restart])
+        solver_options: dict[str, Any] = {"rng": rng}
         if method == "faq":
-            options["P0"] = "randomized"
-        begin = perf_counter()
-        found = quadratic_assignment(instance.flow, instance.distance, method=method, options=options)
-        seconds.append(perf_counter() - begin)
-        costs.append(int(cost(instance.flow, instance.distance, found.col_ind)))
+            solver_options["P0"] = "randomized"
+        start = perf_counter()
+        result = quadratic_assignment(instance.flow, instance.distance, method=method, options=solver_options)
+        seconds.append(perf_counter() - start)
+        costs.append(int(compute_cost(instance.flow, instance.distance, result.col_ind)))
     return summary(instance, costs, seconds, [])
 
 
-def against_core(instance: Instance, asked: argparse.Namespace) -> dict[str, Any]:
+def against_core(instance: QapInstance, args: argparse.Namespace) -> dict[str, Any]:
     """The batch and one core in turns, with as many moves a restart."""
-    settings: dict[str, Any] = {"iterations": asked.moves, "seed": asked.seed}
+    settings: dict[str, Any] = {"iterations": args.moves, "seed": args.seed}
     pair = (instance.flow, instance.distance)
     core, batch = [], []
-    for _ in range(asked.rounds):
+    for _ in range(args.rounds):
         core.append(assign(*pair, method="tabu", restarts=SAME, **settings))
-        batch.append(assign_batch(*pair, restarts=asked.batch, device=asked.device, **settings))
-    again = [cost(*pair, permutation) for permutation in batch[0].permutations]
+        batch.append(assign_batch(*pair, restarts=args.batch, device=args.device, **settings))
+    repeated = [compute_cost(*pair, permutation) for permutation in batch[0].permutations]
     rates = {
-        name: [one.evaluations / one.seconds for one in found]
-        for name, found in (("core", core), ("batch", batch))
+        name: [sample.evaluations / sample.seconds for sample in result]
+        for name, result in (("core", core), ("batch", batch))
     }
     trials = []
-    for warps in asked.warps:
-        found = assign_batch(*pair, restarts=asked.batch, device=asked.device, warps=warps, **settings)
-        trials.append({"warps": warps, "swaps_per_s": round(found.evaluations / found.seconds)})
+    for warps in args.warps:
+        result = assign_batch(*pair, restarts=args.batch, device=args.device, num_warps=warps, **settings)
+        trials.append({"warps": warps, "swaps_per_s": round(result.evaluations / result.elapsed_s)})
     return {
-        "restarts": asked.batch, "moves": asked.moves,
+        "restarts": args.batch, "moves": args.moves,
         "core_swaps_per_s": [round(value) for value in rates["core"]],
         "batch_swaps_per_s": [round(value) for value in rates["batch"]],
-        "core_seconds": [round(one.seconds, 4) for one in core],
-        "batch_seconds": [round(one.seconds, 4) for one in batch],
+        "core_seconds": [round(sample.seconds, 4) for sample in core],
+        "batch_seconds": [round(sample.seconds, 4) for sample in batch],
         "times": median(b / c for b, c in zip(rates["batch"], rates["core"], strict=True)),
-        "costs_right": tuple(again) == batch[0].costs,
+        "costs_right": tuple(repeated) == batch[0].costs,
         "same_permutations": bool(np.array_equal(core[0].permutations, batch[0].permutations[:SAME])),
         "core_costs": list(core[0].costs),
         "batch_costs": sorted(Counter(batch[0].costs).items()),
@@ -175,7 +184,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--qaplib", type=Path, required=True, help="folder with *.qap files")
     parser.add_argument("--only", nargs="*", help="names of instances; all by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -187,19 +196,19 @@ def main() -> int:
     parser.add_argument("--moves", type=int, default=20_000, help="of a restart of the batch")
     parser.add_argument("--rounds", type=int, default=3, help="of the batch against one core")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="also try these numbers of warps")
-    asked = parser.parse_args()
-    files = sorted(file for file in asked.qaplib.glob("*.qap") if not asked.only or file.stem in asked.only)
+    args = parser.parse_args()
+    files = sorted(file for file in args.qaplib.glob("*.qap") if not args.only or file.stem in args.only)
     if not files:
-        parser.error(f"there is no such *.qap file in {asked.qaplib}")
-    told = begun(asked, device=asked.device) | {"instances": {}}
-    if asked.device != "cpu":
-        told["core"] = collect_environment("cpu", seed=asked.seed)
+        parser.error(f"there is no such *.qap file in {args.qaplib}")
+    record = start_record(args, device=args.device) | {"instances": {}}
+    if args.device != "cpu":
+        record["core"] = collect_environment("cpu", seed=args.seed)
     wrong = []
     print(f"{'':10s} {'':14s} {'best':>10s} {'gap':>7s} {'mean gap':>8s} {'s/restart':>9s} {'M swaps/s':>9s}")
     for file in files:
         instance = read_qaplib(file)
-        rows = {name: on_core(instance, name, asked) for name in ("tabu", "annealing")}
-        rows |= {f"scipy {name}": by_scipy(instance, name, asked) for name in ("faq", "2opt")}
+        rows = {name: on_core(instance, name, args) for name in ("tabu", "annealing")}
+        rows |= {f"scipy {name}": by_scipy(instance, name, args) for name in ("faq", "2opt")}
         known = {"n": instance.n, "optimum": instance.optimum, "best_known": instance.best_known}
         for name, row in rows.items():
             rate = f"{median(row['swaps_per_s']) / 1e6:9.1f}" if row["swaps_per_s"] else f"{'':9s}"
@@ -207,9 +216,9 @@ def main() -> int:
                 f"{instance.name:10s} {name:14s} {min(row['costs']):10d} {percent(row['best_gap'])} "
                 f"{percent(row['mean_gap']):>8s} {median(row['seconds']):9.3f} {rate}"
             )
-        told["instances"][instance.name] = {**known, "methods": rows}
-        if asked.device != "cpu":
-            row = told["instances"][instance.name]["batch"] = against_core(instance, asked)
+        record["instances"][instance.name] = {**known, "methods": rows}
+        if args.device != "cpu":
+            row = record["instances"][instance.name]["batch"] = against_core(instance, args)
             right = row["costs_right"] and row["same_permutations"]
             wrong += [] if right else [f"{instance.name}: other costs or permutations than on the core"]
             print(
@@ -220,7 +229,7 @@ def main() -> int:
             )
             for trial in row["warps"]:
                 print(f"{'':10s} {trial['warps']:3d} warps {trial['swaps_per_s'] / 1e6:44.1f}")
-    return ended(asked, told, wrong, make_claims)
+    return finish_record(args, record, wrong, make_claims)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from sparseflow.codesign.execution.links import reaching
-from sparseflow.codesign.hardware.chips import Link
+from sparseflow.codesign.execution.links import call_peer
+from sparseflow.codesign.hardware.chips import LinkType
 from sparseflow.errors import InputError
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -25,7 +25,7 @@ def probe(
     sizes: Sequence[int] = SIZES,
     repeats: int = 15,
     trips: int = 4,
-) -> tuple[Link, dict[int, list[float]]]:
+) -> tuple[LinkType, dict[int, list[float]]]:
     """Measure the link between the first two processes; all that were joined call it, and get the same.
 
     On GPUs messages follow each other on the device, as those of a pipeline do; half of a trip there and back
@@ -53,29 +53,29 @@ def probe(
         )
     if not distributed.is_initialized() or distributed.get_world_size() < 2:
         raise InputError("a link needs two processes: run this within `joined`, or by `launch`")
-    where, rank = torch.device(device), distributed.get_rank()
+    location, rank = torch.device(device), distributed.get_rank()
     samples: dict[int, list[float]] = {}
-    backend = "nccl" if where.type == "cuda" else "gloo"
+    backend = "nccl" if location.type == "cuda" else "gloo"
     group: Any = distributed.new_group(
-        [0, 1], backend=backend, device_id=where if backend == "nccl" else None
+        [0, 1], backend=backend, device_id=location if backend == "nccl" else None
     )
     try:
         if rank < 2:
             samples = {
-                size: [_one_way_ms(where, rank, group, size, trips) for _ in range(repeats + 2)][2:]
+                size: [_one_way_ms(location, rank, group, size, trips) for _ in range(repeats + 2)][2:]
                 for size in sizes
             }
     finally:
         if rank < 2:
             distributed.destroy_process_group(group)
-    told = [samples]
-    reaching("the probe", lambda: distributed.broadcast_object_list(told, 0))
-    samples = told[0]
+    record = [samples]
+    call_peer("the probe", lambda: distributed.broadcast_object_list(record, 0))
+    samples = record[0]
     times = np.array([statistics.median(values) for values in samples.values()])
     rows = np.stack([np.ones(len(samples)), np.array(list(samples), dtype=np.float64)], 1) / times[:, None]
-    fixed, each = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]
-    link = Link(
-        name=name, bandwidth=1e3 / max(float(each), 1e-15), latency_us=max(1e3 * float(fixed), 0.0),
+    fixed, item = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]
+    link = LinkType(
+        name=name, bandwidth=1e3 / max(float(item), 1e-15), latency_us=max(1e3 * float(fixed), 0.0),
         source="measured",
     )  # fmt: skip
     return link, samples
@@ -89,12 +89,12 @@ def _one_way_ms(device: torch.device, rank: int, group: Any, size: int, trips: i
         pass_on[rank](value, 1 - rank, group)
         pass_on[1 - rank](value, 1 - rank, group)
 
-    reaching("the probe", trip)
+    call_peer("the probe", trip)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(trips):
-        reaching("the probe", trip)
+        call_peer("the probe", trip)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin) / (2 * trips)
+    return 1e3 * (time.perf_counter() - start) / (2 * trips)

@@ -28,12 +28,19 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.codesign.exhaustive import exhaust
-from frame import begun, ended, options
-from benchmarks.codesign.random_problem import random_problem
+from frame import finish_record, make_parser, start_record
 
 from benchmarks.claims import Claim
-from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, lower_bound
+from benchmarks.codesign.exhaustive import exhaust
+from benchmarks.codesign.random_problem import random_problem
+from sparseflow.codesign.mapping import (
+    MappingGoal,
+    MappingProblem,
+    MappingResult,
+    MappingSolver,
+    Mode,
+    compute_lower_bound,
+)
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 SAME = 1e-9
@@ -48,42 +55,42 @@ print(time.perf_counter() - begin)
 """
 
 
-def naive(problem: Problem, mapping: Sequence[int], mode: Mode, weight: float) -> float:
+def naive(problem: MappingProblem, mapping: Sequence[int], mode: Mode, weight: float) -> float:
     """The objective from its definition; inf where memory or a slot is not what it must be."""
-    busy, held = [0.0] * problem.slots, [[] for _ in range(problem.slots)]
+    busy, contents = [0.0] * problem.num_slots, [[] for _ in range(problem.num_slots)]
     for k, s in enumerate(mapping):
         busy[s] += float(problem.latency_ms[k, s])
-        held[s].append(float(problem.memory_mb[k, s]))
+        contents[s].append(float(problem.memory_mb[k, s]))
     for u, v, size in zip(problem.src, problem.dst, problem.traffic_bytes, strict=True):
         a, b = mapping[u], mapping[v]
         if a != b:
             busy[b] += float(problem.fixed_ms[a, b]) + float(size) * float(problem.ms_per_byte[a, b])
-    for s in range(problem.slots):
-        if math.fsum(held[s]) > float(problem.limit_mb[s]):
+    for s in range(problem.num_slots):
+        if math.fsum(contents[s]) > float(problem.limit_mb[s]):
             return math.inf
     return sum(busy) if mode == "serial" else max(busy) + weight * sum(busy)
 
 
-def timed(solver: MappingSolver, problem: Problem, **others: Any) -> tuple[Mapping, float]:
-    begin = time.perf_counter()
-    found = solver.solve_mapping(problem, **others)
-    return found, time.perf_counter() - begin
+def timed(solver: MappingSolver, problem: MappingProblem, **overrides: Any) -> tuple[MappingResult, float]:
+    start = time.perf_counter()
+    result = solver.solve_mapping(problem, **overrides)
+    return result, time.perf_counter() - start
 
 
-def optimum(asked: argparse.Namespace) -> dict[str, Any]:
+def optimum(args: argparse.Namespace) -> dict[str, Any]:
     """Half of the problems are chains; memory is tight in most."""
     samples = []
-    for number in range(asked.optimum):
+    for number in range(args.optimum):
         segments, slots = (12, 4) if number % 10 == 0 else (4 + number % 9, 2 + number % 3)
-        seed, skips, slack = asked.seed + number, 0.5 * (number % 2), (1.0, 1.1, 1.3, 2.0)[number % 4]
+        seed, skips, slack = args.seed + number, 0.5 * (number % 2), (1.0, 1.1, 1.3, 2.0)[number % 4]
         traffic = (0.1, 0.5, 1.5)[number // 4 % 3]
         problem = random_problem(segments, slots, seed=seed, skips=skips, slack=slack, traffic=traffic)
-        goals = [Goal(mode=mode) for mode in MODES]
+        goals = [MappingGoal(mode=mode) for mode in MODES]
         for goal, (best, _) in zip(goals, exhaust(problem, goals), strict=True):
-            found, seconds = timed(MappingSolver(mode=goal.mode), problem)
-            worth = naive(problem, found.mapping, goal.mode, goal.tie_weight)
-            excess = worth / best - 1.0
-            right = abs(excess) <= SAME and found.optimal
+            result, seconds = timed(MappingSolver(mode=goal.mode), problem)
+            objective = naive(problem, result.mapping, goal.mode, goal.tie_weight)
+            excess = objective / best - 1.0
+            right = abs(excess) <= SAME and result.optimal
             samples.append(
                 [segments, slots, goal.mode, skips, slack, traffic, best, excess, seconds * 1e3, right]
             )
@@ -112,85 +119,86 @@ def optimum(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def large(asked: argparse.Namespace) -> dict[str, Any]:
+def large(args: argparse.Namespace) -> dict[str, Any]:
     samples = []
-    for number in range(asked.large):
-        seed, mode = asked.seed + 1000 + number, MODES[number % 2]
+    for number in range(args.large):
+        seed, mode = args.seed + 1000 + number, MODES[number % 2]
         skips, slack = 0.4 * (number // 2 % 2), (1.1, 1.5, 3.0)[number % 3]
         problem = random_problem(24, 8, seed=seed, skips=skips, slack=slack)
-        found, seconds = timed(MappingSolver(mode=mode), problem)
-        solver = MappingSolver(mode=mode, time_limit_s=asked.seconds, workers=asked.workers)
-        alone, _ = timed(solver, problem, strategy="cpsat")
-        after, _ = timed(solver, problem, strategy="cpsat", start=found)
+        result, seconds = timed(MappingSolver(mode=mode), problem)
+        solver = MappingSolver(mode=mode, time_limit_s=args.seconds, workers=args.workers)
+        single, _ = timed(solver, problem, strategy="cpsat")
+        after, _ = timed(solver, problem, strategy="cpsat", start=result)
         sample = {
-            "mode": mode, "skips": skips, "slack": slack, "ms": seconds * 1e3, "strategy": found.strategy,
-            "objective_ms": found.objective_ms, "lower_bound_ms": found.lower_bound_ms,
-            "cpsat_ms": alone.objective_ms, "cpsat_bound_ms": alone.lower_bound_ms,
+            "mode": mode, "skips": skips, "slack": slack, "ms": seconds * 1e3, "strategy": result.strategy,
+            "objective_ms": result.objective_ms, "lower_bound_ms": result.lower_bound_ms,
+            "cpsat_ms": single.objective_ms, "cpsat_bound_ms": single.lower_bound_ms,
             "after_ms": after.objective_ms, "after_bound_ms": after.lower_bound_ms,
-            "excess": found.objective_ms / alone.objective_ms - 1.0,
-            "excess_after": found.objective_ms / min(alone.objective_ms, after.objective_ms) - 1.0,
+            "excess": result.objective_ms / single.objective_ms - 1.0,
+            "excess_after": result.objective_ms / min(single.objective_ms, after.objective_ms) - 1.0,
         }  # fmt: skip
         samples.append(sample)
         print(
-            f"large {number}: {mode:8s} {found.objective_ms:8.4f} ms in {seconds:.3f} s, gap {found.gap:.1%}"
-            f"; CP-SAT {alone.objective_ms:8.4f} ({sample['excess']:+.2%}), from there "
+            f"large {number}: {mode:8s} {result.objective_ms:8.4f} ms in {seconds:.3f} s, gap "
+            f"{result.gap:.1%}"
+            f"; CP-SAT {single.objective_ms:8.4f} ({sample['excess']:+.2%}), from there "
             f"{after.objective_ms:8.4f} ({sample['excess_after']:+.2%})",
             flush=True,
         )
     worst = max(sample["excess_after"] for sample in samples)
     slowest = max(sample["ms"] for sample in samples)
     print(
-        f"large: at most {worst:+.2%} above what CP-SAT has in {asked.seconds:g} s; {slowest:.0f} ms at most"
+        f"large: at most {worst:+.2%} above what CP-SAT has in {args.seconds:g} s; {slowest:.0f} ms at most"
     )
     return {"samples": samples, "worst_excess": worst, "slowest_ms": slowest}
 
 
-def memory(asked: argparse.Namespace) -> dict[str, Any]:
+def memory(args: argparse.Namespace) -> dict[str, Any]:
     violations = above = 0
     samples = []
-    for number in range(asked.memory):
-        seed, mode = asked.seed + 2000 + number, MODES[number % 2]
+    for number in range(args.memory):
+        seed, mode = args.seed + 2000 + number, MODES[number % 2]
         segments, slots = 2 + number % 19, 1 + number % 8
         slack, skips = (1.0, 1.02, 1.1, 1.5)[number // 8 % 4], (0.0, 0.5)[number // 2 % 2]
         problem = random_problem(segments, slots, seed=seed, skips=skips, slack=slack, refused=0.1)
         strategy = ("auto", "local")[number // 4 % 2]
-        found, seconds = timed(MappingSolver(mode=mode, strategy=strategy, seed=number), problem)
-        goal = Goal(mode=mode)
-        worth = naive(problem, found.mapping, mode, goal.tie_weight)
-        violations += math.isinf(worth)
-        bound = lower_bound(problem, goal).value_ms
-        above += bound > worth * (1.0 + SAME) or found.lower_bound_ms > worth * (1.0 + SAME)
+        result, seconds = timed(MappingSolver(mode=mode, strategy=strategy, seed=number), problem)
+        goal = MappingGoal(mode=mode)
+        objective = naive(problem, result.mapping, mode, goal.tie_weight)
+        violations += math.isinf(objective)
+        bound = compute_lower_bound(problem, goal).value_ms
+        above += bound > objective * (1.0 + SAME) or result.lower_bound_ms > objective * (1.0 + SAME)
         samples.append(
-            [segments, slots, round(worth, 4), round(found.lower_bound_ms, 4), round(seconds * 1e3, 1)]
+            [segments, slots, round(objective, 4), round(result.lower_bound_ms, 4), round(seconds * 1e3, 1)]
         )
     print(f"memory: {violations} violations and {above} bounds too high in {len(samples)} problems")
     columns = ["segments", "slots", "objective_ms", "lower_bound_ms", "ms"]
     return {"columns": columns, "samples": samples, "violations": violations, "bounds_too_high": above}
 
 
-def coarse(asked: argparse.Namespace) -> dict[str, Any]:
+def coarse(args: argparse.Namespace) -> dict[str, Any]:
     samples = []
     for segments in (12, 13, 14):
         for slots in (4, 6, 8):
             for mode in MODES:
-                problem = random_problem(segments, slots, seed=asked.seed + segments * slots, slack=1.5)
-                times = [timed(MappingSolver(mode=mode), problem) for _ in range(asked.repeats)]
-                found = times[0][0]
-                samples.append([segments, slots, mode, found.gap, [seconds * 1e3 for _, seconds in times]])
+                problem = random_problem(segments, slots, seed=args.seed + segments * slots, slack=1.5)
+                times = [timed(MappingSolver(mode=mode), problem) for _ in range(args.repeats)]
+                result = times[0][0]
+                samples.append([segments, slots, mode, result.gap, [seconds * 1e3 for _, seconds in times]])
     medians = [statistics.median(sample[-1]) for sample in samples]
-    every = sorted(value for sample in samples for value in sample[-1])
+    all_items = sorted(value for sample in samples for value in sample[-1])
     print(
-        f"coarse: medians from {min(medians):.1f} to {max(medians):.1f} ms; of all {len(every)} calls "
-        f"{sum(value < 50.0 for value in every)} took less than 50 ms, the slowest {every[-1]:.1f} ms"
+        f"coarse: medians from {min(medians):.1f} to {max(medians):.1f} ms; of all {len(all_items)} calls "
+        f"{sum(value < 50.0 for value in all_items)} took less than 50 ms, the slowest {all_items[-1]:.1f} ms"
     )
     first = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("nothing_compiled_s", "compiled_before_s"):
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-c", FIRST], env={**os.environ, "NUMBA_CACHE_DIR": folder},
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
-            first[name] = float(done.stdout)
+            first[name] = float(process.stdout)
     print(
         f"first plan of a new process, imports included: {first['nothing_compiled_s']:.1f} s with nothing "
         f"compiled, {first['compiled_before_s']:.2f} s after that"
@@ -252,24 +260,26 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--optimum", type=int, default=100, help="problems, each in both modes")
     parser.add_argument("--large", type=int, default=10, help="problems")
     parser.add_argument("--memory", type=int, default=1000, help="problems")
     parser.add_argument("--repeats", type=int, default=5, help="of each coarse plan")
     parser.add_argument("--seconds", type=float, default=20.0, help="for CP-SAT")
     parser.add_argument("--workers", type=int, default=2, help="threads of CP-SAT")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     MappingSolver().solve_mapping(random_problem(3, 2, seed=0))
-    told = begun(asked)
+    record = start_record(args)
     for part in (coarse, optimum, memory, large):
-        told[part.__name__] = part(asked)
+        record[part.__name__] = part(args)
     missed = {
-        "mappings that are not the optimum": told["optimum"]["of"] - told["optimum"]["right"],
-        "mappings that break a slot's memory": told["memory"]["violations"],
-        "bounds above a mapping": told["memory"]["bounds_too_high"],
+        "mappings that are not the optimum": record["optimum"]["of"] - record["optimum"]["right"],
+        "mappings that break a slot's memory": record["memory"]["violations"],
+        "bounds above a mapping": record["memory"]["bounds_too_high"],
     }
-    return ended(asked, told, [f"{count} {what}" for what, count in missed.items() if count], make_claims)
+    return finish_record(
+        args, record, [f"{count} {kind}" for kind, count in missed.items() if count], make_claims
+    )
 
 
 if __name__ == "__main__":

@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import begun, ended, options
+from frame import finish_record, make_parser, start_record
 
 from benchmarks.claims import Claim
-from sparseflow.codesign.hardware.chips import ChipType, Link, read_library
+from sparseflow.codesign.hardware.chips import ChipType, LinkType, read_library
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerConfig, LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver, Mode
-from sparseflow.codesign.partition.objective import evaluate, feasible
-from sparseflow.codesign.partition.planner import PartitionPlanner, Plan, table_of
+from sparseflow.codesign.partition.objective import evaluate_plan, is_feasible
+from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner, evaluations_to_table
 from sparseflow.codesign.partition.split_search import PartitionConfig
-from sparseflow.codesign.workload.splits import plan_bytes
+from sparseflow.codesign.workload.splits import compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.timing import Samples, measure
 
@@ -67,7 +67,7 @@ class Instance:
 
     layers: list[LayerNode]
     chips: list[ChipType | None]
-    link: Link
+    link: LinkType
     mode: Mode = "balanced"
 
     @property
@@ -78,8 +78,8 @@ class Instance:
     def planner(self) -> PartitionPlanner:
         return PartitionPlanner(MappingSolver(mode=self.mode), PROXY, PartitionConfig())
 
-    def plan(self, *, fine: bool = True) -> Plan:
-        return self.planner.plan(self.layers, self.chips, self.network, use_fine_split=fine)
+    def plan(self, *, use_fine_split: bool = True) -> PartitionPlan:
+        return self.planner.plan(self.layers, self.chips, self.network, use_fine_split=use_fine_split)
 
 
 def transformer(
@@ -95,7 +95,7 @@ def transformer(
         giant: Block whose perceptron has so many `times` the hidden channels of the others.
         times: See `giant`.
     """
-    found = []
+    rows = []
     for id, kind in enumerate(["embed", *["attention", "mlp"] * blocks, "head"]):
         block = (id - 1) // 2
         inner = {"embed": 16, "attention": dim // HEAD_DIM, "mlp": 4 * dim, "head": 400}[kind]
@@ -103,9 +103,9 @@ def transformer(
         node = LayerConfig(
             layer_type=kind, precision="bfloat16", batch=batch, seq_len=tokens, embed_dim=dim, inner=inner,
             head_dim=HEAD_DIM if kind == "attention" else 0,
-        ).node(id)  # fmt: skip
+        ).to_node(id)  # fmt: skip
         inside = kind in ("attention", "mlp")
-        found.append(
+        rows.append(
             replace(
                 node, name=f"blocks.{block}.{kind}" if inside else kind, splittable=True,
                 units=dim if kind == "embed" else inner, split_joins=not inside,
@@ -113,19 +113,19 @@ def transformer(
                 split_out_bytes=node.traffic_out_bytes,
             )
         )  # fmt: skip
-    return found
+    return rows
 
 
 def plain(*, slow: bool) -> Instance:
     """A model of equal blocks over the slowest link, or one with a giant perceptron over the fastest."""
     figures = {} if slow else {"giant": 1, "times": 12}
     return Instance(
-        layers=transformer(4, 512, tokens=196, batch=8, **figures), chips=[LIBRARY.chip("npu-m")] * 4,
-        link=LIBRARY.link("ethernet" if slow else "ucie"),
+        layers=transformer(4, 512, tokens=196, batch=8, **figures), chips=[LIBRARY.get_chip("npu-m")] * 4,
+        link=LIBRARY.get_link("ethernet" if slow else "ucie"),
     )  # fmt: skip
 
 
-def drawn(seed: int) -> Instance:
+def draw_instance(seed: int) -> Instance:
     """A random one."""
     rng = np.random.default_rng(seed)
     blocks = int(rng.integers(1, 7))
@@ -135,11 +135,11 @@ def drawn(seed: int) -> Instance:
         batch=int(2 ** rng.integers(0, 6)), giant=giant, times=int(rng.integers(2, 13)),
     )  # fmt: skip
     chips: list[ChipType | None] = [
-        LIBRARY.chip(str(rng.choice(CHIPS))) for _ in range(int(rng.integers(2, 9)))
+        LIBRARY.get_chip(str(rng.choice(CHIPS))) for _ in range(int(rng.integers(2, 9)))
     ]
     for slot in range(1, len(chips)):
         chips[slot] = None if rng.random() < 0.15 else chips[slot]
-    link = Link(
+    link = LinkType(
         name="drawn", bandwidth=float(10 ** rng.uniform(8.5, 12.0)),
         latency_us=float(10 ** rng.uniform(-2.0, 1.5)), pj_per_bit=1.0,
     )  # fmt: skip
@@ -148,39 +148,42 @@ def drawn(seed: int) -> Instance:
     )
 
 
-def wrong_with(given: Instance, found: Plan) -> list[str]:
+def wrong_with(arguments: Instance, result: PartitionPlan) -> list[str]:
     """What a plan does not keep of what it says, priced anew from its slots and splits alone."""
-    planner, rewrite = given.planner, found.rewrite_plan
-    costs = planner.costs(given.layers, given.chips, given.network)
+    planner, rewrite = arguments.planner, result.rewrite_plan
+    costs = planner.compute_costs(arguments.layers, arguments.chips, arguments.network)
     splits = {
-        each.layer: (
-            each,
-            planner.part_costs(
-                given.layers[each.layer], each.sizes, [given.chips[slot] for slot in each.slots]
+        split.layer: (
+            split,
+            planner.compute_part_costs(
+                arguments.layers[split.layer], split.sizes, [arguments.chips[slot] for slot in split.slots]
             ),
         )
-        for each in (() if rewrite is None else rewrite.splits)
+        for split in (() if rewrite is None else rewrite.splits)
     }
-    anew = evaluate(costs, found.homes, splits, planner.weights)
-    whole = evaluate(costs, coarse_homes(given, found), {}, planner.weights)
-    accepted = [each for each in found.considered if each.accepted]
-    told = {
-        "is worth less than the coarse plan": anew.objective > whole.objective * (1 + LEAST),
-        "is not worth what it says": anew != found.hw_stats or whole != found.coarse_stats,
-        "does not fit": not feasible(costs, found.homes, splits),
-        "moves other bytes": anew.comm_bytes != sum(plan_bytes(given.layers, found.homes, rewrite).values()),
-        "has splits that were not accepted": {each.layer for each in accepted} != set(splits),
+    stats = evaluate_plan(costs, result.assignment, splits, planner.weights)
+    full = evaluate_plan(costs, coarse_homes(arguments, result), {}, planner.weights)
+    accepted = [split for split in result.split_decisions if split.accepted]
+    record = {
+        "is worth less than the coarse plan": stats.objective > full.objective * (1 + LEAST),
+        "is not worth what it says": stats != result.hw_stats or full != result.coarse_stats,
+        "does not fit": not is_feasible(costs, result.assignment, splits),
+        "moves other bytes": stats.comm_bytes
+        != sum(compute_transfer_bytes(arguments.layers, result.assignment, rewrite).values()),
+        "has splits that were not accepted": {split.layer for split in accepted} != set(splits),
         "accepted what gains too little": any(
-            each.gain_ratio < planner.config.min_split_gain_ratio for each in accepted
+            split.gain_ratio < planner.config.min_split_gain_ratio for split in accepted
         ),
-        "has a bound above it": found.lower_bound_ms > whole.total_latency_ms * (1 + LEAST),
+        "has a bound above it": result.lower_bound_ms > full.total_latency_ms * (1 + LEAST),
     }
-    return [what for what, wrong in told.items() if wrong]
+    return [kind for kind, wrong in record.items() if wrong]
 
 
-def coarse_homes(given: Instance, found: Plan) -> Sequence[int]:
+def coarse_homes(arguments: Instance, result: PartitionPlan) -> Sequence[int]:
     """Slots of layers in the coarse plan; splits may have moved segments since."""
-    return found.homes if found.rewrite_plan is None else given.plan(fine=False).homes
+    return (
+        result.assignment if result.rewrite_plan is None else arguments.plan(use_fine_split=False).assignment
+    )
 
 
 def short(value: float) -> float:
@@ -189,56 +192,75 @@ def short(value: float) -> float:
 
 def rounded(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """With six digits of each figure."""
-    rows = [[short(each) if isinstance(each, float) else each for each in row] for row in table["rows"]]
+    rows = [[short(item) if isinstance(item, float) else item for item in row] for row in table["rows"]]
     return table | {"rows": rows}
 
 
-def considered(found: Plan) -> list[list[Any]]:
+def considered(result: PartitionPlan) -> list[list[Any]]:
     """See `CONSIDERED`."""
     return [
         [
-            each.layer, each.sizes, each.slots, short(each.objective_before), short(each.objective_after),
-            short(each.gain_ratio), int(each.accepted),
+            decision.layer,
+            decision.sizes,
+            decision.slots,
+            short(decision.objective_before),
+            short(decision.objective_after),
+            short(decision.gain_ratio),
+            int(decision.accepted),
         ]
-        for each in found.considered
-    ]  # fmt: skip
+        for decision in result.split_decisions
+    ]
 
 
-def row(seed: int, given: Instance, found: Plan, coarse: Samples, fine: Samples) -> list[Any]:
+def row(
+    seed: int, arguments: Instance, result: PartitionPlan, coarse: Samples, use_fine_split: Samples
+) -> list[Any]:
     """One instance, see `COLUMNS`."""
-    names = ["" if chip is None else chip.name for chip in given.chips]
-    widest = max(layer.mlp_ratio for layer in given.layers) / 4
+    names = ["" if chip is None else chip.name for chip in arguments.chips]
+    widest = max(layer.mlp_ratio for layer in arguments.layers) / 4
     return [
-        seed, given.mode, " ".join(name or "-" for name in names), len(names), len(given.layers),
-        round(widest), short(given.link.bandwidth / 1e9), short(given.link.latency_us),
-        short(found.coarse_stats.objective), short(found.hw_stats.objective), short(found.gap),
-        0 if found.rewrite_plan is None else len(found.rewrite_plan.splits),
-        [round(each, 3) for each in coarse.times_ms], round(fine.times_ms[0], 3), considered(found),
-        len(found.tried),
-    ]  # fmt: skip
+        seed,
+        arguments.mode,
+        " ".join(name or "-" for name in names),
+        len(names),
+        len(arguments.layers),
+        round(widest),
+        short(arguments.link.bandwidth / 1e9),
+        short(arguments.link.latency_us),
+        short(result.coarse_stats.objective),
+        short(result.hw_stats.objective),
+        short(result.gap),
+        0 if result.rewrite_plan is None else len(result.rewrite_plan.splits),
+        [round(times_m, 3) for times_m in coarse.times_ms],
+        round(use_fine_split.times_ms[0], 3),
+        considered(result),
+        len(result.split_evaluations),
+    ]
 
 
-def ran(seed: int, given: Instance, repeats: int) -> tuple[Plan, list[Any], list[str]]:
+def ran(seed: int, arguments: Instance, repeats: int) -> tuple[PartitionPlan, list[Any], list[str]]:
     """The plan of an instance, its row and what is wrong with it. What is timed was run before."""
-    plans: list[Plan] = []
-    coarse = measure(lambda: given.plan(fine=False), warmup=1, repeats=repeats)
-    fine = measure(lambda: plans.append(given.plan()), warmup=0, repeats=1)
-    return plans[0], row(seed, given, plans[0], coarse, fine), wrong_with(given, plans[0])
+    plans: list[PartitionPlan] = []
+    coarse = measure(lambda: arguments.plan(use_fine_split=False), warmup=1, repeats=repeats)
+    timing = measure(lambda: plans.append(arguments.plan()), warmup=0, repeats=1)
+    return plans[0], row(seed, arguments, plans[0], coarse, timing), wrong_with(arguments, plans[0])
 
 
 def report(rows: list[list[Any]]) -> None:
     """Print what random instances show."""
-    at = {name: [each[place] for each in rows] for place, name in enumerate(COLUMNS)}
-    pairs = list(zip(at["coarse objective"], at["objective"], strict=True))
-    gains = [1.0 - after / before for (before, after), split in zip(pairs, at["split"], strict=True) if split]
+    index = {name: [item[position] for item in rows] for position, name in enumerate(COLUMNS)}
+    pairs = list(zip(index["coarse objective"], index["objective"], strict=True))
+    gains = [
+        1.0 - after / before for (before, after), split in zip(pairs, index["split"], strict=True) if split
+    ]
     print(
         f"{len(rows)} random instances: {len(gains)} with splits, which gain "
-        f"{median(gains) if gains else 0.0:.1%} (median); {sum(at['tried'])} splits "
+        f"{median(gains) if gains else 0.0:.1%} (median); {sum(index['tried'])} splits "
         f"tried; worse than the coarse plan: {sum(after > before for before, after in pairs)}"
     )
-    times = [sample for samples in at["coarse ms"] for sample in samples]
-    for what, values in (("a coarse plan", times), ("one with splits", at["plan ms"])):
-        print(f"{what} takes {median(values):.1f} ms (median of {len(values)}), {max(values):.1f} at most")
+    times = [sample for samples in index["coarse ms"] for sample in samples]
+    for kind, values in (("a coarse plan", times), ("one with splits", index["plan ms"])):
+        print(f"{kind} takes {median(values):.1f} ms (median of {len(values)}), {max(values):.1f} at most")
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -281,39 +303,39 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__, seed="the first random instance")
+    parser = make_parser(__doc__, seed="the first random instance")
     parser.add_argument("--instances", type=int, default=200, help="random ones")
     parser.add_argument("--repeats", type=int, default=3, help="coarse plans that are timed of each")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    told = begun(asked) | {
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    record = start_record(args) | {
         "partition": vars(PartitionConfig()), "columns": COLUMNS, "considered": CONSIDERED, "plain": {},
         "tried": {},
     }  # fmt: skip
     wrong: list[str] = []
     for name, slow in (("slow link", True), ("fast link, giant perceptron", False)):
-        given = plain(slow=slow)
-        found, told["plain"][name], problems = ran(0, given, 20)
-        if (found.rewrite_plan is None) is not slow:
+        arguments = plain(slow=slow)
+        result, record["plain"][name], problems = ran(0, arguments, 20)
+        if (result.rewrite_plan is None) is not slow:
             problems.append("splits" if slow else "splits nothing")
         wrong += [f"{name}: {problem}" for problem in problems]
-        told["tried"][name] = rounded(table_of(found.tried))
-        before, after = found.coarse_stats.objective, found.hw_stats.objective
+        record["tried"][name] = rounded(evaluations_to_table(result.split_evaluations))
+        before, after = result.coarse_stats.objective, result.hw_stats.objective
         print(f"{name}: objective {before:.4g} -> {after:.4g}, {'no splits' if slow else 'split'} expected")
-        for each in found.considered:
-            kept = "accepted" if each.accepted else "not accepted"
-            print(f"  {each.name} into {len(each.sizes)}: gains {each.gain_ratio:.2%}, {kept}")
+        for decision in result.split_decisions:
+            saved = "accepted" if decision.accepted else "not accepted"
+            print(f"  {decision.name} into {len(decision.sizes)}: gains {decision.gain_ratio:.2%}, {saved}")
     rows = []
-    for seed in range(asked.seed, asked.seed + asked.instances):
-        _, each, problems = ran(seed, drawn(seed), asked.repeats)
+    for seed in range(args.seed, args.seed + args.instances):
+        _, decision, problems = ran(seed, draw_instance(seed), args.repeats)
         wrong += [f"instance {seed} {problem}" for problem in problems]
-        rows.append(each)
-        print(f"instance {seed} of {asked.instances}", file=sys.stderr)
-    told["instances"] = rows
+        rows.append(decision)
+        print(f"instance {seed} of {args.instances}", file=sys.stderr)
+    record["instances"] = rows
     if rows:
         report(rows)
-    return ended(asked, told, wrong, make_claims)
+    return finish_record(args, record, wrong, make_claims)
 
 
 if __name__ == "__main__":

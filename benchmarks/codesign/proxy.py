@@ -26,20 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frame import begun, ended, options
+from frame import finish_record, make_parser, start_record
 
 from benchmarks.claims import Claim
 from sparseflow.codesign.hardware.chips import read_library
 from sparseflow.codesign.hardware.proxy import (
     DeviceSpec,
-    Grid,
-    Point,
-    device_here,
-    fit,
-    judge,
+    LayerGrid,
+    LayerPoint,
+    cross_validate,
+    fit_proxy,
+    measure_device,
     read_points,
 )
-from sparseflow.codesign.hardware.proxy.profiling import Measuring, profile_grid
+from sparseflow.codesign.hardware.proxy.profiling import ProfileConfig, profile_grid
 from sparseflow.core.metrics import median_error
 from sparseflow.core.timing import measure
 
@@ -47,44 +47,51 @@ TARGETS = {"median_error": 0.10, "spearman": 0.95}
 LAYERS, DEVICES = 30, 8
 
 
-def collected(asked: argparse.Namespace, file: Path) -> tuple[list[Point], dict[str, Any]]:
+def collected(args: argparse.Namespace, file: Path) -> tuple[list[LayerPoint], dict[str, Any]]:
     """Points, and how they were taken."""
-    cuda = asked.device.startswith("cuda")
-    precisions = tuple(asked.precisions or (["float32", "bfloat16", "float16"] if cuda else ["float32"]))
-    grid = Grid(precisions=precisions) if cuda else Grid.small(precisions)
-    how = Measuring(
-        mode=asked.mode or ("graph" if cuda else "eager"), repeats=asked.repeats,
-        power_every=asked.power_every if cuda else 0,
+    cuda = args.device.startswith("cuda")
+    precisions = tuple(args.precisions or (["float32", "bfloat16", "float16"] if cuda else ["float32"]))
+    grid = LayerGrid(precisions=precisions) if cuda else LayerGrid.small(precisions)
+    config = ProfileConfig(
+        mode=args.mode or ("graph" if cuda else "eager"), repeats=args.repeats,
+        power_every=args.power_every if cuda else 0,
     )  # fmt: skip
     since = time.monotonic()
     # A file that is gone on with says what the device is: ceilings differ a little each time.
-    there = read_points(file, missing_ok=True).points
-    spec = there[0].device if there else device_here(asked.device, tdp_w=asked.tdp_w, idle_w=asked.idle_w)
+    points = read_points(file, missing_ok=True).points
+    spec = points[0].device if points else measure_device(args.device, tdp_w=args.tdp_w, idle_w=args.idle_w)
     ceilings_s = time.monotonic() - since
-    shared = {"device": asked.device, "grid": grid, "how": how, "seed": asked.seed}
+    shared = {"device": args.device, "grid": grid, "config": config, "seed": args.seed}
 
-    def progress(done: int, of: int) -> None:
-        if done % 50 == 0 or done == of:
-            print(f"{done} of {of} configurations", file=sys.stderr)
+    def progress(message: str, fraction: float) -> None:
+        print(f"{fraction:.0%}: {message}", file=sys.stderr)
 
-    found = profile_grid(
-        file, spec, points=asked.points, budget_s=asked.budget_s, progress=progress, **shared
+    result = profile_grid(
+        file, spec, num_points=args.points, budget_s=args.budget_s, progress=progress, **shared
     )
-    took = {"ceilings_s": round(ceilings_s, 2), "points_s": round(time.monotonic() - since - ceilings_s, 2)}
-    told = {"mode": how.mode, "precisions": precisions, "took": took, "device_spec": spec.to_dict()}
-    if asked.retest:
+    elapsed_ms = {
+        "ceilings_s": round(ceilings_s, 2),
+        "points_s": round(time.monotonic() - since - ceilings_s, 2),
+    }
+    record = {
+        "mode": config.mode,
+        "precisions": precisions,
+        "took": elapsed_ms,
+        "device_spec": spec.to_dict(),
+    }
+    if args.retest:
         with tempfile.TemporaryDirectory() as scratch:
-            again = profile_grid(Path(scratch) / "again.parquet", spec, points=asked.retest, **shared)
-        told["retest_ms"] = [[a.lat_ms, b.lat_ms] for a, b in zip(found, again, strict=False)]
-        told["retest_error"] = median_error(*zip(*told["retest_ms"], strict=True))
-    return found, told
+            repeated = profile_grid(Path(scratch) / "again.parquet", spec, num_points=args.retest, **shared)
+        record["retest_ms"] = [[a.lat_ms, b.lat_ms] for a, b in zip(result, repeated, strict=False)]
+        record["retest_error"] = median_error(*zip(*record["retest_ms"], strict=True))
+    return result, record
 
 
-def table_ms(asked: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
+def table_ms(args: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
     """Median time of a table of costs."""
-    layers = [each.node(at) for at, each in enumerate(Grid().draw(LAYERS, asked.seed + 1))]
+    layers = [item.to_node(index) for index, item in enumerate(LayerGrid().sample(LAYERS, args.seed + 1))]
     chips = read_library().chips
-    devices = [spec, *(chips[at % len(chips)] for at in range(DEVICES - 1))]
+    devices = [spec, *(chips[index % len(chips)] for index in range(DEVICES - 1))]
     return measure(lambda: proxy.table(layers, devices), repeats=50).median_ms
 
 
@@ -127,7 +134,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__, required=True)
+    parser = make_parser(__doc__, required=True)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--points", type=int, default=150, help="configurations")
     parser.add_argument("--precisions", nargs="*", help="all three on a GPU, float32 on a CPU by default")
@@ -141,49 +148,56 @@ def main() -> int:
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--keep", type=Path, help="Parquet file of points, gone on with if it is there")
-    asked = parser.parse_args()
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        points, told = collected(asked, asked.keep or Path(scratch) / "points.parquet")
+        points, values = collected(args, args.keep or Path(scratch) / "points.parquet")
     since = time.monotonic()
-    judged = judge(points, folds=asked.folds, seed=asked.seed)
-    proxy = fit(points, folds=0, seed=asked.seed)
-    told["took"]["fits_s"] = round(time.monotonic() - since, 2)
-    summary = judged.summary()
+    evaluation = cross_validate(points, num_folds=args.folds, seed=args.seed)
+    proxy = fit_proxy(points, num_folds=0, seed=args.seed)
+    values["took"]["fits_s"] = round(time.monotonic() - since, 2)
+    summary = evaluation.summarize()
     met = summary["median_error"] <= TARGETS["median_error"] and summary["spearman"] >= TARGETS["spearman"]
     met = met and summary["median_error"] < summary["roofline_median_error"]
     record = {
-        **begun(asked, device=asked.device),
-        **told,
+        **start_record(args, device=args.device),
+        **values,
         "held_out": summary,
         "met": met,
-        "table_ms": table_ms(asked, proxy, points[0].device),
+        "table_ms": table_ms(args, proxy, points[0].device),
         "table": [LAYERS, DEVICES],
         "points": [
             {
-                "name": point.layer.name, "lat_ms": point.lat_ms, "predicted_ms": round(predicted, 6),
-                "roofline_ms": round(roofline, 6), "mem_mb": round(point.mem_mb, 4), "power_w": point.power_w,
+                "name": point.layer.name,
+                "lat_ms": point.lat_ms,
+                "predicted_ms": round(predicted, 6),
+                "roofline_ms": round(roofline, 6),
+                "mem_mb": round(point.mem_mb, 4),
+                "power_w": point.power_w,
             }
             for point, predicted, roofline in zip(
-                judged.points, judged.predicted_ms.tolist(), judged.roofline_ms.tolist(), strict=True
+                evaluation.points,
+                evaluation.predicted_ms.tolist(),
+                evaluation.roofline_ms.tolist(),
+                strict=True,
             )
         ],
-    }  # fmt: skip
+    }
     print(
         f"{summary['points']} points: median error {summary['median_error']:.1%} (roofline alone "
         f"{summary['roofline_median_error']:.1%}), Spearman {summary['spearman']:.4f} "
         f"({summary['roofline_spearman']:.4f}); memory {summary['mem_error']}, power {summary['power_error']}"
     )
     for groups in summary["by"].values():
-        for name, found in groups.items():
+        for name, result in groups.items():
             print(
-                f"  {name:10s} {found['points']:4d}  {found['median_error']:6.1%} "
-                f"({found['roofline_median_error']:.1%})  {found['spearman']:.4f}"
+                f"  {name:10s} {result['points']:4d}  {result['median_error']:6.1%} "
+                f"({result['roofline_median_error']:.1%})  {result['spearman']:.4f}"
             )
-    print(f"measured once more: median difference {told.get('retest_error', math.nan):.1%}")
-    print(f"table of {LAYERS} x {DEVICES}: {record['table_ms']:.2f} ms; {told['took']}")
-    return ended(asked, record, [], make_claims)
+    print(f"measured once more: median difference {values.get('retest_error', math.nan):.1%}")
+    print(f"table of {LAYERS} x {DEVICES}: {record['table_ms']:.2f} ms; {values['took']}")
+    return finish_record(args, record, [], make_claims)
 
 
 if __name__ == "__main__":

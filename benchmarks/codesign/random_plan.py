@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparseflow.codesign.workload.splits import RewritePlan, Split
+from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
@@ -34,24 +34,24 @@ def random_plan(
         raise InputError(f"`slots` (={slots}) must be from 1 to the number of layers (={len(layers)})")
     random = np.random.default_rng(seed)
     if back:
-        homes = random.integers(slots, size=len(layers)).tolist()
+        assignment = random.integers(slots, size=len(layers)).tolist()
     else:
-        begins = np.sort(random.choice(np.arange(1, len(layers)), slots - 1, replace=False))
+        starts = np.sort(random.choice(np.arange(1, len(layers)), slots - 1, replace=False))
         order = random.permutation(slots).tolist()
-        homes = [order[at] for at in np.searchsorted(begins, np.arange(len(layers)), side="right")]
+        assignment = [order[index] for index in np.searchsorted(starts, np.arange(len(layers)), side="right")]
     splits = []
-    for layer, home in zip(layers, homes, strict=True):
+    for layer, home in zip(layers, assignment, strict=True):
         if slots == 1 or not layer.splittable or layer.units < 2 or random.random() >= share:
             continue
         groups = int(random.integers(2, min(slots, layer.units) + 1))
         cuts = np.sort(random.choice(np.arange(1, layer.units), groups - 1, replace=False))
-        others = random.permutation([slot for slot in range(slots) if slot != home])[: groups - 1]
+        overrides = random.permutation([slot for slot in range(slots) if slot != home])[: groups - 1]
         splits.append(
-            Split(
+            LayerSplit(
                 layer=layer.id,
                 permutation=tuple(random.permutation(layer.units).tolist()),
                 sizes=tuple(np.diff([0, *cuts, layer.units]).tolist()),
-                slots=(home, *others.tolist()),
+                slots=(home, *overrides.tolist()),
             )
         )
-    return homes, RewritePlan(splits=tuple(splits))
+    return assignment, RewritePlan(splits=tuple(splits))

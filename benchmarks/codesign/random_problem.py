@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.problem import MappingProblem
 from sparseflow.errors import InputError
 
 
@@ -18,7 +18,7 @@ def random_problem(
     traffic: float = 0.3,
     types: int = 3,
     refused: float = 0.0,
-) -> Problem:
+) -> MappingProblem:
     """A problem that has a solution.
 
     Limits are set around a hidden mapping, so that one exists however tight they are. Memory is in whole MB:
@@ -52,8 +52,8 @@ def random_problem(
     latency = work[:, None] / speed * taste
     memory = rng.integers(10, 200, segments).astype(np.float64)
     hidden = rng.integers(slots, size=segments)
-    held = np.bincount(hidden, memory, slots)
-    limit = np.ceil(np.maximum(held, memory.mean()) * slack)
+    contents = np.bincount(hidden, memory, slots)
+    limit = np.ceil(np.maximum(contents, memory.mean()) * slack)
     lost = rng.random((segments, slots)) < refused
     lost[np.arange(segments), hidden] = False
     latency[lost] = np.inf
@@ -66,17 +66,17 @@ def random_problem(
     sent = rng.lognormal(0.0, 0.5, len(src)) * 1e5
 
     side = int(np.ceil(np.sqrt(slots)))
-    at = np.stack(np.divmod(rng.permutation(side * side)[:slots], side), axis=1)
-    hops = np.abs(at[:, None] - at[None]).sum(-1).astype(np.float64)
+    index = np.stack(np.divmod(rng.permutation(side * side)[:slots], side), axis=1)
+    hops = np.abs(index[:, None] - index[None]).sum(-1).astype(np.float64)
     mean = float(latency[np.isfinite(latency)].mean()) * traffic
-    apart = hops[hops > 0.0].mean() if slots > 1 else 1.0
-    return Problem(
+    distances = hops[hops > 0.0].mean() if slots > 1 else 1.0
+    return MappingProblem(
         latency_ms=latency,
         memory_mb=memory,
         limit_mb=limit,
         src=src,
         dst=dst,
         traffic_bytes=sent,
-        fixed_ms=0.1 * mean / apart * hops,
-        ms_per_byte=0.9 * mean / apart / 1e5 * hops,
+        fixed_ms=0.1 * mean / distances * hops,
+        ms_per_byte=0.9 * mean / distances / 1e5 * hops,
     )

@@ -25,57 +25,59 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import begun, ended, logits_tolerance, options
-from benchmarks.codesign.layer_times import layer_times
-from benchmarks.codesign.link_probe import probe
+from frame import finish_record, logits_tolerance, make_parser, start_record
 from torch import nn
 
 from benchmarks.claims import Claim
-from sparseflow.codesign.execution import Measured, RankExecutor, launch
-from sparseflow.codesign.execution.verification import error_of, whole
+from benchmarks.codesign.layer_times import layer_times
+from benchmarks.codesign.link_probe import probe
+from sparseflow.codesign.execution import PipelineTiming, RankExecutor, launch
+from sparseflow.codesign.execution.verification import compute_error, run_unpartitioned
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver
-from sparseflow.codesign.partition.objective import Costs, Mode, PartCosts, evaluate
-from sparseflow.codesign.partition.planner import PartitionPlanner, Plan
+from sparseflow.codesign.partition.objective import LayerCosts, Mode, PartCosts, evaluate_plan
+from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner
 from sparseflow.codesign.partition.split_search import PartitionConfig
-from sparseflow.codesign.report.timeline import play
+from sparseflow.codesign.report.timeline import simulate_pipeline
 from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LayerNode, Splittable
 from sparseflow.core.timing import measure
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.steps import Steps
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 
 Samples = list[list[float]]
 """Milliseconds, [passes][layers]."""
 
 
-def made(asked: argparse.Namespace) -> Steps:
+def make_model(args: argparse.Namespace) -> LayeredVideoViT:
     """The pruned model, with the same weights in every process, on the CPU."""
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(args.seed)
     model = VideoViT(
-        asked.size, asked.frames, 101, asked.dim, asked.depth, asked.heads, 4, 16,
-        use_ast_prune=True, ast_cfg={"selector": "ast", "stages": {1: asked.keep}},
+        args.size, args.frames, 101, args.dim, args.depth, args.heads, 4, 16,
+        use_ast_prune=True, ast_cfg={"selector": "ast", "stages": {1: args.keep}},
     )  # fmt: skip
-    return Steps(compact(model).to(getattr(torch, asked.dtype)))
+    return LayeredVideoViT(compact(model).to(getattr(torch, args.dtype)))
 
 
-def clips(asked: argparse.Namespace) -> torch.Tensor:
-    shape = (asked.batch, asked.frames, 3, asked.size, asked.size)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(asked.seed))
-    return values.to(getattr(torch, asked.dtype))
+def clips(args: argparse.Namespace) -> torch.Tensor:
+    shape = (args.batch, args.frames, 3, args.size, args.size)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(args.seed))
+    return values.to(getattr(torch, args.dtype))
 
 
-def layer_costs(asked: argparse.Namespace, steps: Steps, network: Network, samples_ms: Samples) -> Costs:
+def layer_costs(
+    args: argparse.Namespace, steps: LayeredVideoViT, network: Network, samples_ms: Samples
+) -> LayerCosts:
     """Every layer as it was measured on one device; all slots are alike."""
-    layers = tuple(steps.describe_layers(asked.batch))
+    layers = tuple(steps.describe_layers(args.batch))
     latency = np.median(np.array(samples_ms), axis=0)
-    return Costs(
-        layers=layers, latency_ms=np.repeat(latency[:, None], asked.slots, 1),
-        power_w=np.zeros((len(layers), asked.slots)),
+    return LayerCosts(
+        layers=layers, latency_ms=np.repeat(latency[:, None], args.slots, 1),
+        power_w=np.zeros((len(layers), args.slots)),
         memory_mb=np.array([layer.memory_bytes / 1e6 for layer in layers]),
-        limit_mb=np.full(asked.slots, describe_device(asked.device).memory_bytes / 1e6),
-        idle_w=np.zeros(asked.slots), network=network,
+        limit_mb=np.full(args.slots, describe_device(args.device).memory_bytes / 1e6),
+        idle_w=np.zeros(args.slots), network=network,
     )  # fmt: skip
 
 
@@ -85,74 +87,81 @@ class Parts:
     Home also does what of the layer is not split: its norm, what its stage drops, and the sum.
     """
 
-    def __init__(self, asked: argparse.Namespace, steps: Steps, costs: Costs) -> None:
-        self._asked, self._steps, self._costs = asked, steps, costs
+    def __init__(self, args: argparse.Namespace, steps: LayeredVideoViT, costs: LayerCosts) -> None:
+        self._args, self._steps, self._costs = args, steps, costs
         self._known: dict[tuple[int, int], float] = {}
 
     def __call__(self, layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
-        whole = float(self._costs.latency_ms[layer.id, slots[0]])
-        took = [self._ms(layer, size) for size in sizes]
-        took[0] += max(0.0, whole - self._ms(layer, layer.units))
+        full = float(self._costs.latency_ms[layer.id, slots[0]])
+        elapsed_ms = [self._ms(layer, size) for size in sizes]
+        elapsed_ms[0] += max(0.0, full - self._ms(layer, layer.units))
         count = len(sizes)
         return PartCosts(
-            latency_ms=tuple(took), power_w=(0.0,) * count, memory_mb=(layer.memory_bytes / 1e6,) * count
+            latency_ms=tuple(elapsed_ms),
+            power_w=(0.0,) * count,
+            memory_mb=(layer.memory_bytes / 1e6,) * count,
         )
 
     def _ms(self, layer: LayerNode, size: int) -> float:
         if (layer.id, size) not in self._known:
-            asked, module = self._asked, self._steps.get_layer(layer.id)
-            device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
+            args, module = self._args, self._steps.get_layer(layer.id)
+            device, dtype = torch.device(args.device), getattr(torch, args.dtype)
             if isinstance(module, nn.Linear):
                 part, width = nn.Linear(module.in_features, size), module.in_features
             else:
                 assert isinstance(module, Splittable)
                 part, width = module.slice_units(torch.arange(size), bias=True), layer.embed_dim
             tokens = () if layer.layer_type == "head" else (layer.seq_len,)
-            x = torch.randn(asked.batch, *tokens, width, device=device, dtype=dtype)
+            x = torch.randn(args.batch, *tokens, width, device=device, dtype=dtype)
             moved = part.to(device, dtype)
             with torch.no_grad():
-                found = measure(lambda: moved(x), warmup=3, repeats=15, device=device)
-            self._known[layer.id, size] = found.median_ms
+                timing = measure(lambda: moved(x), warmup=3, repeats=15, device=device)
+            self._known[layer.id, size] = timing.median_ms
         return self._known[layer.id, size]
 
 
 def run(
-    asked: argparse.Namespace, homes: list[int], plan: Plan, device: torch.device
-) -> tuple[Measured, Any]:
+    args: argparse.Namespace, assignment: list[int], plan: PartitionPlan, device: torch.device
+) -> tuple[PipelineTiming, Any]:
     """One process: its slot, timed, and the logits where they come out."""
-    batch = clips(asked).to(device)
-    with RankExecutor(made(asked), homes, plan.rewrite_plan, device=device) as executor:
-        found = executor.run([batch])
-        timed = executor.measure(batch, repeats=asked.repeats, batches=asked.batches, warmup=5)
-        return timed, (found[0].cpu() if found else None)
+    batch = clips(args).to(device)
+    with RankExecutor(make_model(args), assignment, plan.rewrite_plan, device=device) as executor:
+        outputs = executor.run([batch])
+        timed = executor.measure(batch, repeats=args.repeats, num_batches=args.batches, warmup=5)
+        return timed, (outputs[0].cpu() if outputs else None)
 
 
-def reference(asked: argparse.Namespace) -> tuple[torch.Tensor, float]:
+def reference(args: argparse.Namespace) -> tuple[torch.Tensor, float]:
     """Logits of the whole model on one device, and what it takes there, ms a batch."""
-    device = torch.device(asked.device)
-    steps = made(asked)
+    device = torch.device(args.device)
+    steps = make_model(args)
     moved, batch = (
         steps.select_layers([layer.id for layer in steps.describe_layers(1)], device),
-        clips(asked).to(device),
+        clips(args).to(device),
     )
-    took = measure(lambda: whole(moved, batch), repeats=asked.repeats, device=device)
-    return whole(moved, batch).cpu(), took.median_ms
+    timing = measure(lambda: run_unpartitioned(moved, batch), repeats=args.repeats, device=device)
+    return run_unpartitioned(moved, batch).cpu(), timing.median_ms
 
 
-def priced(plan: Plan, costs: Costs, parts: Parts) -> Plan:
+def priced(plan: PartitionPlan, costs: LayerCosts, parts: Parts) -> PartitionPlan:
     """The same plan at other costs."""
-    of = {
+    total = {
         layer: (split, parts(costs.layers[layer], split.sizes, split.slots))
         for layer, (split, _) in plan.splits.items()
     }
     return dataclasses.replace(
-        plan, hw_stats=evaluate(costs, plan.homes, of, plan.weights),
-        part_costs={layer: each for layer, (_, each) in of.items()},
+        plan, hw_stats=evaluate_plan(costs, plan.assignment, total, plan.weights),
+        part_costs={layer: item for layer, (_, item) in total.items()},
     )  # fmt: skip
 
 
 def case(
-    asked: argparse.Namespace, name: str, one: Plan, costs: Costs, plan: Plan, wanted: torch.Tensor
+    args: argparse.Namespace,
+    name: str,
+    first: PartitionPlan,
+    costs: LayerCosts,
+    plan: PartitionPlan,
+    expected: torch.Tensor,
 ) -> dict[str, Any]:
     """A plan's figures beside those of its run.
 
@@ -164,36 +173,38 @@ def case(
         plan: The same plan at these.
         wanted: Logits of the whole model.
     """
-    homes = list(plan.homes)
-    told = launch(partial(run, asked, homes, plan), len({*homes, *_parts(plan)}), device=asked.device)
-    measured = told[0][0]
-    logits = next(found for _, found in told if found is not None)
+    assignment = list(plan.assignment)
+    results = launch(
+        partial(run, args, assignment, plan), len({*assignment, *_parts(plan)}), device=args.device
+    )
+    measured = results[0][0]
+    logits = next(result for _, result in results if result is not None)
     latency = statistics.median(measured.latency_ms) - measured.token_ms
     period = statistics.median(measured.period_ms)
-    planned = play(costs, plan)
+    planned = simulate_pipeline(costs, plan)
     return {
-        "case": name, "homes": homes,
+        "case": name, "homes": assignment,
         "splits": [dataclasses.asdict(split) | {"permutation": None} for split, _ in plan.splits.values()],
-        "predicted_ms": {"latency": one.hw_stats.serial_ms, "period": planned.period_ms},
+        "predicted_ms": {"latency": first.hw_stats.serial_ms, "period": planned.period_ms},
         "measured_ms": {"latency": latency, "period": period},
         "samples_ms": {"latency": list(measured.latency_ms), "period": list(measured.period_ms)},
         "token_ms": measured.token_ms,
         "error": {
-            "latency": abs(one.hw_stats.serial_ms / latency - 1.0),
+            "latency": abs(first.hw_stats.serial_ms / latency - 1.0),
             "period": abs(planned.period_ms / period - 1.0),
         },
         "planned_bytes": plan.hw_stats.comm_bytes, "moved_bytes": sum(measured.moved_bytes.values()),
-        "logits_error": error_of(logits, wanted), "logits_equal": bool(torch.equal(logits, wanted)),
-        "clips_per_s": 1e3 * asked.batch / period,
+        "logits_error": compute_error(logits, expected), "logits_equal": bool(torch.equal(logits, expected)),
+        "clips_per_s": 1e3 * args.batch / period,
     }  # fmt: skip
 
 
 def _rounded(samples_ms: Samples) -> Samples:
     """To the microsecond, which keeps the file small."""
-    return [[round(each, 3) for each in row] for row in samples_ms]
+    return [[round(item, 3) for item in row] for row in samples_ms]
 
 
-def _parts(plan: Plan) -> list[int]:
+def _parts(plan: PartitionPlan) -> list[int]:
     return [slot for split, _ in plan.splits.values() for slot in split.slots]
 
 
@@ -239,7 +250,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__, seed="weights and clips")
+    parser = make_parser(__doc__, seed="weights and clips")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -252,28 +263,30 @@ def main() -> int:
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--batches", type=int, default=60)
-    asked = parser.parse_args()
-    steps = made(asked)
-    link, samples = launch(probe, asked.slots, device=asked.device)[0]
+    args = parser.parse_args()
+    steps = make_model(args)
+    link, samples = launch(probe, args.slots, device=args.device)[0]
     print(f"link: {link.bandwidth / 1e9:.1f} GB/s, {link.latency_us:.1f} us", flush=True)
-    network = Network.all_to_all(link, np.zeros((asked.slots, asked.slots)))
-    moved = steps.select_layers([layer.id for layer in steps.describe_layers(1)], torch.device(asked.device))
-    batch = clips(asked).to(asked.device)
+    network = Network.all_to_all(link, np.zeros((args.slots, args.slots)))
+    moved = steps.select_layers([layer.id for layer in steps.describe_layers(1)], torch.device(args.device))
+    batch = clips(args).to(args.device)
     layers_ms, costs, parts = {}, {}, {}
     for name, behind in (("alone", False), ("behind", True)):
         layers_ms[name] = layer_times(
-            moved, batch, device=asked.device, passes=asked.repeats, warmup=10, behind=behind
+            moved, batch, device=args.device, passes=args.repeats, warmup=10, behind=behind
         )
-        costs[name] = layer_costs(asked, steps, network, layers_ms[name])
-        parts[name] = Parts(asked, steps, costs[name])
-        took = costs[name].latency_ms[:, 0].sum()
-        print(f"one device, layers of batches {name}: {took:.3f} ms a batch of {asked.batch}", flush=True)
+        costs[name] = layer_costs(args, steps, network, layers_ms[name])
+        parts[name] = Parts(args, steps, costs[name])
+        elapsed_ms = costs[name].latency_ms[:, 0].sum()
+        print(
+            f"one device, layers of batches {name}: {elapsed_ms:.3f} ms a batch of {args.batch}", flush=True
+        )
     del moved
-    wanted, alone_ms = reference(asked)
+    expected, alone_ms = reference(args)
     print(f"one device, whole, one batch alone: {alone_ms:.3f} ms", flush=True)
     config = PartitionConfig(segments=len(steps.describe_layers(1)), min_split_gain_ratio=0.01, w_comm=0.0,
                              w_balance=0.0, flops_ratio_thresh=0.03, max_split_layers=8)  # fmt: skip
-    found = []
+    rows = []
     cases: tuple[tuple[str, Mode, str], ...] = (
         ("pipeline", "balanced", "behind"),
         ("split", "serial", "alone"),
@@ -281,39 +294,39 @@ def main() -> int:
     for name, mode, by in cases:
         solver = MappingSolver(strategy="dp" if mode == "balanced" else "auto", mode=mode)
         planner = PartitionPlanner(solver, LayerHwProxy.analytic(), config)
-        plan = planner.decide(costs[by], parts[by], use_fine_split=mode == "serial")
-        if len({*plan.homes, *_parts(plan)}) < 2:
+        plan = planner.plan_from_costs(costs[by], parts[by], use_fine_split=mode == "serial")
+        if len({*plan.assignment, *_parts(plan)}) < 2:
             print(f"{name}: the plan uses one device", flush=True)
             continue
-        one, many = (priced(plan, costs[each], parts[each]) for each in ("alone", "behind"))
-        each = case(asked, name, one, costs["behind"], many, wanted)
-        what = "period" if mode == "balanced" else "latency"
-        each["speedup"] = {
-            "of": what, "predicted": costs[by].latency_ms[:, 0].sum() / each["predicted_ms"][what],
-            "measured": alone_ms / each["measured_ms"][what],
+        first, large = (priced(plan, costs[row], parts[row]) for row in ("alone", "behind"))
+        row = case(args, name, first, costs["behind"], large, expected)
+        kind = "period" if mode == "balanced" else "latency"
+        row["speedup"] = {
+            "of": kind, "predicted": costs[by].latency_ms[:, 0].sum() / row["predicted_ms"][kind],
+            "measured": alone_ms / row["measured_ms"][kind],
         }  # fmt: skip
-        found.append(each)
-        for what in ("latency", "period"):
+        rows.append(row)
+        for kind in ("latency", "period"):
             print(
-                f"{name:9s} {what:8s} predicted {each['predicted_ms'][what]:8.3f} ms, measured "
-                f"{each['measured_ms'][what]:8.3f} ms, off by {each['error'][what]:.1%}", flush=True,
+                f"{name:9s} {kind:8s} predicted {row['predicted_ms'][kind]:8.3f} ms, measured "
+                f"{row['measured_ms'][kind]:8.3f} ms, off by {row['error'][kind]:.1%}", flush=True,
             )  # fmt: skip
-        print(f"{name:9s} {len(each['splits'])} splits, logits differ by {each['logits_error']:.1e}, bytes "
-              f"{each['moved_bytes']} (planned {each['planned_bytes']})", flush=True)  # fmt: skip
+        print(f"{name:9s} {len(row['splits'])} splits, logits differ by {row['logits_error']:.1e}, bytes "
+              f"{row['moved_bytes']} (planned {row['planned_bytes']})", flush=True)  # fmt: skip
     record = {
-        **begun(asked, device=asked.device),
+        **start_record(args, device=args.device),
         "link": link.model_dump(), "link_samples_ms": {str(size): values for size, values in samples.items()},
         "layers": [layer.name for layer in steps.describe_layers(1)],
         "layers_ms": {name: _rounded(passes) for name, passes in layers_ms.items()},
-        "one_device_ms": {"measured": alone_ms}, "cases": found,
+        "one_device_ms": {"measured": alone_ms}, "cases": rows,
     }  # fmt: skip
     wrong = []
-    for each in found:
-        if each["planned_bytes"] != each["moved_bytes"]:
-            wrong.append(f"{each['case']}: other bytes were moved than planned")
-        if each["logits_error"] > logits_tolerance(asked.dtype, split=bool(each["splits"])):
-            wrong.append(f"{each['case']}: logits differ by {each['logits_error']:.1e}")
-    return ended(asked, record, wrong, make_claims)
+    for row in rows:
+        if row["planned_bytes"] != row["moved_bytes"]:
+            wrong.append(f"{row['case']}: other bytes were moved than planned")
+        if row["logits_error"] > logits_tolerance(args.dtype, split=bool(row["splits"])):
+            wrong.append(f"{row['case']}: logits differ by {row['logits_error']:.1e}")
+    return finish_record(args, record, wrong, make_claims)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from frame import begun, ended, options
-from benchmarks.codesign.random_plan import random_plan
+from frame import finish_record, make_parser, start_record
 from torch import Tensor
 
 from benchmarks.claims import Claim
+from benchmarks.codesign.random_plan import random_plan
 from sparseflow.codesign.execution import LocalExecutor, RankExecutor, launch
-from sparseflow.codesign.execution.rewrite import apply
-from sparseflow.codesign.workload.splits import RewritePlan, plan_bytes
+from sparseflow.codesign.execution.rewrite import apply_rewrite
+from sparseflow.codesign.workload.splits import RewritePlan, compute_transfer_bytes
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.steps import Steps
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest difference of logits, over the largest of them or 1."""
@@ -44,7 +44,7 @@ COLUMNS = ("seed", "slots", "back", "splits", "parts", "difference", "local diff
 RANK_COLUMNS = ("seed", "difference", "bytes")
 
 
-def made(kind: str, dtype: str, seed: int) -> Steps:
+def make_model(kind: str, dtype: str, seed: int) -> LayeredVideoViT:
     """A model whose weights are large enough that everything in it matters."""
     ast = KINDS[kind]
     with torch.random.fork_rng():
@@ -53,85 +53,89 @@ def made(kind: str, dtype: str, seed: int) -> Steps:
             16, 4, 10, 48, 12, 6, 4, 4, use_ast_prune=bool(ast), ast_cfg=ast or None
         ).eval()  # fmt: skip
         with torch.no_grad():
-            for name, each in model.named_parameters():
+            for name, item in model.named_parameters():
                 wide = 0.3
-                if each.ndim == 2:
-                    wide = 2.0 if name.startswith("gates") else each.shape[1] ** -0.5
+                if item.ndim == 2:
+                    wide = 2.0 if name.startswith("gates") else item.shape[1] ** -0.5
                 middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                each.copy_(middle + wide * torch.randn_like(each))
-    return Steps(compact(model).to(getattr(torch, dtype)))
+                item.copy_(middle + wide * torch.randn_like(item))
+    return LayeredVideoViT(compact(model).to(getattr(torch, dtype)))
 
 
-def clips(steps: Steps, seed: int, batch: int = 2) -> Tensor:
+def clips(steps: LayeredVideoViT, seed: int, batch: int = 2) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 4, 3, 16, 16, generator=g).to(steps.model.head.weight)
 
 
-def scores(steps: Steps, samples: Tensor) -> Tensor:
+def scores(steps: LayeredVideoViT, samples: Tensor) -> Tensor:
     state = steps.initial_state(samples)
     for layer in range(len(steps.describe_layers(1))):
         state = steps.run_layer(layer, state)
     return state["logits"]
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / max(1.0, float(other.abs().max())))
+def compute_difference(first: Tensor, other: Tensor) -> float:
+    return float((first - other).abs().max() / max(1.0, float(other.abs().max())))
 
 
-def planned(steps: Steps, seed: int, slots: int, batch: int = 2) -> tuple[list[int], RewritePlan, bool]:
+def planned(
+    steps: LayeredVideoViT, seed: int, slots: int, batch: int = 2
+) -> tuple[list[int], RewritePlan, bool]:
     back = seed % 4 == 3
-    homes, plan = random_plan(steps.describe_layers(batch), slots, seed=seed, back=back)
-    return homes, plan, back
+    assignment, plan = random_plan(steps.describe_layers(batch), slots, seed=seed, back=back)
+    return assignment, plan, back
 
 
-def row(steps: Steps, seed: int) -> list[Any]:
+def row(steps: LayeredVideoViT, seed: int) -> list[Any]:
     """One sample, see `COLUMNS`."""
     slots = 2 + seed % 3
-    homes, plan, back = planned(steps, seed, slots)
+    assignment, plan, back = planned(steps, seed, slots)
     x = clips(steps, seed)
     before = {name: value.clone() for name, value in steps.model.state_dict().items()}
     with torch.no_grad():
         expected = scores(steps, x)
-        with apply(steps, plan):
-            found = scores(steps, x)
+        with apply_rewrite(steps, plan):
+            result = scores(steps, x)
         after = steps.model.state_dict()
         undone = list(after) == list(before) and all(
             torch.equal(after[name], before[name]) for name in before
         )
         undone = undone and torch.equal(scores(steps, x), expected)
-    local = LocalExecutor(steps, homes, plan)
-    apart_local = apart(local.run([x])[0], expected)
-    same = dict(local.moved) == plan_bytes(steps.describe_layers(2), homes, plan)
+    local = LocalExecutor(steps, assignment, plan)
+    apart_local = compute_difference(local.run([x])[0], expected)
+    same = dict(local.moved_bytes) == compute_transfer_bytes(steps.describe_layers(2), assignment, plan)
     parts = sum(len(split.sizes) for split in plan.splits)
-    told = [float(f"{each:.3g}") for each in (apart(found, expected), apart_local)]
-    return [seed, slots, back, len(plan.splits), parts, *told, undone, same]
+    record = [float(f"{item:.3g}") for item in (compute_difference(result, expected), apart_local)]
+    return [seed, slots, back, len(plan.splits), parts, *record, undone, same]
 
 
 def ranks_job(device: torch.device, *, slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[Any]:
     """What one process of several does: (scores, bytes that it sent) for each plan, four batches each."""
-    steps, told = made("compact", dtype, seed), []
-    for each in seeds:
-        homes, plan, _ = planned(steps, each, slots)
-        with RankExecutor(steps, homes, plan, device=device) as executor:
-            logits = executor.run([clips(steps, each + batch) for batch in range(4)])
-            told.append((logits, dict(executor.moved)))
-    return told
+    steps, record = make_model("compact", dtype, seed), []
+    for item in seeds:
+        assignment, plan, _ = planned(steps, item, slots)
+        with RankExecutor(steps, assignment, plan, device=device) as executor:
+            logits = executor.run([clips(steps, item + batch) for batch in range(4)])
+            record.append((logits, dict(executor.moved_bytes)))
+    return record
 
 
 def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[list[Any]]:
     """Samples of plans run by several processes, see `RANK_COLUMNS`."""
     ran = launch(partial(ranks_job, slots=slots, seeds=seeds, dtype=dtype, seed=seed), slots)
-    steps, rows = made("compact", dtype, seed), []
-    for at, each in enumerate(seeds):
-        homes, plan, _ = planned(steps, each, slots)
-        logits = next(told[at][0] for told in ran if told[at][0])
+    steps, rows = make_model("compact", dtype, seed), []
+    for index, item in enumerate(seeds):
+        assignment, plan, _ = planned(steps, item, slots)
+        logits = next(record[index][0] for record in ran if record[index][0])
         with torch.no_grad():
-            expected = [scores(steps, clips(steps, each + batch)) for batch in range(4)]
-        difference = max(apart(one, other) for one, other in zip(logits, expected, strict=True))
-        moved = sum((Counter(told[at][1]) for told in ran), Counter())
-        planned_bytes = plan_bytes(steps.describe_layers(2), homes, plan)
+            expected = [scores(steps, clips(steps, item + batch)) for batch in range(4)]
+        difference = max(
+            compute_difference(value, other) for value, other in zip(logits, expected, strict=True)
+        )
+        moved = sum((Counter(record[index][1]) for record in ran), Counter())
+        planned_bytes = compute_transfer_bytes(steps.describe_layers(2), assignment, plan)
         same = dict(moved) == {pair: 4 * size for pair, size in planned_bytes.items()}
-        rows.append([each, float(f"{difference:.3g}"), same])
+        rows.append([item, float(f"{difference:.3g}"), same])
     return rows
 
 
@@ -187,44 +191,44 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 
 def main() -> int:
-    parser = options(__doc__, seed="weights")
+    parser = make_parser(__doc__, seed="weights")
     parser.add_argument("--plans", type=int, default=200, help="of each model and dtype")
     parser.add_argument("--rank-plans", type=int, default=8, help="of each number of processes and dtype")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3], help="processes")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    asked = parser.parse_args()
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    told = begun(asked) | {
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    record = start_record(args) | {
         "tolerance": TOLERANCE, "columns": COLUMNS, "rank_columns": RANK_COLUMNS, "cases": [], "ranks": [],
     }  # fmt: skip
     wrong = []
     for kind in KINDS:
         for dtype, limit in TOLERANCE.items():
-            steps = made(kind, dtype, asked.seed)
-            rows = [row(steps, seed) for seed in range(asked.plans)]
-            worst, worst_local = max(each[5] for each in rows), max(each[6] for each in rows)
-            undone, same = sum(each[7] for each in rows), sum(each[8] for each in rows)
+            steps = make_model(kind, dtype, args.seed)
+            rows = [row(steps, seed) for seed in range(args.plans)]
+            worst, worst_local = max(item[5] for item in rows), max(item[6] for item in rows)
+            undone, same = sum(item[7] for item in rows), sum(item[8] for item in rows)
             print(
-                f"{kind:8s} {dtype}  {len(rows)} plans, {sum(each[3] for each in rows)} splits into "
-                f"{sum(each[4] for each in rows)} parts: differ by {worst:.1e}, executed by "
+                f"{kind:8s} {dtype}  {len(rows)} plans, {sum(item[3] for item in rows)} splits into "
+                f"{sum(item[4] for item in rows)} parts: differ by {worst:.1e}, executed by "
                 f"{worst_local:.1e} (limit {limit:.0e}); {undone} undone, bytes as planned in {same}"
             )
-            told["cases"].append({"model": kind, "dtype": dtype, "samples": rows})
+            record["cases"].append({"model": kind, "dtype": dtype, "samples": rows})
             if max(worst, worst_local) > limit or min(undone, same) < len(rows):
                 wrong.append(f"{kind}, {dtype}")
-    for slots in asked.ranks:
+    for slots in args.ranks:
         for dtype, limit in TOLERANCE.items():
-            rows = by_ranks(slots, range(asked.rank_plans), dtype, asked.seed)
-            worst, same = max(each[1] for each in rows), sum(each[2] for each in rows)
+            rows = by_ranks(slots, range(args.rank_plans), dtype, args.seed)
+            worst, same = max(item[1] for item in rows), sum(item[2] for item in rows)
             print(
                 f"{slots} processes, {dtype}  {len(rows)} plans: differ by {worst:.1e} (limit {limit:.0e}); "
                 f"bytes as planned in {same}"
             )
-            told["ranks"].append({"processes": slots, "dtype": dtype, "samples": rows})
+            record["ranks"].append({"processes": slots, "dtype": dtype, "samples": rows})
             if worst > limit or same < len(rows):
                 wrong.append(f"{slots} processes, {dtype}")
-    return ended(asked, told, [f"{each}: out of limits" for each in wrong], make_claims)
+    return finish_record(args, record, [f"{item}: out of limits" for item in wrong], make_claims)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels of many models at many shapes: do two share an id, does each node run alone, what is it called?
+"""Kernel identities and extraction of many models at many shapes.
 
 ::
 
@@ -7,16 +7,16 @@
     python benchmarks/latency/describe.py --out part.json --models resnet18 --shapes 16x224 --check 1x224
     python benchmarks/latency/describe.py --out results/latency/describe-cuda.json --provider cuda
 
-*Identities* (``--shapes``, BATCHxSIZE): every network is exported with its batch open, fixed to each shape
-and optimised; onnxruntime infers all shapes without running, so 128 images of 512 x 512 take no memory. Each
-node's identity is spelt out anew from the file, independently of how an id is made, and the two are compared
-over all models and shapes together.
+*Identities* (``--shapes``, BATCHxSIZE): every network is exported with an open batch dimension, fixed to each
+shape and optimized. onnxruntime infers all shapes without running, so 128 images of 512 x 512 need no memory.
+Each node's identity is computed from the file, independently of kernel ids, and both are compared over all
+models and shapes.
 
-*Extraction* (``--check``): every node of the graph optimised at that shape is run alone, with the tensors
-that it reads inside the whole graph, and its output compared with the tensor there.
+*Extraction* (``--check``): every node of the graph optimized at that shape is run alone, with the tensors
+that it reads inside the full graph, and its output is compared with the tensor there.
 
-Rows are kept in ``--out`` after each case, the identities beside it as Parquet; what is there already is not
-done again. The exit code is 1 when an id is shared or a node does not match.
+Rows are saved to ``--out`` after each case, and the identities as Parquet next to it; existing cases are
+kept. The exit code is 1 if an id is shared or a node does not match.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import SparseFlowError
-from sparseflow.latency import onnx_file, sources
-from sparseflow.latency.extract import extract
-from sparseflow.latency.graph import Graph, analyze
+from sparseflow.latency.graph import networks, onnx_file
+from sparseflow.latency.graph.analysis import Graph, analyze
+from sparseflow.latency.graph.extraction import extract
 
-MODELS = list(sources.PRESETS)
+MODELS = list(networks.PRESETS)
 SHAPES = [f"{batch}x{size}" for batch in (16, 64, 128) for size in (224, 320, 512)]
 CHECKED = ["1x224", "1x320", "1x512"]
 DIGITS = 16
 
 Pairs = list[tuple[str, str, str]]
-"""(case, kernel's id, digest of its identity), each once."""
+"""Distinct (case, kernel id, digest of the identity)."""
 
 
 def export(model: str, size: int, path: Path) -> None:
-    """The network as ONNX, its batch left open."""
-    net = sources.build(sources.TRANSFORMERS, model, {}, size=size, seed=0)
+    """Export a network to ONNX with an open batch dimension."""
+    net = networks.build_network(networks.TRANSFORMERS, model, {}, image_size=size, seed=0)
     images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -75,16 +75,16 @@ def export(model: str, size: int, path: Path) -> None:
         )
 
 
-def identities(graph: Graph) -> list[tuple[str, str]]:
-    """(id, digest of everything that makes the kernel) of every node of an analysed graph.
+def list_identities(graph: Graph) -> list[tuple[str, str]]:
+    """Return (id, digest of the identity) of every node of an analyzed graph.
 
-    Read from the optimised file. Types and shapes, which that does not hold, are those of each node's own
-    kernel, before kernels of one id are put together.
+    Identities are read from the optimized file. Types and shapes, which it lacks, come from each node's own
+    kernel.
     """
-    assert graph.optimised_path is not None
-    model = onnx_file.load(graph.optimised_path)
+    assert graph.optimized_path is not None
+    model = onnx_file.load_model(graph.optimized_path)
     weights = {weight.name: weight for weight in model.graph.initializer}
-    found = []
+    identities = []
     for node, read in zip(model.graph.node, graph.nodes, strict=True):
         kernel = read.kernel
         attributes = sorted(a.SerializeToString(deterministic=True).hex() for a in node.attribute)
@@ -95,50 +95,50 @@ def identities(graph: Graph) -> list[tuple[str, str]]:
                 array = numpy_helper.to_array(weights[name])
                 small = array.dtype.kind == "i" and array.size <= 64
                 value = (array.shape, str(array.dtype), array.tolist() if small else "weights")
-            # Where the same tensor was read before: reading one twice is not reading two.
+            # Position of the first read of the same tensor.
             inputs.append((tensor.dtype, tensor.shape, value, list(node.input).index(name) if name else None))
         outputs = [(tensor.dtype, tensor.shape) for tensor in kernel.outputs]
-        spelt = repr((node.op_type, node.domain, attributes, inputs, outputs))
-        found.append((kernel.id, hashlib.sha256(spelt.encode()).hexdigest()[:DIGITS]))
-    return found
+        identity = repr((node.op_type, node.domain, attributes, inputs, outputs))
+        identities.append((kernel.id, hashlib.sha256(identity.encode()).hexdigest()[:DIGITS]))
+    return identities
 
 
-def describe(
+def describe_case(
     model: str, shape: str, exported: Path, provider: str, folder: Path
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """One row of identities."""
+    """Return one row of identities, and the identities."""
     batch, size = (int(part) for part in shape.split("x"))
-    begun = time.monotonic()
-    graph = analyze(exported, provider, shapes={"input": (batch, 3, size, size)}, out=folder)
+    start_s = time.monotonic()
+    graph = analyze(exported, provider, shapes={"input": (batch, 3, size, size)}, out_dir=folder)
     row = {
         "model": model,
         "shape": shape,
         "nodes": len(graph.nodes),
         "kernels": len(graph.kernels),
-        "counts": graph.counts(),
+        "counts": graph.count_ops(),
         "gflop": round(graph.flops / 1e9, 3),
         "largest_tensor_gb": round(
             max(t.bytes for k in graph.kernels for t in (*k.inputs, *k.outputs)) / 1e9, 3
         ),
         "flops_unknown": sorted({k.node_op for k in graph.kernels if not k.flops_known}),
-        "seconds": round(time.monotonic() - begun, 2),
+        "seconds": round(time.monotonic() - start_s, 2),
     }
-    return row, identities(graph)
+    return row, list_identities(graph)
 
 
-def check(
+def check_case(
     model: str, shape: str, exported: Path, provider: str, folder: Path, threads: int
 ) -> dict[str, Any]:
-    """One row of extraction."""
+    """Return one row of extraction."""
     batch, size = (int(part) for part in shape.split("x"))
-    begun = time.monotonic()
-    graph = analyze(exported, provider, shapes={"input": (batch, 3, size, size)}, out=folder)
+    start_s = time.monotonic()
+    graph = analyze(exported, provider, shapes={"input": (batch, 3, size, size)}, out_dir=folder)
 
-    def tell(what: str, done: int, total: int) -> None:
+    def report(message: str, fraction: float) -> None:
         if sys.stderr.isatty():
-            print(f"\r  {done}/{total} nodes", end="", file=sys.stderr, flush=True)
+            print(f"\r  {100 * fraction:3.0f} % of nodes", end="", file=sys.stderr, flush=True)
 
-    results = extract(graph, folder, threads=threads, progress=tell)
+    results = extract(graph, folder, threads=threads, progress=report)
     return {
         "model": model,
         "shape": shape,
@@ -148,17 +148,17 @@ def check(
         "matched": sum(r.matched for r in results),
         "largest_relative_error": max(r.relative_error or 0.0 for r in results),
         "problems": [f"{r.kernel_id}: {r.problem}" for r in results if not r.ok],
-        "seconds": round(time.monotonic() - begun, 2),
+        "seconds": round(time.monotonic() - start_s, 2),
     }
 
 
 def load_pairs(path: Path, cases: set[str]) -> Pairs:
-    """What was kept of the cases that are whole."""
+    """Read the identities of complete cases."""
     if not path.is_file():
         return []
     columns = pq.read_table(path).to_pydict()
-    kept = zip(columns["case"], columns["kernel_id"], columns["identity"], strict=True)
-    return [entry for entry in kept if entry[0] in cases]
+    entries = zip(columns["case"], columns["kernel_id"], columns["identity"], strict=True)
+    return [entry for entry in entries if entry[0] in cases]
 
 
 def save_pairs(path: Path, pairs: Pairs) -> None:
@@ -172,8 +172,8 @@ def save_pairs(path: Path, pairs: Pairs) -> None:
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
-def summarise(record: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
-    """Collisions over all cases together, and how many nodes matched."""
+def summarize(record: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
+    """Count collisions over all cases, and matching nodes."""
     by_id: dict[str, set[str]] = defaultdict(set)
     by_identity: dict[str, set[str]] = defaultdict(set)
     for _, identifier, digest in pairs:
@@ -186,8 +186,8 @@ def summarise(record: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
         "nodes": sum(row["nodes"] for row in rows),
         "kernels": len(by_id),
         "identities": len(by_identity),
-        "collisions": sum(len(found) > 1 for found in by_id.values()),
-        "split_identities": sum(len(found) > 1 for found in by_identity.values()),
+        "collisions": sum(len(digests) > 1 for digests in by_id.values()),
+        "split_identities": sum(len(digests) > 1 for digests in by_identity.values()),
         "checked_nodes": sum(row["nodes"] for row in checks),
         "matched_nodes": sum(row["matched"] for row in checks),
         "largest_relative_error": max((row["largest_relative_error"] for row in checks), default=None),
@@ -228,32 +228,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file with rows, kept after each case")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=list(sources.PRESETS))
+    parser.add_argument("--out", type=Path, required=True, help="JSON file with rows, saved after each case")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=list(networks.PRESETS))
     parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="BATCHxSIZE")
     parser.add_argument("--check", nargs="*", default=CHECKED, metavar="BATCHxSIZE")
     parser.add_argument("--provider", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     record: dict[str, Any] = {"rows": {}, "checks": {}, "failed": {}}
-    if asked.out.is_file():
-        record.update(json.loads(asked.out.read_text(encoding="utf-8")))
-    beside = asked.out.with_suffix(".parquet")
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    pairs = load_pairs(beside, set(record["rows"]))
+    if args.out.is_file():
+        record.update(json.loads(args.out.read_text(encoding="utf-8")))
+    parquet_path = args.out.with_suffix(".parquet")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    pairs = load_pairs(parquet_path, set(record["rows"]))
     record["environment"] = collect_environment()
     record["onnx"], record["onnxruntime"] = onnx.__version__, onnxruntime.__version__
-    record["provider"] = asked.provider
-    sizes = list(dict.fromkeys(shape.split("x")[1] for shape in (*asked.shapes, *asked.check)))
-    begun = time.monotonic()
-    total = len(asked.models) * (len(asked.shapes) + len(asked.check))
-    done = 0
-    for model in asked.models:
+    record["provider"] = args.provider
+    sizes = list(dict.fromkeys(shape.split("x")[1] for shape in (*args.shapes, *args.check)))
+    start_s = time.monotonic()
+    total = len(args.models) * (len(args.shapes) + len(args.check))
+    num_done = 0
+    for model in args.models:
         for size in sizes:
-            wanted = [("rows", s) for s in asked.shapes if s.endswith(f"x{size}")]
-            wanted += [("checks", s) for s in asked.check if s.endswith(f"x{size}")]
-            missing = [(kind, shape) for kind, shape in wanted if f"{model} {shape}" not in record[kind]]
-            done += len(wanted) - len(missing)
+            requested = [("rows", s) for s in args.shapes if s.endswith(f"x{size}")]
+            requested += [("checks", s) for s in args.check if s.endswith(f"x{size}")]
+            missing = [(kind, shape) for kind, shape in requested if f"{model} {shape}" not in record[kind]]
+            num_done += len(requested) - len(missing)
             if not missing:
                 continue
             with tempfile.TemporaryDirectory(prefix="describe-") as name:
@@ -263,39 +263,43 @@ def main() -> int:
                     case = f"{model} {shape}"
                     try:
                         if kind == "rows":
-                            row, found = describe(model, shape, exported, asked.provider, Path(name) / shape)
-                            pairs += [(case, *pair) for pair in dict.fromkeys(found)]
-                            save_pairs(beside, pairs)
+                            row, identities = describe_case(
+                                model, shape, exported, args.provider, Path(name) / shape
+                            )
+                            pairs += [(case, *pair) for pair in dict.fromkeys(identities)]
+                            save_pairs(parquet_path, pairs)
                         else:
-                            row = check(
+                            row = check_case(
                                 model,
                                 shape,
                                 exported,
-                                asked.provider,
+                                args.provider,
                                 Path(name) / f"check{shape}",
-                                asked.threads,
+                                args.threads,
                             )
                         record[kind][case] = row
                         record["failed"].pop(f"{kind} {case}", None)
-                        said = f"{row['nodes']} nodes, {row['kernels']} kernels" + (
+                        message = f"{row['nodes']} nodes, {row['kernels']} kernels" + (
                             f", {row['matched']} match" if kind == "checks" else ""
                         )
                     except SparseFlowError as error:
-                        record["failed"][f"{kind} {case}"] = said = f"{type(error).__name__}: {error}"
-                    done += 1
+                        record["failed"][f"{kind} {case}"] = message = f"{type(error).__name__}: {error}"
+                    num_done += 1
                     print(
-                        f"{done}/{total} {time.monotonic() - begun:6.0f} s  {kind:6} {case}: {said}",
+                        f"{num_done}/{total} {time.monotonic() - start_s:6.0f} s  {kind:6} {case}: {message}",
                         flush=True,
                     )
-                    record["summary"] = summarise(record, pairs)
-                    write_atomic(asked.out, json.dumps(record, indent=1, sort_keys=True) + "\n")
-    record["summary"] = whole = summarise(record, pairs)
-    record_claims(make_claims(record), record, asked.out)
-    print(json.dumps(whole, indent=1))
-    good = (
-        not whole["collisions"] and whole["matched_nodes"] == whole["checked_nodes"] and not whole["failed"]
+                    record["summary"] = summarize(record, pairs)
+                    write_atomic(args.out, json.dumps(record, indent=1, sort_keys=True) + "\n")
+    record["summary"] = summary = summarize(record, pairs)
+    record_claims(make_claims(record), record, args.out)
+    print(json.dumps(summary, indent=1))
+    succeeded = (
+        not summary["collisions"]
+        and summary["matched_nodes"] == summary["checked_nodes"]
+        and not summary["failed"]
     )
-    return 0 if good else 1
+    return 0 if succeeded else 1
 
 
 if __name__ == "__main__":

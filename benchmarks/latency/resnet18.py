@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.claims import Claim, record_claims
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
-from sparseflow.latency.graph import analyze
+from sparseflow.latency.graph.analysis import analyze
 
 CPU_COUNTS = {"Conv_Relu": 9, "Conv_Add_Relu": 8, "Conv": 3}
 
@@ -51,7 +51,7 @@ def main() -> int:
         "provider": graph.provider,
         "onnxruntime": graph.ort_version,
         "level": graph.level,
-        "counts": graph.counts(),
+        "counts": graph.count_ops(),
     }
     write_atomic(args.out, json.dumps(record, indent=1) + "\n")
     record_claims(make_claims(record), record, args.out)

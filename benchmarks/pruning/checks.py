@@ -1,11 +1,11 @@
-"""Run the tests that lines 3, 4 and 5 ask for, and keep what each gave.
+"""Run the tests behind the claims about the video loader, resume and gates, and record their outcomes.
 
 ::
 
     PYTHONPATH=src:. python benchmarks/pruning/checks.py --out results/pruning/checks.json
 
-Line 3: UCF-101's loader on a generated tree of real .avi files; line 4: a training that was killed in
-mid-epoch; line 5: gradients of gates against finite differences, and what a stronger drive closes.
+The tests cover UCF-101's loader on a generated tree of .avi files, a training that is killed in mid-epoch,
+gradients of gates against finite differences, and the sparsity under a stronger loss.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ from sparseflow.core.files import write_atomic
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "loader": ["data/test_ucf101.py", "data/test_lists.py", "data/test_windows.py", "data/test_video.py"],
-    "resume": ["test_train.py", "-k", "sigkill"],
-    "gates": ["test_gates.py", "test_train.py", "-k", "test_gates or stronger_drive"],
+    "loader": [
+        "data/test_ucf101.py",
+        "data/test_splits.py",
+        "data/test_sampling_windows.py",
+        "data/test_video.py",
+    ],
+    "resume": ["training/test_train.py", "-k", "sigkill"],
+    "gates": ["model/test_gates.py", "training/test_train.py", "-k", "test_gates or stronger_sparsity_loss"],
 }
 
 
 def ran(arguments: list[str]) -> list[dict[str, str]]:
-    """Every test and what came of it: passed, failed or skipped."""
+    """Run pytest and return the outcome of each test: passed, failure, error or skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        asked = [f"tests/pruning/{each}" if each.endswith(".py") else each for each in arguments]
+        args = [
+            f"tests/pruning/{argument}" if argument.endswith(".py") else argument for argument in arguments
+        ]
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *asked], cwd=ROOT, check=False
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *args], cwd=ROOT, check=False
         )
-        # Of our own pytest.
+        # The report is written by our own pytest.
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return [
             {
@@ -89,15 +96,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON file")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     record: dict[str, Any] = {"environment": collect_environment("cpu")}
     record["lines"] = {name: ran(arguments) for name, arguments in LINES.items()}
     for name, cases in record["lines"].items():
         passed = sum(case["outcome"] == "passed" for case in cases)
         print(f"{name}: {passed} of {len(cases)} passed")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
-        record_claims(make_claims(record), record, asked.out)
+    if args.out:
+        write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, args.out)
     return int(any(case["outcome"] != "passed" for cases in record["lines"].values() for case in cases))
 
 

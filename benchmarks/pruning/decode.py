@@ -1,4 +1,4 @@
-"""Decode files of video to RGB, and say how many frames that gives a second.
+"""Throughput of decoding video files to RGB, frames per second.
 
 ::
 
@@ -6,9 +6,9 @@
     python benchmarks/pruning/decode.py --generate 20 --processes 2 --out results/pruning/decode-cpu.json
     python benchmarks/pruning/decode.py --threads 2 clips/*.mp4
 
-Every repeat decodes all files, every frame of them, through the decoder that the data set uses, and checks
-how many frames came out. Generated files are like UCF-101's: AVI, MPEG-4, 320 × 240, 25 frames a second,
-about 500 kbit a second; their content is a moving texture with noise.
+Each repeat decodes all frames of all files with the decoder of the dataset and checks their number.
+Generated files resemble UCF-101: AVI, MPEG-4, 320 x 240 pixels, 25 frames/s, about 500
+kbit/s, with a noisy moving texture.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import get_version, require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import RunError
-from sparseflow.pruning.data.video import decode, open_video
+from sparseflow.pruning.data.video import decode_video, open_video
 
 WIDTH, HEIGHT = 320, 240
 BITS_PER_SECOND = 500_000
 FRAMES = 186
-"""Of a generated file; UCF-101's mean."""
+"""Frames of a generated file, the mean of UCF-101."""
 
 SEED = 0
 
 
 def generate(path: Path, seed: int) -> Path:
-    """A file like UCF-101's."""
+    """Write a file that resembles UCF-101."""
     av = require("av", "pruning")
     generator = np.random.default_rng([SEED, seed])
     rows, cols = np.mgrid[:HEIGHT, :WIDTH]
@@ -66,27 +66,27 @@ def generate(path: Path, seed: int) -> Path:
 
 
 def timed(path: Path, *, size: int | None, threads: int) -> tuple[tuple[int, ...], float]:
-    """Decode one file; gives the shape of what came out, and seconds."""
-    begin = time.perf_counter()
-    frames = decode(path, size=size, threads=threads)
-    return frames.shape, time.perf_counter() - begin
+    """Decode one file; return the shape of the frames and the seconds."""
+    start_s = time.perf_counter()
+    frames = decode_video(path, size=size, threads=threads)
+    return frames.shape, time.perf_counter() - start_s
 
 
-def measure(files: list[Path], asked: argparse.Namespace) -> dict[str, Any]:
-    """Decode all files again and again, in processes of their own that stay."""
+def measure(files: list[Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Decode all files repeatedly in a pool of processes."""
     counts = [open_video(path).frames for path in files]
-    one = partial(timed, size=asked.size, threads=asked.threads)
+    decode_file = partial(timed, size=args.size, threads=args.threads)
     samples, shapes = [], []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.processes, mp_context=context) as pool:
-        for _ in range(asked.repeats):
-            begin = time.perf_counter()
-            found = list(pool.map(one, files))
-            seconds = time.perf_counter() - begin
-            if [shape[0] for shape, _ in found] != counts:
-                raise RunError(f"{[shape[0] for shape, _ in found]} frames came out of {counts}")
-            samples.append({"seconds": seconds, "file_seconds": [spent for _, spent in found]})
-            shapes = [shape for shape, _ in found]
+    with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
+        for _ in range(args.repeats):
+            start_s = time.perf_counter()
+            results = list(pool.map(decode_file, files))
+            seconds = time.perf_counter() - start_s
+            if [shape[0] for shape, _ in results] != counts:
+                raise RunError(f"expected {counts} frames, got {[shape[0] for shape, _ in results]}")
+            samples.append({"seconds": seconds, "file_seconds": [spent for _, spent in results]})
+            shapes = [shape for shape, _ in results]
     return {
         "files": [
             {"name": path.name, "bytes": path.stat().st_size, "shape": shape}
@@ -118,38 +118,42 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="*", type=Path, help="videos")
-    parser.add_argument("--generate", type=int, default=0, metavar="N", help="videos to make and decode, too")
-    parser.add_argument("--size", type=int, help="shorter side, in pixels; as it is when left out")
-    parser.add_argument("--threads", type=int, default=1, help="of each decoder")
-    parser.add_argument("--processes", type=int, default=1, help="that decode a file each")
-    parser.add_argument("--repeats", type=int, default=7, help="the first one warms up, and is kept, too")
+    parser.add_argument(
+        "--generate", type=int, default=0, metavar="N", help="number of videos to generate and decode"
+    )
+    parser.add_argument("--size", type=int, help="shorter side, pixels; unchanged by default")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each decoder")
+    parser.add_argument("--processes", type=int, default=1, help="parallel processes")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="repeats; the first is a warm-up and is recorded, too"
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
-    asked = parser.parse_args()
-    if not asked.files and not asked.generate:
-        parser.error("name files, or --generate some")
+    args = parser.parse_args()
+    if not args.files and not args.generate:
+        parser.error("pass files or --generate N")
     with tempfile.TemporaryDirectory() as folder:
-        made = [generate(Path(folder) / f"{place}.avi", place) for place in range(asked.generate)]
-        found = measure([*asked.files, *made], asked)
+        generated = [generate(Path(folder) / f"{index}.avi", index) for index in range(args.generate)]
+        results = measure([*args.files, *generated], args)
     record = {
         "environment": collect_environment("cpu", seed=SEED),
         "av": get_version("av"),
-        **{name: getattr(asked, name) for name in ("size", "threads", "processes", "generate")},
-        **found,
+        **{name: getattr(args, name) for name in ("size", "threads", "processes", "generate")},
+        **results,
     }
     warm = record["samples"][1:] or record["samples"]
     rates = sorted(record["frames"] / sample["seconds"] for sample in warm)
     print(
-        f"{len(record['files'])} files, {record['frames']:,} frames, {asked.processes} processes of "
-        f"{asked.threads} threads: median {rates[len(rates) // 2]:,.0f} frames/s "
+        f"{len(record['files'])} files, {record['frames']:,} frames, {args.processes} processes of "
+        f"{args.threads} threads: median {rates[len(rates) // 2]:,.0f} frames/s "
         f"({rates[0]:,.0f} to {rates[-1]:,.0f})"
     )
-    for place, file in enumerate(record["files"]):
-        best = min(sample["file_seconds"][place] for sample in record["samples"])
+    for index, file in enumerate(record["files"]):
+        best = min(sample["file_seconds"][index] for sample in record["samples"])
         frames, height, width, _ = file["shape"]
         print(f"  {file['name']}: {width} × {height}, {frames / best:,.0f} frames/s at best")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(record, indent=1) + "\n")
-        record_claims(make_claims(record), record, asked.out)
+    if args.out:
+        write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+        record_claims(make_claims(record), record, args.out)
     return 0
 
 

@@ -1,4 +1,4 @@
-r"""Throughput of a video transformer dense, with soft and hard masks, and compact (line 1).
+r"""Throughput of a video transformer: dense, with soft and hard masks, and compact.
 
 ::
 
@@ -8,9 +8,9 @@ r"""Throughput of a video transformer dense, with soft and hard masks, and compa
     python benchmarks/pruning/throughput.py --batch 1 --rounds 7 --threads 2 \
         --out results/pruning/throughput-cpu.json
 
-All candidates have the same random weights and take the same clips, in turns. Beside AST2.0-lite v2 stand
-its rivals, compact too, with as many tokens. What the score itself takes is timed apart, on features of the
-stage, in turns with the dense model.
+All candidates have the same random weights and clips and are timed interleaved. The baseline selectors are
+compact models with the same number of tokens. The score is also timed separately, on the features of its
+stage, interleaved with the dense model.
 """
 
 from __future__ import annotations
@@ -30,60 +30,60 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import compare
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.evaluation.profile import DENSE, Profile, dense, profile
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.evaluation.profile import DENSE, VideoViTProfile, make_dense, profile_video_vit
 from sparseflow.pruning.model.config import SELECTORS
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
-"""Largest difference of the compact model from the masked one, relative."""
+"""Largest relative difference between the compact and the masked model."""
 
 
-def made(asked: argparse.Namespace, selector: str) -> VideoViT:
-    """ViT-B by default, with the same weights each time."""
-    torch.manual_seed(asked.seed)
+def build_model(args: argparse.Namespace, selector: str) -> VideoViT:
+    """Build a model with reproducible random weights, ViT-B by default."""
+    torch.manual_seed(args.seed)
     return VideoViT(
-        asked.size, asked.frames, 101, asked.dim, asked.depth, asked.heads, 4, 16,
-        use_ast_prune=True, ast_cfg={"selector": selector, "stages": {asked.stage: asked.keep}},
+        args.size, args.frames, 101, args.dim, args.depth, args.heads, 4, 16,
+        use_ast_prune=True, ast_cfg={"selector": selector, "stages": {args.stage: args.keep}},
     ).eval()  # fmt: skip
 
 
-def scored(asked: argparse.Namespace, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What the score takes beside the whole dense model."""
-    model = made(asked, "ast").to(device, dtype)
+def time_score(args: argparse.Namespace, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Time the score and the dense model, interleaved."""
+    model = build_model(args, "ast").to(device, dtype)
     config = model.config
     assert model.score is not None
-    clips = torch.randn(asked.batch, config.num_frames, 3, asked.size, asked.size, device=device, dtype=dtype)
+    clips = torch.randn(args.batch, config.num_frames, 3, args.size, args.size, device=device, dtype=dtype)
     t, h, w = config.grid
-    features = torch.randn(asked.batch, t, h * w, config.embed_dim, device=device, dtype=dtype)
-    whole, score = dense(model), model.score
-    if asked.compile:
-        whole.compile(fullgraph=True)
+    features = torch.randn(args.batch, t, h * w, config.embed_dim, device=device, dtype=dtype)
+    dense_model, score = make_dense(model), model.score
+    if args.compile:
+        dense_model.compile(fullgraph=True)
         score.compile(fullgraph=True)
 
     def run(module: torch.nn.Module, value: torch.Tensor) -> None:
         with torch.no_grad():
             module(value)
 
-    found = compare(
-        {DENSE: lambda: run(whole, clips), "score": lambda: run(score, features)},
-        rounds=asked.rounds, baseline=DENSE, device=device, warmup=3,
+    comparison = compare(
+        {DENSE: lambda: run(dense_model, clips), "score": lambda: run(score, features)},
+        rounds=args.rounds, baseline=DENSE, device=device, warmup=3,
     )  # fmt: skip
-    shares = sorted(1.0 / ratio for ratio in found.ratios("score"))
-    return {"share": shares[len(shares) // 2], "times_ms": dict(found.times_ms)}
+    shares = sorted(1.0 / ratio for ratio in comparison.ratios("score"))
+    return {"share": shares[len(shares) // 2], "times_ms": dict(comparison.times_ms)}
 
 
-def record(found: Profile) -> dict[str, Any]:
-    names = list(found.comparison.times_ms)
+def record(comparison: VideoViTProfile) -> dict[str, Any]:
+    names = list(comparison.comparison.times_ms)
     return {
-        "batch": found.batch,
-        "dtype": found.dtype,
-        "compiled": found.compiled,
-        "error": found.error,
-        "gflops": {name: round(found.flops[name] / 1e9, 3) for name in names},
-        "clips_per_s": {name: found.clips_per_s(name) for name in names},
-        "speedup": {name: vars(found.comparison.speedup(name)) for name in names},
-        "times_ms": dict(found.comparison.times_ms),
-        "order": found.comparison.order,
+        "batch": comparison.batch_size,
+        "dtype": comparison.dtype,
+        "compiled": comparison.compiled,
+        "error": comparison.error,
+        "gflops": {name: round(comparison.flops[name] / 1e9, 3) for name in names},
+        "clips_per_s": {name: comparison.clips_per_s(name) for name in names},
+        "speedup": {name: vars(comparison.comparison.speedup(name)) for name in names},
+        "times_ms": dict(comparison.comparison.times_ms),
+        "order": comparison.comparison.order,
     }
 
 
@@ -94,8 +94,9 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     flags = [f"--{name} {settings[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
     flags += ["--compile"] if settings["compile"] else []
     flags += [f"--threads {settings['threads']}"] if settings["threads"] else []
+    flags += [f"--selectors {' '.join(settings['selectors'])}"]
     command = (
-        f"python benchmarks/pruning/throughput.py {' '.join(flags)} --rivals {' '.join(settings['rivals'])} "
+        f"python benchmarks/pruning/throughput.py {' '.join(flags)} "
         f"--out results/pruning/throughput-{device}.json"
     )
     baseline = "the dense model"
@@ -167,52 +168,60 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=TOLERANCE)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile every candidate")
-    parser.add_argument("--mode", help="of torch.compile")
-    parser.add_argument("--keep", type=float, default=0.5, help="share of tokens that is left")
-    parser.add_argument("--stage", type=int, default=1, help="block before which the others go")
+    parser.add_argument("--mode", help="mode of torch.compile")
+    parser.add_argument("--keep", type=float, default=0.5, help="share of kept tokens")
+    parser.add_argument("--stage", type=int, default=1, help="block of the stage")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--frames", type=int, default=8)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--rivals", nargs="*", default=SELECTORS[1:], help="selectors to time, too")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--selectors", nargs="*", default=SELECTORS[1:], help="baseline selectors to time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file")
-    asked = parser.parse_args()
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    dtype = getattr(torch, asked.dtype)
-    model = made(asked, "ast")
-    others = {f"compact, {name}": compact(made(asked, name)) for name in asked.rivals}
-    found = profile(
-        model, batch=asked.batch, device=asked.device, dtype=dtype, compiled=asked.compile, mode=asked.mode,
-        rounds=asked.rounds, others=others, seed=asked.seed,
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    model = build_model(args, "ast")
+    compacted = {f"compact, {name}": compact(build_model(args, name)) for name in args.selectors}
+    comparison = profile_video_vit(
+        model,
+        batch_size=args.batch,
+        device=args.device,
+        dtype=dtype,
+        compiled=args.compile,
+        mode=args.mode,
+        rounds=args.rounds,
+        extra_models=compacted,
+        seed=args.seed,
         progress=lambda message, _: print(message, file=sys.stderr),
-    )  # fmt: skip
-    settings = {name: getattr(asked, name) for name in vars(asked) if name != "out"}
-    told = {
-        "environment": collect_environment(asked.device, seed=asked.seed),
+    )
+    settings = {name: getattr(args, name) for name in vars(args) if name != "out"}
+    result = {
+        "environment": collect_environment(args.device, seed=args.seed),
         "settings": settings,
-        **record(found),
+        **record(comparison),
     }
-    told["parts"] = {"dense": flops(dense(model)), "compact": flops(compact(model))}
-    for name in found.comparison.times_ms:
-        speedup = found.comparison.speedup(name)
+    result["parts"] = {"dense": count_flops(make_dense(model)), "compact": count_flops(compact(model))}
+    for name in comparison.comparison.times_ms:
+        speedup = comparison.comparison.speedup(name)
         print(
-            f"{name:20s} {found.clips_per_s(name):8.2f} clips/s  {speedup.median:.3f}x "
-            f"({speedup.low:.3f} to {speedup.high:.3f})  {found.flops[name] / 1e9:.1f} GFLOP a clip"
+            f"{name:20s} {comparison.clips_per_s(name):8.2f} clips/s  {speedup.median:.3f}x "
+            f"({speedup.low:.3f} to {speedup.high:.3f})  {comparison.flops[name] / 1e9:.1f} GFLOP per clip"
         )
-    wrong = found.error > TOLERANCE[asked.dtype]
+    wrong = comparison.error > TOLERANCE[args.dtype]
     if wrong:
-        print(f"the compact model differs by {found.error:.1e}, more than {TOLERANCE[asked.dtype]:.1e}")
-        told["failed"] = "the compact model differs from the masked one"
-    told["score"] = scored(asked, asked.device, dtype)
-    print(f"score: {told['score']['share']:.2%} of the dense forward; compact differs by {found.error:.1e}")
-    if asked.out:
-        write_atomic(asked.out, json.dumps(told) + "\n")
-        record_claims(make_claims(told), told, asked.out)
+        print(f"the compact model differs by {comparison.error:.1e}, more than {TOLERANCE[args.dtype]:.1e}")
+        result["failed"] = "the compact model differs from the masked one"
+    result["score"] = time_score(args, args.device, dtype)
+    share = result["score"]["share"]
+    print(f"score: {share:.2%} of the dense forward; compact differs by {comparison.error:.1e}")
+    if args.out:
+        write_atomic(args.out, json.dumps(result) + "\n")
+        record_claims(make_claims(result), result, args.out)
     return int(wrong)
 
 

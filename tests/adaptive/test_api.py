@@ -136,11 +136,13 @@ def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan_quality.json"
     worth.save(file)
     for given in (file, worth, worth.accuracy):
-        with adaptive.attach(model, profile=measured, worth=given) as attached:
+        with adaptive.attach(model, profile=measured, plan_quality=given) as attached:
             found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
             assert found.plan == best
     with pytest.raises(InputError):
-        adaptive.attach(model, profile=measured, worth=worth.model_copy(update={"model_id": "another"}))
+        adaptive.attach(
+            model, profile=measured, plan_quality=worth.model_copy(update={"model_id": "another"})
+        )
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -158,7 +160,7 @@ def test_a_plan_by_hand_needs_no_profile(model: Any) -> None:
 
 def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
     with pytest.raises(InputError):
-        adaptive.attach(model, worth=[1.0])
+        adaptive.attach(model, plan_quality=[1.0])
     with pytest.raises(InputError):
         adaptive.attach(tiny.olmoe(depth=7), profile=measured)
     with pytest.raises(InputError):
@@ -314,7 +316,7 @@ def test_what_is_no_input_is_refused(model: Any) -> None:
             attached.generate(input_ids=torch.tensor([[5, 64]]))
         most = attached.adapter.context
         assert most is not None
-        with pytest.raises(InputError, match=f"more than the {most} tokens"):
+        with pytest.raises(InputError, match=str(most)):
             attached.generate(input_ids=IDS, max_new_tokens=most)
         assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)
 

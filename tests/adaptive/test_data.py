@@ -21,12 +21,12 @@ from sparseflow.adaptive.data import (
     list_pretrained,
     resolve_model_dir,
 )
-from sparseflow.adaptive.grid_vqa.config import settings_of
+from sparseflow.adaptive.grid_vqa.config import parse_vqa_config
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.evaluate import accuracy
-from sparseflow.adaptive.grid_vqa.images import DIGITS, bank_of
-from sparseflow.adaptive.grid_vqa.model import IMAGES, load
-from sparseflow.adaptive.grid_vqa.task import placed
+from sparseflow.adaptive.grid_vqa.evaluate import check_answers
+from sparseflow.adaptive.grid_vqa.images import DIGITS, load_image_bank
+from sparseflow.adaptive.grid_vqa.model import IMAGES, load_vqa_model
+from sparseflow.adaptive.grid_vqa.task import locate_archives
 from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import BlockImportance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
@@ -55,7 +55,7 @@ def test_resolve_model_dir_unknown_name_raises(tmp_path: Path) -> None:
 def test_pretrained_model_files_are_complete(name: str) -> None:
     model_dir = get_pretrained_dir(name)
     assert sum(path.stat().st_size for path in model_dir.iterdir()) < 25e6
-    network, tokenizer, settings = load(model_dir)
+    network, tokenizer, settings = load_vqa_model(model_dir)
     assert 12 <= settings.model.depth <= 16
     assert not any(path.parent.name for path in settings.images.archives)
     importance = BlockImportance.load(model_dir / IMPORTANCE_FILE)
@@ -63,9 +63,9 @@ def test_pretrained_model_files_are_complete(name: str) -> None:
     PlanQuality.load(model_dir / PLAN_QUALITY_FILE).check(
         compute_weights_id(network), importance.make_space()
     )
-    data = VqaDataset(placed(settings, (), model_dir))
+    data = VqaDataset(locate_archives(settings, (), model_dir))
     for split in ("val", "test"):
-        sample = next(data.samples(split, 1))
+        sample = next(data.iterate_samples(split, 1))
         text = tokenizer.decode(sample.inputs["input_ids"][0], skip_special_tokens=True)
         assert sample.question.split()[0] in text, "the tokenizer is that of the training"
 
@@ -79,12 +79,12 @@ def test_pretrained_model_files_are_complete(name: str) -> None:
 )
 def test_pretrained_model_reaches_accuracy(name: str, count: int) -> None:
     model_dir = get_pretrained_dir(name)
-    network, _, settings = load(model_dir)
+    network, _, settings = load_vqa_model(model_dir)
     plan_quality = PlanQuality.load(model_dir / PLAN_QUALITY_FILE)
     full = plan_quality.space.geometry.full_plan()
     expected = plan_quality.accuracy[plan_quality.space.plans.index(full)]
-    measured = accuracy(
-        network, VqaDataset(placed(settings, (), model_dir)), [full], split="test", count=count
+    measured = check_answers(
+        network, VqaDataset(locate_archives(settings, (), model_dir)), [full], split="test", count=count
     )
     # Above the accuracy without the image (below 0.6), and near the stored accuracy.
     assert measured.mean() > max(0.6, expected - 0.2)
@@ -97,9 +97,9 @@ def test_packed_images_are_not_training_images(archive: Path) -> None:
         names = tar.getnames()
     # Names as in CIFAR-10's test archive, which was not used in training.
     assert all(name.split("/")[0] == "test" for name in names) and len(set(names)) == len(names)
-    images = settings_of({"images": {"archives": [archive]}}).images
+    images = parse_vqa_config({"images": {"archives": [archive]}}).images
     packed, digits = (
-        bank_of(digits=True, archives=archives, seed=images.seed) for archives in (images.archives, ())
+        load_image_bank(digits=True, archives=archives, seed=images.seed) for archives in (images.archives, ())
     )
     # Digits come first and are split as without an archive, so training digits stay in the training split.
     for label, name in enumerate(digits.names):
@@ -112,8 +112,8 @@ def test_packed_images_are_not_training_images(archive: Path) -> None:
 def test_placed_archives_argument_precedes_directory_and_settings(
     tmp_path: Path,
 ) -> None:
-    settings = settings_of({"images": {"archives": ["of-training.tar"]}})
-    assert placed(settings, (), tmp_path) is settings
+    settings = parse_vqa_config({"images": {"archives": ["of-training.tar"]}})
+    assert locate_archives(settings, (), tmp_path) is settings
     (tmp_path / IMAGES).touch()
-    assert placed(settings, None, tmp_path).images.archives == (tmp_path / IMAGES,)
-    assert placed(settings, [Path("given.tar")], tmp_path).images.archives == (Path("given.tar"),)
+    assert locate_archives(settings, None, tmp_path).images.archives == (tmp_path / IMAGES,)
+    assert locate_archives(settings, [Path("given.tar")], tmp_path).images.archives == (Path("given.tar"),)

@@ -19,7 +19,7 @@ from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.data import IMPORTANCE, WORTH
 from sparseflow.adaptive.demo import run_demo
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.model import IMAGES, load
+from sparseflow.adaptive.grid_vqa.model import IMAGES, load_vqa_model
 from sparseflow.adaptive.profile import compute_weights_id
 from sparseflow.adaptive.profile.importance import measure_importance
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
@@ -41,8 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return archive(root / f"{part}.tar.gz", files)
 
     archives = [named("train", train), named("test", test)]
-    settings = quick(**{"images.archives": list(map(str, archives)), "images.asked": ["cat", "one", "two"]})
-    network, _, _ = load(untrained(root / "model", settings))
+    settings = quick(**{"images.archives": list(map(str, archives)), "images.question_names": ["cat", "one", "two"]})
+    network, _, _ = load_vqa_model(untrained(root / "model", settings))
     who = compute_weights_id(network)
     found = measure_importance(lambda blocks: np.ones(4), get_adapter(network).geometry, beam=1, model_id=who)
     (root / IMPORTANCE).write_text(json.dumps(found.to_dict()))
@@ -108,7 +108,7 @@ def test_images_that_were_learnt_from_are_found_out(
     script: Callable[[str], Any], trained: dict[str, Any]
 ) -> None:
     pack, (train, test) = script("pack"), trained["archives"]
-    settings = load(trained["model"])[2]
+    settings = load_vqa_model(trained["model"])[2]
     bank = VqaDataset(settings).bank
     with pytest.raises(InputError, match=r"train\.tar\.gz would ask about images that were learnt from"):
         pack.check(train, settings, bank)

@@ -38,10 +38,10 @@ def test_export_analyze_extract_json(capsys: pytest.CaptureFixture[str], tmp_pat
     (exported,) = run_json(["latency", "export", "--config", str(config), "--out", str(models)], capsys)[
         "models"
     ]
-    assert exported["name"] == "tiny_b1_8" and not exported["kept"]
+    assert exported["name"] == "tiny_b1_8" and not exported["reused"]
     assert run_json(["latency", "export", "--config", str(config), "--out", str(models)], capsys)["models"][
         0
-    ]["kept"]
+    ]["reused"]
     result = run_json(["latency", "analyze", exported["path"], "--out", str(graph)], capsys)
     assert result["summary"]["counts"]["Conv_Relu"] == 1 and result["summary"]["flops"] > 0
     assert {n["kernel_id"] for n in result["nodes"]} == {k["id"] for k in result["kernels"]}

@@ -62,7 +62,7 @@ def _synthetic_device(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     monkeypatch.setattr(DeviceFingerprint, "check_local_device", lambda self, gpu=0: None)
-    monkeypatch.setattr(collection, "Bench", Bench)
+    monkeypatch.setattr(collection, "LocalInstruments", Bench)
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
@@ -102,7 +102,7 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
     idle = run_json(["predict", model, "--predictor", file], capsys)
     loaded = run_json(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
     assert idle["model"] == model and idle["load"] == {} and loaded["load"] == {"others": 0.6}
-    assert idle["rest_ms"] == loaded["rest_ms"] == pytest.approx(idle["mean_ms"])
+    assert idle["idle_ms"] == loaded["idle_ms"] == pytest.approx(idle["mean_ms"])
     assert loaded["slowdown"] == pytest.approx(slowdown(0.6), rel=0.1)
     for result in (idle, loaded):
         low, high = result["interval"]
@@ -120,7 +120,7 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
     result = run_json([*command, "--live", "host", "--window-s", "0.2"], capsys)
-    assert 0.0 <= result["load"]["others"] <= 1.0 and result["mean_ms"] >= result["rest_ms"]
+    assert 0.0 <= result["load"]["others"] <= 1.0 and result["mean_ms"] >= result["idle_ms"]
 
 
 def test_evaluate_compares_and_writes_report(
@@ -164,7 +164,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
     base = ["predict", model, "--predictor", file]
     for arguments, kind, value in (
         (["train"], "UsageError", "collections"),
-        (["train", str(absent)], "FileFormatError", "absent"),
+        (["train", str(absent)], "InputError", "absent"),
         (["train", str(absent), "--regressor", "forest"], "UsageError", "'forest'"),
         (["train", str(absent), "--composition", "fastest"], "UsageError", "'fastest'"),
         (["train", str(absent), "--out", str(tmp_path)], "InputError", "--out"),

@@ -41,20 +41,20 @@ def made_layers(
         2 * blocks + 2 layers.
     """
     rng = np.random.default_rng(seed)
-    e, left, heads = WIDTHS[precision], tokens, int(rng.choice((2, 4, 8)))
+    e, remaining, heads = WIDTHS[precision], tokens, int(rng.choice((2, 4, 8)))
     c, pixels, classes = heads * head_dim, int(rng.integers(12, 49)), int(rng.integers(2, 21))
-    found: list[LayerNode] = []
-    came = batch * tokens * pixels * e
+    result: list[LayerNode] = []
+    received = batch * tokens * pixels * e
     kinds = ["embed", *["attention", "mlp"] * blocks, "head"]
     for id, kind in enumerate(kinds):
-        n, passed = left, batch * left * c * e
+        n, passed = remaining, batch * remaining * c * e
         shape: dict[str, Any] = {"num_heads": 0, "mlp_ratio": 0.0}
         if kind == "embed":
             units, weights, between, flops = c, (pixels + 1) * c, 0, 2 * n * pixels * c
-            sent, back, gone = came, passed, passed
+            sent, back, removed = received, passed, passed
         elif kind == "head":
             units, weights, between, flops = classes, (c + 1) * classes, c, 2 * c * classes
-            sent, back, gone = batch * c * e, batch * classes * e, batch * classes * e
+            sent, back, removed = batch * c * e, batch * classes * e, batch * classes * e
         else:
             if kind == "attention":
                 units = int(rng.integers(1, heads + 1))
@@ -65,32 +65,32 @@ def made_layers(
                 units = int(rng.integers(c, 4 * c + 1))
                 weights, flops = 2 * c * units + units + c, 4 * n * c * units
                 between, shape["mlp_ratio"] = n * units, units / c
-                left = max(1, int(n * rng.choice((1.0, 0.75))))
-            sent, back, gone = passed, passed, batch * left * c * e
+                remaining = max(1, int(n * rng.choice((1.0, 0.75))))
+            sent, back, removed = passed, passed, batch * remaining * c * e
         split: dict[str, Any] = {}
         if splittable and units > 1:
             split = {
                 "splittable": True, "units": units, "split_in_bytes": sent, "split_out_bytes": back,
                 "split_joins": kind in ("embed", "head"),
             }  # fmt: skip
-        found.append(
+        result.append(
             LayerNode(
                 id=id,
                 name=f"blocks.{(id - 1) // 2}.{kind}" if kind in ("attention", "mlp") else kind,
                 layer_type=kind,
                 flops=float(batch * flops),
-                bytes=float(weights * e + came + gone + 2 * batch * between * e),
+                bytes=float(weights * e + received + removed + 2 * batch * between * e),
                 weight_bytes=weights * e,
-                memory_bytes=weights * e + came + gone + batch * between * e,
+                memory_bytes=weights * e + received + removed + batch * between * e,
                 seq_len=n,
                 embed_dim=c,
                 precision=precision,
                 batch=batch,
-                traffic_in_bytes=came,
-                traffic_out_bytes=gone,
+                traffic_in_bytes=received,
+                traffic_out_bytes=removed,
                 **shape,
                 **split,
             )
         )
-        came = gone
-    return found
+        received = removed
+    return result

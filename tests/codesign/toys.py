@@ -13,25 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.design.config import Settings, settings_of
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.config import CodesignConfig, parse_config
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.joint.trace import TRACE
-from sparseflow.codesign.joint.trainer import Designed, JointTrainer, Mode
+from sparseflow.codesign.joint.trace import TRACE_FILE
+from sparseflow.codesign.joint.trainer import DesignResult, JointTrainer, Mode
 from sparseflow.codesign.layout import Wafer, WaferLayout
-from sparseflow.codesign.workload.layers import part_layer
+from sparseflow.codesign.workload.layers import slice_layer
 from sparseflow.core.layers import LayerNode
 from tests.codesign.nodes import made_layers
 
 QUICK: dict[str, Any] = {
     "task": {},
-    "hardware": {"chips": ["npu-s", "npu-m", "memory-m"], "slots": 3, "first": "npu-m", "batch": 8},
+    "hardware": {
+        "chips": ["npu-s", "npu-m", "memory-m"],
+        "slots": 3,
+        "initial_chip": "npu-m",
+        "batch_size": 8,
+    },
     "mapping": {"strategy": "dp"},
     "partition": {"segments": 4, "min_split_gain_ratio": 0.0, "max_split_layers": 1},
     "wafer": {"radius_mm": 60.0, "restarts": 1, "refine_steps": 0},
-    "schedule": {"settle": 2, "ramp": 0, "most": 0.5, "epsilon": 0.02, "good_epochs": 2},
+    "schedule": {"warmup_epochs": 2, "ramp_epochs": 0, "max_weight": 0.5, "epsilon": 0.02, "good_epochs": 2},
     "joint": {"alpha_steps": 3, "plan_every": 2},
-}  # fmt: skip
+}
 """Three slots; the hardware counts from the third epoch on."""
 
 PAYS: dict[str, Any] = {"hardware": {"link": "ucie"}}
@@ -41,15 +46,15 @@ GATED = (2, 3)
 """Places of the layers that have gates: the first perceptron and the second attention."""
 
 
-def quick(**changes: Any) -> Settings:
+def quick(**changes: Any) -> CodesignConfig:
     """These settings, with parts replaced: `joint={"alpha_steps": 0}` goes into what is there."""
-    return settings_of({name: part | changes.get(name, {}) for name, part in (QUICK | {"loss": {}}).items()})
+    return parse_config({name: part | changes.get(name, {}) for name, part in (QUICK | {"loss": {}}).items()})
 
 
-def chain(blocks: int = 2, *, seed: int = 0, **others: Any) -> list[LayerNode]:
+def chain(blocks: int = 2, *, seed: int = 0, **overrides: Any) -> list[LayerNode]:
     """Layers whose operations, bytes and transfers take times of one order on the shipped chips."""
     sizes: dict[str, Any] = {"batch": 8, "tokens": 128, "head_dim": 128}
-    return made_layers(blocks, seed=seed, **sizes | others)
+    return made_layers(blocks, seed=seed, **sizes | overrides)
 
 
 def hardware(**changes: Any) -> Hardware:
@@ -97,7 +102,7 @@ class Toy:
         self._layers = chain(seed=seed)
         self.gates = torch.nn.Parameter(torch.full((2,), 3.0))
         self._optimizer = torch.optim.Adam([self.gates], lr=0.8)
-        self.done = 0
+        self.completed = 0
         self.pulled: list[bool] = []
         self.pulls: list[float] = []
 
@@ -120,52 +125,54 @@ class Toy:
             loss.backward()
             self._optimizer.step()
             if progress is not None:
-                progress(f"epoch {self.done + 1}", (step + 1) / 3)
-        self.done += 1
+                progress(f"epoch {self.completed + 1}", (step + 1) / 3)
+        self.completed += 1
         self.pulled.append(extra_loss is not None)
         return {"loss": float(loss.detach())}
 
     def evaluate_accuracy(self) -> float:
         if self._accuracies:
-            return self._accuracies[self.done - 1]
+            return self._accuracies[self.completed - 1]
         return float(torch.sigmoid(self.gates.detach()).mean())
 
     def save(self, path: Path) -> None:
         path.write_bytes(b"")
 
     def differentiable_layers(self, batch: int) -> list[LayerNode]:
-        found, open_ = list(self._layers), torch.sigmoid(self.gates)
-        for gate, at in enumerate(GATED):
-            share = 0.1 + 0.9 * open_[gate]
-            found[at] = replace(
-                found[at], flops=found[at].flops * share, bytes=found[at].bytes * (0.5 + 0.5 * share)
+        result, open_ = list(self._layers), torch.sigmoid(self.gates)
+        for gate_value, index in enumerate(GATED):
+            share = 0.1 + 0.9 * open_[gate_value]
+            result[index] = replace(
+                result[index],
+                flops=result[index].flops * share,
+                bytes=result[index].bytes * (0.5 + 0.5 * share),
             )
-        return found
+        return result
 
     def export_model(self) -> Any:
-        found = list(self._layers)
-        for gate, at in enumerate(GATED):
-            units = found[at].units
+        rows = list(self._layers)
+        for gate_value, index in enumerate(GATED):
+            units = rows[index].units
             if units > 1:
-                kept = max(1, round(units * float(torch.sigmoid(self.gates[gate].detach()))))
-                found[at] = part_layer(found[at], kept)
-        if self._gone_from is not None and self.done > self._gone_from:
-            found = [*found[:3], replace(found[-1], traffic_in_bytes=found[2].traffic_out_bytes)]
-        if self._grows_at is not None and self.done > self._grows_at:
-            found = [replace(layer, memory_bytes=layer.memory_bytes * 100) for layer in found]
-        return Listed([replace(layer, id=at) for at, layer in enumerate(found)])
+                saved = max(1, round(units * float(torch.sigmoid(self.gates[gate_value].detach()))))
+                rows[index] = slice_layer(rows[index], saved)
+        if self._gone_from is not None and self.completed > self._gone_from:
+            rows = [*rows[:3], replace(rows[-1], traffic_in_bytes=rows[2].traffic_out_bytes)]
+        if self._grows_at is not None and self.completed > self._grows_at:
+            rows = [replace(layer, memory_bytes=layer.memory_bytes * 100) for layer in rows]
+        return Listed([replace(layer, id=index) for index, layer in enumerate(rows)])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "gates": self.gates.detach().clone(), "optimizer": self._optimizer.state_dict(),
-            "done": self.done, "pulled": list(self.pulled), "pulls": list(self.pulls),
+            "done": self.completed, "pulled": list(self.pulled), "pulls": list(self.pulls),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             self.gates.copy_(state["gates"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.done, self.pulled, self.pulls = state["done"], list(state["pulled"]), list(state["pulls"])
+        self.completed, self.pulled, self.pulls = state["done"], list(state["pulled"]), list(state["pulls"])
 
 
 class Sized(Toy):
@@ -183,38 +190,38 @@ class Sized(Toy):
 
     def differentiable_layers(self, batch: int) -> list[LayerNode]:
         return [
-            replace(each, memory_bytes=self._largest_mb * 10**6)
-            for each in super().differentiable_layers(batch)
+            replace(item, memory_bytes=self._largest_mb * 10**6)
+            for item in super().differentiable_layers(batch)
         ]
 
     def export_model(self) -> Any:
-        size, layers = self._sizes_mb[self.done] * 10**6, super().export_model().describe_layers(8)
+        size, layers = self._sizes_mb[self.completed] * 10**6, super().export_model().describe_layers(8)
         return Listed([replace(layer, memory_bytes=size) for layer in layers])
 
 
-def wrong_with(hw: Hardware, decision: Decision) -> tuple[str, ...]:
+def wrong_with(hw: Hardware, decision: HardwareDecision) -> tuple[str, ...]:
     """What is wrong with a decision's places."""
-    told = hw.settings.wafer
-    there = torch.tensor([float(name is not None) for name in decision.chips])
-    sizes = [(1.0, 1.0) if chip is None else chip.size_mm for chip in hw.held(decision)]
+    wafer = hw.config.wafer
+    present = torch.tensor([float(name is not None) for name in decision.chips])
+    sizes = [(1.0, 1.0) if chip is None else chip.size_mm for chip in hw.get_chips(decision)]
     layout = WaferLayout(
-        Wafer(radius_mm=told.radius_mm, margin_mm=told.margin_mm), np.array(sizes), sigma_mm=told.sigma_mm,
+        Wafer(radius_mm=wafer.radius_mm, margin_mm=wafer.margin_mm), np.array(sizes), sigma_mm=wafer.sigma_mm,
         positions_mm=decision.positions_mm,
     )  # fmt: skip
-    return layout.check(present=there)
+    return layout.find_violations(present=present)
 
 
 def trained(
     folder: Path, task: Toy | None = None, *, mode: Mode = "joint", progress: Any = None, **changes: Any
-) -> tuple[Toy, list[Designed]]:
+) -> tuple[Toy, list[DesignResult]]:
     task = task or Toy()
     settings = quick(**changes)
-    found = JointTrainer(task, hardware(**changes), settings, folder, mode=mode).run(progress)
-    return task, found
+    outputs = JointTrainer(task, hardware(**changes), settings, folder, mode=mode).run(progress)
+    return task, outputs
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / TRACE).read_bytes().splitlines()]
+    rows = [json.loads(line) for line in (folder / TRACE_FILE).read_bytes().splitlines()]
     del rows[0]["environment"]
     return rows
 

@@ -1,4 +1,4 @@
-"""A predictor of the made-up device, trained once for every file of tests that asks for it."""
+"""Fixtures of the latency tests: a predictor of the synthetic device, trained once per file."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from sparseflow.latency.dataset import Dataset
-    from sparseflow.latency.graph import Graph
-    from sparseflow.latency.predictor import Predictor
+    from sparseflow.latency.graph.analysis import Graph
+    from sparseflow.latency.model.dataset import LatencyDataset
+    from sparseflow.latency.model.predictor import Predictor
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUp:
-    """What there is of the made-up device.
+    """The synthetic device.
 
     Attributes:
         models: Files of three networks at two sizes.
-        kernels: Folders of their kernels.
-        rest: Collection of kernels and models at rest.
-        load: Collection of models beside loads.
+        kernels: Directories of their kernels.
+        idle_dir: Collection of idle kernels and models.
+        load: Collection of models under load.
         data: Both collections.
-        predictor: What was learned from them.
+        predictor: Predictor trained on them.
     """
 
     models: list[Path]
     kernels: list[Path]
-    rest: Path
+    idle_dir: Path
     load: Path
-    data: Dataset
+    data: LatencyDataset
     predictor: Predictor
 
     @property
     def graphs(self) -> list[Graph]:
-        """Graphs of the models that were measured."""
-        return [self.data.graphs[name] for name in self.data.models()]
+        """Graphs of the measured models."""
+        return [self.data.graphs[name] for name in self.data.list_models()]
 
 
 @contextmanager
 def few_tries() -> Iterator[None]:
-    """Learning how load shares the device tries one length of wait and two of cycles, not a whole grid."""
-    from sparseflow.latency import sharing
+    """Reduce the parameter grid of contention models."""
+    from sparseflow.latency.model import contention
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "_WAITS_MS", (1.0,))
-        patch.setattr(sharing, "_CYCLES_MS", (50.0, 100.0))
+        patch.setattr(contention, "_SLICES_MS", (1.0,))
+        patch.setattr(contention, "_CYCLES_MS", (50.0, 100.0))
         yield
 
 
 def make(folder: Path) -> MadeUp:
-    """Collect on the made-up device, and learn."""
-    from sparseflow.latency.dataset import load
-    from sparseflow.latency.train import train
-    from tests.latency.synthetic import collection, networks
+    """Collect on the synthetic device and train."""
+    from sparseflow.latency.model.dataset import load_dataset
+    from sparseflow.latency.model.training import train
+    from tests.latency.synthetic import make_collection, make_networks
 
-    models, kernels = networks(folder)
-    rest = collection(folder, models, kernels, out="rest", levels=[0.0])
-    beside = collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
+    models, kernels = make_networks(folder)
+    idle_dir = make_collection(folder, models, kernels, out="rest", levels=[0.0])
+    load_dir = make_collection(folder, models, [], out="load", levels=[0.0, 0.4, 0.8], rounds=1)
     with few_tries():
-        predictor = train([rest, beside])
+        predictor = train([idle_dir, load_dir])
     return MadeUp(
         models=models,
         kernels=kernels,
-        rest=rest,
-        load=beside,
-        data=load([rest, beside]),
+        idle_dir=idle_dir,
+        load=load_dir,
+        data=load_dataset([idle_dir, load_dir]),
         predictor=predictor,
     )
 
@@ -82,34 +82,34 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
 
 
 def of_this_machine(predictor: Predictor) -> Predictor:
-    """The predictor with this machine's fingerprint."""
+    """Return the predictor with this machine's fingerprint."""
     import onnxruntime
 
     from sparseflow.core.device import describe_device
 
-    here = describe_device("cpu")
-    mark = replace(
+    device = describe_device("cpu")
+    fingerprint = replace(
         predictor.fingerprint,
-        name=here.name,
-        cores=here.cores,
-        flags=here.flags,
+        name=device.name,
+        cores=device.cores,
+        flags=device.flags,
         ort_version=onnxruntime.__version__,
     )
-    return replace(predictor, fingerprint=mark)
+    return replace(predictor, fingerprint=fingerprint)
 
 
 @pytest.fixture
 def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine passes for the made-up device."""
+    """Accept this machine as the synthetic device."""
     pytest.importorskip("onnxruntime")
-    from sparseflow.latency.fingerprint import Fingerprint
+    from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 
-    monkeypatch.setattr(Fingerprint, "check_here", lambda self, gpu=0: None)
+    monkeypatch.setattr(DeviceFingerprint, "check_local_device", lambda self, gpu=0: None)
 
 
 @pytest.fixture
 def quick() -> Iterator[None]:
-    """Training takes a fraction of its time."""
+    """Reduce the training time."""
     pytest.importorskip("scipy")
     with few_tries():
         yield

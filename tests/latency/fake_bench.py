@@ -1,4 +1,4 @@
-"""Instruments whose readings follow from what is measured, and a program that collects with them."""
+"""Instruments with deterministic readings, and a program that collects with them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparseflow.latency.campaign import Config, Item, read_config
-from sparseflow.latency.collect import collect
+from sparseflow.latency.measure.collection import collect
+from sparseflow.latency.measure.config import CollectionConfig, load_collection_config
+from sparseflow.latency.measure.plan import Target
 
 
 class FakeBench:
-    """Measures nothing. Takes `pause_s` a measurement; items whose id holds `broken` fail.
+    """Instruments that measure nothing.
 
-    After `most` measurements it only waits to be killed.
+    A measurement takes `pause_s`; targets with `broken` in their id fail. After `max_rows` measurements it
+    waits until it is killed.
     """
 
-    def __init__(self, config: Config, pause_s: float = 0.0, most: int | None = None) -> None:
+    def __init__(self, config: CollectionConfig, pause_s: float = 0.0, max_rows: int | None = None) -> None:
         self.config = config
         self.pause_s = pause_s
-        self.most = most
+        self.max_rows = max_rows
         self.level: float | None = None
         self.visited: list[float] = []
         self.measured: list[tuple[float, str]] = []
@@ -41,13 +43,13 @@ class FakeBench:
         finally:
             self.level = None
 
-    def measure(self, item: Item) -> dict[str, Any]:
+    def measure(self, target: Target) -> dict[str, Any]:
         assert self.level is not None
-        time.sleep(self.pause_s if len(self.measured) != self.most else 3600.0)
-        self.measured.append((self.level, item.id))
-        if "broken" in item.id:
+        time.sleep(self.pause_s if len(self.measured) != self.max_rows else 3600.0)
+        self.measured.append((self.level, target.id))
+        if "broken" in target.id:
             return {"start_s": 1.0, "end_s": 2.0, "error": "RunError: it is broken"}
-        base = 1000 + zlib.crc32(item.id.encode()) % 1000
+        base = 1000 + zlib.crc32(target.id.encode()) % 1000
         samples = [round(base * (1.0 + self.level)) + n for n in range(5)]
         return {
             "start_s": 1.0,
@@ -64,13 +66,10 @@ class FakeBench:
 
 
 def main() -> None:
-    """Collect by the settings of one file into a folder.
-
-    With a pause of so many seconds a measurement, and so many measurements until it only waits.
-    """
-    config, out, pause_s, most = sys.argv[1:]
-    read = read_config(config)
-    collect(read, Path(out), instruments=FakeBench(read, float(pause_s), int(most)))
+    """Collect with the settings of a file: CONFIG OUT PAUSE_S MAX_ROWS."""
+    config, out, pause_s, max_rows = sys.argv[1:]
+    read = load_collection_config(config)
+    collect(read, Path(out), instruments=FakeBench(read, float(pause_s), int(max_rows)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def model(
     opset: int = 17,
     extra_domains: Sequence[str] = (),
 ) -> onnx.ModelProto:
-    """A model of nodes; inputs and outputs as (name, type, shape)."""
+    """Build a model of nodes; inputs and outputs are (name, type, shape)."""
     graph = helper.make_graph(
         list(nodes),
         "test",
@@ -48,7 +48,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 def convnet(
     prefix: str = "", batch: int | str = 1, size: int | str = 12, width: int = 8, seed: int = 0
 ) -> onnx.ModelProto:
-    """Conv-Relu, Conv-Add-Relu with a residual, pooling and Gemm; every name starts with `prefix`."""
+    """Build a network of Conv-Relu, Conv-Add-Relu, pooling and Gemm; names start with `prefix`."""
     p = prefix
     node = helper.make_node
     pads: dict[str, Any] = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
@@ -76,7 +76,7 @@ def convnet(
 
 
 def lookup(rows: int = 5, tokens: int = 7, width: int = 6) -> onnx.ModelProto:
-    """A table looked up by indices that the graph computes: they must stay below `rows`."""
+    """Build a table lookup with computed indices, which must be below `rows`."""
     node = helper.make_node
     return model(
         [
@@ -101,7 +101,7 @@ def lookup(rows: int = 5, tokens: int = 7, width: int = 6) -> onnx.ModelProto:
 
 
 def branching() -> onnx.ModelProto:
-    """An If whose branches read a tensor of the graph around them."""
+    """Build an If whose branches read a tensor of the outer graph."""
     node, info = helper.make_node, helper.make_tensor_value_info
     branch = [
         helper.make_graph([node(op, ["h"], [op])], op, [], [info(op, FLOAT, [4])]) for op in ("Exp", "Neg")
@@ -117,7 +117,7 @@ def branching() -> onnx.ModelProto:
 
 
 class Tiny(nn.Module):
-    """A network for zoos; `wide` sets its channels."""
+    """Network for zoos; `wide` is the number of channels."""
 
     def __init__(self, wide: int = 4) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def not_a_network() -> object:
 
 
 class Huge(nn.Module):
-    """4 GB of weights that take no memory."""
+    """Network with 4 GB of weights that take no memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models whose weights are large enough that everything in them matters."""
+"""Small models with large weights, so that every part affects the scores."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ SIZES: dict[str, Any] = {
 """4 frames of 4 x 4 patches: 64 tokens."""
 
 
-def tiny(ast: dict[str, Any] | None = None, *, seed: int = 0, **others: Any) -> VideoViT:
-    """A model as it is made, in evaluation mode; `ast` is its `ast_cfg`, and without it nothing is pruned."""
+def tiny(ast: dict[str, Any] | None = None, *, seed: int = 0, **arguments: Any) -> VideoViT:
+    """A newly initialized model in evaluation mode; `ast` is its `ast_cfg`, None for no pruning."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return VideoViT(**SIZES | {"use_ast_prune": ast is not None, "ast_cfg": ast} | others).eval()
+        return VideoViT(**SIZES | {"use_ast_prune": ast is not None, "ast_cfg": ast} | arguments).eval()
 
 
-def awake(ast: dict[str, Any] | None = None, *, seed: int = 0, **others: Any) -> VideoViT:
-    """The same with large weights, biases that are not 0, and gates of which about half are closed."""
-    model = tiny(ast, seed=seed, **others)
+def awake(ast: dict[str, Any] | None = None, *, seed: int = 0, **arguments: Any) -> VideoViT:
+    """A tiny model with large weights, non-zero biases, and about half of the gates closed."""
+    model = tiny(ast, seed=seed, **arguments)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, each in model.named_parameters():
-            drawn = torch.randn(each.shape, generator=g)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=g)
             if name.startswith("gates"):
-                each.copy_(2.0 * drawn)
-                each.view(-1)[seed % 2] = -2.0
-                each.view(-1)[1 - seed % 2] = 2.0
-            elif each.ndim == 2:
-                each.copy_(drawn * each.shape[1] ** -0.5)
+                parameter.copy_(2.0 * noise)
+                parameter.view(-1)[seed % 2] = -2.0
+                parameter.view(-1)[1 - seed % 2] = 2.0
+            elif parameter.ndim == 2:
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)
             elif "norm" in name and name.endswith("weight"):
-                each.copy_(1.0 + 0.2 * drawn)
+                parameter.copy_(1.0 + 0.2 * noise)
             else:
-                each.copy_(0.5 * drawn)
+                parameter.copy_(0.5 * noise)
     return model
 
 
 def clips(model: VideoViT, batch: int = 2, *, seed: int = 0) -> Tensor:
-    """Random clips that a model takes, in its dtype, [B, T, C, H, W]."""
+    """Random clips for a model in its dtype, [B, T, C, H, W]."""
     config, g = model.config, torch.Generator().manual_seed(seed)
     shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
     return torch.randn(shape, generator=g).to(model.head.weight)
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    """Largest difference, over the largest value."""
-    return float((one - other).abs().max().detach() / other.abs().max().detach())
+def far(actual: Tensor, other: Tensor) -> float:
+    """Largest difference divided by the largest value."""
+    return float((actual - other).abs().max().detach() / other.abs().max().detach())

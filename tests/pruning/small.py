@@ -1,10 +1,10 @@
-"""A training that takes a second."""
+"""Configuration of a training that takes a second."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sparseflow.pruning.config import Settings, settings_of
+from sparseflow.pruning.config import PruningConfig, parse_config
 
 QUICK: dict[str, Any] = {
     "mode": "ast",
@@ -16,13 +16,13 @@ QUICK: dict[str, Any] = {
     "data": {"kind": "moving_digits", "train_clips": 48, "test_clips": 20, "clutter": 2},
     "train": {"epochs": 2, "batch_size": 8, "checkpoint_every": 4, "softness_end": 0.05},
 }  # fmt: skip
-"""12 steps, six an epoch."""
+"""12 steps, six per epoch."""
 
 
-def quick(**changes: Any) -> Settings:
-    """These settings, with parts replaced: `train={"epochs": 1}` goes into what is there."""
+def quick(**changes: Any) -> PruningConfig:
+    """The configuration `QUICK` with changes; dictionaries are merged."""
     content = {
         name: value | changes.get(name, {}) if isinstance(value, dict) else changes.get(name, value)
         for name, value in QUICK.items()
     }
-    return settings_of(content | {name: changes[name] for name in changes if name not in QUICK})
+    return parse_config(content | {name: changes[name] for name in changes if name not in QUICK})

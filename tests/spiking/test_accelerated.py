@@ -44,7 +44,7 @@ Prefer = Callable[..., Any]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_family_is_the_same_or_says_why_not(name: str, mode: str, prefer: Prefer) -> None:
+def test_every_family_is_unchanged_or_explains_why_not(name: str, mode: str, prefer: Prefer) -> None:
     prefer("sparse", "dense")
     net, x = FAMILIES[name](mode)
     dyadic(net)

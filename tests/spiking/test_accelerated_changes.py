@@ -86,7 +86,7 @@ def test_changes_are_honoured(change: str, when: str, planned: Callable[..., Any
     assert runs or change in ("a BatchNorm to training", "a forward replaced")
 
 
-def test_a_plain_parameter_is_todays(planned: Callable[..., Any]) -> None:
+def test_changed_parameter_is_used(planned: Callable[..., Any]) -> None:
     class Shifted(Small):
         def __init__(self) -> None:
             super().__init__()

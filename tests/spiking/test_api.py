@@ -74,7 +74,7 @@ def test_restore_of_a_model_that_was_never_optimised_does_nothing() -> None:
     assert sparseflow.restore(net) is net and differences(state(net), saved) == []
 
 
-def test_a_forward_of_its_own_comes_back(planned: Callable[..., Any]) -> None:
+def test_custom_forward_is_restored(planned: Callable[..., Any]) -> None:
     net = small()
     original = net.forward
     net.forward = lambda x: original(x) * 2
@@ -86,7 +86,7 @@ def test_a_forward_of_its_own_comes_back(planned: Callable[..., Any]) -> None:
     assert runs == [] or runs  # whether such a network is planned is left open; its output is not
 
 
-def test_restored_weights_are_todays(prefer: Prefer) -> None:
+def test_restored_modules_have_current_weights(prefer: Prefer) -> None:
     """What was loaded into a network whose modules are replaced stays when they come back."""
     prefer("events")
     net = small()
@@ -306,7 +306,7 @@ def test_the_static_policy_goes_by_height(size: int, block: int | None) -> None:
     assert rows["conv1"].reason == "fed by the network's input"
 
 
-def test_the_static_policy_leaves_what_it_cannot_replace() -> None:
+def test_static_policy_keeps_unsupported_modules() -> None:
     class Odd(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -327,7 +327,7 @@ def test_the_static_policy_leaves_what_it_cannot_replace() -> None:
     assert same(from_rest(net, X), expected)
 
 
-def test_the_static_policy_without_numba_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_policy_without_numba_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sparse_conv, "find_spec", lambda name: None)
     net = small()

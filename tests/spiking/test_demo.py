@@ -96,7 +96,7 @@ def test_the_samples_bear_it_out(result: DemoResult) -> None:
     assert result.speedup == bootstrap_median(ratios, seed=0)
 
 
-def test_the_run_says_the_same(result: DemoResult) -> None:
+def test_run_directory_matches_result(result: DemoResult) -> None:
     run = Run.open(result.run_dir)
     assert run.info["status"] == "finished" and run.info["command"] == "sparseflow demo"
     assert run.info["config"] == {
@@ -157,7 +157,7 @@ def test_fewer_images_than_a_batch(tiny_zoo: None, tmp_path: Path, prefer: Calla
     assert result.num_images == result.batch_size == IMAGES and result.predictions_identical
 
 
-def test_different_predictions_are_told(
+def test_different_predictions_are_reported(
     tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer("sparse", "dense", optimised=1.0)
@@ -200,7 +200,7 @@ def test_a_form_that_cannot_run_is_left_out_with_a_warning(
     assert set(result.latency_ms) == FORMS
 
 
-def test_a_run_that_fails_says_so(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_is_recorded(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of luck")
 
@@ -211,7 +211,7 @@ def test_a_run_that_fails_says_so(tiny_zoo: None, tmp_path: Path, monkeypatch: p
     assert json.loads((path / "run.json").read_text())["status"] == "failed"
 
 
-def test_the_shipped_network_on_a_few_images(
+def test_pretrained_network_on_few_images(
     tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real thing, on four images; its speed is for the benchmarks to say."""

@@ -30,7 +30,7 @@ def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_family_in_every_way(name: str, mode: str, group_mode: str) -> None:
+def test_every_family_in_every_group_mode(name: str, mode: str, group_mode: str) -> None:
     net, x = FAMILIES[name](mode)
     dyadic(net)
     net, x = net.cuda(), x.mul(16).round().div(16).cuda()

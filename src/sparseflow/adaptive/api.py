@@ -40,27 +40,23 @@ def attach(
     controller: Path | str | Controllers | None = None,
     *,
     plans: Sequence[Plan] | None = None,
-    worth: Path | str | PlanQuality | Sequence[float] | None = None,
+    plan_quality: Path | str | PlanQuality | Sequence[float] | None = None,
     adapter: Adapter | None = None,
 ) -> Attached:
     """Attach plan selection to a model.
 
     The model is changed on the instance only; `Attached.detach` restores it. Requests run the way the profile
-    was
-    measured: on an engine of the same size if an engine measured it (with CUDA graphs on a GPU, as `serve`
-        does),
-    otherwise with the model's own forward.
+    was measured: on an engine of the same size if an engine measured it (with CUDA graphs on a GPU, as
+    `serve` does), otherwise with the model's own forward.
 
     Args:
         model: A transformers model, on the device on which it shall run.
         profile: Latencies of this model on this device: a profile (Parquet) or a predictor fitted to one
-            (JSON).
-            Without it plans can be run, but no budget can be met.
-        controller: Trained controllers (safetensors). Without them plans are selected by `worth`.
+            (JSON). Without it plans can be run, but no budget can be met.
+        controller: Trained controllers (safetensors). Without them plans are selected by `plan_quality`.
         plans: Plans that may be selected. Default: all plans of the profile's space; with an engine, the
-            Pareto
-            front of latency and quality (`PlanSelector.select_front`).
-        worth: Mean accuracy of each plan of the space; used without controllers.
+            Pareto front of latency and quality (`PlanSelector.select_front`).
+        plan_quality: Mean accuracy of each plan of the space; used without controllers.
         adapter: Adapter of the model; default: the one registered for its architecture.
 
     Returns:
@@ -69,12 +65,11 @@ def attach(
     Raises:
         ModelError: No adapter knows the architecture, or plans are attached already.
         InputError: Profile, controllers or plan quality belong to another model, device or plan space, or a
-            file is
-            missing.
+            file is missing.
         FileFormatError: A file is damaged or has another format.
     """
     adapter = get_adapter(model) if adapter is None else adapter
-    if profile is None and (controller is not None or plans is not None or worth is not None):
+    if profile is None and (controller is not None or plans is not None or plan_quality is not None):
         raise InputError("controllers, plans and plan quality need a profile")
     selector = None
     if profile is not None:
@@ -84,7 +79,7 @@ def attach(
             controller = Controllers.load(controller, model_id=compute_weights_id(model), device=device)
         selector = PlanSelector(
             adapter=adapter, predictor=predictor, controllers=controller, plans=plans,
-            worth=_load_plan_quality(worth, model, predictor),
+            plan_quality=_load_plan_quality(plan_quality, model, predictor),
         )  # fmt: skip
     return Attached(adapter, PlanRuntime(adapter), selector)
 
@@ -117,8 +112,7 @@ class Attached:
         """Run one request so that no later request pays for one-time work.
 
         With an engine, `generate` does this before its first request; on a GPU each plan is captured as CUDA
-        graphs,
-        which takes a while.
+        graphs, which takes a while.
 
         Args:
             progress: Called with (tasks completed, tasks in total) while an engine captures graphs.
@@ -158,21 +152,17 @@ class Attached:
         Args:
             latency_budget_ms: Time from now (or `received_s`) to the last token; None for no budget.
             on_infeasible: What happens if no plan meets the budget: `"reject"` raises, `"best_effort"` runs
-                the fastest
-                plan, `"truncate"` runs the fastest plan for as many tokens as fit.
+                the fastest plan, `"truncate"` runs the fastest plan for as many tokens as fit.
             max_new_tokens: Maximum number of tokens to generate.
             plan: Run this plan, whatever the budget.
             sampling: Sampling parameters; greedy by default.
             stop: Token ids that end the answer; default: those of the model's generation config.
             load: Fraction of the device that other work uses, 0 to 1; default: the utilization that the
-                engine
-                measures for its own requests, or 0.
+                engine measures for its own requests, or 0.
             received_s: Arrival time on the `time.perf_counter` clock; default: now.
             **inputs: Inputs of the model's forward at the highest tier: `input_ids` [1, tokens] and, with
-            images, their
-                pixels, as `open_folder(...).prompt(...)` makes them. With `plan`, several rows may run with
-                the model's
-                own forward.
+                images, their pixels, as `open_folder(...).prompt(...)` makes them. With `plan`, several rows
+                may run with the model's own forward.
 
         Raises:
             InputError: A value is out of range, or a budget is given without profile and plan.

@@ -36,8 +36,8 @@ from sparseflow.adaptive.demo_page import (
 )
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset, VqaSample
 from sparseflow.adaptive.grid_vqa.images import Split
-from sparseflow.adaptive.grid_vqa.model import load
-from sparseflow.adaptive.grid_vqa.task import placed
+from sparseflow.adaptive.grid_vqa.model import load_vqa_model
+from sparseflow.adaptive.grid_vqa.task import locate_archives
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.predictor import PlanLatencyPredictor
 from sparseflow.adaptive.profile import (
@@ -104,8 +104,8 @@ def run_demo(
         )
     model_dir = resolve_model_dir(model)
     progress("loading the model", 0.0)
-    network, tokenizer, task = load(model_dir, device=device)
-    data = VqaDataset(placed(task, archives, model_dir), device)
+    network, tokenizer, task = load_vqa_model(model_dir, device=device)
+    data = VqaDataset(locate_archives(task, archives, model_dir), device)
     samples = _select_samples(data, "test", num_questions or _MAX_QUESTIONS)
     warmup_samples = _select_samples(data, "val", 8)
     settings = {
@@ -255,7 +255,7 @@ def _select_samples(data: VqaDataset, split: Split, count: int) -> list[VqaSampl
     """Return questions of a split with one-word answers."""
     num_searched = 8 * count + 64
     samples: list[VqaSample] = []
-    for sample in data.samples(split, num_searched):
+    for sample in data.iterate_samples(split, num_searched):
         if sample.kind != "list":
             samples.append(sample)
         if len(samples) == count:

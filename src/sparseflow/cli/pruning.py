@@ -53,7 +53,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model; with torchrun on several GPUs."""
-    from sparseflow.pruning.training.train import MODEL_FILE
+    from sparseflow.pruning.training.task import MODEL_FILE
     from sparseflow.pruning.training.train import train as run_training
 
     settings = _read_settings(config, overrides)
@@ -125,7 +125,7 @@ def profile(
     rounds: RoundsOption = 20,
     fit: Annotated[
         Path | None,
-        typer.Option(help="Also fit a cost model for the latency loss and write it to this file."),
+        typer.Option(help="Also fit a latency model for the budget loss and write it to this file."),
     ] = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
@@ -147,7 +147,7 @@ def profile(
             dtype=dtype,
             compiled=compile_models,
             rounds=rounds,
-            cost_path=fit,
+            latency_model_path=fit,
             progress=progress,
         )
     table = make_table(
@@ -169,8 +169,8 @@ def profile(
         f"largest difference of the compact model's scores: {result.profile.error:.1e} of the largest score",
         *(
             []
-            if result.cost_model is None
-            else [f"cost model: {fit}; median error {result.cost_model.error:.1%} on held-out models"]
+            if result.latency_model is None
+            else [f"latency model: {fit}; median error {result.latency_model.error:.1%} on held-out models"]
         ),
     )
 
@@ -213,16 +213,16 @@ def compare(
             command=get_command_line(context),
             progress=progress,
         )
-    timings = {row["model"]: row for row in result.latency}
+    timings = {row.model: row for row in result.latency}
     rows = []
     for row in result.models:
-        timing = timings.get(row["model"])
+        timing = timings.get(row.model)
         rows.append(
             (
-                row["model"],
-                f"{row['accuracy']:.2%} ({row['accuracy_low']:.2%} to {row['accuracy_high']:.2%})",
-                f"{timing['speedup']:.2f}x" if timing else "–",
-                f"{timing['gflops']:.3f}" if timing else "–",
+                row.model,
+                f"{row.accuracy:.2%} ({row.accuracy_low:.2%} to {row.accuracy_high:.2%})",
+                f"{timing.speedup:.2f}x" if timing else "–",
+                f"{timing.gflops:.3f}" if timing else "–",
             )
         )
     emit(

@@ -28,7 +28,7 @@ from sparseflow.codesign.joint.comparison import TaskFactory
 from sparseflow.codesign.joint.trace import TRACE_FILE, replay
 from sparseflow.codesign.joint.trainer import MODEL_FILE, MODES, Mode
 from sparseflow.codesign.layout import assign, read_qaplib
-from sparseflow.codesign.report.page import BOUND_KEYS, write_run_page, write_comparison, write_page
+from sparseflow.codesign.report.page import BOUND_KEYS, write_comparison, write_page, write_run_page
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.layers import LayeredModel
 from sparseflow.core.progress import Progress
@@ -101,13 +101,13 @@ def profile_device(
         device=device,
         config=ProfileConfig(mode="graph" if device.type == "cuda" else "eager"),
         seed=seed,
-        progress=lambda done, total: progress(f"layer {done} of {total}", done / total),
+        progress=progress,
     )
     proxy = fit_proxy(
         measurements,
         environments=read_points(points).environments,
         seed=seed,
-        progress=lambda done, total: progress(f"fit {done} of {total}", done / total),
+        progress=progress,
     )
     path = out_dir / "proxy.safetensors"
     proxy.save(path)
@@ -157,13 +157,13 @@ def plan_design(
     """
     hardware = Hardware(settings)
     layers, orders = model.describe_layers(hardware.batch_size), Hardware.make_unit_orders(model)
-    fine = settings.joint.use_fine_split
+    use_fine_split = settings.joint.use_fine_split
     decision = hardware.initial_decision(layers)
     if search:
         decision = hardware.refine(
-            layers, decision, use_fine_split=fine, unit_orders=orders, progress=progress
+            layers, decision, use_fine_split=use_fine_split, unit_orders=orders, progress=progress
         )
-    decision, extra = hardware.finalize(layers, decision, use_fine_split=fine, unit_orders=orders)
+    decision, extra = hardware.finalize(layers, decision, use_fine_split=use_fine_split, unit_orders=orders)
     out_dir.mkdir(parents=True, exist_ok=True)
     plan = save_plan(out_dir, hardware, layers, decision, extra=extra)
     page = write_page(
@@ -179,7 +179,7 @@ def plan_design(
         name: extra[name] for name in BOUND_KEYS
     }
     metrics |= {
-        "layers_split": len(decision.splits(layers)),
+        "layers_split": len(decision.select_splits(layers)),
         "splits_considered": len(extra["considered"]),
     }
     return PlanResult(metrics=metrics, plan=plan, page=page)
@@ -216,7 +216,7 @@ def place_chips(
         environment=collect_environment("cpu"),
         command=command,
     )
-    before, after = (hardware.evaluate_cost(layers, each) for each in (saved.decision, decision))
+    before, after = (hardware.evaluate_cost(layers, candidate) for candidate in (saved.decision, decision))
     metrics = {"layout_before": before.layout, **summarize_cost(after), "layout": after.layout}
     return PlanResult(metrics=metrics, plan=plan, page=page)
 
@@ -317,7 +317,7 @@ def compare_designs(
         command: Command line for the reports.
         progress: Callback that takes a message and the fraction done.
     """
-    modes: tuple[Mode, ...] = tuple(each for each in MODES if mode in (each, "all"))
+    modes: tuple[Mode, ...] = tuple(run_mode for run_mode in MODES if mode in (run_mode, "all"))
     designs = comparison.compare_designs(
         settings,
         make_task,
@@ -329,8 +329,8 @@ def compare_designs(
         progress=progress,
     )
     for seed in range(seeds):
-        for each in modes:
-            write_run_page(out_dir / f"{each}-{seed}", command=command)
+        for run_mode in modes:
+            write_run_page(out_dir / f"{run_mode}-{seed}", command=command)
     results = comparison.summarize_designs(designs, settings, device=device, command=command)
     comparison.write_results(out_dir, results)
     page = write_comparison(out_dir, results)
@@ -390,7 +390,9 @@ def verify_design(
         rows = replay(directory / TRACE_FILE)
         different = [row.row for row in rows if not row.is_exact]
         if different:
-            raise RunError(f"{directory / TRACE_FILE}: the objective of rows {different} differs when recomputed")
+            raise RunError(
+                f"{directory / TRACE_FILE}: the objective of rows {different} differs when recomputed"
+            )
         replayed = len(rows)
     elif source.is_dir() and not (directory / PLAN_FILE).is_file():
         raise InputError(f"{source} has neither {PLAN_FILE} nor {TRACE_FILE}")
@@ -407,4 +409,4 @@ def verify_design(
         device=device,
         ranks=ranks,
     )
-    return VerificationResult(replayed=replayed, execution=execution)
+    return VerificationResult(replayed=replayed, execution=execution.to_dict())

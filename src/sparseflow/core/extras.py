@@ -23,6 +23,7 @@ EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("nvidia-ml-py", "pynvml"),
             ("xgboost-cpu", "xgboost"),
             ("scipy", "scipy"),
+            ("prometheus-client", "prometheus_client"),
         ),
         "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost"), ("pyyaml", "yaml")),
         "pruning": (

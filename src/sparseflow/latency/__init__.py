@@ -1,4 +1,4 @@
-"""Latency: what an ONNX model will take on a loaded device.
+"""Latency: predict the latency of ONNX models on idle and loaded devices.
 
 ::
 
@@ -6,7 +6,15 @@
 
     predict("resnet18.onnx", "predictor.json").mean_ms
 
-The names below are loaded when they are first used.
+Modules, from the ground up:
+
+- `graph`: ONNX files, the graph that onnxruntime executes, its kernels and their work, the model zoo.
+- `measure`: latency of kernels and models, idle and under load; collections of measurements.
+- `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
+- `api`: predictions from files and the current load.
+- `report`, `quickstart`: the report page, and all steps on a few networks.
+
+Exports are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -16,15 +24,47 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.latency.predicting import predict
-    from sparseflow.latency.predictor import KernelPrediction, Prediction, Predictor
+    from sparseflow.latency.api import predict
+    from sparseflow.latency.graph.analysis import Graph, analyze
+    from sparseflow.latency.graph.extraction import ExtractionResult, extract
+    from sparseflow.latency.graph.zoo import ExportResult, export_zoo
+    from sparseflow.latency.measure.collection import CollectionSummary, collect
+    from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
+    from sparseflow.latency.model.evaluation import PredictorEvaluation, evaluate
+    from sparseflow.latency.model.predictor import KernelPrediction, Prediction, Predictor
+    from sparseflow.latency.model.training import train
 
-__all__ = ["KernelPrediction", "Prediction", "Predictor", "predict"]
+__all__ = [
+    "CollectionConfig",
+    "CollectionSummary",
+    "ExportResult",
+    "ExtractionResult",
+    "Graph",
+    "KernelPrediction",
+    "Prediction",
+    "Predictor",
+    "PredictorEvaluation",
+    "TelemetryConfig",
+    "analyze",
+    "collect",
+    "evaluate",
+    "export_zoo",
+    "extract",
+    "predict",
+    "train",
+]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "predicting": ["predict"],
-        "predictor": ["KernelPrediction", "Prediction", "Predictor"],
+        "api": ["predict"],
+        "graph.analysis": ["Graph", "analyze"],
+        "graph.extraction": ["ExtractionResult", "extract"],
+        "graph.zoo": ["ExportResult", "export_zoo"],
+        "measure.collection": ["CollectionSummary", "collect"],
+        "measure.config": ["CollectionConfig", "TelemetryConfig"],
+        "model.evaluation": ["PredictorEvaluation", "evaluate"],
+        "model.predictor": ["KernelPrediction", "Prediction", "Predictor"],
+        "model.training": ["train"],
     },
 )

@@ -1,164 +1,162 @@
-"""The whole path on a few networks: export, extract, collect, train, evaluate, report; all resumable."""
+"""All steps on a few networks: export, extract, collect, train, evaluate and report. Can be resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparseflow.core.environment import collect_environment
+from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import RunError
-from sparseflow.latency import session, validate, zoo
-from sparseflow.latency.campaign import Config
-from sparseflow.latency.collect import collect
-from sparseflow.latency.evaluate import Evaluation, evaluate
-from sparseflow.latency.extract import extract
+from sparseflow.latency.graph import session
+from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
+from sparseflow.latency.measure.collection import collect
+from sparseflow.latency.measure.config import CollectionConfig
+from sparseflow.latency.model.evaluation import PredictorEvaluation, evaluate
+from sparseflow.latency.model.training import train
+from sparseflow.latency.model.validation import get_network
 from sparseflow.latency.report import write_report
-from sparseflow.latency.train import train
-
-Progress = Callable[[str, float], None]
 
 LEVEL = 0.6
-"""The load beside which the quick start evaluates."""
+"""Load of the evaluation."""
 
 NOTE = (
-    "The predictor was trained on these very models and their kernels; this shows that the path works and "
-    "what load does. How it does on networks that it never saw stands below, under what was held out, and "
-    "gets better with more networks than four."
+    "The predictor was trained on these models and their kernels, so this shows the steps and the effect "
+    "of load. Errors on networks that were not trained on are in the section on held-out data; they "
+    "decrease with more than four networks."
 )
-"""What a reader of the quick start's page must know."""
 
-_SHARES = {"export": 0.12, "extract": 0.08, "rest": 0.25, "load": 0.30, "train": 0.10, "evaluate": 0.15}
-"""How the time is spent, about."""
+_END_OF_STEP = {"export": 0.12, "extract": 0.20, "idle": 0.45, "load": 0.75, "train": 0.85, "evaluate": 1.0}
+"""Step -> fraction of the total time at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart:
-    """What the quick start leaves.
+class QuickstartResult:
+    """Outcome of the quick start.
 
     Attributes:
-        folder: Where everything is.
-        predictor_path: The predictor.
-        report_path: The page.
-        evaluation: Predicted against measured.
-        quality: What training said of the predictor on what was held out.
+        folder: Output directory.
+        predictor_path: File of the predictor.
+        report_path: Report page.
+        evaluation: Predictions and measurements.
+        quality: `Predictor.quality`.
     """
 
     folder: Path
     predictor_path: Path
     report_path: Path
-    evaluation: Evaluation
-    quality: dict[str, Any]
+    evaluation: PredictorEvaluation
+    quality: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome in JSON's types."""
+        """Convert to JSON types."""
         return {
             "folder": str(self.folder),
             "predictor": str(self.predictor_path),
             "report": str(self.report_path),
             "evaluation": self.evaluation.to_dict(),
-            "quality": self.quality,
+            "quality": dict(self.quality),
         }
 
 
-def quickstart(
-    out: Path | str,
+def run_quickstart(
+    out_dir: Path | str,
     *,
-    zoo_config: zoo.ZooConfig | Path | str = "quickstart",
+    zoo_config: ZooConfig | Path | str = "quickstart",
     provider: str = "cpu",
     progress: Progress | None = None,
-) -> Quickstart:
-    """Run every step, or what is missing of them.
+) -> QuickstartResult:
+    """Run every step that is not complete.
 
     Args:
-        out: Folder that gets everything; what is whole in it is kept.
-        zoo_config: Networks to learn from and to evaluate.
+        out_dir: Output directory; complete steps in it are kept.
+        zoo_config: Networks to train on and to evaluate.
         provider: `"cpu"` or `"cuda"`.
-        progress: Called with (what is done, fraction done).
+        progress: Receives a message and the fraction done.
 
     Raises:
         RunError: No network could be exported, or a load was not reached.
-        DeviceError: The provider or its readings are not there.
+        DeviceError: The provider or its readings are not available.
         MissingExtraError: A package of the latency extra is missing.
     """
-    root = Path(out)
-    steps = _Steps(progress)
-    tell = steps.begin("export")
-    exported = zoo.export(
-        zoo_config,
-        root / "models",
-        provider=provider,
-        progress=lambda what, done, total: tell(f"exporting {what}", done / total),
+    root = Path(out_dir)
+    models, kernel_dirs = _prepare_models(root, zoo_config, provider, progress)
+    common: dict[str, Any] = {"provider": provider, "max_time_s": 2.0, "loops": 5, "warmup": 3, "keep": 100}
+    idle_config = CollectionConfig(
+        kernels=kernel_dirs,
+        models=models,
+        levels=[0.0],
+        # On a GPU one measurement takes a dozen samples of a stream.
+        rounds=1 if session.get_device_type(provider) == "cuda" else 3,
+        min_time_s=0.1,
+        max_samples=200,
+        **common,
     )
-    good = [result for result in exported if result.path is not None]
-    if not good:
-        raise RunError(f"no model could be exported: {exported[0].problem}")
-    tell = steps.begin("extract")
-    folders = []
-    for place, result in enumerate(good):
-        assert result.path is not None
-        folder = root / "graphs" / result.name
-        tell(f"extracting the kernels of {result.name}", place / len(good))
-        if not (folder / "done").is_file():
-            extract(result.path, folder, provider=provider, check=False, threads=1)
-            (folder / "done").touch()
-        folders.append(folder)
-    models = [result.path for result in good if result.path is not None]
-    common: dict[str, Any] = {
-        "provider": provider,
-        "max_time_s": 2.0,
-        "loops": 5,
-        "warmup": 3,
-        "keep": 100,
-    }
-    # On a GPU one visit times a kernel a dozen times in a stream, which takes its time.
-    rounds = 1 if session.short_name(provider) == "cuda" else 3
-    rest = Config(
-        kernels=folders, models=models, levels=[0.0], rounds=rounds, min_time_s=0.1, max_samples=200, **common
+    collect(idle_config, root / "rest", progress=_get_step_progress(progress, "idle"))
+    # One model per network suffices under load, since kernels of the same kind respond equally.
+    network_models = list({get_network(path.stem): path for path in models}.values())
+    load_config = CollectionConfig(
+        models=network_models,
+        levels=[0.0, 0.3, LEVEL, 0.9],
+        rounds=3,
+        min_time_s=0.6,
+        max_samples=1000,
+        **common,
     )
-    collect(rest, root / "rest", progress=steps.begin("rest"))
-    # Names that stand for a network are enough beside loads: kernels of one kind respond alike.
-    one_each = list({validate.family(path.stem): path for path in models}.values())
-    beside = Config(
-        models=one_each, levels=[0.0, 0.3, LEVEL, 0.9], rounds=3, min_time_s=0.6, max_samples=1000, **common
-    )
-    collect(beside, root / "load", progress=steps.begin("load"))
-    predictor = train([root / "rest", root / "load"], progress=steps.begin("train"))
-    path = predictor.save(root / "predictor.json")
-    found = evaluate(
-        one_each,
+    collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
+    predictor = train([root / "rest", root / "load"], progress=_get_step_progress(progress, "train"))
+    evaluation = evaluate(
+        network_models,
         predictor,
         levels=[0.0, LEVEL],
         rounds=2,
-        out=root / "evaluation",
-        progress=steps.begin("evaluate"),
+        out_dir=root / "evaluation",
+        progress=_get_step_progress(progress, "evaluate"),
     )
-    page = write_report(
-        found,
-        root,
-        quality=predictor.quality,
-        environment=collect_environment("cuda:0" if provider == "cuda" else "cpu"),
-        reproduce=f"sparseflow latency quickstart --provider {provider}",
-        note=NOTE,
-    )
-    return Quickstart(
+    return QuickstartResult(
         folder=root,
-        predictor_path=path,
-        report_path=page,
-        evaluation=found,
-        quality=dict(predictor.quality),
+        predictor_path=predictor.save(root / "predictor.json"),
+        report_path=write_report(
+            evaluation,
+            root,
+            quality=predictor.quality,
+            environment=collect_environment("cuda:0" if provider == "cuda" else "cpu"),
+            reproduce=f"sparseflow latency quickstart --device {provider}",
+            note=NOTE,
+        ),
+        evaluation=evaluation,
+        quality=predictor.quality,
     )
 
 
-class _Steps:
-    """Progress over steps of unequal length."""
+def _prepare_models(
+    root: Path, zoo_config: ZooConfig | Path | str, provider: str, progress: Progress | None
+) -> tuple[list[Path], list[Path]]:
+    """Export the models and extract their kernels; return the files and the directories."""
+    exports = export_zoo(
+        zoo_config, root / "models", provider=provider, progress=_get_step_progress(progress, "export")
+    )
+    models = {result.name: result.path for result in exports if result.path is not None}
+    if not models:
+        raise RunError(f"no model could be exported: {exports[0].problem}")
+    extract_progress = _get_step_progress(progress, "extract")
+    kernel_dirs = []
+    for index, (name, path) in enumerate(models.items()):
+        folder = root / "graphs" / name
+        if extract_progress is not None:
+            extract_progress(name, index / len(models))
+        if not (folder / "done").is_file():
+            extract(path, folder, provider=provider, check=False, threads=1)
+            (folder / "done").touch()
+        kernel_dirs.append(folder)
+    return list(models.values()), kernel_dirs
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._tell = progress or (lambda what, done: None)
 
-    def begin(self, step: str) -> Progress:
-        """What to call while `step` runs."""
-        names = list(_SHARES)
-        before = sum(_SHARES[name] for name in names[: names.index(step)])
-        return lambda what, done: self._tell(f"{step}: {what}", before + _SHARES[step] * done)
+def _get_step_progress(progress: Progress | None, step: str) -> Progress | None:
+    names = list(_END_OF_STEP)
+    index = names.index(step)
+    start = _END_OF_STEP[names[index - 1]] if index else 0.0
+    return subrange(progress, start, _END_OF_STEP[step], f"{step}: ")

@@ -1,4 +1,4 @@
-"""The page of an evaluation: what was predicted, what was measured, and how far the two are apart."""
+"""Report page of an evaluation: predicted and measured latencies and their errors."""
 
 from __future__ import annotations
 
@@ -6,130 +6,121 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Column, Headline, Report, Section, Table, plot_predicted_vs_measured
-from sparseflow.latency.evaluate import Evaluation
+from sparseflow.core.report import Page, plot_predicted_vs_measured
+from sparseflow.latency.model.evaluation import PredictorEvaluation
 
 PAGE = "report.html"
 
-SPLITS = {
-    "by_kernel": "whole kernels held out",
-    "by_network": "whole networks held out",
-    "leaky": "rows held out (leaky: other rows of the kernel give it away)",
+_SPLITS = {
+    "by_kernel": "held-out kernels",
+    "by_network": "held-out networks",
+    "leaky": "held-out rows (leaky: other rows of the kernel are in the training data)",
 }
-PARTS = {
-    "rest": "at rest",
-    "loaded": "beside loads",
-    "loaded_blind": "beside loads, not told of them",
+_CONDITIONS = {"rest": "idle", "loaded": "under load", "loaded_blind": "under load, load unknown"}
+_MODEL_COLUMNS = {
+    "model": "model",
+    "level": "target load",
+    "achieved": "achieved load",
+    "predicted_ms": "predicted mean, ms",
+    "measured_ms": "measured mean, ms",
+    "error_percent": "error, %",
+    "low_ms": "interval from, ms",
+    "high_ms": "to, ms",
+    "in_interval": "within interval",
+    "predicted_p95_ms": "predicted p95, ms",
+    "measured_p95_ms": "measured p95, ms",
+    "coverage": "learned share",
+}
+_SCORE_COLUMNS = {
+    "subject": "predicted",
+    "split": "held out",
+    "count": "predictions",
+    "mape": "mean error, %",
+    "within_10": "within 10 %, %",
 }
 
 
 def write_report(
-    found: Evaluation,
-    folder: Path | str,
+    evaluation: PredictorEvaluation,
+    out_dir: Path | str,
     *,
     quality: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     reproduce: str = "",
     note: str = "",
 ) -> Path:
-    """Write `report.html`; gives its path.
+    """Write `report.html` and return its path.
 
     Args:
-        found: The evaluation.
-        folder: Where the page goes; made when absent.
-        quality: What training said of the predictor, as `Predictor.quality`.
-        environment: Circumstances, as `core.environment` writes them.
-        reproduce: The command line that makes this page again.
-        note: What a reader must know of these models, such as that they were learned from.
+        evaluation: Predictions and measurements.
+        out_dir: Output directory; created if missing.
+        quality: `Predictor.quality`.
+        environment: Measurement conditions, as `collect_environment` returns them.
+        reproduce: Command line that creates this page again.
+        note: Remark about the models, such as that the predictor was trained on them.
     """
-    root = Path(folder)
+    root = Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
-    summary = found.summary()
-    page = Report(
-        title="Latency: predicted against measured",
-        summary=f"{len({row.model for row in found.rows})} models on {found.device}, {found.provider}.",
-        headlines=[
-            Headline(
-                value=f"{100 * part['mape']:.1f} %",
-                label="mean error " + (f"at load {part['level']:g}" if part["level"] else "at rest"),
-                note=f"{100 * part['within_10']:.0f} % of {part['models']} models within 10 %",
-                tone="good" if part["within_10"] >= 0.9 else "neutral",
-            )
-            for part in summary
-        ],
-        sections=[_models(found, note), *([_quality(quality)] if quality else [])],
-        environment=environment or {},
+    num_models = len({row.model for row in evaluation.rows})
+    page = Page(
+        "Latency: predicted and measured",
+        f"{num_models} models on {evaluation.device}, {evaluation.provider}.",
+        environment=environment,
         reproduce=reproduce,
     )
+    for summary in evaluation.summarize():
+        page.headline(
+            f"{100 * summary.mape:.1f} %",
+            f"mean error, {_format_level(summary.level)}",
+            note=f"{100 * summary.within_10:.0f} % of {summary.models} models within 10 %",
+            tone="good" if summary.within_10 >= 0.9 else "neutral",
+        )
+    _add_models(page, evaluation, note)
+    if quality:
+        _add_quality(page, quality)
     return page.write(root / PAGE)
 
 
-def _models(found: Evaluation, note: str) -> Section:
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for row in found.rows:
-        name = f"load {row.level:g}" if row.level else "at rest"
-        groups.setdefault(name, []).append((row.measured_ms, row.predicted_ms))
-    columns = [
-        Column(key="model", title="model"),
-        Column(key="level", title="load asked", digits=2),
-        Column(key="achieved", title="load achieved", digits=3),
-        Column(key="predicted_ms", title="predicted mean, ms"),
-        Column(key="measured_ms", title="measured mean, ms"),
-        Column(key="error", title="error, %", digits=1),
-        Column(key="low_ms", title="interval from, ms"),
-        Column(key="high_ms", title="to, ms"),
-        Column(key="within", title="holds"),
-        Column(key="predicted_p95_ms", title="predicted p95, ms"),
-        Column(key="measured_p95_ms", title="measured p95, ms"),
-        Column(key="coverage", title="learned share", digits=2),
-    ]
-    shown = {column.key for column in columns}
-    rows = [
-        {key: value for key, value in row.to_dict().items() if key in shown} | {"error": 100 * row.error}
-        for row in found.rows
-    ]
-    return Section(
-        title="Models",
-        text=[
-            "A prediction is made from the model's graph and the load that was read just before each visit.",
-            *([note] if note else []),
-        ],
-        items=[
-            plot_predicted_vs_measured("Mean latency", groups),
-            Table(title="Every model", columns=columns, rows=rows),
-        ],
+def _add_models(page: Page, evaluation: PredictorEvaluation, note: str) -> None:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in evaluation.rows:
+        points.setdefault(_format_level(row.level), []).append((row.measured_ms, row.predicted_ms))
+    page.section(
+        "Models",
+        "Each prediction uses the model's graph and the load that was read just before the measurement.",
+        *([note] if note else []),
+    )
+    page.figure(plot_predicted_vs_measured("Mean latency", points))
+    page.table(
+        "All models",
+        [{**row.to_dict(), "error_percent": 100 * row.error} for row in evaluation.rows],
+        columns=_MODEL_COLUMNS,
+        digits={"level": 2, "achieved": 3, "error_percent": 1, "coverage": 2},
     )
 
 
-def _quality(quality: Mapping[str, Any]) -> Section:
-    columns = [
-        Column(key="what", title="what"),
-        Column(key="held", title="judged on"),
-        Column(key="count", title="predictions"),
-        Column(key="mape", title="mean error, %", digits=1),
-        Column(key="within_10", title="within 10 %, %", digits=0),
-    ]
-
-    def row(what: str, held: str, scores: Mapping[str, Any]) -> dict[str, Any]:
+def _add_quality(page: Page, quality: Mapping[str, Any]) -> None:
+    def make_row(subject: str, split: str, scores: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "what": what,
-            "held": held,
+            "subject": subject,
+            "split": split,
             "count": scores["count"],
             "mape": 100 * scores["mape"],
             "within_10": 100 * scores["within_10"],
         }
 
     rows = [
-        row(f"kernels, {kind}", SPLITS[split], scores)
+        make_row(f"kernels, {kind}", _SPLITS[split], scores)
         for kind, splits in quality["kernels"].items()
         for split, scores in splits.items()
     ]
     rows += [
-        row(f"models {PARTS[part]}", "the model's whole network held out", scores)
-        for part, scores in quality["models"].items()
+        make_row(f"models, {_CONDITIONS[condition]}", "the model's network", scores)
+        for condition, scores in quality["models"].items()
     ]
-    return Section(
-        title="What was held out in training",
-        text=[f"The predictor uses the regressor `{quality['kind']}`."],
-        items=[Table(title="Scores", columns=columns, rows=rows)],
-    )
+    page.section("Errors on held-out data", f"The predictor uses the regressor `{quality['kind']}`.")
+    page.table("Scores", rows, columns=_SCORE_COLUMNS, digits={"mape": 1, "within_10": 0})
+
+
+def _format_level(level: float) -> str:
+    return f"load {level:g}" if level else "idle"

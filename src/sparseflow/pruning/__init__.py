@@ -1,30 +1,63 @@
-"""Pruning: a video transformer that drops what says little, and is really smaller for it.
+"""Pruning of video transformers: tokens, attention heads, MLP channels and blocks.
 
 ::
 
-    from sparseflow.pruning import VideoViT
-    from sparseflow.pruning import compact
+    from sparseflow.pruning import VideoViT, compact
     model = VideoViT(224, 8, 101, 768, 12, 12, 4, 16, use_ast_prune=True, ast_cfg={"stages": {3: 0.5}})
     logits, info = model(clips, return_intermediate=True)   # [B, T, C, H, W]
     fast = compact(model)
+
+`selectors` chooses tokens, `model` has the transformer and its gates, `compaction` removes what is pruned,
+`data` reads videos, `evaluation` measures accuracy and latency, and `training` trains and compares models.
+`config` reads YAML configurations; `api` works on model files.
 """
 
 from __future__ import annotations
 
-from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.compaction.saved_model import load, save
-from sparseflow.pruning.model.config import ASTConfig
-from sparseflow.pruning.model.pretrained import load_pretrained, video_vit_for
-from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.selectors.ast import ScoreConfig
+from typing import TYPE_CHECKING
+
+from sparseflow.core.lazy import attach
+
+if TYPE_CHECKING:
+    from sparseflow.pruning.compaction.compact import compact
+    from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
+    from sparseflow.pruning.compaction.saved_model import load_model, save_model
+    from sparseflow.pruning.config import PruningConfig, read_config
+    from sparseflow.pruning.data.cache import build_cache
+    from sparseflow.pruning.model.config import ASTConfig
+    from sparseflow.pruning.model.pretrained import build_from_pretrained, load_pretrained
+    from sparseflow.pruning.model.video_vit import VideoViT
+    from sparseflow.pruning.selectors.ast import ScoreConfig
+    from sparseflow.pruning.training.train import train
 
 __all__ = [
     "ASTConfig",
+    "LayeredVideoViT",
+    "PruningConfig",
     "ScoreConfig",
     "VideoViT",
+    "build_cache",
+    "build_from_pretrained",
     "compact",
-    "load",
+    "load_model",
     "load_pretrained",
-    "save",
-    "video_vit_for",
+    "read_config",
+    "save_model",
+    "train",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "compaction.compact": ["compact"],
+        "compaction.layered_model": ["LayeredVideoViT"],
+        "compaction.saved_model": ["load_model", "save_model"],
+        "config": ["PruningConfig", "read_config"],
+        "data.cache": ["build_cache"],
+        "model.config": ["ASTConfig"],
+        "model.pretrained": ["build_from_pretrained", "load_pretrained"],
+        "model.video_vit": ["VideoViT"],
+        "selectors.ast": ["ScoreConfig"],
+        "training.train": ["train"],
+    },
+)

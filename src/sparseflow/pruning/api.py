@@ -1,59 +1,71 @@
-"""Workflows on model files and configurations: evaluation, compaction, profiling and comparison."""
+"""Operations on model files and configurations: evaluation, compaction, profiling, comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparseflow.core.layers import LayeredModel
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
-from sparseflow.pruning.compaction.compact import compact, units
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.compaction.layered_model import Steps
-from sparseflow.pruning.compaction.saved_model import load, save
-from sparseflow.pruning.config import Settings, settings_of
-from sparseflow.pruning.data.datasets import data_of
-from sparseflow.pruning.evaluation import latency_model
-from sparseflow.pruning.evaluation.accuracy import Accuracy, evaluate
-from sparseflow.pruning.evaluation.profile import Profile, dense, profile
+from sparseflow.pruning.compaction.compact import compact, list_units
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
+from sparseflow.pruning.compaction.saved_model import load_model, save_model
+from sparseflow.pruning.config import PruningConfig, parse_config
+from sparseflow.pruning.data.datasets import load_video_dataset
+from sparseflow.pruning.data.moving_digits import MovingDigits
+from sparseflow.pruning.data.splits import read_split
+from sparseflow.pruning.evaluation.accuracy import VideoAccuracy, evaluate_accuracy
+from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel, fit_latency_model
+from sparseflow.pruning.evaluation.profile import VideoViTProfile, make_dense, profile_video_vit
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training import comparison
-from sparseflow.pruning.training.epoch_trainer import VideoTask
-from sparseflow.pruning.training.page import write_comparison
+from sparseflow.pruning.training.comparison import (
+    DENSE,
+    AccuracySummary,
+    LatencySummary,
+    list_ablations,
+    list_selector_models,
+    measure_latencies,
+    summarize_accuracy,
+    train_models,
+    write_results,
+)
+from sparseflow.pruning.training.epoch_trainer import VideoEpochTrainer
 
 
 def evaluate_model(
-    path: Path, settings: Settings, *, device: torch.device, progress: Progress | None = None
-) -> Accuracy:
+    path: Path, config: PruningConfig, *, device: torch.device, progress: Progress | None = None
+) -> VideoAccuracy:
     """Evaluate a saved model on the test split of a configuration's dataset.
 
     Args:
         path: Model of a training, or a compact one.
-        settings: Configuration with the dataset and the batch size.
+        config: Configuration with the dataset and the batch size.
         device: Device of the evaluation.
-        progress: Callback that takes a message and the fraction done.
+        progress: Called with a message and the fraction done.
 
     Raises:
         InputError: The model and the dataset differ in the number of classes.
     """
-    model = load(path)
-    data = data_of(settings, progress=_count(progress, "counting frames"))
+    model = load_model(path)
+    data = load_video_dataset(config, progress=progress)
     if len(data.classes) != model.config.num_classes:
         raise InputError(
             f"{path} has {model.config.num_classes} classes and the dataset {len(data.classes)}; use the "
             "configuration that the model was trained with"
         )
-    return evaluate(
+    return evaluate_accuracy(
         model,
         data.test,
-        batch_size=settings.train.batch_size,
-        workers=settings.train.workers,
+        batch_size=config.train.batch_size,
+        workers=config.train.workers,
         device=device,
-        progress=_count(progress, "evaluating clips"),
+        progress=progress,
     )
 
 
@@ -91,14 +103,14 @@ class CompactionResult:
 
 def compact_file(path: Path, out_path: Path) -> CompactionResult:
     """Remove what a saved model prunes and save the compact model."""
-    model = load(path)
+    model = load_model(path)
     compacted = compact(model)
-    save(compacted, out_path)
+    save_model(compacted, out_path)
     return CompactionResult(
         path=out_path,
-        units=units(compacted),
-        gflops=flops(compacted)["total"] / 1e9,
-        dense_gflops=flops(model if model.compacted else dense(model))["total"] / 1e9,
+        units=list_units(compacted),
+        gflops=count_flops(compacted)["total"] / 1e9,
+        dense_gflops=count_flops(model if model.compacted else make_dense(model))["total"] / 1e9,
         num_parameters=sum(parameter.numel() for parameter in compacted.parameters()),
         num_parameters_before=sum(parameter.numel() for parameter in model.parameters()),
     )
@@ -106,17 +118,17 @@ def compact_file(path: Path, out_path: Path) -> CompactionResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileResult:
-    """Throughput of the dense, masked and compact models, and optionally a fitted cost model.
+    """Throughput of the dense, masked and compact models, and optionally a fitted latency model.
 
     Attributes:
         profile: Timings.
-        cost_model: Cost model for the latency loss; None if none was fitted.
-        cost_path: File of the cost model.
+        latency_model: Latency model for the budget loss; None if none was fitted.
+        latency_model_path: File of the latency model.
     """
 
-    profile: Profile
-    cost_model: latency_model.LatencyModel | None = None
-    cost_path: Path | None = None
+    profile: VideoViTProfile
+    latency_model: VideoViTLatencyModel | None = None
+    latency_model_path: Path | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each model, in JSON types."""
@@ -135,70 +147,70 @@ class ProfileResult:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
         record: dict[str, Any] = {"profile": self.rows(), "error": self.profile.error}
-        if self.cost_model is not None:
+        if self.latency_model is not None:
             record["fit"] = {
-                "file": str(self.cost_path),
-                "error": self.cost_model.error,
-                "coefficients": self.cost_model.coefficients,
+                "file": str(self.latency_model_path),
+                "error": self.latency_model.error,
+                "coefficients": self.latency_model.coefficients,
             }
         return record
 
 
 def profile_model(
     path: Path | None,
-    settings: Settings | None,
+    config: PruningConfig | None,
     *,
     batch_size: int = 8,
     device: torch.device,
     dtype: str = "float32",
     compiled: bool = False,
     rounds: int = 20,
-    cost_path: Path | None = None,
+    latency_model_path: Path | None = None,
     progress: Progress | None = None,
 ) -> ProfileResult:
     """Time a model dense, masked and compact.
 
     Args:
         path: Saved model; None builds a model with random weights.
-        settings: Configuration of the model with random weights.
+        config: Configuration of the model with random weights.
         batch_size: Clips per call.
         device: Device of the measurements.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
         compiled: Compile the models with torch.compile.
         rounds: Timing rounds.
-        cost_path: Fit a cost model for the latency loss and write it to this file.
-        progress: Callback that takes a message and the fraction done.
+        latency_model_path: Fit a latency model for the budget loss and write it to this file.
+        progress: Called with a message and the fraction done.
 
     Raises:
-        InputError: Neither or both of `path` and `settings` are given, or the model does not prune.
+        InputError: Neither or both of `path` and `config` are given, or the model does not prune.
     """
-    if (path is None) == (settings is None):
+    if (path is None) == (config is None):
         raise InputError("give either a model or `--config`; `--config` builds a model with random weights")
-    model = load(path) if path is not None else _build_random_model(settings)
+    model = load_model(path) if path is not None else _build_random_model(config)
     torch_dtype = getattr(torch, dtype)
-    timings = profile(
+    timings = profile_video_vit(
         model,
-        batch=batch_size,
+        batch_size=batch_size,
         device=device,
         dtype=torch_dtype,
         compiled=compiled,
         rounds=rounds,
         progress=progress,
     )
-    if cost_path is None:
+    if latency_model_path is None:
         return ProfileResult(profile=timings)
-    cost_model = latency_model.fit(
-        model, batch=batch_size, device=device, dtype=torch_dtype, progress=_count(progress, "fitting")
+    latency_model = fit_latency_model(
+        model, batch_size=batch_size, device=device, dtype=torch_dtype, progress=progress
     )
-    cost_model.save(cost_path)
-    return ProfileResult(profile=timings, cost_model=cost_model, cost_path=cost_path)
+    latency_model.save(latency_model_path, indent=1)
+    return ProfileResult(profile=timings, latency_model=latency_model, latency_model_path=latency_model_path)
 
 
-def _build_random_model(settings: Settings | None) -> VideoViT:
-    assert settings is not None
-    num_classes, channels = (8, 1) if settings.data.kind == "moving_digits" else (101, 3)
-    torch.manual_seed(settings.train.seed)
-    return settings.make(num_classes, channels).eval()
+def _build_random_model(config: PruningConfig | None) -> VideoViT:
+    assert config is not None
+    num_classes, num_channels = (8, 1) if config.data.kind == "moving_digits" else (101, 3)
+    torch.manual_seed(config.train.seed)
+    return config.build_model(num_classes, num_channels).eval()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,25 +218,29 @@ class ComparisonResult:
     """Accuracy and latency of AST and its baselines.
 
     Attributes:
-        models: Accuracy of each model over seeds, in JSON types.
-        latency: Timings of each model against the dense one; empty without the dense model.
-        page: The report.
+        models: Accuracy of each model over seeds.
+        latency: Latency of each model against the dense one; empty without the dense model.
+        page: Report page.
     """
 
-    models: Sequence[Mapping[str, Any]]
-    latency: Sequence[Mapping[str, Any]]
+    models: Sequence[AccuracySummary]
+    latency: Sequence[LatencySummary]
     page: Path
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {"models": self.models, "latency": self.latency, "page": str(self.page)}
+        return {
+            "models": [model.to_dict() for model in self.models],
+            "latency": [latency.to_dict() for latency in self.latency],
+            "page": str(self.page),
+        }
 
 
 def compare_models(
-    settings: Settings,
+    config: PruningConfig,
     out_dir: Path,
     *,
-    seeds: int = 5,
+    num_seeds: int = 5,
     names: Sequence[str] | None = None,
     ablations: bool = False,
     workers: int = 1,
@@ -237,9 +253,9 @@ def compare_models(
     """Train AST and its baselines at an equal number of kept tokens; compare accuracy and latency.
 
     Args:
-        settings: Configuration that all trainings share.
+        config: Configuration that all trainings share.
         out_dir: Output directory; an existing comparison is resumed.
-        seeds: Trainings of each model.
+        num_seeds: Trainings of each model.
         names: Models to train; by default all.
         ablations: Also train AST without each of its parts, and on one frame.
         workers: Parallel trainings.
@@ -247,84 +263,66 @@ def compare_models(
         rounds: Timing rounds.
         device: Device of trainings and measurements.
         command: Command line for the report.
-        progress: Callback that takes a message and the fraction done.
+        progress: Called with a message and the fraction done.
 
     Raises:
         InputError: A name is unknown, or the configuration does not prune.
     """
-    entries = comparison.rivals(settings) + (comparison.ablations(settings) if ablations else [])
-    known = [entry.name for entry in entries]
+    models = list_selector_models(config) + (list_ablations(config) if ablations else [])
+    known = [model.name for model in models]
     if names is not None:
         unknown = sorted(set(names) - set(known))
         if unknown:
             raise InputError(f"unknown models: {', '.join(unknown)}; known models: {', '.join(known)}")
-        entries = [entry for entry in entries if entry.name in names]
-    rows = comparison.compare(
-        entries, out_dir, seeds=seeds, device=device, workers=workers, progress=progress
+        models = [model for model in models if model.name in names]
+    rows = train_models(
+        models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
     )
-    times: list[dict[str, Any]] = []
-    if comparison.DENSE in {entry.name for entry in entries}:
-        times = comparison.latencies(
-            entries,
-            out_dir,
-            batch=batch_size,
-            device=device,
-            rounds=rounds,
-            progress=progress,
+    latencies: list[LatencySummary] = []
+    if DENSE in {model.name for model in models}:
+        latencies = measure_latencies(
+            models, out_dir, batch_size=batch_size, device=device, rounds=rounds, progress=progress
         )
-    results = comparison.write_results(
-        out_dir, rows, times, settings=settings, device=device, command=command
-    )
-    page = write_comparison(out_dir, results)
-    return ComparisonResult(models=results["models"], latency=times, page=page)
+    page = write_results(out_dir, rows, latencies, config=config, device=device, command=command)
+    return ComparisonResult(models=summarize_accuracy(rows), latency=latencies, page=page)
 
 
-def open_layered_model(path: Path | None, settings: Mapping[str, Any], *, seed: int = 0) -> Steps:
+def open_layered_model(path: Path | None, config: Mapping[str, Any], *, seed: int = 0) -> LayeredVideoViT:
     """Open a compact model layer by layer, for partitioning.
 
     Args:
-        path: Saved model; None builds the model of `settings` with random weights.
-        settings: Configuration of the model; its dataset sets the number of classes and channels.
+        path: Saved model; None builds the model of `config` with random weights.
+        config: Configuration of the model; its dataset sets the number of classes and channels.
         seed: Random seed of the weights.
 
     Raises:
-        InputError: A setting cannot be used, or a file is missing.
+        InputError: A setting is invalid, or a file is missing.
     """
     if path is not None:
-        return Steps(compact(load(path)))
-    checked = settings_of(settings, "`task`")
-    num_classes, channels = _dataset_shape(checked)
+        return LayeredVideoViT(compact(load_model(path)))
+    checked = parse_config(config, "`task`")
+    num_classes, num_channels = _get_dataset_shape(checked)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Steps(compact(checked.make(num_classes, channels).eval()))
+        return LayeredVideoViT(compact(checked.build_model(num_classes, num_channels).eval()))
 
 
-def make_random_clips(model: Steps, count: int, *, seed: int = 0) -> torch.Tensor:
-    """Make random clips for a model, [count, frames, channels, height, width]."""
+def make_random_clips(model: LayeredModel, count: int, *, seed: int = 0) -> torch.Tensor:
+    """Make random clips for a `LayeredVideoViT`, [count, frames, channels, height, width]."""
+    assert isinstance(model, LayeredVideoViT)
     config = model.model.config
     shape = (count, config.num_frames, config.in_chans, config.img_size, config.img_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_video_task(settings: Mapping[str, Any], seed: int, device: str) -> VideoTask:
-    """Create the training task of a configuration, for joint training with hardware."""
-    train = {**settings.get("train", {}), "seed": seed}
-    return VideoTask(settings_of({**settings, "train": train}, "`task`"), device=device)
+def make_video_task(config: Mapping[str, Any], seed: int, device: str) -> VideoEpochTrainer:
+    """Create the trainer of a configuration, for joint training with hardware."""
+    train = {**config.get("train", {}), "seed": seed}
+    return VideoEpochTrainer(parse_config({**config, "train": train}, "`task`"), device=device)
 
 
-def _dataset_shape(settings: Settings) -> tuple[int, int]:
+def _get_dataset_shape(config: PruningConfig) -> tuple[int, int]:
     """Number of classes and channels of a dataset, without opening videos."""
-    if settings.data.kind == "moving_digits":
-        from sparseflow.pruning.data.moving_digits import MovingDigits
-
+    if config.data.kind == "moving_digits":
         return len(MovingDigits.classes), 1
-    from sparseflow.pruning.data.splits import read_split
-
-    return len(read_split(settings.data.lists, settings.data.split).classes), 3
-
-
-def _count(progress: Progress | None, message: str) -> Callable[[int, int], None] | None:
-    """Adapt a progress callback to one that takes (done, total)."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(f"{message}, {done} of {total}", done / total)
+    return len(read_split(config.data.lists, config.data.split).classes), 3

@@ -1,4 +1,4 @@
-"""A training, an evaluation or a comparison in one YAML file."""
+"""Configuration of a training, an evaluation or a comparison in one YAML file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
+from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
 from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
@@ -16,12 +16,8 @@ from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
 _PACKAGE = "sparseflow.pruning"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelSettings(_Model):
-    """Arguments of `VideoViT`, without what is pruned; classes and channels of frames are the data's."""
+class VideoModelConfig(StrictModel):
+    """Architecture: arguments of `VideoViT` that neither the dataset nor `ast` determines."""
 
     img_size: int
     num_frames: int
@@ -38,22 +34,22 @@ class ModelSettings(_Model):
     position: Literal["factored", "joint"] = "factored"
 
 
-class MovingDigitsSettings(_Model):
-    """Clips made on the fly; see `data.moving_digits`."""
+class MovingDigitsConfig(StrictModel):
+    """Synthetic clips; see `data.moving_digits`."""
 
     kind: Literal["moving_digits"]
     train_clips: int = Field(default=8192, ge=1)
-    """Of an epoch; every epoch has new ones."""
+    """Clips per epoch; every epoch has new ones."""
     test_clips: int = Field(default=2048, ge=1)
     speed: int = 2
     clutter: int = 8
     noise: float = 0.05
     frozen: bool = False
-    """Show the first frame over and over: a control, of which no model can tell the motion."""
+    """Repeat the first frame: a control in which the motion cannot be recognized."""
 
 
-class UCF101Settings(_Model):
-    """The real data set; see `data.ucf101`."""
+class UCF101Config(StrictModel):
+    """The UCF-101 dataset; see `data.ucf101`."""
 
     kind: Literal["ucf101"]
     lists: Path
@@ -66,115 +62,118 @@ class UCF101Settings(_Model):
     on_error: Literal["raise", "skip"] = "raise"
 
 
-class LatencySettings(_Model):
-    """The loss that keeps a budget; see `latency`."""
+class LatencyLossConfig(StrictModel):
+    """Loss for a latency budget; see `evaluation.latency_model`."""
 
     model: Path
     budget: float = Field(gt=0.0, le=1.0)
-    """Share of the dense model's latency."""
+    """Fraction of the dense model's latency."""
     weight: float = Field(default=1.0, ge=0.0)
 
 
-class TrainSettings(_Model):
-    """How a model is trained."""
+class VideoTrainConfig(StrictModel):
+    """Training of a model."""
 
     epochs: int = Field(default=10, ge=1)
     batch_size: int = Field(default=32, ge=1)
-    """Of each process."""
+    """Clips per step and process."""
     rate: float = Field(default=1e-3, gt=0.0)
+    """Peak learning rate."""
     gate_rate: float = Field(default=10.0, gt=0.0)
-    """Of gates, over `rate`: an optimizer that scales gradients moves a logit by about its rate a step."""
+    """Learning rate of gates divided by `rate`: AdamW moves a logit by about its learning rate each step."""
     weight_decay: float = Field(default=0.05, ge=0.0)
     warm_up: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Share of all steps in which the rate rises; it then falls as a cosine."""
+    """Fraction of the steps with rising learning rate; it then falls along a cosine."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
     clip: float = Field(default=1.0, gt=0.0)
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     softness_end: float | None = Field(default=None, gt=0.0)
-    """The soft masks' softness at the end, which it falls to step by step; constant by default."""
+    """Softness of the soft masks at the end of training, reached linearly; constant by default."""
     hard_from: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Share of all steps after which gates are hard in training, too, as they are when the model is judged;
-    never by default. Without it a gate may close unnoticed in the end, and accuracy falls where the loss does
-    not."""
+    """Fraction of the steps after which training uses hard gates, as evaluation does; never by default.
+    Otherwise a gate that closes late reduces accuracy without a change of the loss."""
     amp: Literal["off", "bf16", "fp16"] = "off"
     workers: int = Field(default=0, ge=0)
+    """Processes that load clips."""
     checkpoint_every: int = Field(default=200, ge=1)
-    """Steps from one checkpoint to the next; there is one at the end of every epoch, too."""
+    """Steps between checkpoints; each epoch ends with one, too."""
     seed: int = Field(default=0, ge=0)
 
 
-class Settings(_Model):
-    """All of it.
+class PruningConfig(StrictModel):
+    """Configuration of a training, an evaluation or a comparison.
 
     Attributes:
-        mode: `"dense"` prunes nothing; `"ast"` prunes as `ast` says; `"ast+latency"` keeps a budget besides.
+        mode: `"dense"` does not prune; `"ast"` prunes by `ast`; `"ast+latency"` also optimizes for a latency
+            budget.
+        model: Architecture.
+        ast: Arguments of `ASTConfig`.
+        data: Dataset.
+        train: Training.
+        latency: Latency budget of `"ast+latency"`.
     """
 
     mode: Literal["dense", "ast", "ast+latency"] = "ast"
-    model: ModelSettings
+    model: VideoModelConfig
     ast: dict[str, Any] = Field(default_factory=dict)
-    data: Annotated[MovingDigitsSettings | UCF101Settings, Field(discriminator="kind")]
-    train: TrainSettings = Field(default_factory=TrainSettings)
-    latency: LatencySettings | None = None
+    data: Annotated[MovingDigitsConfig | UCF101Config, Field(discriminator="kind")]
+    train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
+    latency: LatencyLossConfig | None = None
 
-    def make(self, classes: int, channels: int) -> VideoViT:
-        """The model, with weights drawn from torch's generator.
+    def build_model(self, num_classes: int, num_channels: int) -> VideoViT:
+        """Build the model with random weights from torch's global generator.
 
         Raises:
-            InputError: A setting of the model, or of what is pruned, cannot be used.
+            InputError: A setting of the model or of `ast` is invalid.
         """
         return VideoViT(
-            **self.model.model_dump(), num_classes=classes, in_chans=channels,
+            **self.model.model_dump(), num_classes=num_classes, in_chans=num_channels,
             use_ast_prune=self.mode != "dense", ast_cfg=ASTConfig.from_dict(self.ast),
         )  # fmt: skip
 
 
-def shipped() -> list[str]:
-    """Names of the configurations that come with SparseFlow."""
-    return list_configs(_PACKAGE)
-
-
-def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
+def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> PruningConfig:
     """Read a configuration.
 
     Args:
-        source: A YAML file, or the name of a configuration that comes with SparseFlow.
-        changes: `"train.epochs"` -> a value that goes before the file's.
+        source: A YAML file, or the name of a shipped configuration.
+        overrides: Dotted setting, such as `"train.epochs"` -> value that replaces that of the file.
 
     Raises:
-        InputError: There is no such file, or a setting is missing, unknown or of no use.
-        FileFormatError: The file is not YAML, or holds something else.
+        InputError: The file does not exist, or a setting is missing, unknown or invalid.
+        FileFormatError: The file is not valid YAML.
         MissingExtraError: PyYAML is missing.
     """
     content = read_config_file(source, package=_PACKAGE, extra="pruning")
-    return settings_of(apply_overrides(content, changes or {}), str(source))
+    return parse_config(apply_overrides(content, overrides or {}), str(source))
 
 
-def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
-    """Settings from what a file holds.
+def parse_config(content: Mapping[str, Any], source: str = "the configuration") -> PruningConfig:
+    """Validate a configuration.
+
+    Args:
+        content: Nested settings.
+        source: Name of the configuration for error messages.
 
     Raises:
-        InputError: A setting is missing, unknown or of no use.
+        InputError: A setting is missing, unknown or invalid.
     """
-    try:
-        found = Settings.model_validate(content)
-    except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
-    pruned = ASTConfig.from_dict(found.ast)
-    VideoViTConfig(**found.model.model_dump(), num_classes=1)
-    if found.mode != "dense":
-        pruned.check(found.model.depth)
-    end = found.train.softness_end
-    if end is not None and end > pruned.softness > 0.0:
-        raise InputError(f"`softness_end` (={end}) must not be above `softness` (={pruned.softness})")
-    if found.mode == "ast+latency" and not pruned.keep:
+    config = validate_config(PruningConfig, content, source)
+    ast = ASTConfig.from_dict(config.ast)
+    VideoViTConfig(**config.model.model_dump(), num_classes=1)
+    if config.mode != "dense":
+        ast.check_depth(config.model.depth)
+    softness_end = config.train.softness_end
+    if softness_end is not None and softness_end > ast.softness > 0.0:
+        raise InputError(f"`softness_end` (={softness_end}) must not be above `softness` (={ast.softness})")
+    if config.mode == "ast+latency" and not ast.keep:
         raise InputError(
-            "`mode` ast+latency learns gates, and `ast` names none: give `keep`, such as {head: 1.0, "
-            "channel: 1.0}"
+            "`mode` ast+latency trains gates, and `ast` has none; set `keep`, such as {head: 1.0, channel: "
+            "1.0}"
         )
-    if (found.mode == "ast+latency") != (found.latency is not None):
+    if (config.mode == "ast+latency") != (config.latency is not None):
         raise InputError(
-            f"`mode` (={found.mode!r}) and `latency` do not fit: with ast+latency there must be settings of "
-            "`latency`, and only then"
+            f"`mode` (={config.mode!r}) and `latency` do not match: ast+latency requires `latency`, and "
+            "other modes do not use it"
         )
-    return found
+    return config

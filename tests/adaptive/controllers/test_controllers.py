@@ -87,7 +87,7 @@ def test_half_precision_and_constant_features() -> None:
     table = outcomes(32)
     table.language[:, 3] = 7.0
     found.fit_features(table.language, table.tokens.bfloat16())
-    assert float(found.stage1.language.spread[0, 3]) == 1.0
+    assert float(found.stage1.language.scale[0, 3]) == 1.0
     logits = found.stage1(table.language.bfloat16(), encode_budget(torch.ones(32)))["tier_logits"]
     assert logits.dtype == torch.float32 and bool(logits.isfinite().all())
     with pytest.raises(InputError):
@@ -231,12 +231,12 @@ def test_damaged_files(tmp_path: Path) -> None:
             Controllers.load(file)
 
     file.write_bytes(whole)
-    mark = {"sparseflow": "adaptive-controllers", "version": "1"}
+    mark = {"sparseflow": "adaptive-controllers", "version": "2"}
     metadata, weights = load_tensors(file, mark, "controllers")
-    made = json.loads(metadata["made"])
+    made = json.loads(metadata["config"])
 
     def written(change: Mapping[str, object], **tensors: torch.Tensor) -> Path:
-        save_tensors(file, weights | tensors, mark | {"made": json.dumps(made | dict(change))})
+        save_tensors(file, weights | tensors, mark | {"config": json.dumps(made | dict(change))})
         return file
 
     for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):

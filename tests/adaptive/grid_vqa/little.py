@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.grid_vqa.config import VqaConfig, settings_of
+from sparseflow.adaptive.grid_vqa.config import VqaConfig, parse_vqa_config
 from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank
 from sparseflow.core.config import apply_overrides
 
@@ -18,7 +18,7 @@ QUICK: dict[str, Any] = {
         "vision_mlp": 2, "width": 16, "depth": 4, "heads": 2, "experts": 4, "expert_width": 8, "top_k": 3,
     },
     "train": {
-        "vision_steps": 3, "steps": 5, "batch_size": 4, "judge_every": 2, "judge_samples": 8,
+        "vision_steps": 3, "steps": 5, "batch_size": 4, "eval_every": 2, "eval_samples": 8,
         "checkpoint_every": 2,
     },
     "test_samples": 12,
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 def quick(**changes: Any) -> VqaConfig:
     """These settings with some changed: `quick(**{"train.steps": 2})`."""
-    return settings_of(apply_overrides(QUICK, changes))
+    return parse_vqa_config(apply_overrides(QUICK, changes))
 
 
 def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> ImageBank:
@@ -49,11 +49,11 @@ def untrained(folder: Path, settings: VqaConfig) -> Path:
     import torch
 
     from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-    from sparseflow.adaptive.grid_vqa.model import build, save
+    from sparseflow.adaptive.grid_vqa.model import build_vqa_model, save_vqa_model
 
     data = VqaDataset(settings)
     torch.manual_seed(0)
-    save(build(settings, data.vocabulary), settings, data.vocabulary, folder)
+    save_vqa_model(build_vqa_model(settings, data.vocabulary), settings, data.vocabulary, folder)
     return folder
 
 

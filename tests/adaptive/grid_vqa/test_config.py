@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from sparseflow.adaptive.grid_vqa.config import read_settings, settings_of, shipped
+from sparseflow.adaptive.grid_vqa.config import list_vqa_configs, load_vqa_config, parse_vqa_config
 from sparseflow.errors import InputError
 
 
 def test_what_is_shipped_can_be_read_and_changed() -> None:
-    assert {"digits", "gpu", "large"} <= set(shipped())
-    for name in shipped():
-        settings = read_settings(name, {"train.steps": 5})
+    assert {"digits", "gpu", "large"} <= set(list_vqa_configs())
+    for name in list_vqa_configs():
+        settings = load_vqa_config(name, {"train.steps": 5})
         assert settings.train.steps == 5
-        assert settings_of(settings.model_dump(mode="json")) == settings
+        assert parse_vqa_config(settings.model_dump(mode="json")) == settings
 
 
 def test_shipped_weights_fit() -> None:
     # 16 bits each; what attention, experts, the vision tower and words have.
-    told = read_settings("gpu").model
+    told = load_vqa_config("gpu").model
     blocks = told.depth * (
         4 * told.width**2 + told.experts * (3 * told.width * told.expert_width + told.width)
     )
@@ -64,4 +64,4 @@ def stages(*tiers: str) -> list[dict[str, Any]]:
 )
 def test_settings_of_no_use(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        settings_of(changes)
+        parse_vqa_config(changes)

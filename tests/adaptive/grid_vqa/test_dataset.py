@@ -36,13 +36,13 @@ def test_a_step_and_a_process_say_all_of_a_batch() -> None:
         for one, other in pairwise(first):
             assert not torch.equal(one.crops, other.crops)
     other = VqaDataset(quick(**{"train.seed": 1}), bank=bank())
-    assert not torch.equal(other.train(0).crops, DATA.train(0).crops)
+    assert not torch.equal(other.make_train_batch(0).crops, DATA.make_train_batch(0).crops)
 
 
 def test_crops_of_a_tier_are_the_first_ones() -> None:
-    whole = DATA.train(2)
+    whole = DATA.make_train_batch(2)
     for tier, count in CROPS.items():
-        some = DATA.train(2, tier=tier)
+        some = DATA.make_train_batch(2, tier=tier)
         assert torch.equal(some.crops, whole.crops[:, :count]) and torch.equal(some.text, whole.text)
 
 
@@ -52,20 +52,20 @@ def test_the_global_generators_are_left_alone() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     state: Any = np.random.get_state()
-    DATA.train(0)
-    list(DATA.judged("test", 5))
+    DATA.make_train_batch(0)
+    list(DATA.iterate_batches("test", 5))
     assert torch.equal(torch.rand(1), wanted)
     after: Any = np.random.get_state()
     assert np.array_equal(after[1], state[1])
 
 
 def test_what_a_batch_holds() -> None:
-    batch = DATA.train(3)
+    batch = DATA.make_train_batch(3)
     assert len(batch) == 4 and batch.crops.shape == (4, 14, 3, 8, 8)
     assert batch.crops.min() >= -1.0 and batch.crops.max() <= 1.0
-    assert batch.cells.shape == (4, 4) and batch.cells.max() <= DATA.labels - 1 == 2 * 4
+    assert batch.cells.shape == (4, 4) and batch.cells.max() <= DATA.num_labels - 1 == 2 * 4
     for row, mask, prompt, length in zip(
-        batch.text, batch.answered, batch.prompts, batch.lengths, strict=True
+        batch.text, batch.answer_mask, batch.prompts, batch.lengths, strict=True
     ):
         assert row[prompt - 1] == DATA.vocabulary.answer
         # The tokens that follow where the mask says: the answer and its end.
@@ -75,13 +75,13 @@ def test_what_a_batch_holds() -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) -> None:
-    one = list(DATA.judged(split, CHUNK + 20, size=100))
+    one = list(DATA.iterate_batches(split, CHUNK + 20, batch_size=100))
     assert [len(batch) for batch in one] == [100, 100, 56, 20]
-    other = list(DATA.judged(split, CHUNK + 5))
+    other = list(DATA.iterate_batches(split, CHUNK + 5))
     assert [len(batch) for batch in other] == [CHUNK, 5]
     crops = [torch.cat([batch.crops for batch in batches])[: CHUNK + 5] for batches in (one, other)]
     assert torch.equal(*crops)
-    questions = list(DATA.questions(split, CHUNK + 5))
+    questions = list(DATA.iterate_questions(split, CHUNK + 5))
     assert [len(each) for each in questions] == [CHUNK, 5]
     lengths = [batch.lengths for batch in other]
     assert torch.equal(
@@ -90,14 +90,14 @@ def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) 
 
 
 def test_splits_differ() -> None:
-    crops = {split: next(DATA.judged(split, 4)).crops for split in SPLITS}
+    crops = {split: next(DATA.iterate_batches(split, 4)).crops for split in SPLITS}
     assert not torch.equal(crops["val"], crops["test"]) and not torch.equal(crops["train"], crops["test"])
 
 
 def test_samples_are_the_same_as_batches() -> None:
-    (batch,) = DATA.judged("test", 10)
+    (batch,) = DATA.iterate_batches("test", 10)
     image, words = DATA.vocabulary.image, DATA.vocabulary
-    for at, sample in enumerate(DATA.samples("test", 10)):
+    for at, sample in enumerate(DATA.iterate_samples("test", 10)):
         assert sample.kind == KINDS[batch.kinds[at]]
         assert torch.equal(sample.inputs["pixel_values"], batch.crops[at])
         ids = sample.inputs["input_ids"]
@@ -110,27 +110,29 @@ def test_samples_are_the_same_as_batches() -> None:
 
 
 def test_cells_to_name_are_those_of_the_scene() -> None:
-    (batch,) = DATA.judged("test", 200)
-    questions = next(DATA.questions("test", 200))
+    (batch,) = DATA.iterate_batches("test", 200)
+    questions = next(DATA.iterate_questions("test", 200))
     names, small = questions.scenes.names, questions.scenes.small
     wanted = np.where(names == NOTHING, 8, np.where(small, names + 4, names))
     assert np.array_equal(batch.cells.numpy(), wanted) and set(wanted.ravel()) >= {0, 1, 2, 3, 5, 6, 8}
 
 
 def test_blends_of_named_cells() -> None:
-    named = VqaDataset(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).named(0)
-    mixed = named.shares < 1.0
+    named = VqaDataset(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).make_naming_batch(0)
+    mixed = named.fractions < 1.0
     assert 0.2 < mixed.float().mean() < 0.5
-    assert torch.equal(named.cells[~mixed], named.blends[~mixed])
-    assert (named.cells[mixed] < 4).all() and (named.blends[mixed] < 4).all(), "only large items are blended"
-    plain = VqaDataset(quick(**{"train.mix": 0.0}), bank=bank()).named(0)
-    assert torch.equal(plain.cells, plain.blends) and (plain.shares == 1.0).all()
+    assert torch.equal(named.cells[~mixed], named.blended_cells[~mixed])
+    assert (named.cells[mixed] < 4).all() and (named.blended_cells[mixed] < 4).all(), (
+        "only large items are blended"
+    )
+    plain = VqaDataset(quick(**{"train.mix": 0.0}), bank=bank()).make_naming_batch(0)
+    assert torch.equal(plain.cells, plain.blended_cells) and (plain.fractions == 1.0).all()
 
 
 def test_names_come_as_often_as_their_weights_say() -> None:
     told = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
     settings = quick(**{f"train.{name}": value for name, value in told.items()})
-    cells = VqaDataset(settings, bank=bank()).named(0).cells.flatten()
+    cells = VqaDataset(settings, bank=bank()).make_naming_batch(0).cells.flatten()
     big = torch.bincount(cells[cells < 4], minlength=4) / (cells < 4).sum()
     assert torch.allclose(big, torch.tensor([5.0, 1.0, 0.0, 1.0]) / 7.0, atol=0.04)
     assert 0.17 < ((cells >= 4) & (cells < 8)).float().mean() < 0.23
@@ -138,7 +140,7 @@ def test_names_come_as_often_as_their_weights_say() -> None:
 
 def test_names_that_are_not_there() -> None:
     with pytest.raises(InputError, match="no images of 'pig'"):
-        VqaDataset(quick(**{"images.asked": ["cat", "one", "pig"]}), bank=bank())
+        VqaDataset(quick(**{"images.question_names": ["cat", "one", "pig"]}), bank=bank())
     with pytest.raises(InputError, match=r"`train\.vision_weights` names 'pig'; there are images of cat"):
         VqaDataset(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
     nothing = dict.fromkeys(bank().names, 0.0)
@@ -147,4 +149,4 @@ def test_names_that_are_not_there() -> None:
 
 
 def test_batch_type() -> None:
-    assert isinstance(DATA.train(0), VqaBatch)
+    assert isinstance(DATA.make_train_batch(0), VqaBatch)

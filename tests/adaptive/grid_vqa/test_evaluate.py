@@ -11,7 +11,12 @@ from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.language_features import mean_text_embedding
 from sparseflow.adaptive.grid_vqa.config import KINDS
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, accuracy, importance, outcomes
+from sparseflow.adaptive.grid_vqa.evaluate import (
+    VqaScorer,
+    check_answers,
+    evaluate_plans,
+    measure_block_drops,
+)
 from sparseflow.adaptive.grid_vqa.learner import VqaLearner
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
@@ -43,18 +48,18 @@ def model() -> torch.nn.Module:
     )
     with init_distributed("cpu") as mine:
         run = VqaLearner(settings, VqaDataset(settings, bank=bank()), mine)
-        for _ in range(run.steps):
-            run.advance()
+        for _ in range(run.num_steps):
+            run.train_step()
     return run.model.eval()
 
 
 def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
-    judged = outcomes(model, DATA, PLANS, split="test", count=12, batch_size=5)
+    judged = evaluate_plans(model, DATA, PLANS, split="test", count=12, batch_size=5)
     adapter = get_adapter(model)
     runtime = PlanRuntime(adapter)
     try:
         wanted = torch.zeros(12, len(PLANS))
-        for at, sample in enumerate(DATA.samples("test", 12)):
+        for at, sample in enumerate(DATA.iterate_samples("test", 12)):
             assert KINDS[judged.kinds[at]] == sample.kind
             for number, plan in enumerate(PLANS):
                 inputs = adapter.reduce_to_tier(sample.inputs, plan.tier)
@@ -70,15 +75,17 @@ def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
 
 
 def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
-    judged = outcomes(model, DATA, PLANS, split="test", count=6, batch_size=4)
+    judged = evaluate_plans(model, DATA, PLANS, split="test", count=6, batch_size=4)
     adapter = get_adapter(model)
     assert judged.tokens.shape == (6, 3, 3, 16) and judged.language.shape == (6, 16)
-    for at, sample in enumerate(DATA.samples("test", 6)):
+    for at, sample in enumerate(DATA.iterate_samples("test", 6)):
         language = mean_text_embedding(adapter, sample.inputs["input_ids"], sample.inputs["attention_mask"])
         torch.testing.assert_close(judged.language[at], language[0])
         for number, tier in enumerate(("low", "medium", "high")):
             with torch.no_grad():
-                found = model(**adapter.reduce_to_tier(sample.inputs, tier), output_hidden_states=True).hidden_states
+                found = model(
+                    **adapter.reduce_to_tier(sample.inputs, tier), output_hidden_states=True
+                ).hidden_states
             for position in (1, 2, 3):
                 torch.testing.assert_close(
                     judged.tokens[at, number, position - 1], found[position][0, -1], rtol=1e-4, atol=1e-5
@@ -86,10 +93,10 @@ def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
 
 
 def test_plans_alone_and_together_are_the_same(model) -> None:
-    together = accuracy(model, DATA, PLANS, split="val", count=40)
-    alone = [accuracy(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
+    together = check_answers(model, DATA, PLANS, split="val", count=40)
+    alone = [check_answers(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
     assert torch.equal(together, torch.cat(alone, 1))
-    judged = outcomes(model, DATA, PLANS, split="val", count=40)
+    judged = evaluate_plans(model, DATA, PLANS, split="val", count=40)
     assert torch.equal(judged.correct, together)
     scorer = VqaScorer(model, DATA, split="val", count=40, batch_size=13)
     assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
@@ -100,16 +107,16 @@ def test_plans_alone_and_together_are_the_same(model) -> None:
 
 
 def test_the_whole_space(model) -> None:
-    lost = importance(model, DATA, count=16)
+    lost = measure_block_drops(model, DATA, count=16)
     assert len(lost) == 4 and lost[0] == 1.0
-    full = accuracy(model, DATA, [PLANS[0]], split="val", count=16).mean()
+    full = check_answers(model, DATA, [PLANS[0]], split="val", count=16).mean()
     without = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3))
     assert lost[2] == pytest.approx(
-        float(full - accuracy(model, DATA, [without], split="val", count=16).mean())
+        float(full - check_answers(model, DATA, [without], split="val", count=16).mean())
     )
     space = PlanSpace.from_importance(get_adapter(model).geometry, lost)
     told: list[float] = []
-    judged = outcomes(
+    judged = evaluate_plans(
         model, DATA, space, count=16, batch_size=8, progress=lambda _, share: told.append(share)
     )
     assert judged.plans == space.plans and judged.correct.shape == (16, len(space)) and told == [0.5, 1.0]
@@ -117,17 +124,17 @@ def test_the_whole_space(model) -> None:
 
 def test_the_model_is_as_before(model) -> None:
     model.train()
-    accuracy(model, DATA, PLANS[:1], split="val", count=2)
+    check_answers(model, DATA, PLANS[:1], split="val", count=2)
     assert model.training
     model.eval()
 
 
 def test_what_cannot_be_judged(model) -> None:
     with pytest.raises(InputError, match="0 plans and 3 samples"):
-        outcomes(model, DATA, [], count=3)
+        evaluate_plans(model, DATA, [], count=3)
     with pytest.raises(InputError, match="1 plans and 0 samples"):
-        outcomes(model, DATA, PLANS[:1], count=0)
+        evaluate_plans(model, DATA, PLANS[:1], count=0)
     with pytest.raises(InputError, match="has no tier"):
-        outcomes(model, DATA, [Plan(tier=None, insertion_position=1, top_k=3, blocks=(0,))], count=1)
+        evaluate_plans(model, DATA, [Plan(tier=None, insertion_position=1, top_k=3, blocks=(0,))], count=1)
     with pytest.raises(PlanError):
-        outcomes(model, DATA, [Plan(tier="low", insertion_position=1, top_k=4, blocks=(0,))], count=1)
+        evaluate_plans(model, DATA, [Plan(tier="low", insertion_position=1, top_k=4, blocks=(0,))], count=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sparseflow.adaptive.grid_vqa.auxiliary_heads import GroundingHead, shown
+from sparseflow.adaptive.grid_vqa.auxiliary_heads import GroundingHead, compute_cell_coverage
 
 NAMES, GRID, SIDE = 3, 2, 2
 WORDS = (11, 13, 17)
@@ -21,7 +21,7 @@ def grounding() -> GroundingHead:
 
 
 def test_tokens_show_cells_by_their_area() -> None:
-    found = shown(2, 2)
+    found = compute_cell_coverage(2, 2)
     assert found.shape == (14 * 4, 4)
     torch.testing.assert_close(found.sum(1), torch.ones(56))
     assert torch.equal(found[:4], torch.eye(4)), "a token a cell"
@@ -29,7 +29,7 @@ def test_tokens_show_cells_by_their_area() -> None:
     assert torch.equal(found[4:20].argmax(1), torch.arange(4).repeat_interleave(4))
     assert torch.equal(found[20 + 4 * 4 : 20 + 5 * 4], torch.eye(4))
     # Four tokens along three cells: the second one is on two of them, a third and two thirds.
-    torch.testing.assert_close(shown(3, 4)[1, :3], torch.tensor([1 / 3, 2 / 3, 0.0]))
+    torch.testing.assert_close(compute_cell_coverage(3, 4)[1, :3], torch.tensor([1 / 3, 2 / 3, 0.0]))
 
 
 def sample() -> tuple[torch.Tensor, ...]:
@@ -49,10 +49,10 @@ def test_the_loss_is_that_of_its_parts_one_by_one() -> None:
     for at in range(2):
         for token in range(4):
             here = plain[at, 1 + token]
-            place += functional.cross_entropy(heads.place(here), torch.tensor(token)) / 8
-            content += functional.cross_entropy(heads.content(here), cells[at, token]) / 8
+            place += functional.cross_entropy(heads.cell_head(here), torch.tensor(token)) / 8
+            content += functional.cross_entropy(heads.content_head(here), cells[at, token]) / 8
     lies = [
-        functional.cross_entropy(heads.lies(plain[at, 5 + token]), torch.tensor(wanted))
+        functional.cross_entropy(heads.location_head(plain[at, 5 + token]), torch.tensor(wanted))
         for at, token, wanted in (
             (0, 1, [0.5, 0.0, 0.0, 0.5, 0.0]),
             (0, 2, [0.0, 0.0, 1.0, 0.0, 0.0]),
@@ -83,7 +83,7 @@ def test_names_in_answers_do_not_count() -> None:
 def test_a_quiz_has_all_names_that_are_asked_about() -> None:
     heads, text = grounding(), torch.tensor([[5, 11], [5, 6]])
     torch.manual_seed(0)
-    drawn = [heads.quizzed(text) for _ in range(60)]
+    drawn = [heads.append_quiz(text) for _ in range(60)]
     assert all(torch.equal(each[:, :2], text) and torch.equal(each[0, 2:], each[1, 2:]) for each in drawn)
     assert {tuple(each[0, 2:].tolist()) for each in drawn} == set(permutations((11, 17, 6)))
 

@@ -17,7 +17,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from sparseflow.adaptive.grid_vqa.images import DIGITS, SPLITS, ImageBank, bank_of, pictures
+from sparseflow.adaptive.grid_vqa.images import DIGITS, SPLITS, ImageBank, load_image_bank, read_archives
 from sparseflow.errors import FileFormatError, InputError
 
 
@@ -55,13 +55,13 @@ def assert_split(bank: ImageBank) -> None:
 
 
 def test_digits() -> None:
-    bank = bank_of(digits=True)
+    bank = load_image_bank(digits=True)
     assert bank.images.shape == (1797, 3, 32, 32) and bank.images.dtype == np.uint8
     assert bank.names == tuple(sorted(DIGITS)) and not any(bank.flips)
     assert_split(bank)
     counts = [sum(map(len, bank.splits[split])) / 1797 for split in SPLITS]
     assert counts == pytest.approx([0.72, 0.08, 0.2], abs=0.005)
-    again, other = bank_of(digits=True), bank_of(digits=True, seed=1)
+    again, other = load_image_bank(digits=True), load_image_bank(digits=True, seed=1)
     assert all(np.array_equal(a, b) for a, b in zip(again.splits["test"], bank.splits["test"], strict=True))
     assert not all(
         np.array_equal(a, b) for a, b in zip(other.splits["test"], bank.splits["test"], strict=True)
@@ -79,26 +79,26 @@ def test_folders_of_images_keep_their_authors_test_images(tmp_path: Path) -> Non
         {f"test/{'Cat' if at % 2 else 'dog'}/{at}.png": png(x) for at, x in enumerate(test)},
         "w",
     )
-    bank = bank_of(digits=False, archives=[one, two])
+    bank = load_image_bank(digits=False, archives=[one, two])
     assert bank.names == ("cat", "dog") and all(bank.flips)
     assert_split(bank)
     assert {bank.images[at].tobytes() for at in np.concatenate(bank.splits["test"])} == {
         x.transpose(2, 0, 1).tobytes() for x in test
     }
     # One half alone has no test images of its own, so some are taken.
-    assert_split(bank_of(digits=True, archives=[one]))
+    assert_split(load_image_bank(digits=True, archives=[one]))
 
 
 def test_an_image_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
     files = {f"cat/{at}.png": png(x) for at, x in enumerate(np.concatenate([noise(12), noise(12)]))}
-    bank = bank_of(digits=False, archives=[archive(tmp_path / "cats.tar", files, "w")])
+    bank = load_image_bank(digits=False, archives=[archive(tmp_path / "cats.tar", files, "w")])
     assert len(bank.images) == 12
     assert_split(bank)
 
 
 def test_other_sizes_and_modes_are_made_alike(tmp_path: Path) -> None:
     grey = np.full((40, 20), 7, np.uint8)
-    found = pictures(
+    found = read_archives(
         [archive(tmp_path / "a.tar", {"cat/a.png": png(grey), "cat/readme.txt": b"no", "b.png": b"no"}, "w")]
     )
     assert found.images.shape == (1, 3, 32, 32) and (found.images == 7).all()
@@ -112,15 +112,15 @@ def test_the_binary_version(tmp_path: Path) -> None:
         "cifar/data_batch_1.bin": rows[:30].tobytes(), "cifar/test_batch.bin": rows[30:].tobytes(),
         "cifar/batches.meta.txt": b"airplane\nTruck\n\n", "cifar/readme.html": b"",
     }  # fmt: skip
-    bank = bank_of(digits=False, archives=[archive(tmp_path / "c.tar.gz", files)])
+    bank = load_image_bank(digits=False, archives=[archive(tmp_path / "c.tar.gz", files)])
     assert bank.names == ("airplane", "truck")
     assert_split(bank)
     tests = {bank.images[at].tobytes() for at in np.concatenate(bank.splits["test"])}
     assert tests == {each.tobytes() for each in pixels[30:]}
     with pytest.raises(FileFormatError, match="records of 3073 bytes"):
-        pictures([archive(tmp_path / "d.tar", files | {"cifar/data_batch_1.bin": b"torn"}, "w")])
+        read_archives([archive(tmp_path / "d.tar", files | {"cifar/data_batch_1.bin": b"torn"}, "w")])
     with pytest.raises(FileFormatError, match=r"label 1, and batches\.meta\.txt 1 names"):
-        pictures([archive(tmp_path / "e.tar", files | {"cifar/batches.meta.txt": b"airplane"}, "w")])
+        read_archives([archive(tmp_path / "e.tar", files | {"cifar/batches.meta.txt": b"airplane"}, "w")])
 
 
 class Trap:
@@ -135,34 +135,34 @@ def test_pickles_are_refused_and_not_read(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match="made of pickles, which could run code; use CIFAR-10's binary version"
     ):
-        pictures([path])
+        read_archives([path])
     assert not Trap.sprung
 
 
 def test_archives_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no archive"):
-        bank_of(digits=False, archives=[tmp_path / "none.tar"])
+        load_image_bank(digits=False, archives=[tmp_path / "none.tar"])
     with pytest.raises(InputError, match="there are no images"):
-        bank_of(digits=False)
+        load_image_bank(digits=False)
     with pytest.raises(FileFormatError, match="holds no images"):
-        pictures([archive(tmp_path / "empty.tar", {"readme": b""}, "w")])
+        read_archives([archive(tmp_path / "empty.tar", {"readme": b""}, "w")])
     with pytest.raises(FileFormatError, match=r"cat/a\.png is not an image"):
-        pictures([archive(tmp_path / "broken.tar", {"cat/a.png": png(noise(1)[0])[:100]}, "w")])
+        read_archives([archive(tmp_path / "broken.tar", {"cat/a.png": png(noise(1)[0])[:100]}, "w")])
     with pytest.raises(FileFormatError, match="one word, not 'big cat'"):
-        pictures([archive(tmp_path / "words.tar", {"big cat/a.png": png(noise(1)[0])}, "w")])
+        read_archives([archive(tmp_path / "words.tar", {"big cat/a.png": png(noise(1)[0])}, "w")])
     with pytest.raises(InputError, match="there are 2 images of 'cat', too few"):
         files = {f"cat/{at}.png": png(x) for at, x in enumerate(noise(2))}
-        bank_of(digits=False, archives=[archive(tmp_path / "few.tar", files, "w")])
+        load_image_bank(digits=False, archives=[archive(tmp_path / "few.tar", files, "w")])
     with pytest.raises(InputError, match="two sources have images of 'one'"):
         files = {f"one/{at}.png": png(x) for at, x in enumerate(noise(20))}
-        bank_of(digits=True, archives=[archive(tmp_path / "twice.tar", files, "w")])
+        load_image_bank(digits=True, archives=[archive(tmp_path / "twice.tar", files, "w")])
     whole = archive(
         tmp_path / "whole.tar.gz", {f"cat/{at}.png": png(x) for at, x in enumerate(noise(9))}
     ).read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 9):
         (tmp_path / "torn.tar.gz").write_bytes(whole[:length])
         with pytest.raises(FileFormatError, match="not a tar archive that can be read"):
-            pictures([tmp_path / "torn.tar.gz"])
+            read_archives([tmp_path / "torn.tar.gz"])
 
 
 @given(content=st.binary(max_size=600))
@@ -170,4 +170,4 @@ def test_any_bytes_are_read_or_refused(content: bytes, tmp_path_factory: pytest.
     path = tmp_path_factory.mktemp("any") / "any.tar"
     path.write_bytes(content)
     with pytest.raises((FileFormatError, InputError)):
-        pictures([path])
+        read_archives([path])

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa.config import VqaStageConfig
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.learner import VqaLearner, draw_plan
-from sparseflow.adaptive.grid_vqa.stack import steps_of
+from sparseflow.adaptive.grid_vqa.learner import VqaLearner, sample_plan
+from sparseflow.adaptive.grid_vqa.stack import get_block_steps
 from sparseflow.adaptive.plan.space import TIERS, ModelGeometry, Tier
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.errors import RunError
@@ -36,7 +36,7 @@ def weights(run: VqaLearner) -> dict[str, torch.Tensor]:
 def test_drawn_plans_cover_what_there_is() -> None:
     geometry = ModelGeometry(depth=16, top_k=8)
     random = np.random.default_rng(0)
-    plans = [draw_plan(geometry, tier, random) for _ in range(1000) for tier in TIERS]
+    plans = [sample_plan(geometry, tier, random) for _ in range(1000) for tier in TIERS]
     for plan in plans:
         geometry.check(plan)
         assert len(plan.blocks) in geometry.block_counts(plan.insertion_position)
@@ -53,7 +53,7 @@ def test_drawn_plans_cover_what_there_is() -> None:
 def test_drawn_plans_of_a_stage(count: int, tier: Tier) -> None:
     run = learning()
     stage = VqaStageConfig(share=1.0, tier=tier, drawn_plans=count)
-    drawn = [run._plans(stage, np.random.default_rng(seed)) for seed in range(100)]
+    drawn = [run._sample_plans(stage, np.random.default_rng(seed)) for seed in range(100)]
     assert {len(plans) for plans in drawn} == {count}
     every = [plan for plans in drawn for plan in plans]
     assert {plan.tier for plan in every} == (set(TIERS[: TIERS.index(tier) + 1]) if count else set())
@@ -65,29 +65,33 @@ def test_stages_follow_one_another_by_their_shares() -> None:
     shares = {"low": 2.0, "medium": 1.0, "high": 1.0}
     stages = [{"share": share, "tier": tier, "drawn_plans": 0} for tier, share in shares.items()]
     run = learning(**{"train.stages": stages, "train.steps": 8})
-    assert [run.stage(step).tier for step in range(3, 11)] == [*["low"] * 4, *["medium"] * 2, *["high"] * 2]
+    assert [run.get_stage(step).tier for step in range(3, 11)] == [
+        *["low"] * 4,
+        *["medium"] * 2,
+        *["high"] * 2,
+    ]
     crops = []
     for _ in range(11):
-        batch = run._batch(run.step)
+        batch = run._get_batch(run.step)
         crops.append(batch.crops.shape[1])
-        run.advance()
+        run.train_step()
     assert crops == [14, 14, 14, 1, 1, 1, 1, 5, 5, 14, 14]
 
 
 def test_a_stage_has_its_own_batch_size() -> None:
     stages = [{"share": 0.5, "tier": "low"}, {"share": 0.5, "tier": "high", "batch_size": 2}]
     run = learning(**{"train.stages": stages, "train.steps": 4})
-    assert [len(run._batch(step).crops) for step in range(3, 7)] == [4, 4, 2, 2]
+    assert [len(run._get_batch(step).crops) for step in range(3, 7)] == [4, 4, 2, 2]
     for _ in range(7):
-        run.advance()
+        run.train_step()
 
 
 def test_the_vision_tower_learns_from_some_crops() -> None:
     run = learning(**{"train.vision_crops": [1, 1, 2]})
-    seen, see = [], run.stack.see
-    run.stack.see = lambda crops: (seen.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
+    seen, see = [], run.stack.encode_crops
+    run.stack.encode_crops = lambda crops: (seen.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
     for _ in range(4):
-        run.advance()
+        run.train_step()
     assert seen == [4, 4, 4, 1]
 
 
@@ -95,15 +99,15 @@ def test_the_vision_tower_learns_alone_at_first() -> None:
     run = learning()
     before = weights(run)
     for _ in range(3):
-        numbers = run.advance()
+        numbers = run.train_step()
         assert {"naming", "named_low", "named_high", "rate_vision"} <= set(numbers) and "full" not in numbers
     changed = {name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])}
     assert changed and all("vision_tower" in name for name in changed)
-    numbers = run.advance()
+    numbers = run.train_step()
     assert {"full", "drawn", "naming", "place", "content", "lies", "balance", "right"} <= set(
         numbers
     ) and numbers["rate_text"] > 0.0
-    run.advance()
+    run.train_step()
     still = {name for name, each in run.model.state_dict().items() if torch.equal(each, before[name])}
     # Nothing looks at the norm behind the vision tower's last block.
     assert all("post_layernorm" in name for name in still)
@@ -112,27 +116,27 @@ def test_the_vision_tower_learns_alone_at_first() -> None:
 def test_gradients_are_those_of_the_whole_loss() -> None:
     """Plans go backward one by one; here they do at once."""
     run = learning(**{"train.vision_steps": 0})
-    batch = run.data.train(0)
+    batch = run.data.make_train_batch(0)
     stage = VqaStageConfig(share=1.0, tier="high", drawn_plans=2)
-    plans = run._plans(stage, np.random.default_rng(0))
+    plans = run._sample_plans(stage, np.random.default_rng(0))
     torch.manual_seed(0)
-    found = run._answer(batch, "high", plans, sees=True)
+    found = run._train_answers(batch, "high", plans, train_vision=True)
     gradients = {
         name: each.grad.clone() for name, each in run.model.named_parameters() if each.grad is not None
     }
     run.model.zero_grad()
 
-    told, stack = run.settings.train, run.stack
-    where, wanted = batch.answered, batch.text[:, 1:]
-    seen = stack.see(batch.crops)
+    told, stack = run.config.train, run.stack
+    where, wanted = batch.answer_mask, batch.text[:, 1:]
+    seen = stack.encode_crops(batch.crops)
     vision, balance = stack.project(seen), []
-    full = stack.answers(run.full, vision, batch.text, balance)[where]
+    full = stack.forward_plan(run.full, vision, batch.text, balance)[where]
     torch.manual_seed(0)
-    quizzed = run.grounding.quizzed(batch.text)
-    hidden, rotary = stack.begin(vision, quizzed, "high")
+    quizzed = run.grounding.append_quiz(batch.text)
+    hidden, rotary = stack.embed(vision, quizzed, "high")
     # Names behind the text are tokens, too, which experts share.
     balance = balance[2:]
-    hidden = stack.run(steps_of(run.full, 3)[:2], hidden, rotary, balance)
+    hidden = stack.run_blocks(get_block_steps(run.full, 3)[:2], hidden, rotary, balance)
     ground = run.grounding(hidden, quizzed, batch.prompts, batch.cells).sum()
     naming = torch.stack(
         [
@@ -143,7 +147,7 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     loss = functional.cross_entropy(full, wanted[where]) + 0.01 * sum(balance) / 4 + 0.3 * naming
     loss = loss + 0.5 * ground
     for plan in plans:
-        student = stack.answers(plan, vision, batch.text)[where]
+        student = stack.forward_plan(plan, vision, batch.text)[where]
         chances = full.detach().softmax(-1)
         apart = (chances * (chances.log() - student.log_softmax(-1))).sum(-1).mean()
         loss = (
@@ -162,11 +166,11 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
 def test_a_state_says_all() -> None:
     one, two = learning(), learning(**{"train.seed": 0})
     for _ in range(4):
-        one.advance()
-    state = {name: each for name, each in one.state().items()}
-    two.restore(torch_copy(state))
+        one.train_step()
+    state = {name: each for name, each in one.state_dict().items()}
+    two.load_state_dict(torch_copy(state))
     for _ in range(4):
-        assert one.advance() == two.advance()
+        assert one.train_step() == two.train_step()
     torch.testing.assert_close(weights(one), weights(two), rtol=0.0, atol=0.0)
     torch.testing.assert_close(one.average.state_dict(), two.average.state_dict(), rtol=0.0, atol=0.0)
 
@@ -183,7 +187,7 @@ def test_the_average_follows_the_model() -> None:
     run = learning(**{"train.ema": 0.5, "train.vision_steps": 0})
     wanted = {name: each.clone() for name, each in run.average.named_parameters()}
     for step in range(1, 4):
-        run.advance()
+        run.train_step()
         decay = min(0.5, step / (step + 10))
         for name, each in run.model.named_parameters():
             wanted[name] = decay * wanted[name] + (1 - decay) * each.detach()
@@ -194,7 +198,7 @@ def test_the_average_follows_the_model() -> None:
 def test_rates_rise_and_fall_in_each_part() -> None:
     run = learning(**{"train.vision_steps": 100, "train.steps": 150, "train.warm_up": 0.2})
     rates = []
-    for step in range(run.steps):
+    for step in range(run.num_steps):
         run.step = step
         rates.append(run._set_rates())
     vision, text = ([each[f"rate_{name}"] for each in rates] for name in ("vision", "text"))
@@ -203,7 +207,7 @@ def test_rates_rise_and_fall_in_each_part() -> None:
         top = int(np.argmax(part))
         assert 0 < top < len(part) / 2 and part[0] < 0.05 * part[top] and part[-1] < 0.05 * part[top]
     assert max(text) == pytest.approx(1e-3)
-    tiers = [run.stage(step).tier for step in range(100, 250)]
+    tiers = [run.get_stage(step).tier for step in range(100, 250)]
     scales = [0.3 if tier == "high" else 0.0 for tier in tiers]
     assert vision[100:] == pytest.approx(
         [scale * rate for scale, rate in zip(scales, text[100:], strict=True)]
@@ -212,9 +216,9 @@ def test_rates_rise_and_fall_in_each_part() -> None:
 
 def test_the_vision_tower_rests_below_the_highest_tier() -> None:
     run = learning(**{"train.vision_steps": 0})
-    while run.step < run.steps:
-        rests, before = run.stage(run.step).tier != "high", weights(run)
-        run.advance()
+    while run.step < run.num_steps:
+        rests, before = run.get_stage(run.step).tier != "high", weights(run)
+        run.train_step()
         changed = {
             name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])
         }
@@ -228,12 +232,12 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(
 ) -> None:
     run = learning()
     for _ in range(step - 1):
-        run.advance()
+        run.train_step()
     before = weights(run)
-    see = run.stack.see
+    see = run.stack.encode_crops
     monkeypatch.setattr(run.stack, "see", lambda crops: see(crops) * float("nan"))
     with pytest.raises(RunError, match=f"failed in step {step}: its loss is nan"):
-        run.advance()
+        run.train_step()
     torch.testing.assert_close(weights(run), before, rtol=0.0, atol=0.0)
     assert run.step == step - 1
 
@@ -245,12 +249,12 @@ def test_a_small_model_learns_to_look() -> None:
         **{
             "train.shares": {"at": 1.0}, "test_shares": {"at": 1.0}, "train.vision_steps": 150,
             "train.steps": 450, "train.batch_size": 32, "train.rate": 5e-3, "train.vision_rate": 5e-3,
-            "train.judge_samples": 128, "train.augment": 0.0, "train.mix": 0.0, "train.ema": 0.9,
+            "train.eval_samples": 128, "train.augment": 0.0, "train.mix": 0.0, "train.ema": 0.9,
             "scene.cell_px": 16, "scene.item": [0.9, 1.0], "model.width": 32, "model.vision_width": 32,
         }
     )  # fmt: skip
-    for _ in range(run.steps):
-        run.advance()
-    found = run.judge()
-    assert set(found) == {"full", "least_low", "least_medium", "least_high"}
+    for _ in range(run.num_steps):
+        run.train_step()
+    found = run.evaluate()
+    assert set(found) == {"full", "smallest_low", "smallest_medium", "smallest_high"}
     assert found["full"] > 0.6, found

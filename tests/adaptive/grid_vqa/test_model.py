@@ -15,7 +15,7 @@ import transformers
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.adapters.crops import expand_placeholders, make_nested_crops
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.model import SETTINGS, build, load, save
+from sparseflow.adaptive.grid_vqa.model import SETTINGS, build_vqa_model, load_vqa_model, save_vqa_model
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.grid_vqa.little import bank, quick
 
@@ -26,9 +26,9 @@ DATA = VqaDataset(quick(), bank=bank())
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = build(DATA.settings, DATA.vocabulary)
+    model = build_vqa_model(DATA.config, DATA.vocabulary)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    save(model, DATA.settings, DATA.vocabulary, root)
+    save_vqa_model(model, DATA.config, DATA.vocabulary, root)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0.0, atol=0.0)
     return root
 
@@ -36,17 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_reads_the_folder(folder: Path) -> None:
     plain = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
     assert plain.dtype == torch.bfloat16 and get_adapter(plain).geometry.depth == 4
-    model, tokenizer, settings = load(folder)
-    assert settings == DATA.settings and model.dtype == torch.float32 and not model.training
+    model, tokenizer, settings = load_vqa_model(folder)
+    assert settings == DATA.config and model.dtype == torch.float32 and not model.training
     assert tokenizer.get_vocab() == DATA.vocabulary.tokenizer.get_vocab()
     for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(one.float(), other), name
 
 
 def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
-    model, tokenizer, settings = load(folder)
+    model, tokenizer, settings = load_vqa_model(folder)
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    for sample in DATA.samples("test", 3):
+    for sample in DATA.iterate_samples("test", 3):
         content = [{"type": "image"}, {"type": "text", "text": sample.question}]
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
@@ -54,7 +54,9 @@ def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
             return_dict=True,
             return_tensors="pt",
         )
-        ids = expand_placeholders(prompt["input_ids"], model.config.image_token_index, 14 * settings.model.crop_tokens)
+        ids = expand_placeholders(
+            prompt["input_ids"], model.config.image_token_index, 14 * settings.model.crop_tokens
+        )
         pixels = make_nested_crops(
             torch.from_numpy(sample.canvas).permute(2, 0, 1), processor["size"]["height"],
             mean=processor["image_mean"], std=processor["image_std"],
@@ -69,10 +71,10 @@ def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
 
 def test_folders_of_no_use(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no model of Grid-VQA: there is no grid_vqa\.json"):
-        load(tmp_path)
+        load_vqa_model(tmp_path)
     (tmp_path / SETTINGS).write_text("{}")
     with pytest.raises(FileFormatError, match="that can be read"):
-        load(tmp_path)
+        load_vqa_model(tmp_path)
     (tmp_path / SETTINGS).write_text((folder / SETTINGS).read_text())
     with pytest.raises(FileFormatError, match="that can be read"):
-        load(tmp_path)
+        load_vqa_model(tmp_path)

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from sparseflow.adaptive.grid_vqa.auxiliary_heads import NamingHead, draw_crops, naming_loss, right
+from sparseflow.adaptive.grid_vqa.auxiliary_heads import (
+    NamingHead,
+    naming_accuracy,
+    naming_loss,
+    sample_crops,
+)
 
 ALL = torch.ones(3, 4, dtype=torch.bool)
 
@@ -73,13 +78,13 @@ def test_some_crops_name_the_cells_that_they_show() -> None:
 
 def test_crops_are_drawn_of_each_level() -> None:
     random = np.random.default_rng(0)
-    drawn = [draw_crops((1, 2, 3), random) for _ in range(200)]
+    drawn = [sample_crops((1, 2, 3), random) for _ in range(200)]
     assert all(each == sorted(set(each)) and each[0] == 0 for each in drawn)
     assert all(
         [sum(1 <= crop < 5 for crop in each), sum(crop >= 5 for crop in each)] == [2, 3] for each in drawn
     )
     assert {crop for each in drawn for crop in each} == set(range(14))
-    assert draw_crops((1, 4, 9), random) == list(range(14))
+    assert sample_crops((1, 4, 9), random) == list(range(14))
 
 
 def test_the_loss_of_blends() -> None:
@@ -102,5 +107,5 @@ def test_the_share_that_is_right_is_of_cells_with_something() -> None:
     logits = torch.nn.functional.one_hot(
         torch.tensor([[[0, 1, 4, 4]], [[0, 0, 0, 4]], [[4, 4, 4, 4]]]), 5
     ).float()
-    assert right(logits, ALL, cells, 4).tolist() == [1.0, 0.5, 0.0]
-    assert right(logits[:, :, 2:], ALL[:, 2:], cells[:, 2:], 4).tolist() == [0.0, 0.0, 0.0]
+    assert naming_accuracy(logits, ALL, cells, 4).tolist() == [1.0, 0.5, 0.0]
+    assert naming_accuracy(logits[:, :, 2:], ALL[:, 2:], cells[:, 2:], 4).tolist() == [0.0, 0.0, 0.0]

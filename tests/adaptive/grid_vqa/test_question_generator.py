@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sparseflow.adaptive.grid_vqa.config import KINDS, Kind
 from sparseflow.adaptive.grid_vqa.question_generator import (
-    MOST,
+    MAX_COUNT,
     TEMPLATES,
     QuestionBatch,
     QuestionDomain,
-    draw,
-    draw_names,
+    sample_questions,
+    sample_scenes,
 )
 from sparseflow.adaptive.grid_vqa.scenes import NOTHING
 from sparseflow.errors import InputError
@@ -27,7 +27,7 @@ EVEN: dict[Kind, float] = dict.fromkeys(KINDS, 1.0)
 
 
 def world(grid: int = 3, asked: tuple[str, ...] = NAMES) -> QuestionDomain:
-    return QuestionDomain(names=NAMES, asked=asked, grid=grid)
+    return QuestionDomain(names=NAMES, question_names=asked, grid=grid)
 
 
 def texts(of: QuestionDomain, drawn: QuestionBatch, at: int) -> tuple[str, str]:
@@ -70,27 +70,29 @@ def truth(kind: Kind, question: str, cells: list[str | None], small: list[bool],
 @given(grid=st.sampled_from([2, 3]), seed=st.integers(0, 2**32), few=st.booleans())
 def test_answers_are_true(grid: int, seed: int, few: bool) -> None:
     of = world(grid, ("dog", "cat", "three") if few else NAMES)
-    drawn = draw(of, EVEN, 60, np.random.default_rng(seed))
+    drawn = sample_questions(of, EVEN, 60, np.random.default_rng(seed))
     for at in range(len(drawn)):
         kind = KINDS[drawn.kinds[at]]
         cells = [None if name == NOTHING else NAMES[name] for name in drawn.scenes.names[at]]
         small = drawn.scenes.small[at].tolist()
         assert any(small) == (kind == "small")
-        assert set(filter(None, cells)) <= set(of.asked)
+        assert set(filter(None, cells)) <= set(of.question_names)
         question, answer = texts(of, drawn, at)
         assert truth(kind, question, cells, small, grid) == answer
 
 
 def test_nothing_but_the_generator_decides() -> None:
-    one, two = (draw(world(), EVEN, 100, np.random.default_rng(3)) for _ in range(2))
+    one, two = (sample_questions(world(), EVEN, 100, np.random.default_rng(3)) for _ in range(2))
     assert np.array_equal(one.text, two.text) and np.array_equal(one.scenes.names, two.scenes.names)
-    other = draw(world(), EVEN, 100, np.random.default_rng(4))
+    other = sample_questions(world(), EVEN, 100, np.random.default_rng(4))
     assert one.text.shape != other.text.shape or not np.array_equal(one.text, other.text)
 
 
 def test_answers_are_as_likely_whatever_the_question() -> None:
     of = world()
-    drawn = draw(of, {kind: 1.0 for kind in KINDS if kind != "list"}, 50_000, np.random.default_rng(0))
+    drawn = sample_questions(
+        of, {kind: 1.0 for kind in KINDS if kind != "list"}, 50_000, np.random.default_rng(0)
+    )
     assert not (drawn.kinds == KINDS.index("list")).any()
     answers: dict[tuple[int, ...], Counter[int]] = {}
     for key, row, prompt in zip(
@@ -101,7 +103,7 @@ def test_answers_are_as_likely_whatever_the_question() -> None:
     ):
         answers.setdefault(tuple(key), Counter())[int(row[prompt])] += 1
     for key, found in answers.items():
-        ways = of.answers(KINDS[key[0]])
+        ways = of.count_answers(KINDS[key[0]])
         assert ways is not None and ways == len(found)
         # Chi-squared: over 40 counters, five standard deviations beyond its mean.
         total = sum(found.values())
@@ -111,7 +113,7 @@ def test_answers_are_as_likely_whatever_the_question() -> None:
 
 def test_all_wordings_and_slots_come() -> None:
     of = world()
-    drawn = draw(of, EVEN, 6000, np.random.default_rng(0))
+    drawn = sample_questions(of, EVEN, 6000, np.random.default_rng(0))
     asked = {texts(of, drawn, at)[0] for at in range(len(drawn))}
     assert "how many items show cat ?" in asked and "name the tiny item ." in asked
     wordings = {kind: len(ways) for kind, ways in TEMPLATES.items()}
@@ -121,8 +123,10 @@ def test_all_wordings_and_slots_come() -> None:
 
 
 def test_small_items_are_digits_where_there_are_any() -> None:
-    assert world().small == ("four", "one", "three", "two")
-    assert QuestionDomain(names=(*NAMES, "pig"), asked=("cat", "dog", "pig"), grid=2).small == (
+    assert world().small_names == ("four", "one", "three", "two")
+    assert QuestionDomain(
+        names=(*NAMES, "pig"), question_names=("cat", "dog", "pig"), grid=2
+    ).small_names == (
         "cat",
         "dog",
         "pig",
@@ -130,7 +134,7 @@ def test_small_items_are_digits_where_there_are_any() -> None:
 
 
 def test_long_answers_have_all_lengths() -> None:
-    drawn = draw(world(), {"list": 1.0}, 2000, np.random.default_rng(0))
+    drawn = sample_questions(world(), {"list": 1.0}, 2000, np.random.default_rng(0))
     lengths = drawn.lengths - drawn.prompts
     # Two to five items, two signs between rows, "nothing" for each empty row, and the end.
     assert lengths.min() == 3 + 2 + 1 and lengths.max() == 5 + 1 + 2 + 1
@@ -138,15 +142,15 @@ def test_long_answers_have_all_lengths() -> None:
 
 def test_a_part_is_what_it_was() -> None:
     of = world()
-    drawn = draw(of, EVEN, 50, np.random.default_rng(0))
-    part = drawn.part(10, 30)
+    drawn = sample_questions(of, EVEN, 50, np.random.default_rng(0))
+    part = drawn.select(10, 30)
     assert len(part) == 20
     assert [texts(of, part, at) for at in range(20)] == [texts(of, drawn, at) for at in range(10, 30)]
 
 
 def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
     often = np.array([0.1, 0.1, 0.4, 0.1, 0.2, 0.1])
-    drawn = draw_names(world(asked=("cat", "dog", "one")), often, 0.4, 2000, np.random.default_rng(0))
+    drawn = sample_scenes(world(asked=("cat", "dog", "one")), often, 0.4, 2000, np.random.default_rng(0))
     big = drawn.names[(drawn.names != NOTHING) & ~drawn.small]
     assert np.allclose(np.bincount(big) / len(big), often, atol=0.02)
     assert {NAMES[name] for name in np.unique(drawn.names[drawn.small])} == {"one"}
@@ -155,17 +159,17 @@ def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
 
 def test_worlds_of_no_use() -> None:
     with pytest.raises(InputError, match="no images of 'pig', only of cat"):
-        QuestionDomain(names=NAMES, asked=("cat", "dog", "pig"), grid=3)
+        QuestionDomain(names=NAMES, question_names=("cat", "dog", "pig"), grid=3)
     with pytest.raises(InputError, match="three names or more, each once, not cat, dog"):
-        QuestionDomain(names=NAMES, asked=("cat", "dog"), grid=3)
+        QuestionDomain(names=NAMES, question_names=("cat", "dog"), grid=3)
     with pytest.raises(InputError, match="each once"):
-        QuestionDomain(names=NAMES, asked=("cat", "dog", "dog", "one"), grid=3)
+        QuestionDomain(names=NAMES, question_names=("cat", "dog", "dog", "one"), grid=3)
 
 
 def test_what_can_be_counted_fits_the_grid() -> None:
     for grid in (2, 3):
-        drawn = draw(world(grid), {"count": 1.0}, 500, np.random.default_rng(0))
+        drawn = sample_questions(world(grid), {"count": 1.0}, 500, np.random.default_rng(0))
         there = (drawn.scenes.names != NOTHING).sum(1)
         assert there.min() >= 1 and there.max() <= grid**2
         asked = drawn.slots[:, :1]
-        assert np.array_equal(np.unique((drawn.scenes.names == asked).sum(1)), np.arange(MOST + 1))
+        assert np.array_equal(np.unique((drawn.scenes.names == asked).sum(1)), np.arange(MAX_COUNT + 1))

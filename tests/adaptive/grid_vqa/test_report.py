@@ -13,8 +13,14 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa.config import KINDS
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.model import build
-from sparseflow.adaptive.grid_vqa.report import pareto, read_report, report_of, work_of, write_report
+from sparseflow.adaptive.grid_vqa.model import build_vqa_model
+from sparseflow.adaptive.grid_vqa.report import (
+    count_multiply_adds,
+    load_report,
+    make_report,
+    pareto,
+    save_report,
+)
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import FileFormatError
 from tests.adaptive.grid_vqa.little import bank, quick
@@ -35,9 +41,9 @@ def test_no_point_that_is_kept_is_beaten(points: list[tuple[int, int]]) -> None:
 
 
 def test_work_is_that_of_the_matrices() -> None:
-    told = DATA.settings.model
+    told = DATA.config.model
     torch.manual_seed(0)
-    model = build(DATA.settings, DATA.vocabulary)
+    model = build_vqa_model(DATA.config, DATA.vocabulary)
     counted = [0]
 
     def count(module: torch.nn.Module, _: object, found: torch.Tensor) -> None:
@@ -49,7 +55,7 @@ def test_work_is_that_of_the_matrices() -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
             module.register_forward_hook(count)
-    sample = next(DATA.samples("test", 1))
+    sample = next(DATA.iterate_samples("test", 1))
     with torch.no_grad():
         model(**sample.inputs, logits_to_keep=1)
     length, text = sample.inputs["input_ids"].shape[1], sample.inputs["input_ids"].shape[1] - 57
@@ -57,29 +63,29 @@ def test_work_is_that_of_the_matrices() -> None:
     # What no hook sees: experts, routers and the products of attention.
     experts = 4 * length * (3 * 3 * 16 * 8 + 4 * 16)
     attention = 4 * length * length * 16 + 14 * 4 * 2 * 4 * 16
-    assert work_of(told, PLAN, text) == linear + experts + attention
+    assert count_multiply_adds(told, PLAN, text) == linear + experts + attention
 
 
 def test_every_knob_saves_work() -> None:
-    told = DATA.settings.model
-    full = work_of(told, PLAN, 10)
+    told = DATA.config.model
+    full = count_multiply_adds(told, PLAN, 10)
     for less in (
         Plan(tier="medium", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
         Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)),
         Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3)),
     ):
-        assert work_of(told, less, 10) < full
+        assert count_multiply_adds(told, less, 10) < full
     later = Plan(tier="high", insertion_position=2, top_k=2, blocks=(0, 1, 2, 3))
     assert (
-        work_of(told, Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)), 10)
-        < work_of(told, later, 10)
+        count_multiply_adds(told, Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)), 10)
+        < count_multiply_adds(told, later, 10)
         < full
     )
 
 
 def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    report = report_of(build(DATA.settings, DATA.vocabulary), DATA)
+    report = make_report(build_vqa_model(DATA.config, DATA.vocabulary), DATA)
     assert (report["samples"], report["plan_samples"]) == (12, 12) and set(report["by_kind"]) <= set(KINDS)
     assert report["names"] == ["cat", "one", "two", "dog"]
     rows = {row["plan"]: row for row in report["plans"]}
@@ -87,13 +93,13 @@ def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
     assert report["pareto_plans"] == sum(row["pareto"] for row in rows.values()) >= 1
     assert report["blind"]["chance"] > 0.0 and len(report["importance"]) == 4
     few = VqaDataset(quick(plan_samples=5), bank=bank())
-    other = report_of(build(few.settings, few.vocabulary), few)
+    other = make_report(build_vqa_model(few.config, few.vocabulary), few)
     assert (other["samples"], other["plan_samples"]) == (12, 5)
     assert all(5 * row["accuracy"] == round(5 * row["accuracy"]) for row in other["plans"])
-    assert read_report(tmp_path) is None
-    write_report(tmp_path, report)
-    assert read_report(tmp_path) == report
+    assert load_report(tmp_path) is None
+    save_report(tmp_path, report)
+    assert load_report(tmp_path) == report
     for torn in ("{", "[]", "{}"):
         (tmp_path / "report.json").write_text(torn)
         with pytest.raises(FileFormatError, match="report"):
-            read_report(tmp_path)
+            load_report(tmp_path)

@@ -10,7 +10,13 @@ import torch
 
 from sparseflow.adaptive.grid_vqa.config import VqaSceneConfig
 from sparseflow.adaptive.grid_vqa.images import SPLITS, Split
-from sparseflow.adaptive.grid_vqa.scenes import NOTHING, SceneAppearance, SceneBatch, looks_of, paint
+from sparseflow.adaptive.grid_vqa.scenes import (
+    NOTHING,
+    SceneAppearance,
+    SceneBatch,
+    render,
+    sample_appearance,
+)
 from tests.adaptive.grid_vqa.little import bank
 
 BANK = bank()
@@ -27,13 +33,13 @@ def scenes(count: int = 50, cells: int = 4, seed: int = 0) -> SceneBatch:
 def looks(
     told: VqaSceneConfig, drawn: SceneBatch, split: Split = "train", seed: int = 0, augment: float = 0.0
 ) -> SceneAppearance:
-    return looks_of(drawn, BANK, split, told, np.random.default_rng(seed), augment=augment)
+    return sample_appearance(drawn, BANK, split, told, np.random.default_rng(seed), augment=augment)
 
 
 def test_an_item_that_fills_its_cell_is_its_image() -> None:
     drawn = replace(scenes(), small=np.zeros((50, 4), bool))
     shown = looks(WHOLE, drawn)
-    canvases = paint(shown, IMAGES, WHOLE)
+    canvases = render(shown, IMAGES, WHOLE)
     assert canvases.shape == (50, 3, 64, 64) and canvases.dtype == torch.uint8
     cells = (
         canvases.unflatten(2, (2, 32))
@@ -65,7 +71,7 @@ def test_items_stay_in_their_cells_and_small_ones_are_small() -> None:
     assert (np.abs(centre) + half[:, None] <= 1.0 + 1e-6).all()
     small = drawn.small.ravel()[shown.cells]
     assert ((half >= 0.2) & (half <= 0.3))[small].all() and ((half >= 0.5) & (half <= 0.9))[~small].all()
-    canvases = paint(shown, torch.full_like(IMAGES, 255), told).float()
+    canvases = render(shown, torch.full_like(IMAGES, 255), told).float()
     covered = (
         (canvases == 255.0).all(1).unflatten(1, (2, 40)).unflatten(3, (2, 40)).sum((2, 4)).ravel().numpy()
     )
@@ -79,7 +85,7 @@ def test_without_augmentation_images_are_not_changed() -> None:
     assert (
         (shown.tones == [0.0, 1.0, 1.0]).all()
         and (shown.holes[:, 2:] == 0.0).all()
-        and (shown.share == 1.0).all()
+        and (shown.fractions == 1.0).all()
     )
     small = looks(replace_item(WHOLE, (0.5, 0.8)), scenes())
     assert np.allclose(small.warps[:, 0, 1], 0.0) and (small.warps[:, 0, 0] > 0.0).all(), (
@@ -99,30 +105,32 @@ def test_augmentation_changes_what_it_may() -> None:
     flips = np.array(BANK.flips)[names]
     assert 0.4 < mirrored[flips].mean() < 0.6 and not mirrored[~flips].any(), "digits must not be mirrored"
     assert 0.4 < (shown.holes[:, 2] > 0.0).mean() < 0.6
-    assert paint(shown, IMAGES, WHOLE).shape == (400, 3, 64, 64)
+    assert render(shown, IMAGES, WHOLE).shape == (400, 3, 64, 64)
 
 
 def test_blends_are_of_both_images() -> None:
     drawn = SceneBatch(names=np.zeros((30, 4), np.int64), small=np.zeros((30, 4), bool))
     blend = np.where(np.arange(4) % 2, 1, NOTHING)[None].repeat(30, 0)
-    shown = looks_of(drawn, BANK, "train", WHOLE, np.random.default_rng(0), blend=blend)
+    shown = sample_appearance(drawn, BANK, "train", WHOLE, np.random.default_rng(0), blend=blend)
     mixed = shown.cells % 2 == 1
     assert (BANK.labels[shown.images[:, 1]][mixed] == 1).all()
     assert (
-        (shown.share[~mixed] == 1.0).all() and (shown.share[mixed] < 1.0).all() and (shown.share >= 0.5).all()
+        (shown.fractions[~mixed] == 1.0).all()
+        and (shown.fractions[mixed] < 1.0).all()
+        and (shown.fractions >= 0.5).all()
     )
-    canvas = paint(shown.part(0, 1, 4), IMAGES, WHOLE)[0, :, :32, 32:].float()
+    canvas = render(shown.select(0, 1, 4), IMAGES, WHOLE)[0, :, :32, 32:].float()
     one, two = IMAGES[shown.images[1]].float()
-    assert (canvas - (two + (one - two) * shown.share[1])).abs().max() <= 1.0
+    assert (canvas - (two + (one - two) * shown.fractions[1])).abs().max() <= 1.0
 
 
 def test_a_part_is_painted_alike() -> None:
     shown = looks(WHOLE, scenes(), augment=1.0)
-    whole = paint(shown, IMAGES, WHOLE)
-    parts = [paint(shown.part(first, last, 4), IMAGES, WHOLE) for first, last in ((0, 7), (7, 8), (8, 50))]
+    whole = render(shown, IMAGES, WHOLE)
+    parts = [render(shown.select(first, last, 4), IMAGES, WHOLE) for first, last in ((0, 7), (7, 8), (8, 50))]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_canvases_without_items() -> None:
     drawn = SceneBatch(names=np.full((2, 4), NOTHING), small=np.zeros((2, 4), bool))
-    assert paint(looks(WHOLE, drawn), IMAGES, WHOLE).shape == (2, 3, 64, 64)
+    assert render(looks(WHOLE, drawn), IMAGES, WHOLE).shape == (2, 3, 64, 64)

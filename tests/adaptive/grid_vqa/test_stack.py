@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.model import build
-from sparseflow.adaptive.grid_vqa.stack import ModelStack, steps_of
+from sparseflow.adaptive.grid_vqa.model import build_vqa_model
+from sparseflow.adaptive.grid_vqa.stack import ModelStack, get_block_steps
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import ModelError
@@ -37,17 +37,17 @@ TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
 )
 def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
     torch.manual_seed(0)
-    model = loud(build(DATA.settings, DATA.vocabulary))
+    model = loud(build_vqa_model(DATA.config, DATA.vocabulary))
     adapter, stack = get_adapter(model), ModelStack(model)
     runtime = PlanRuntime(adapter)
-    for sample in DATA.samples("val", 2):
+    for sample in DATA.iterate_samples("val", 2):
         inputs = sample.inputs | {"pixel_values": sample.inputs["pixel_values"].double()}
         text = inputs["input_ids"][:, 1 + 14 * stack.crop_tokens :]
         with torch.no_grad():
             with runtime.use_plan(plan):
                 wanted = model(**adapter.reduce_to_tier(inputs, plan.tier)).logits
-            vision = stack.project(stack.see(inputs["pixel_values"][None]))
-            found = stack.answers(plan, vision, text)
+            vision = stack.project(stack.encode_crops(inputs["pixel_values"][None]))
+            found = stack.forward_plan(plan, vision, text)
         assert wanted.abs().max() > 1.0
         torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
 
@@ -59,14 +59,16 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
 def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> None:
     torch.manual_seed(0)
     data = VqaDataset(quick(), device, bank=bank())
-    model = loud(build(data.settings, data.vocabulary)).to(device).train()
+    model = loud(build_vqa_model(data.config, data.vocabulary)).to(device).train()
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
-    batch = data.train(0, tier="medium", batch_size=3)
+    batch = data.make_train_batch(0, tier="medium", batch_size=3)
     losses, gradients = [], []
     for compiled in (False, True):
         stack, balance = ModelStack(model, compiled=compiled), []
         model.zero_grad()
-        found = stack.answers(plan, stack.project(stack.see(batch.crops.double())), batch.text, balance)
+        found = stack.forward_plan(
+            plan, stack.project(stack.encode_crops(batch.crops.double())), batch.text, balance
+        )
         task = functional.cross_entropy(found.flatten(0, 1), batch.text[:, 1:].flatten())
         loss = task + 0.1 * torch.stack(balance).mean()
         loss.backward()
@@ -82,40 +84,42 @@ def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> No
 
 def test_padding_on_the_right_changes_nothing() -> None:
     torch.manual_seed(0)
-    stack = ModelStack(loud(build(DATA.settings, DATA.vocabulary)))
-    batch = DATA.train(0)
+    stack = ModelStack(loud(build_vqa_model(DATA.config, DATA.vocabulary)))
+    batch = DATA.make_train_batch(0)
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
     with torch.no_grad():
-        vision = stack.project(stack.see(batch.crops.double()))
-        whole = stack.answers(plan, vision, functional.pad(batch.text, (0, 3), value=DATA.vocabulary.unknown))
+        vision = stack.project(stack.encode_crops(batch.crops.double()))
+        whole = stack.forward_plan(
+            plan, vision, functional.pad(batch.text, (0, 3), value=DATA.vocabulary.unknown)
+        )
         for at, length in enumerate(batch.lengths.tolist()):
-            alone = stack.answers(plan, vision[at : at + 1], batch.text[at : at + 1, :length])
+            alone = stack.forward_plan(plan, vision[at : at + 1], batch.text[at : at + 1, :length])
             torch.testing.assert_close(whole[at, : length - 1], alone[0], **TOLERANCE)
 
 
 def test_balance_is_least_where_every_expert_gets_as_much() -> None:
     torch.manual_seed(0)
-    stack = ModelStack(build(DATA.settings, DATA.vocabulary))
+    stack = ModelStack(build_vqa_model(DATA.config, DATA.vocabulary))
     image, text = torch.randn(2, 56, 16), torch.zeros(2, 3, dtype=torch.int64)
-    hidden, rotary = stack.begin(image, text, "high")
+    hidden, rotary = stack.embed(image, text, "high")
     gate = stack.model.model.language_model.layers[0].mlp.gate.weight
     found: list[torch.Tensor] = []
     with torch.no_grad():
         for weight in (torch.zeros(4, 16), torch.randn(4, 16) * torch.tensor([[1.0], [1.0], [9.0], [9.0]])):
             gate.copy_(weight)
-            stack.block((0, 1), hidden, rotary, found)
+            stack.run_block((0, 1), hidden, rotary, found)
     # With equal chances it is 1, whichever expert is taken.
     assert float(found[0]) == pytest.approx(1.0) and float(found[1]) > 1.1
 
 
 def test_steps_of_a_plan() -> None:
     plan = Plan(tier="low", insertion_position=2, top_k=1, blocks=(0, 1, 3))
-    assert steps_of(plan, 3) == ((0, 3), (1, 3), (3, 1))
+    assert get_block_steps(plan, 3) == ((0, 3), (1, 3), (3, 1))
 
 
 def test_other_models_are_refused() -> None:
     torch.manual_seed(0)
-    model = build(DATA.settings, DATA.vocabulary)
+    model = build_vqa_model(DATA.config, DATA.vocabulary)
     model.config.text_config.norm_topk_prob = True
     with pytest.raises(ModelError, match="neither normalized weights"):
         ModelStack(model)

@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from sparseflow.adaptive.grid_vqa.model import load
-from sparseflow.adaptive.grid_vqa.report import REPORT
-from sparseflow.adaptive.grid_vqa.train import MODEL, SETTINGS, train
+from sparseflow.adaptive.grid_vqa.model import load_vqa_model
+from sparseflow.adaptive.grid_vqa.report import REPORT_FILE
+from sparseflow.adaptive.grid_vqa.train import MODEL_DIR, SETTINGS_FILE, train
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
@@ -26,7 +26,7 @@ from tests.killed import ROOT, environment, run_script
 
 
 def assert_same(one: Path, other: Path) -> None:
-    files = [load_file(folder / MODEL / "model.safetensors") for folder in (one, other)]
+    files = [load_file(folder / MODEL_DIR / "model.safetensors") for folder in (one, other)]
     torch.testing.assert_close(*files, rtol=0.0, atol=0.0)
 
 
@@ -35,7 +35,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("unbroken")
     told: list[tuple[str, float]] = []
     trained = train(quick(), root, bank=bank(), progress=lambda *one: told.append(one))
-    assert trained.folder == root / MODEL and trained.report == json.loads((root / REPORT).read_text())
+    assert trained.folder == root / MODEL_DIR and trained.report == json.loads(
+        (root / REPORT_FILE).read_text()
+    )
     shares = [share for _, share in told]
     assert shares == sorted(shares) and shares[7] == pytest.approx(0.95) and shares[-1] == 1.0
     assert told[0][0].endswith("cells named right") and "step 8 of 8" in told[7][0]
@@ -46,27 +48,27 @@ def test_the_folder_tells_what_happened(unbroken: Path) -> None:
     rows = list(read_history(unbroken))
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
     assert [row["step"] for row in rows if row["kind"] == "val"] == [4, 6, 8]
-    assert {"full", "least_low", "least_medium", "least_high"} < set(rows[-1])
-    assert json.loads((unbroken / SETTINGS).read_text()) == quick().model_dump(mode="json")
-    model, _, settings = load(unbroken / MODEL)
+    assert {"full", "smallest_low", "smallest_medium", "smallest_high"} < set(rows[-1])
+    assert json.loads((unbroken / SETTINGS_FILE).read_text()) == quick().model_dump(mode="json")
+    model, _, settings = load_vqa_model(unbroken / MODEL_DIR)
     assert settings == quick() and model.config.text_config.num_hidden_layers == 4
-    report = json.loads((unbroken / REPORT).read_text())
+    report = json.loads((unbroken / REPORT_FILE).read_text())
     assert report["samples"] == 12 and report["environment"]["device"]["kind"] == "cpu"
 
 
 def test_a_finished_training_is_not_done_again_and_another_is_refused(unbroken: Path) -> None:
     again = train(quick(), unbroken, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
-    assert again.report == json.loads((unbroken / REPORT).read_text())
+    assert again.report == json.loads((unbroken / REPORT_FILE).read_text())
     with pytest.raises(InputError, match=r"of another training, with other train\.rate"):
         train(quick(**{"train.rate": 0.1}), unbroken, bank=bank())
     with pytest.raises(InputError, match="with other count, names"):
         train(quick(), unbroken, bank=bank(5))
     with pytest.raises(InputError, match="is a file"):
-        train(quick(), unbroken / SETTINGS, bank=bank())
+        train(quick(), unbroken / SETTINGS_FILE, bank=bank())
 
 
 def test_other_questions_are_judged_anew(unbroken: Path, tmp_path: Path) -> None:
-    for name in (CHECKPOINT_FILE, REPORT, SETTINGS):
+    for name in (CHECKPOINT_FILE, REPORT_FILE, SETTINGS_FILE):
         (tmp_path / name).write_bytes((unbroken / name).read_bytes())
     trained = train(quick(test_samples=7, test_shares={"left": 1.0}), tmp_path, bank=bank())
     assert trained.report is not None
@@ -140,13 +142,13 @@ def test_processes_train_together(unbroken: Path, tmp_path: Path) -> None:
     told = [each.communicate() for each in both]
     assert [each.returncode for each in both] == [0, 0], told
     assert [out.strip() for out, _ in told] == ["first", "other"]
-    one, two = (load_file(root / MODEL / "model.safetensors") for root in (tmp_path, unbroken))
+    one, two = (load_file(root / MODEL_DIR / "model.safetensors") for root in (tmp_path, unbroken))
     assert any(not torch.equal(one[name], two[name]) for name in one), "two processes see twice as much"
 
 
 def test_half_precision(tmp_path: Path) -> None:
     trained = train(quick(**{"train.amp": "bf16"}), tmp_path, bank=bank())
-    model, _, _ = load(trained.folder)
+    model, _, _ = load_vqa_model(trained.folder)
     assert all(bool(each.isfinite().all()) for each in model.parameters())
 
 

@@ -14,7 +14,7 @@ from sparseflow.adaptive.grid_vqa.question_generator import QuestionDomain
 from sparseflow.adaptive.grid_vqa.vocabulary import SPECIALS, Vocabulary
 from sparseflow.errors import InputError
 
-WORLD = QuestionDomain(names=("cat", "one", "two", "dog"), asked=("cat", "one", "two"), grid=3)
+WORLD = QuestionDomain(names=("cat", "one", "two", "dog"), question_names=("cat", "one", "two"), grid=3)
 TEXT = "what is at row 2 column 3 ?"
 
 

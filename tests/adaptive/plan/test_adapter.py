@@ -119,14 +119,14 @@ class RemoteAdapter(Adapter):
         found(torch.zeros(1, WIDTH, dtype=torch.float64))
         return found.asked.pop()
 
-    def get_hidden_states(self, found: Any) -> Tensor:
-        return found[0]
+    def get_hidden_states(self, output: Any) -> Tensor:
+        return output[0]
 
     def skip_block(self, hidden: Tensor) -> Any:
         return hidden, None
 
-    def get_cache(self, found: Any) -> Any:
-        return found[1] if isinstance(found, tuple) else found.past_key_values
+    def get_cache(self, output: Any) -> Any:
+        return output[1] if isinstance(output, tuple) else output.past_key_values
 
     def get_kv_lengths(self, cache: Any) -> dict[int, int]:
         return {at: key.shape[1] for at, (key, _) in cache.of.items()}

@@ -488,8 +488,8 @@ def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
     ):
         with (
             pytest.raises(PlanError, match=says or None),
-            runtime.use_decided_plan(None, 2, lambda hidden, d=decided: d),
-        ):  # type: ignore[misc]
+            runtime.use_decided_plan(None, 2, lambda hidden, d=decided: d),  # pyright: ignore[reportArgumentType]
+        ):
             whole(model, inputs)
     for tier, position in (("low", 2), (None, 6), (None, 0)):
         with pytest.raises(PlanError), runtime.use_decided_plan(tier, position, lambda hidden: plan()):  # type: ignore[arg-type]

@@ -133,8 +133,8 @@ def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> 
     find_feasible = [done(plan) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
     assert done(second.plan) == max(find_feasible)
     best = SPACE.plans[37]
-    worth = [1.0 if plan == best else 0.5 for plan in SPACE.plans]
-    assert decided(selector(worth=worth), 1000.0)[1].plan == best
+    plan_quality = [1.0 if plan == best else 0.5 for plan in SPACE.plans]
+    assert decided(selector(plan_quality=plan_quality), 1000.0)[1].plan == best
 
 
 def test_noise_of_timing_does_not_rank_plans() -> None:
@@ -149,7 +149,7 @@ def test_noise_of_timing_does_not_rank_plans() -> None:
 
 
 def test_of_equal_worth_the_quicker_is_taken() -> None:
-    _, second, _ = decided(selector(worth=[1.0] * len(SPACE)), 1000.0)
+    _, second, _ = decided(selector(plan_quality=[1.0] * len(SPACE)), 1000.0)
     assert work_ms(second.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
@@ -240,8 +240,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     adapter.model.get_input_embeddings = lambda: adapter.embed
     with pytest.raises(InputError, match=f"9.*{WIDTH}"):
         selector(adapter=adapter, controllers=Controllers(SPACE, width=9, model_id="m"))
-    with pytest.raises(InputError, match="`worth`"):
-        selector(worth=[1.0, 2.0, 3.0])
+    with pytest.raises(InputError, match="`plan_quality`"):
+        selector(plan_quality=[1.0, 2.0, 3.0])
     with pytest.raises(InputError, match="`plans`"):
         selector(plans=[])
     with pytest.raises(InputError):
@@ -284,16 +284,16 @@ def test_few_plans() -> None:
     full, every = GEOMETRY.full_plan(), SPACE.plans
     quickest = min(every, key=lambda plan: work_ms(plan, 16))
     # By worth: the best plan is a cheap one, and still the one that does most is kept, for who has time.
-    worth = [1.0 if at == 37 else 0.5 + 0.001 * (at % 7) for at in range(len(every))]
+    plan_quality = [1.0 if at == 37 else 0.5 + 0.001 * (at % 7) for at in range(len(every))]
     for most in (2, 3, 8):
-        kept = selector(worth=worth).select_front(most).plans
+        kept = selector(plan_quality=plan_quality).select_front(most).plans
         assert kept is not None and len(kept) <= most and full in kept and quickest in kept
         assert list(kept) == sorted(kept, key=lambda plan: work_ms(plan, 16))
         assert (every[37] in kept) == (most > 2)
     # By what controllers chose.
     learned = controllers()
-    learned.chosen[[5, 70, 200]] = torch.tensor([0.2, 0.7, 0.1])
-    kept = selector(controllers=learned, worth=worth).select_front(4).plans
+    learned.plan_frequency[[5, 70, 200]] = torch.tensor([0.2, 0.7, 0.1])
+    kept = selector(controllers=learned, plan_quality=plan_quality).select_front(4).plans
     assert kept is not None and set(kept) == {quickest, full, every[70], every[5]}
     assert len(selector(controllers=controllers()).select_front(8).plans or ()) <= 8
     # Plans that have no room are none of them.

@@ -11,7 +11,7 @@ import torch
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.learner import VqaLearner
-from sparseflow.adaptive.grid_vqa.model import load, save
+from sparseflow.adaptive.grid_vqa.model import load_vqa_model, save_vqa_model
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.profile import (
     Measurement,
@@ -43,15 +43,15 @@ def model_folder(folder: Path) -> Path:
     """Train a model for a second, and write it."""
     with init_distributed("cpu") as mine:
         run = VqaLearner(SETTINGS, VqaDataset(SETTINGS, bank=bank()), mine)
-        for _ in range(run.steps):
-            run.advance()
-        save(run.model, SETTINGS, run.data.vocabulary, folder)
+        for _ in range(run.num_steps):
+            run.train_step()
+        save_vqa_model(run.model, SETTINGS, run.data.vocabulary, folder)
     return folder
 
 
 def opened(folder: Path) -> Any:
     """The model in float32."""
-    return load(folder)[0]
+    return load_vqa_model(folder)[0]
 
 
 def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise: float = 0.02) -> PlanProfile:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa import dataset, evaluate, task
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.evaluate import outcomes
+from sparseflow.adaptive.grid_vqa.evaluate import evaluate_plans
 from sparseflow.adaptive.grid_vqa.task import GridVqaTask
 from sparseflow.adaptive.plan.space import PlanSpace
 from sparseflow.adaptive.questions.task import Split
@@ -48,7 +48,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
     def noted(*given: Any, **named: Any) -> Any:
         calls.append((named["split"], named["first"], named["count"]))
-        return evaluate.outcomes(*given, **named)
+        return evaluate.evaluate_plans(*given, **named)
 
     monkeypatch.setattr(task, "outcomes", noted)
     return calls
@@ -71,7 +71,7 @@ def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tri
     assert told[-1] == ("plans evaluated on 20 test samples", 1.0)
     wanted: dict[Split, int] = {"val": 40, "test": 20}
     for split, count in wanted.items():
-        whole = outcomes(model, DATA, space, split=split, count=count)
+        whole = evaluate_plans(model, DATA, space, split=split, count=count)
         for field in fields(whole):
             one, other = getattr(found[split], field.name), getattr(whole, field.name)
             if field.name in ("plans", "vision_tokens"):
@@ -82,8 +82,8 @@ def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, tri
 
 
 def test_lengths_are_those_of_requests(model, space) -> None:
-    judged = outcomes(model, DATA, space.plans[:1], split="test", count=12)
-    for at, sample in enumerate(DATA.samples("test", 12)):
+    judged = evaluate_plans(model, DATA, space.plans[:1], split="test", count=12)
+    for at, sample in enumerate(DATA.iterate_samples("test", 12)):
         ids = sample.inputs["input_ids"]
         images = int((ids == DATA.vocabulary.image).sum())
         assert judged.text_tokens[at] == ids.shape[1] - images
@@ -125,7 +125,7 @@ def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path
     with pytest.raises(InputError, match=r"`counts` .* at least 1 sample"):
         collect_outcomes(of(model), space, tmp_path, {"test": 0}, context=ALONE)
     with pytest.raises(InputError, match=r"`first` \(=3\) must be a multiple of 256"):
-        outcomes(model, DATA, space, count=4, first=3)
+        evaluate_plans(model, DATA, space, count=4, first=3)
 
 
 def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:

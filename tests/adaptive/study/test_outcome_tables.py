@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.grid_vqa.config import KINDS
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
-from sparseflow.adaptive.grid_vqa.evaluate import outcomes
+from sparseflow.adaptive.grid_vqa.evaluate import evaluate_plans
 from sparseflow.adaptive.grid_vqa.task import GridVqaTask
 from sparseflow.adaptive.profile import PlanProfile
 from sparseflow.adaptive.questions.task import SampleCounts
@@ -49,7 +49,7 @@ def of(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTa
 def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> None:
     profile = small.profile_of(model, noise=0.0)
     found = of(model, profile, tmp_path, train=30, validation=20, test=40)
-    judged = {name: outcomes(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")}
+    judged = {name: evaluate_plans(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")}
     for table, split, some in (
         (found.train, "val", slice(30)),
         (found.validation, "val", slice(30, 50)),

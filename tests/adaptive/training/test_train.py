@@ -124,7 +124,9 @@ def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
     best = max(looks, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
     kept = Controllers.load(folder / CONTROLLERS, model_id="m")
-    assert kept.chosen.sum() == pytest.approx(1.0), "of the plans, how often each was chosen on the held-out"
+    assert kept.plan_frequency.sum() == pytest.approx(1.0), (
+        "of the plans, how often each was chosen on the held-out"
+    )
     assert_same(dict(kept.state_dict()), dict(trained.controllers.state_dict()))
     again = JointTrainer(config(), tables()[0], None, "m", ALONE)
     again.controllers.load_state_dict(kept.state_dict())
@@ -341,7 +343,7 @@ def test_environments_of_other_plans(tmp_path: Path) -> None:
         ({"group": 8}, "`group`"), ({"steps": -1}, "`steps`"), ({"steps": 0}, ""),
         ({"rate": 0.0}, "`rate`"), ({"rate": float("nan")}, "`rate`"), ({"clip": -1.0}, "`clip`"),
         ({"kl": -0.1}, "`kl`"), ({"entropy": float("inf")}, "`entropy`"), ({"prompts": 5}, ""),
-        ({"multiplier": 20.0}, ""), ({"violations": 1.0}, "`asked`"),
+        ({"multiplier": 20.0}, ""), ({"violations": 1.0}, "`target`"),
         ({"budgets_ms": (5.0, 1.0)}, ""), ({"seed": True}, "`seed`"),
         ({"validate_every": 0}, "`validate_every`"),
     ],

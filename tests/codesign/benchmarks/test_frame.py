@@ -24,23 +24,25 @@ def frame() -> Any:
 
 @pytest.mark.parametrize("wrong", [[], ["a bound is too high", "memory is exceeded"]])
 def test_a_run_that_failed_says_so(frame: Any, wrong: list[str], tmp_path: Path) -> None:
-    parser = frame.options("What it does.", seed="weights")
+    parser = frame.make_parser("What it does.", seed="weights")
     parser.add_argument("--budget", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args(["--seed", "3", "--out", str(tmp_path / "a.json"), "--folder", str(tmp_path)])
-    record = frame.begun(asked) | {"samples": [1.5]}
-    assert frame.ended(asked, record, wrong, lambda record: []) == int(bool(wrong))
-    kept = json.loads((tmp_path / "a.json").read_text())
-    assert kept["settings"] == {"seed": 3, "budget": None} and kept["samples"] == [1.5]
-    assert kept["environment"]["seed"] == 3 and kept["environment"]["device"]["name"]
-    assert kept.get("failed") == ("a bound is too high; memory is exceeded" if wrong else None)
+    args = parser.parse_args(["--seed", "3", "--out", str(tmp_path / "a.json"), "--folder", str(tmp_path)])
+    record = frame.start_record(args) | {"samples": [1.5]}
+    assert frame.finish_record(args, record, wrong, lambda record: []) == int(bool(wrong))
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved["settings"] == {"seed": 3, "budget": None} and saved["samples"] == [1.5]
+    assert saved["environment"]["seed"] == 3 and saved["environment"]["device"]["name"]
+    assert saved.get("failed") == ("a bound is too high; memory is exceeded" if wrong else None)
 
 
 def test_nothing_is_kept_that_nobody_asked_for(frame: Any, tmp_path: Path) -> None:
-    asked = frame.options(None).parse_args([])
-    assert asked.out is None and frame.ended(asked, frame.begun(asked), [], lambda record: []) == 0
+    args = frame.make_parser(None).parse_args([])
+    assert (
+        args.out is None and frame.finish_record(args, frame.start_record(args), [], lambda record: []) == 0
+    )
     with pytest.raises(SystemExit):
-        frame.options(None, required=True).parse_args([])
+        frame.make_parser(None, required=True).parse_args([])
     assert str(FILE.parent) not in sys.path and not list(tmp_path.iterdir())
 
 

@@ -14,8 +14,8 @@ from tests.codesign.hardware.proxy.test_profiling import Tiny
 @pytest.mark.parametrize("behind", [False, True])
 def test_every_layer_is_timed_in_every_pass(behind: bool) -> None:
     model: LayeredModel = Tiny()
-    found = layer_times(model, torch.zeros(2, 12), passes=3, warmup=2, behind=behind)
-    assert [len(row) for row in found] == [4, 4, 4] and min(map(min, found)) >= 0.0
+    times = layer_times(model, torch.zeros(2, 12), passes=3, warmup=2, behind=behind)
+    assert [len(row) for row in times] == [4, 4, 4] and min(map(min, times)) >= 0.0
     assert isinstance(model, Tiny) and model.ran == [0, 1, 2, 3] * 5
 
 
@@ -30,5 +30,5 @@ def test_on_a_gpu_passes_behind_each_other_are_timed_too() -> None:
     model = Tiny()
     for part in model.parts:
         part.to("cuda")
-    found = layer_times(model, torch.zeros(2, 12, device="cuda"), device="cuda", passes=4, behind=True)
-    assert len(found) == 4 and all(each > 0.0 for row in found for each in row)
+    times = layer_times(model, torch.zeros(2, 12, device="cuda"), device="cuda", passes=4, behind=True)
+    assert len(times) == 4 and all(item > 0.0 for row in times for item in row)

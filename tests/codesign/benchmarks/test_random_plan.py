@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.codesign.random_plan import random_plan
-from sparseflow.codesign.workload.splits import check
+from sparseflow.codesign.workload.splits import check_rewrite_plan
 from sparseflow.errors import InputError
 from tests.codesign.nodes import made_layers
 
@@ -20,12 +20,12 @@ LAYERS = made_layers(6, seed=0)
 def test_they_fit(slots: int, back: bool) -> None:
     groups, changes = set(), set()
     for seed in range(20):
-        homes, plan = random_plan(LAYERS, slots, seed=seed, back=back)
-        check(LAYERS, plan, homes)
-        assert (homes, plan) == random_plan(LAYERS, slots, seed=seed, back=back)
-        assert back or set(homes) == set(range(slots))
+        assignment, plan = random_plan(LAYERS, slots, seed=seed, back=back)
+        check_rewrite_plan(LAYERS, plan, assignment)
+        assert (assignment, plan) == random_plan(LAYERS, slots, seed=seed, back=back)
+        assert back or set(assignment) == set(range(slots))
         groups |= {len(split.sizes) for split in plan.splits}
-        changes.add(sum(one != other for one, other in pairwise(homes)))
+        changes.add(sum(first != other for first, other in pairwise(assignment)))
     assert groups == set(range(2, min(slots, max(groups, default=0)) + 1))
     assert back or changes == {slots - 1}
 
@@ -36,9 +36,9 @@ def test_all_that_can_be_split() -> None:
 
 
 def test_a_single_unit_is_not_split() -> None:
-    layers = [replace(each, units=1) if each.id == 2 else each for each in LAYERS]
-    homes, plan = random_plan(layers, 3, seed=0, share=1.0)
-    check(layers, plan, homes)
+    layers = [replace(item, units=1) if item.id == 2 else item for item in LAYERS]
+    assignment, plan = random_plan(layers, 3, seed=0, share=1.0)
+    check_rewrite_plan(layers, plan, assignment)
     assert 2 not in {split.layer for split in plan.splits} and len(plan.splits) > 5
 
 

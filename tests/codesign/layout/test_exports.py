@@ -23,8 +23,8 @@ def test_importing_it_imports_nothing_heavy() -> None:
         "import sys, sparseflow.codesign.layout; "
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(process.stdout.split())
 
 
 def test_searching_imports_numba_and_scipy_only_when_it_runs() -> None:
@@ -32,5 +32,5 @@ def test_searching_imports_numba_and_scipy_only_when_it_runs() -> None:
         "import sys; from sparseflow.codesign.layout import assign, grid_sites, pareto_front, temperatures; "
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(process.stdout.split())

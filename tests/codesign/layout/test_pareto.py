@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparseflow.codesign.layout.pareto import knee, objectives, pareto_front
-from sparseflow.codesign.layout.qap.problem import cost
-from sparseflow.codesign.layout.sites import Sites, Wafer, grid_sites
+from sparseflow.codesign.layout.pareto import build_objectives, compute_pareto_front, find_knee
+from sparseflow.codesign.layout.qap.problem import compute_cost
+from sparseflow.codesign.layout.sites import SiteGrid, Wafer, build_site_grid
 from sparseflow.errors import InputError
 
 SIGMA = 25.0
 
 
 @pytest.fixture(scope="module")
-def sites() -> Sites:
-    return grid_sites(Wafer(radius_mm=80.0), [18.0] * 6)
+def sites() -> SiteGrid:
+    return build_site_grid(Wafer(radius_mm=80.0), [18.0] * 6)
 
 
 def chips(count: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -27,63 +27,67 @@ def chips(count: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return traffic, rng.choice([20.0, 100.0, 300.0], count)
 
 
-def plain(sites: Sites, traffic: np.ndarray, tdp: np.ndarray, where: np.ndarray) -> tuple[float, float]:
+def plain(sites: SiteGrid, traffic: np.ndarray, tdp: np.ndarray, location: np.ndarray) -> tuple[float, float]:
     comm = therm = 0.0
     for i in range(len(tdp)):
         for j in range(len(tdp)):
-            apart = math.dist(sites.positions_mm[where[i]], sites.positions_mm[where[j]])
-            comm += (traffic[i, j] + traffic[j, i]) * apart
-            therm += tdp[i] * tdp[j] * math.exp(-apart / SIGMA) if i != j else 0.0
+            distances = math.dist(sites.positions_mm[location[i]], sites.positions_mm[location[j]])
+            comm += (traffic[i, j] + traffic[j, i]) * distances
+            therm += tdp[i] * tdp[j] * math.exp(-distances / SIGMA) if i != j else 0.0
     return comm, therm
 
 
-def test_objectives_are_the_formulas(sites: Sites) -> None:
+def test_objectives_are_the_formulas(sites: SiteGrid) -> None:
     traffic, tdp = chips()
-    pairs = objectives(sites, traffic, tdp, SIGMA)
+    pairs = build_objectives(sites, traffic, tdp, SIGMA)
     p = np.random.default_rng(1).permutation(len(sites))
     for pair, expected in zip(pairs, plain(sites, traffic, tdp, p[:6]), strict=True):
-        assert cost(*pair, p) == pytest.approx(expected)
+        assert compute_cost(*pair, p) == pytest.approx(expected)
 
 
-def test_a_front_holds_nothing_that_another_beats(sites: Sites) -> None:
+def test_a_front_holds_nothing_that_another_beats(sites: SiteGrid) -> None:
     traffic, tdp = chips()
-    front = pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300)
+    front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300)
     assert len(front.layouts) >= 3
-    comm, therm = (np.array([getattr(one, name) for one in front.layouts]) for name in ("comm", "therm"))
+    comm, therm = (
+        np.array([getattr(layout, name) for layout in front.layouts]) for name in ("comm", "therm")
+    )
     assert (np.diff(comm) > 0).all() and (np.diff(therm) < 0).all()
-    for one in (*front.layouts, front.grid):
-        assert len(set(one.assignment)) == 6 and 0 <= min(one.assignment) <= max(one.assignment) < len(sites)
-        expected = plain(sites, traffic, tdp, one.assignment)
-        assert one.comm == pytest.approx(expected[0] / front.scales[0])
-        assert one.therm == pytest.approx(expected[1] / front.scales[1])
+    for layout in (*front.layouts, front.grid):
+        assert len(set(layout.assignment)) == 6 and 0 <= min(layout.assignment) <= max(
+            layout.assignment
+        ) < len(sites)
+        expected = plain(sites, traffic, tdp, layout.assignment)
+        assert layout.comm == pytest.approx(expected[0] / front.scales[0])
+        assert layout.therm == pytest.approx(expected[1] / front.scales[1])
     assert (front.grid.comm, front.grid.therm) == pytest.approx((1.0, 1.0))
     assert comm[0] < 1.0 and therm[-1] < 1.0
     assert front.best is front.layouts[front.knee]
-    again = pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300)
-    assert [one.assignment.tolist() for one in again.layouts] == [
-        one.assignment.tolist() for one in front.layouts
+    repeated = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300)
+    assert [layout.assignment.tolist() for layout in repeated.layouts] == [
+        layout.assignment.tolist() for layout in front.layouts
     ]
 
 
 def test_the_ends_are_the_best_of_each_objective() -> None:
-    sites = grid_sites(Wafer(radius_mm=45.0), [18.0] * 3)
+    sites = build_site_grid(Wafer(radius_mm=45.0), [18.0] * 3)
     traffic, tdp = np.array([[0.0, 5.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]), np.array([50.0, 10.0, 50.0])
-    front = pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300, restarts=4)
-    every = [
+    front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300, restarts=4)
+    all_items = [
         plain(sites, traffic, tdp, np.array([a, b, c]))
         for a in range(len(sites))
         for b in range(len(sites))
         for c in range(len(sites))
         if len({a, b, c}) == 3
     ]
-    assert front.layouts[0].comm * front.scales[0] == pytest.approx(min(comm for comm, _ in every))
-    assert front.layouts[-1].therm * front.scales[1] == pytest.approx(min(therm for _, therm in every))
+    assert front.layouts[0].comm * front.scales[0] == pytest.approx(min(comm for comm, _ in all_items))
+    assert front.layouts[-1].therm * front.scales[1] == pytest.approx(min(therm for _, therm in all_items))
 
 
-def test_the_grid_is_the_chips_in_order_in_the_middle(sites: Sites) -> None:
+def test_the_grid_is_the_chips_in_order_in_the_middle(sites: SiteGrid) -> None:
     traffic, tdp = chips()
-    front = pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=1, weights=[0.5], restarts=1)
-    np.testing.assert_array_equal(front.grid.assignment, sites.middle(6))
+    front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=1, weights=[0.5], restarts=1)
+    np.testing.assert_array_equal(front.grid.assignment, sites.select_central(6))
     assert front.grid.weight is None
 
 
@@ -101,23 +105,23 @@ def test_the_grid_is_the_chips_in_order_in_the_middle(sites: Sites) -> None:
     ],
 )
 def test_the_knee_lies_farthest_below_the_line(costs: list[tuple[float, float]], expected: int) -> None:
-    assert knee(costs) == expected
+    assert find_knee(costs) == expected
 
 
-def test_without_traffic_or_company_there_is_one_layout(sites: Sites) -> None:
-    alone = pareto_front(sites, [[7.0]], [100.0], sigma_mm=SIGMA)
-    assert len(alone.layouts) == 1 and (alone.best.comm, alone.best.therm) == (0.0, 0.0)
-    quiet = pareto_front(sites, np.zeros((3, 3)), [10.0, 20.0, 30.0], sigma_mm=SIGMA, iterations=100)
+def test_without_traffic_or_company_there_is_one_layout(sites: SiteGrid) -> None:
+    front = compute_pareto_front(sites, [[7.0]], [100.0], sigma_mm=SIGMA)
+    assert len(front.layouts) == 1 and (front.best.comm, front.best.therm) == (0.0, 0.0)
+    quiet = compute_pareto_front(sites, np.zeros((3, 3)), [10.0, 20.0, 30.0], sigma_mm=SIGMA, iterations=100)
     assert len(quiet.layouts) == 1 and quiet.best.comm == 0.0 and quiet.best.therm < 1.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"traffic_bytes": np.zeros((2, 3))}, r"powers of shape \(6,\) and traffic of shape \(2, 3\)"),
-        ({"traffic_bytes": np.full((6, 6), -1.0)}, r"traffic must be finite and 0 or more; the least .* -1"),
-        ({"tdp_w": [1.0, math.nan, 1, 1, 1, 1]}, r"powers must be finite"),
-        ({"tdp_w": []}, r"do not fit"),
+        ({"traffic_bytes": np.zeros((2, 3))}, r"\(6,\) and `traffic_bytes` \(2, 3\)"),
+        ({"traffic_bytes": np.full((6, 6), -1.0)}, r"traffic_bytes.*-1"),
+        ({"tdp_w": [1.0, math.nan, 1, 1, 1, 1]}, r"tdp_w"),
+        ({"tdp_w": []}, r"\(0,\)"),
         ({"sigma_mm": 0.0}, r"`sigma_mm` \(=0\.0\)"),
         ({"weights": []}, r"`weights`"),
         ({"weights": [1.5]}, r"`weights` \(=\(1\.5,\)\)"),
@@ -125,7 +129,7 @@ def test_without_traffic_or_company_there_is_one_layout(sites: Sites) -> None:
         ({"restarts": 0}, r"`restarts`"),
     ],
 )
-def test_what_cannot_be_laid_out(sites: Sites, change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_laid_out(sites: SiteGrid, change: dict[str, Any], message: str) -> None:
     traffic, tdp = chips()
     with pytest.raises(InputError, match=message):
-        pareto_front(sites, **{"traffic_bytes": traffic, "tdp_w": tdp, "sigma_mm": SIGMA, **change})
+        compute_pareto_front(sites, **{"traffic_bytes": traffic, "tdp_w": tdp, "sigma_mm": SIGMA, **change})

@@ -10,32 +10,32 @@ from typing import Any
 import numpy as np
 
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping import Goal, Problem, evaluate
+from sparseflow.codesign.mapping import MappingGoal, MappingProblem, evaluate_mapping
 
-GOALS = (Goal(), Goal(mode="serial"), Goal(tie_weight=0.0), Goal(tie_weight=0.4))
+GOALS = (MappingGoal(), MappingGoal(mode="serial"), MappingGoal(tie_weight=0.0), MappingGoal(tie_weight=0.4))
 
 
-def busy(problem: Problem, mapping: Sequence[int]) -> list[float]:
+def busy(problem: MappingProblem, mapping: Sequence[int]) -> list[float]:
     """How long each slot is busy, ms."""
-    found = [0.0] * problem.slots
+    result = [0.0] * problem.num_slots
     for k, s in enumerate(mapping):
-        found[s] += float(problem.latency_ms[k, s])
+        result[s] += float(problem.latency_ms[k, s])
     for u, v, size in zip(problem.src, problem.dst, problem.traffic_bytes, strict=True):
         a, b = mapping[u], mapping[v]
         if a != b:
             fixed, per_byte = float(problem.fixed_ms[a, b]), float(problem.ms_per_byte[a, b])
             cut = math.isinf(fixed) or math.isinf(per_byte)
-            found[b] += math.inf if cut else fixed + float(size) * per_byte
-    return found
+            result[b] += math.inf if cut else fixed + float(size) * per_byte
+    return result
 
 
-def fits(problem: Problem, mapping: Sequence[int]) -> bool:
+def fits(problem: MappingProblem, mapping: Sequence[int]) -> bool:
     """Whether memory stays within limits, and every segment runs where it is."""
-    for s in range(problem.slots):
-        here = [k for k, slot in enumerate(mapping) if slot == s]
-        if here and not problem.limit_mb[s] > 0.0:
+    for s in range(problem.num_slots):
+        current = [k for k, slot in enumerate(mapping) if slot == s]
+        if current and not problem.limit_mb[s] > 0.0:
             return False
-        if math.fsum(problem.memory_mb[k, s] for k in here) > problem.limit_mb[s]:
+        if math.fsum(problem.memory_mb[k, s] for k in current) > problem.limit_mb[s]:
             return False
     return all(
         math.isfinite(problem.latency_ms[k, s]) and math.isfinite(problem.memory_mb[k, s])
@@ -43,7 +43,7 @@ def fits(problem: Problem, mapping: Sequence[int]) -> bool:
     )
 
 
-def objective(problem: Problem, goal: Goal, mapping: Sequence[int]) -> float:
+def objective(problem: MappingProblem, goal: MappingGoal, mapping: Sequence[int]) -> float:
     """What is made small, ms; inf where the mapping cannot run."""
     if not fits(problem, mapping):
         return math.inf
@@ -55,23 +55,23 @@ def objective(problem: Problem, goal: Goal, mapping: Sequence[int]) -> float:
     return max(times) + goal.tie_weight * sum(times)
 
 
-def best_contiguous(problem: Problem, goal: Goal) -> float:
+def best_contiguous(problem: MappingProblem, goal: MappingGoal) -> float:
     """Of mappings in which every slot has one run of segments."""
     best = math.inf
-    for mapping in product(range(problem.slots), repeat=problem.segments):
+    for mapping in product(range(problem.num_slots), repeat=problem.num_segments):
         runs = [slot for slot, _ in groupby(mapping)]
         if len(set(runs)) == len(runs):
             best = min(best, objective(problem, goal, mapping))
     return best
 
 
-def changed(problem: Problem, **values: Any) -> Problem:
+def changed(problem: MappingProblem, **values: Any) -> MappingProblem:
     """The same problem but for some arrays."""
     names = ("latency_ms", "memory_mb", "limit_mb", "src", "dst", "traffic_bytes", "fixed_ms", "ms_per_byte")
-    return Problem(**{name: values.get(name, getattr(problem, name)) for name in names})
+    return MappingProblem(**{name: values.get(name, getattr(problem, name)) for name in names})
 
 
-def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem:
+def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> MappingProblem:
     """A small problem of some kind: chain or not, tight or not, on links or without some of them."""
     rng = np.random.default_rng([seed, 7])
     segments, slots = int(rng.integers(1, most_segments + 1)), int(rng.integers(1, most_slots + 1))
@@ -89,14 +89,14 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem
     if kind == 0:
         # Slots that are exactly alike.
         latency, memory = problem.latency_ms.min(axis=1), problem.memory_mb
-        apart = 1.0 - np.eye(slots)
+        distances = 1.0 - np.eye(slots)
         return changed(
             problem,
             latency_ms=np.repeat(latency[:, None], slots, axis=1),
             memory_mb=memory,
             limit_mb=np.full(slots, problem.limit_mb.max()),
-            fixed_ms=0.05 * apart,
-            ms_per_byte=1e-6 * apart,
+            fixed_ms=0.05 * distances,
+            ms_per_byte=1e-6 * distances,
         )
     if kind == 1:
         fixed = problem.fixed_ms.copy()
@@ -112,7 +112,7 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Problem
     return problem
 
 
-def wild(seed: int) -> Problem:
+def wild(seed: int) -> MappingProblem:
     """A tiny problem of any sort, which may have no mapping at all.
 
     Times of any magnitude, or none; more slots than segments; segments that run in few places; limits that
@@ -134,11 +134,11 @@ def wild(seed: int) -> Problem:
     limit[rng.random(slots) < rng.choice([0.0, 0.3, 1.0])] = rng.choice([0.0, np.inf])
     src = np.sort(rng.integers(0, segments - 1, segments)) if segments > 1 else np.array([], dtype=np.int64)
     dst = src + 1 + (rng.random(len(src)) * (segments - src - 1)).astype(np.int64)
-    fixed, each = (rng.random((slots, slots)) * rng.choice([0.0, top]) * scale for top in (1.0, 1e-5))
+    fixed, item = (rng.random((slots, slots)) * rng.choice([0.0, top]) * scale for top in (1.0, 1e-5))
     fixed[rng.random(fixed.shape) < rng.choice([0.0, 0.3, 1.0], p=[0.5, 0.4, 0.1])] = np.inf
-    for costs in (fixed, each):
+    for costs in (fixed, item):
         np.fill_diagonal(costs, 0.0)
-    return Problem(
+    return MappingProblem(
         latency_ms=latency,
         memory_mb=memory,
         limit_mb=limit,
@@ -146,10 +146,10 @@ def wild(seed: int) -> Problem:
         dst=dst,
         traffic_bytes=rng.lognormal(11.0, 1.0, len(src)) * rng.choice([0.0, 1.0], p=[0.2, 0.8]),
         fixed_ms=fixed,
-        ms_per_byte=each,
+        ms_per_byte=item,
     )
 
 
-def value(problem: Problem, goal: Goal, mapping: np.ndarray | None) -> float:
+def value(problem: MappingProblem, goal: MappingGoal, mapping: np.ndarray | None) -> float:
     """By the package's own definition; inf without a mapping."""
-    return math.inf if mapping is None else goal.objective_ms(evaluate(problem, mapping))
+    return math.inf if mapping is None else goal.objective_ms(evaluate_mapping(problem, mapping))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ortools")
 
-from sparseflow.codesign.mapping import Goal, MappingSolver, Mode, lower_bound
+from sparseflow.codesign.mapping import MappingGoal, MappingSolver, Mode, compute_lower_bound
 from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import fits, objective, wild
 
@@ -24,10 +24,10 @@ PROVES = {"auto": 1e-9, "exact": 1e-9, "best": 1e-9, "cpsat": 1e-5}
 @pytest.mark.parametrize("seed", range(120))
 def test_against_all_mappings(seed: int, mode: Mode) -> None:
     problem = wild(seed)
-    goal = Goal(mode=mode, tie_weight=(0.0, 1e-3, 0.4, 10.0)[seed % 4])
-    every = product(range(problem.slots), repeat=problem.segments)
-    best = min(objective(problem, goal, mapping) for mapping in every)
-    assert lower_bound(problem, goal).value_ms <= best * CLOSE
+    goal = MappingGoal(mode=mode, tie_weight=(0.0, 1e-3, 0.4, 10.0)[seed % 4])
+    all_items = product(range(problem.num_slots), repeat=problem.num_segments)
+    best = min(objective(problem, goal, mapping) for mapping in all_items)
+    assert compute_lower_bound(problem, goal).value_ms <= best * CLOSE
     for strategy in ("auto", "exact", "local", "dp", "best", "cpsat"):
         solver = MappingSolver(
             strategy=strategy, mode=mode, serial_weight=goal.tie_weight, workers=1, time_limit_s=LONG_S
@@ -37,27 +37,27 @@ def test_against_all_mappings(seed: int, mode: Mode) -> None:
                 solver.solve_mapping(problem)
             continue
         try:
-            found = solver.solve_mapping(problem)
+            result = solver.solve_mapping(problem)
         except InputError:
             # A slot cannot have two runs of segments there.
             assert strategy == "dp"
             continue
-        assert fits(problem, found.mapping) and found.finished
-        assert found.objective_ms == pytest.approx(objective(problem, goal, found.mapping), rel=1e-12)
-        assert found.lower_bound_ms <= best * CLOSE and best <= found.objective_ms * CLOSE
+        assert fits(problem, result.mapping) and result.finished
+        assert result.objective_ms == pytest.approx(objective(problem, goal, result.mapping), rel=1e-12)
+        assert result.lower_bound_ms <= best * CLOSE and best <= result.objective_ms * CLOSE
         if strategy in PROVES:
-            assert found.objective_ms <= best * (1.0 + PROVES[strategy])
-            assert found.optimal or strategy == "cpsat"
+            assert result.objective_ms <= best * (1.0 + PROVES[strategy])
+            assert result.optimal or strategy == "cpsat"
 
 
 def test_the_problems_are_of_all_sorts() -> None:
-    none = zero = apart = alone = 0
+    none = zero = distances = single = 0
     for seed in range(120):
         problem = wild(seed)
-        every = product(range(problem.slots), repeat=problem.segments)
-        best = min(objective(problem, Goal(), mapping) for mapping in every)
+        all_items = product(range(problem.num_slots), repeat=problem.num_segments)
+        best = min(objective(problem, MappingGoal(), mapping) for mapping in all_items)
         none += math.isinf(best)
         zero += best == 0.0
-        apart += not problem.connected.all()
-        alone += problem.segments < problem.slots
-    assert min(none, zero, apart, alone) > 5
+        distances += not problem.connected.all()
+        single += problem.num_segments < problem.num_slots
+    assert min(none, zero, distances, single) > 5

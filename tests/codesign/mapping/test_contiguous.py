@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping import Goal, MappingSolver, Problem
-from sparseflow.codesign.mapping.contiguous import dp
-from sparseflow.codesign.mapping.search import Request
+from sparseflow.codesign.mapping import MappingGoal, MappingProblem, MappingSolver
+from sparseflow.codesign.mapping.contiguous import solve_contiguous
+from sparseflow.codesign.mapping.search import MappingRequest
 from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import GOALS, best_contiguous, changed, value, varied
 
 
-def asked(problem: Problem, goal: Goal) -> np.ndarray | None:
-    return dp(Request(problem=problem, goal=goal, time_limit_s=60.0)).mapping
+def solve(problem: MappingProblem, goal: MappingGoal) -> np.ndarray | None:
+    return solve_contiguous(MappingRequest(problem=problem, goal=goal, time_limit_s=60.0)).mapping
 
 
 def assert_contiguous(mapping: np.ndarray) -> None:
@@ -28,37 +28,37 @@ def assert_contiguous(mapping: np.ndarray) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_of_a_chain_it_is_the_best(seed: int) -> None:
     problem = varied(seed, most_segments=6)
-    ends = np.arange(1, problem.segments)
+    ends = np.arange(1, problem.num_segments)
     problem = changed(problem, src=ends - 1, dst=ends, traffic_bytes=problem.traffic_bytes[: len(ends)])
     for goal in GOALS:
-        found = asked(problem, goal)
-        assert value(problem, goal, found) == pytest.approx(best_contiguous(problem, goal), rel=1e-12)
-        if found is not None:
-            assert_contiguous(found)
+        result = solve(problem, goal)
+        assert value(problem, goal, result) == pytest.approx(best_contiguous(problem, goal), rel=1e-12)
+        if result is not None:
+            assert_contiguous(result)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_on_an_even_network_it_is_the_best_whatever_the_edges(seed: int) -> None:
     problem = random_problem(6, 3, seed=seed, skips=1.0, slack=1.3 + seed % 3)
-    apart = 1.0 - np.eye(3)
-    problem = changed(problem, fixed_ms=0.03 * apart, ms_per_byte=2e-6 * apart)
+    distances = 1.0 - np.eye(3)
+    problem = changed(problem, fixed_ms=0.03 * distances, ms_per_byte=2e-6 * distances)
     for goal in GOALS:
-        assert value(problem, goal, asked(problem, goal)) == pytest.approx(best_contiguous(problem, goal))
+        assert value(problem, goal, solve(problem, goal)) == pytest.approx(best_contiguous(problem, goal))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_of_any_problem_it_can_run_and_is_contiguous(seed: int) -> None:
     problem = varied(seed, most_segments=7)
     for goal in GOALS:
-        found = asked(problem, goal)
-        if found is not None:
-            assert math.isfinite(value(problem, goal, found))
-            assert_contiguous(found)
+        result = solve(problem, goal)
+        if result is not None:
+            assert math.isfinite(value(problem, goal, result))
+            assert_contiguous(result)
 
 
 def test_twelve_slots_are_the_most() -> None:
     with pytest.raises(InputError, match="12"):
-        asked(random_problem(14, 13, seed=0), Goal())
+        solve(random_problem(14, 13, seed=0), MappingGoal())
 
 
 def test_slots_without_chips_do_not_count() -> None:
@@ -66,13 +66,13 @@ def test_slots_without_chips_do_not_count() -> None:
     limit = problem.limit_mb.copy()
     limit[4:] = 0.0
     limit[:4] = 1e4
-    found = MappingSolver(strategy="dp").solve_mapping(changed(problem, limit_mb=limit))
-    assert found.strategy == "dp" and max(found.mapping) < 4
+    result = MappingSolver(strategy="dp").solve_mapping(changed(problem, limit_mb=limit))
+    assert result.strategy == "dp" and max(result.mapping) < 4
 
 
 def test_where_no_runs_fit_it_says_so() -> None:
     # 30 + 30 and 20 + 20 fit, in this order only if not in runs.
-    problem = Problem.chain(
+    problem = MappingProblem.chain(
         latency_ms=np.ones((4, 2)),
         memory_mb=[30.0, 20.0, 30.0, 20.0],
         limit_mb=[60.0, 40.0],

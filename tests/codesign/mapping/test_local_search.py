@@ -9,67 +9,76 @@ import pytest
 
 from benchmarks.codesign.exhaustive import exhaust
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping import Goal, Problem, Progress
-from sparseflow.codesign.mapping.local_search import NONE, Effort, local
-from sparseflow.codesign.mapping.search import Answer, Request
+from sparseflow.codesign.mapping import MappingGoal, MappingProblem, SearchProgress
+from sparseflow.codesign.mapping.local_search import NO_EFFORT, SearchEffort, search_locally
+from sparseflow.codesign.mapping.search import MappingRequest, StrategyResult
 from tests.codesign.mapping.naive import GOALS, changed, objective, value, varied
 
-LITTLE = Effort(rounds=2, steps=2_000, tries=0)
+LITTLE = SearchEffort(rounds=2, steps=2_000, neighborhoods=0)
 
 
-def asked(problem: Problem, goal: Goal, *, effort: Effort = LITTLE, **others: object) -> Answer:
-    request = Request(problem=problem, goal=goal, time_limit_s=60.0, **others)  # pyright: ignore[reportArgumentType]
-    return local(request, effort=effort)
+def solve(
+    problem: MappingProblem, goal: MappingGoal, *, effort: SearchEffort = LITTLE, **overrides: object
+) -> StrategyResult:
+    request = MappingRequest(problem=problem, goal=goal, time_limit_s=60.0, **overrides)  # pyright: ignore[reportArgumentType]
+    return search_locally(request, effort=effort)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_it_can_run_and_is_near_the_best(seed: int) -> None:
     problem = varied(seed)
     for goal, (best, _) in zip(GOALS, exhaust(problem, GOALS), strict=True):
-        found = asked(problem, goal)
+        result = solve(problem, goal)
         if math.isinf(best):
-            assert found.mapping is None
+            assert result.mapping is None
             continue
         # It may miss the few that fit where next to none does; what it returns always fits.
-        if found.mapping is not None:
-            worth = objective(problem, goal, found.mapping.tolist())
-            assert worth == pytest.approx(value(problem, goal, found.mapping), rel=1e-12)
-            assert best * (1.0 - 1e-9) <= worth <= best * 1.25
+        if result.mapping is not None:
+            value_ms = objective(problem, goal, result.mapping.tolist())
+            assert value_ms == pytest.approx(value(problem, goal, result.mapping), rel=1e-12)
+            assert best * (1.0 - 1e-9) <= value_ms <= best * 1.25
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_tightest_memory_is_met(seed: int) -> None:
     problem = random_problem(20, 5, seed=seed, slack=1.02)
-    found = asked(problem, Goal())
-    assert found.mapping is not None and math.isfinite(objective(problem, Goal(), found.mapping.tolist()))
+    result = solve(problem, MappingGoal())
+    assert result.mapping is not None and math.isfinite(
+        objective(problem, MappingGoal(), result.mapping.tolist())
+    )
 
 
 def test_a_start_is_not_made_worse() -> None:
     problem = random_problem(10, 4, seed=5, slack=1.3)
     for goal in GOALS:
         ((best, mapping),) = exhaust(problem, [goal])
-        found = asked(problem, goal, effort=Effort(rounds=1, steps=100, tries=1), start=np.array(mapping))
-        assert value(problem, goal, found.mapping) == pytest.approx(best, rel=1e-12)
+        result = solve(
+            problem, goal, effort=SearchEffort(rounds=1, steps=100, neighborhoods=1), start=np.array(mapping)
+        )
+        assert value(problem, goal, result.mapping) == pytest.approx(best, rel=1e-12)
 
 
 def test_a_seed_makes_it_the_same_again() -> None:
     problem = random_problem(30, 6, seed=1, skips=0.5)
-    first, again = (asked(problem, Goal(), seed=3) for _ in range(2))
-    assert first.mapping is not None and again.mapping is not None
-    assert first.mapping.tolist() == again.mapping.tolist()
-    short = Effort(rounds=1, steps=400, tries=0)
-    found = [asked(problem, Goal(), seed=seed, effort=short).mapping for seed in range(4)]
-    assert len({tuple(mapping.tolist()) for mapping in found if mapping is not None}) > 1
+    first, repeated = (solve(problem, MappingGoal(), seed=3) for _ in range(2))
+    assert first.mapping is not None and repeated.mapping is not None
+    assert first.mapping.tolist() == repeated.mapping.tolist()
+    short = SearchEffort(rounds=1, steps=400, neighborhoods=0)
+    rows = [solve(problem, MappingGoal(), seed=seed, effort=short).mapping for seed in range(4)]
+    assert len({tuple(mapping.tolist()) for mapping in rows if mapping is not None}) > 1
 
 
 def test_more_steps_are_no_worse_and_end_with_time() -> None:
     problem = random_problem(40, 6, seed=2, slack=1.2)
     values = [
-        value(problem, Goal(), asked(problem, Goal(), effort=effort).mapping) for effort in (NONE, LITTLE)
+        value(problem, MappingGoal(), solve(problem, MappingGoal(), effort=effort).mapping)
+        for effort in (NO_EFFORT, LITTLE)
     ]
     assert values[1] <= values[0]
-    endless = Effort(rounds=1, steps=10**9, tries=10**9)
-    late = local(Request(problem=problem, goal=Goal(), time_limit_s=1e-9), effort=endless)
+    endless = SearchEffort(rounds=1, steps=10**9, neighborhoods=10**9)
+    late = search_locally(
+        MappingRequest(problem=problem, goal=MappingGoal(), time_limit_s=1e-9), effort=endless
+    )
     assert late.mapping is not None and not late.finished
 
 
@@ -83,28 +92,31 @@ def test_edges_lead_only_where_slots_are_connected() -> None:
     ring = changed(problem, fixed_ms=fixed)
     for goal in GOALS[:2]:
         ((best, _),) = exhaust(ring, [goal])
-        found = asked(ring, goal, effort=Effort(rounds=4, steps=25_000, tries=0))
-        assert found.mapping is not None
-        assert best * (1.0 - 1e-9) <= objective(ring, goal, found.mapping.tolist()) <= best * 1.1
+        result = solve(ring, goal, effort=SearchEffort(rounds=4, steps=25_000, neighborhoods=0))
+        assert result.mapping is not None
+        assert best * (1.0 - 1e-9) <= objective(ring, goal, result.mapping.tolist()) <= best * 1.1
 
 
 def test_what_takes_no_time_is_done_at_once() -> None:
     problem = random_problem(5, 2, seed=0, slack=10.0, traffic=0.0)
-    nothing = changed(problem, latency_ms=np.zeros((5, 2)))
-    assert value(nothing, Goal(), asked(nothing, Goal()).mapping) == 0.0
+    zero = changed(problem, latency_ms=np.zeros((5, 2)))
+    assert value(zero, MappingGoal(), solve(zero, MappingGoal()).mapping) == 0.0
 
 
 def test_it_stops_at_a_bound_and_tells_how_far_it_is() -> None:
-    problem, told = random_problem(10, 3, seed=0), []
-    asked(problem, Goal(), progress=told.append)
-    assert told and all(isinstance(one, Progress) and one.strategy == "local" for one in told)
-    objectives = [one.objective_ms for one in told]
+    problem, record = random_problem(10, 3, seed=0), []
+    solve(problem, MappingGoal(), progress=record.append)
+    assert record and all(isinstance(first, SearchProgress) and first.strategy == "local" for first in record)
+    objectives = [first.objective_ms for first in record]
     assert objectives == sorted(objectives, reverse=True)
-    told.clear()
-    asked(problem, Goal(), progress=told.append, lower_bound_ms=1e9)
-    assert not told
+    record.clear()
+    solve(problem, MappingGoal(), progress=record.append, lower_bound_ms=1e9)
+    assert not record
 
 
 def test_steps_grow_with_the_problem() -> None:
-    steps = [Effort.of(random_problem(k, s, seed=0)).steps for k, s in ((2, 2), (12, 4), (24, 8), (200, 36))]
+    steps = [
+        SearchEffort.for_problem(random_problem(k, s, seed=0)).steps
+        for k, s in ((2, 2), (12, 4), (24, 8), (200, 36))
+    ]
     assert steps == sorted(steps) and steps[0] < steps[-1]

@@ -15,7 +15,15 @@ import pytest
 
 from benchmarks.codesign.exhaustive import exhaust
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping import Goal, Mapping, MappingSolver, Mode, Problem, Progress, evaluate
+from sparseflow.codesign.mapping import (
+    MappingGoal,
+    MappingProblem,
+    MappingResult,
+    MappingSolver,
+    Mode,
+    SearchProgress,
+    evaluate_mapping,
+)
 from sparseflow.codesign.mapping import solver as module
 from sparseflow.errors import InputError, RunError
 from tests.codesign.mapping.naive import changed, fits, objective, varied
@@ -23,52 +31,55 @@ from tests.codesign.mapping.naive import changed, fits, objective, varied
 LONG_S = 600.0
 """Far more than a search takes that is to end by itself."""
 MODES: tuple[Mode, ...] = ("balanced", "serial")
-every = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
+all_strategies = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
 
 
-@every
+@all_strategies
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_answer_can_run_and_is_told_right(strategy: str, mode: Mode, seed: int) -> None:
     problem = random_problem(7, 3, seed=seed, skips=0.3, slack=1.4)
-    goal = Goal(mode=mode)
+    goal = MappingGoal(mode=mode)
     solver = MappingSolver(strategy=strategy, mode=mode, workers=1, time_limit_s=LONG_S)
     ((best, _),) = exhaust(problem, [goal])
     if strategy == "dp" and seed != 0:
         # Runs may not fit where a mapping does.
         problem = changed(problem, limit_mb=problem.limit_mb * 3.0)
         ((best, _),) = exhaust(problem, [goal])
-    found = solver.solve_mapping(problem)
-    assert fits(problem, found.mapping)
-    assert found.objective_ms == pytest.approx(objective(problem, goal, found.mapping), rel=1e-12)
-    assert found.lower_bound_ms <= best * (1.0 + 1e-12) and found.objective_ms >= best * (1.0 - 1e-9)
-    assert found.gap == pytest.approx(1.0 - found.lower_bound_ms / found.objective_ms, abs=1e-12)
-    again = evaluate(problem, found.mapping)
-    assert found.per_slot_time == again.busy_ms.tolist() and found.memory_mb == again.memory_mb.tolist()
-    assert (found.serial_ms, found.period_ms, found.comm_ms) == (
-        again.serial_ms,
-        again.period_ms,
-        again.comm_ms,
+    result = solver.solve_mapping(problem)
+    assert fits(problem, result.mapping)
+    assert result.objective_ms == pytest.approx(objective(problem, goal, result.mapping), rel=1e-12)
+    assert result.lower_bound_ms <= best * (1.0 + 1e-12) and result.objective_ms >= best * (1.0 - 1e-9)
+    assert result.gap == pytest.approx(1.0 - result.lower_bound_ms / result.objective_ms, abs=1e-12)
+    evaluation = evaluate_mapping(problem, result.mapping)
+    assert (
+        result.per_slot_time == evaluation.busy_ms.tolist()
+        and result.memory_mb == evaluation.memory_mb.tolist()
     )
-    assert found.total_latency_ms == (found.period_ms if mode == "balanced" else found.serial_ms)
-    assert found.finished and found.seconds >= 0.0
+    assert (result.serial_ms, result.period_ms, result.comm_ms) == (
+        evaluation.serial_ms,
+        evaluation.period_ms,
+        evaluation.comm_ms,
+    )
+    assert result.total_latency_ms == (result.period_ms if mode == "balanced" else result.serial_ms)
+    assert result.finished and result.elapsed_s >= 0.0
     if strategy in ("auto", "exact", "best"):
-        assert found.optimal and found.objective_ms == pytest.approx(best, rel=1e-9)
-    json.dumps(asdict(found))
+        assert result.optimal and result.objective_ms == pytest.approx(best, rel=1e-9)
+    json.dumps(asdict(result))
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None:
     problem = varied(seed, most_segments=10, most_slots=6)
-    goal = Goal(mode=MODES[seed % 2])
+    goal = MappingGoal(mode=MODES[seed % 2])
     try:
-        found = MappingSolver(mode=goal.mode, seed=seed, time_limit_s=LONG_S).solve_mapping(problem)
+        result = MappingSolver(mode=goal.mode, seed=seed, time_limit_s=LONG_S).solve_mapping(problem)
     except InputError:
         # Only links that were cut can make these impossible.
         assert not problem.connected.all()
         return
-    assert fits(problem, found.mapping) and math.isfinite(objective(problem, goal, found.mapping))
-    assert found.lower_bound_ms <= found.objective_ms
+    assert fits(problem, result.mapping) and math.isfinite(objective(problem, goal, result.mapping))
+    assert result.lower_bound_ms <= result.objective_ms
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -78,15 +89,15 @@ def test_larger_ones_take_the_other_ways(mode: Mode) -> None:
         random_problem(30, 6, seed=0, slack=1.3, skips=0.2),
     )
     for problem in (middle, large):
-        found = MappingSolver(mode=mode, time_limit_s=LONG_S).solve_mapping(problem)
-        assert fits(problem, found.mapping) and 0.0 <= found.gap < 0.5 and found.finished
+        result = MappingSolver(mode=mode, time_limit_s=LONG_S).solve_mapping(problem)
+        assert fits(problem, result.mapping) and 0.0 <= result.gap < 0.5 and result.finished
     assert MappingSolver(mode=mode).solve_mapping(large).strategy == "local"
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     problem = random_problem(30, 6, seed=0, slack=1.3)
-    one, two = (MappingSolver(seed=5, time_limit_s=LONG_S).solve_mapping(problem) for _ in range(2))
-    assert one.mapping == two.mapping and one.lower_bound_ms == two.lower_bound_ms
+    first, two = (MappingSolver(seed=5, time_limit_s=LONG_S).solve_mapping(problem) for _ in range(2))
+    assert first.mapping == two.mapping and first.lower_bound_ms == two.lower_bound_ms
 
 
 def test_slots_without_chips_are_left_empty() -> None:
@@ -94,13 +105,13 @@ def test_slots_without_chips_are_left_empty() -> None:
     limit = np.full(5, 1e4)
     limit[[0, 3]] = 0.0
     problem = changed(problem, limit_mb=limit)
-    ((best, _),) = exhaust(problem, [Goal()])
-    found = MappingSolver().solve_mapping(problem, start=[1, 2, 4, 1, 2, 4, 1, 2])
-    assert set(found.mapping) <= {1, 2, 4}
-    assert found.objective_ms == pytest.approx(best, rel=1e-9)
-    assert len(found.per_slot_time) == 5 and found.memory_mb[0] == 0.0
+    ((best, _),) = exhaust(problem, [MappingGoal()])
+    result = MappingSolver().solve_mapping(problem, start=[1, 2, 4, 1, 2, 4, 1, 2])
+    assert set(result.mapping) <= {1, 2, 4}
+    assert result.objective_ms == pytest.approx(best, rel=1e-9)
+    assert len(result.per_slot_time) == 5 and result.memory_mb[0] == 0.0
     # A start on a slot that has lost its chip is left out.
-    assert MappingSolver().solve_mapping(problem, start=[0] * 8).mapping == found.mapping
+    assert MappingSolver().solve_mapping(problem, start=[0] * 8).mapping == result.mapping
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
@@ -119,13 +130,13 @@ def test_a_strategy_can_be_chosen_for_one_problem() -> None:
 
 
 def test_progress_is_told() -> None:
-    told: list[Progress] = []
-    MappingSolver(progress=told.append, time_limit_s=LONG_S).solve_mapping(random_problem(13, 6, seed=0))
-    assert {one.strategy for one in told} == {"local", "exact"}
+    record: list[SearchProgress] = []
+    MappingSolver(progress=record.append, time_limit_s=LONG_S).solve_mapping(random_problem(13, 6, seed=0))
+    assert {first.strategy for first in record} == {"local", "exact"}
 
 
-def short_of(**others: Any) -> Problem:
-    return Problem.chain(
+def short_of(**overrides: Any) -> MappingProblem:
+    return MappingProblem.chain(
         **{
             "latency_ms": np.ones((4, 2)),
             "memory_mb": [3000.0, 1200.0, 500.0, 500.0],
@@ -133,43 +144,43 @@ def short_of(**others: Any) -> Problem:
             "traffic_bytes": np.zeros(3),
             "fixed_ms": np.zeros((2, 2)),
             "ms_per_byte": np.zeros((2, 2)),
-            **others,
+            **overrides,
         }
     )
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "local", "cpsat", "best"])
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("overrides", "message"),
     [
         (
             {},
-            "segment 0 needs 3000 MB and the largest slot that can run it has 2048 MB: 952 MB too little",
+            "segment 0 needs 3000 MB, but the largest slot that can run it has 2048 MB: 952 MB are missing",
         ),
         (
             {"memory_mb": [1300.0] * 4},
-            "4 segments need 5200 MB and all 2 slots with a chip have 4096 MB: 1104 MB too little",
+            "4 segments need 5200 MB, but all 2 slots with a chip have 4096 MB: 1104 MB are missing",
         ),
         # By a byte: rounded figures would say that they need what there is.
         (
             {"memory_mb": [1024.0, 1024.0, 1024.0, 1024.000001]},
-            "4 segments need 4096 MB and all 2 slots with a chip have 4096 MB: 1e-06 MB too little",
+            "4 segments need 4096 MB, but all 2 slots with a chip have 4096 MB: 1e-06 MB are missing",
         ),
         (
             {"memory_mb": [2048.000001, 1.0, 1.0, 1.0]},
-            "segment 0 needs 2048 MB and the largest slot that can run it has 2048 MB: 1e-06 MB too little",
+            "segment 0 needs 2048 MB, but the largest slot that can run it has 2048 MB: 1e-06 MB are missing",
         ),
-        ({"memory_mb": [np.inf, 1.0, 1.0, 1.0]}, "segment 0 fits on none of the 2 slots that can run it"),
-        ({"limit_mb": [0.0, 0.0]}, "none of the 2 slots holds a chip"),
+        ({"memory_mb": [np.inf, 1.0, 1.0, 1.0]}, "segment 0 does not fit on"),
+        ({"limit_mb": [0.0, 0.0]}, "2 slots"),
         (
             {"latency_ms": [[1.0, 1.0], [np.inf, np.inf], [1.0, 1.0], [1.0, 1.0]], "memory_mb": [1.0] * 4},
-            "segment 1 can run on none of the 2 slots with a chip",
+            "segment 1 cannot run on any of the 2 slots with a chip",
         ),
     ],
 )
-def test_what_cannot_run_is_told_by_how_much(strategy: str, others: dict[str, Any], message: str) -> None:
+def test_what_cannot_run_is_told_by_how_much(strategy: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        MappingSolver(strategy=strategy).solve_mapping(short_of(**others))
+        MappingSolver(strategy=strategy).solve_mapping(short_of(**overrides))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
@@ -182,15 +193,15 @@ def test_what_fits_in_all_but_not_in_pieces_is_proven_impossible(strategy: str) 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat"])
 def test_slots_that_are_not_connected_are_told(strategy: str) -> None:
-    apart = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
-    problem = short_of(memory_mb=[1200.0] * 2 + [1.0] * 2, fixed_ms=apart)
+    distances = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
+    problem = short_of(memory_mb=[1200.0] * 2 + [1.0] * 2, fixed_ms=distances)
     with pytest.raises(InputError, match=re.escape("1")):
         MappingSolver(strategy=strategy).solve_mapping(problem)
 
 
 def test_larger_ones_are_proven_impossible_too() -> None:
     segments, slots = 30, 6
-    problem = Problem.chain(
+    problem = MappingProblem.chain(
         latency_ms=np.ones((segments, slots)),
         memory_mb=np.full(segments, 1000.0),
         limit_mb=np.full(slots, 5990.0),
@@ -206,16 +217,16 @@ def test_larger_ones_are_proven_impossible_too() -> None:
 
 
 def test_no_time_is_not_the_same_as_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = module.Answer(mapping=None, finished=False)
-    monkeypatch.setattr(module, "local", lambda *_, **__: nothing)
-    monkeypatch.setattr(module, "any_mapping", lambda *_: nothing)
+    zero = module.StrategyResult(mapping=None, finished=False)
+    monkeypatch.setattr(module, "search_locally", lambda *_, **__: zero)
+    monkeypatch.setattr(module, "find_feasible_mapping", lambda *_: zero)
     with pytest.raises(RunError):
         MappingSolver(strategy="local").solve_mapping(random_problem(6, 3, seed=0))
 
 
 def test_out_of_time_is_told_with_its_gap() -> None:
-    found = MappingSolver(strategy="exact", time_limit_s=0.1).solve_mapping(random_problem(40, 8, seed=0))
-    assert not found.finished and not found.optimal and 0.0 < found.gap < 1.0
+    result = MappingSolver(strategy="exact", time_limit_s=0.1).solve_mapping(random_problem(40, 8, seed=0))
+    assert not result.finished and not result.optimal and 0.0 < result.gap < 1.0
 
 
 @pytest.mark.parametrize(
@@ -248,12 +259,12 @@ def test_importing_it_imports_no_optional_package() -> None:
         "import sys; import sparseflow.codesign.mapping; "
         "print(*sorted({'numba', 'scipy', 'ortools', 'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not process.stdout.split()
 
 
 def test_a_mapping_that_takes_no_time_is_the_best() -> None:
     problem = short_of(latency_ms=np.zeros((4, 2)), memory_mb=[1.0] * 4)
     for strategy in ("auto", "local", "cpsat", "dp"):
-        found = MappingSolver(strategy=strategy).solve_mapping(problem)
-        assert isinstance(found, Mapping) and found.gap == 0.0 and found.optimal
+        result = MappingSolver(strategy=strategy).solve_mapping(problem)
+        assert isinstance(result, MappingResult) and result.gap == 0.0 and result.optimal

@@ -15,38 +15,38 @@ import torch
 from benchmarks.codesign.random_plan import random_plan
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.partition.objective import (
-    Costs,
     HwStats,
+    LayerCosts,
     Mode,
+    ObjectiveWeights,
     PartCosts,
-    Weights,
-    evaluate,
-    feasible,
-    memory,
+    compute_memory_mb,
+    evaluate_plan,
+    is_feasible,
 )
-from sparseflow.codesign.workload.layers import part_layer
-from sparseflow.codesign.workload.splits import RewritePlan, Split, plan_bytes
+from sparseflow.codesign.workload.layers import slice_layer
+from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan, compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 from tests.codesign.nodes import made_layers
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 
-Opened = dict[int, tuple[Split, PartCosts]]
+Opened = dict[int, tuple[LayerSplit, PartCosts]]
 
 
 def a_network(slots: int, seed: int) -> Network:
     """Every way of its own, there and back."""
     rng = np.random.default_rng(seed)
     other = 1.0 - np.eye(slots)
-    fixed, each, energy = (rng.uniform(0.1, 1.0, (slots, slots)) * other for _ in range(3))
-    return Network(fixed_ms=fixed, ms_per_byte=each * 1e-4, mj_per_byte=energy * 1e-5)
+    fixed, item, energy = (rng.uniform(0.1, 1.0, (slots, slots)) * other for _ in range(3))
+    return Network(fixed_ms=fixed, ms_per_byte=item * 1e-4, mj_per_byte=energy * 1e-5)
 
 
-def a_cost(layers: Sequence[LayerNode], slots: int, seed: int, **changes: Any) -> Costs:
+def a_cost(layers: Sequence[LayerNode], slots: int, seed: int, **changes: Any) -> LayerCosts:
     """Costs that have nothing to do with layers, but for memory."""
     rng = np.random.default_rng(seed)
-    told = {
+    record = {
         "layers": tuple(layers),
         "latency_ms": rng.uniform(0.5, 4.0, (len(layers), slots)),
         "power_w": rng.uniform(1.0, 20.0, (len(layers), slots)),
@@ -55,43 +55,45 @@ def a_cost(layers: Sequence[LayerNode], slots: int, seed: int, **changes: Any) -
         "idle_w": rng.uniform(0.0, 2.0, slots),
         "network": a_network(slots, seed),
     }
-    return Costs(**(told | changes))
+    return LayerCosts(**(record | changes))
 
 
 def opened(plan: RewritePlan, seed: int) -> Opened:
     """A plan's splits, with costs of their parts."""
     rng = np.random.default_rng(seed)
 
-    def figures(split: Split) -> tuple[float, ...]:
+    def figures(split: LayerSplit) -> tuple[float, ...]:
         return tuple(rng.uniform(0.2, 3.0, len(split.sizes)).tolist())
 
     return {
-        each.layer: (
-            each,
-            PartCosts(latency_ms=figures(each), power_w=figures(each), memory_mb=figures(each)),
+        item.layer: (
+            item,
+            PartCosts(latency_ms=figures(item), power_w=figures(item), memory_mb=figures(item)),
         )
-        for each in plan.splits
+        for item in plan.splits
     }
 
 
-def messages(costs: Costs, homes: Sequence[int], splits: Opened) -> list[tuple[int, int, int]]:
+def messages(costs: LayerCosts, assignment: Sequence[int], splits: Opened) -> list[tuple[int, int, int]]:
     """(from, to, bytes) of all that is sent."""
-    found = [
-        (homes[at - 1], homes[at], layer.traffic_in_bytes)
-        for at, layer in enumerate(costs.layers)
-        if at and homes[at - 1] != homes[at]
+    rows = [
+        (assignment[index - 1], assignment[index], layer.traffic_in_bytes)
+        for index, layer in enumerate(costs.layers)
+        if index and assignment[index - 1] != assignment[index]
     ]
     for layer, (split, _) in splits.items():
         node = costs.layers[layer]
         for slot, size in list(zip(split.slots, split.sizes, strict=True))[1:]:
             back = node.split_out_bytes * size // node.units if node.split_joins else node.split_out_bytes
-            found += [(homes[layer], slot, node.split_in_bytes), (slot, homes[layer], back)]
-    return found
+            rows += [(assignment[layer], slot, node.split_in_bytes), (slot, assignment[layer], back)]
+    return rows
 
 
-def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weights) -> dict[str, Any]:
+def recomputed(
+    costs: LayerCosts, assignment: Sequence[int], splits: Opened, weights: ObjectiveWeights
+) -> dict[str, Any]:
     """The notation read a second time: a list of all that is done and sent, added up exactly."""
-    net, slots = costs.network, range(costs.slots)
+    net, slots = costs.network, range(costs.num_slots)
 
     def ms(message: tuple[int, int, int]) -> float:
         source, target, size = message
@@ -99,62 +101,62 @@ def recomputed(costs: Costs, homes: Sequence[int], splits: Opened, weights: Weig
 
     busy: dict[int, list[float]] = {slot: [] for slot in slots}
     computed: dict[int, list[float]] = {slot: [] for slot in slots}
-    held: dict[int, list[float]] = {slot: [] for slot in slots}
-    elapsed, active, used = [], [], set(homes)
-    for at, home in enumerate(homes):
-        if at and homes[at - 1] != home:
-            moved = ms((homes[at - 1], home, costs.layers[at].traffic_in_bytes))
+    contents: dict[int, list[float]] = {slot: [] for slot in slots}
+    elapsed, active, used = [], [], set(assignment)
+    for index, home in enumerate(assignment):
+        if index and assignment[index - 1] != home:
+            moved = ms((assignment[index - 1], home, costs.layers[index].traffic_in_bytes))
             busy[home].append(moved)
             elapsed.append(moved)
-        split, told = splits.get(at, (None, None))
-        if split is None or told is None:
-            latency, watts = costs.latency_ms[at, home], costs.power_w[at, home]
+        split, record = splits.get(index, (None, None))
+        if split is None or record is None:
+            latency, watts = costs.latency_ms[index, home], costs.power_w[index, home]
             active.append(latency * watts)
-            held[home].append(costs.memory_mb[at])
+            contents[home].append(costs.memory_mb[index])
             computed[home].append(latency)
             ways = [latency]
         else:
-            sent = iter(messages(costs, homes, {at: splits[at]})[-2 * (len(split.slots) - 1) :])
-            ways = [told.latency_ms[0]]
+            sent = iter(messages(costs, assignment, {index: splits[index]})[-2 * (len(split.slots) - 1) :])
+            ways = [record.latency_ms[0]]
             used |= set(split.slots)
-            for slot, latency in list(zip(split.slots, told.latency_ms, strict=True))[1:]:
-                there, back = ms(next(sent)), ms(next(sent))
-                busy[slot] += [there, latency]
-                ways.append(there + latency + back)
-            active += [a * b for a, b in zip(told.latency_ms, told.power_w, strict=True)]
-            for slot, latency, size in zip(split.slots, told.latency_ms, told.memory_mb, strict=True):
+            for slot, latency in list(zip(split.slots, record.latency_ms, strict=True))[1:]:
+                present, back = ms(next(sent)), ms(next(sent))
+                busy[slot] += [present, latency]
+                ways.append(present + latency + back)
+            active += [a * b for a, b in zip(record.latency_ms, record.power_w, strict=True)]
+            for slot, latency, size in zip(split.slots, record.latency_ms, record.memory_mb, strict=True):
                 computed[slot].append(latency)
-                held[slot].append(size)
+                contents[slot].append(size)
         busy[home].append(max(ways))
         elapsed.append(max(ways))
-    sent_all = messages(costs, homes, splits)
-    each = {slot: math.fsum(busy[slot]) for slot in slots}
-    period, serial = max(each.values()), math.fsum(elapsed)
+    sent_all = messages(costs, assignment, splits)
+    item = {slot: math.fsum(busy[slot]) for slot in slots}
+    period, serial = max(item.values()), math.fsum(elapsed)
     total = period if weights.mode == "balanced" else serial
     comm = math.fsum(map(ms, sent_all))
     wires = math.fsum(size * net.mj_per_byte[source, target] for source, target, size in sent_all)
     works = {slot: math.fsum(computed[slot]) for slot in slots}
     idle = math.fsum(max(0.0, total - works[s]) * costs.idle_w[s] for s in slots if costs.limit_mb[s] > 0.0)
-    imbalance = period - math.fsum(each[slot] for slot in used) / len(used)
+    imbalance = period - math.fsum(item[slot] for slot in used) / len(used)
     return {
         "serial_ms": serial, "period_ms": period, "total_latency_ms": total, "comm_ms": comm,
         "comm_bytes": sum(size for *_, size in sent_all), "comm_energy_mj": wires,
         "energy_mj": math.fsum(active) + wires + idle, "imbalance_ms": imbalance,
         "objective": weights.w_latency * total + weights.w_comm * comm + weights.w_balance * imbalance,
-        "busy_ms": [each[slot] for slot in slots], "compute_ms": [works[slot] for slot in slots],
-        "memory_mb": [math.fsum(held[slot]) for slot in slots],
+        "busy_ms": [item[slot] for slot in slots], "compute_ms": [works[slot] for slot in slots],
+        "memory_mb": [math.fsum(contents[slot]) for slot in slots],
     }  # fmt: skip
 
 
-def agree(found: HwStats, expected: dict[str, Any]) -> None:
-    assert set(vars(found)) == set(expected)
+def agree(result: HwStats, expected: dict[str, Any]) -> None:
+    assert set(vars(result)) == set(expected)
     for name, value in expected.items():
         if name == "comm_bytes":
-            assert type(found.comm_bytes) is int and found.comm_bytes == value
+            assert type(result.comm_bytes) is int and result.comm_bytes == value
         else:
             # Imbalance is a difference of what is added up.
-            assert getattr(found, name) == pytest.approx(value, rel=1e-9, abs=1e-9), name
-    assert found.energy_delay == pytest.approx(expected["energy_mj"] * expected["total_latency_ms"])
+            assert getattr(result, name) == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    assert result.energy_delay == pytest.approx(expected["energy_mj"] * expected["total_latency_ms"])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,33 +167,33 @@ def test_against_a_second_reading(mode: Mode, back: bool, share: float) -> None:
     for seed in range(25):
         slots = 1 + seed % 5
         layers = made_layers(1 + seed % 4, seed=seed)
-        homes, plan = random_plan(layers, min(slots, len(layers)), seed=seed, share=share, back=back)
+        assignment, plan = random_plan(layers, min(slots, len(layers)), seed=seed, share=share, back=back)
         # A slot more than is used, and in every third instance an empty one.
         costs = a_cost(layers, slots + 2, seed)
         if seed % 3 == 0:
             costs.limit_mb[slots + 1] = 0.0
         splits = opened(plan, seed)
-        weights = Weights(mode=mode, w_latency=1.3, w_comm=0.7, w_balance=0.2)
-        found = evaluate(costs, homes, splits, weights)
-        agree(found, recomputed(costs, homes, splits, weights))
-        assert found.comm_bytes == sum(plan_bytes(layers, homes, plan).values())
-        assert found.memory_mb == tuple(memory(costs, homes, splits).tolist())
-        assert found.period_ms == max(found.busy_ms)
-        assert splits or sum(found.busy_ms) == pytest.approx(found.serial_ms)
+        weights = ObjectiveWeights(mode=mode, w_latency=1.3, w_comm=0.7, w_balance=0.2)
+        stats = evaluate_plan(costs, assignment, splits, weights)
+        agree(stats, recomputed(costs, assignment, splits, weights))
+        assert stats.comm_bytes == sum(compute_transfer_bytes(layers, assignment, plan).values())
+        assert stats.memory_mb == tuple(compute_memory_mb(costs, assignment, splits).tolist())
+        assert stats.period_ms == max(stats.busy_ms)
+        assert splits or sum(stats.busy_ms) == pytest.approx(stats.serial_ms)
         for split in plan.splits:
             joined += layers[split.layer].split_joins
             summed += not layers[split.layer].split_joins
     assert share == 0.0 or min(joined, summed) > 5
 
 
-def by_hand(joins: bool) -> tuple[Costs, list[int], Opened]:
+def by_hand(joins: bool) -> tuple[LayerCosts, list[int], Opened]:
     """Three layers, two slots; the second layer in parts of one and three units."""
     layers = made_layers(1, seed=0)[:3]
     split = {"split_in_bytes": 1000, "split_out_bytes": 2000, "units": 4, "splittable": True}
     layers[1] = replace(layers[1], split_joins=joins, **split)
     layers[2] = replace(layers[2], traffic_in_bytes=500)
     other = 1.0 - np.eye(3)
-    costs = Costs(
+    costs = LayerCosts(
         layers=tuple(layers),
         latency_ms=np.array([[4.0, 9.0, np.inf], [9.0, 9.0, np.inf], [9.0, 6.0, np.inf]]),
         power_w=np.array([[10.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 20.0, 0.0]]),
@@ -204,111 +206,113 @@ def by_hand(joins: bool) -> tuple[Costs, list[int], Opened]:
     return (
         costs,
         [0, 0, 1],
-        {1: (Split(layer=1, permutation=(0, 1, 2, 3), sizes=(1, 3), slots=(0, 1)), parts)},
+        {1: (LayerSplit(layer=1, permutation=(0, 1, 2, 3), sizes=(1, 3), slots=(0, 1)), parts)},
     )
 
 
 def test_a_sum_by_hand() -> None:
-    costs, homes, splits = by_hand(joins=False)
+    costs, assignment, splits = by_hand(joins=False)
     # There 2 ms, the part 3, back 3: home waits 8 ms and not 2. The state to slot 1 takes 1.5 ms.
-    found = evaluate(costs, homes, splits, Weights(w_comm=0.1, w_balance=0.1))
-    assert found.busy_ms == pytest.approx((12.0, 12.5, 0.0))
-    assert (found.serial_ms, found.period_ms, found.total_latency_ms) == pytest.approx((19.5, 12.5, 12.5))
-    assert (found.comm_ms, found.comm_bytes, found.comm_energy_mj) == pytest.approx((6.5, 3500, 3.5))
-    assert found.compute_ms == pytest.approx((4.0 + 2.0, 3.0 + 6.0, 0.0))
+    stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights(w_comm=0.1, w_balance=0.1))
+    assert stats.busy_ms == pytest.approx((12.0, 12.5, 0.0))
+    assert (stats.serial_ms, stats.period_ms, stats.total_latency_ms) == pytest.approx((19.5, 12.5, 12.5))
+    assert (stats.comm_ms, stats.comm_bytes, stats.comm_energy_mj) == pytest.approx((6.5, 3500, 3.5))
+    assert stats.compute_ms == pytest.approx((4.0 + 2.0, 3.0 + 6.0, 0.0))
     # Layers and parts 40 + 10 + 24 + 120 mJ, what is sent 3.5; slot 0 waits 6.5 ms at 2 W, slot 1 3.5 at 3 W.
-    assert found.energy_mj == pytest.approx(197.5 + 6.5 * 2.0 + 3.5 * 3.0)
-    assert found.imbalance_ms == pytest.approx(0.25)
-    assert found.objective == pytest.approx(12.5 + 0.65 + 0.025)
-    assert found.memory_mb == pytest.approx((1.5, 5.5, 0.0))
-    serial = evaluate(costs, homes, splits, Weights(mode="serial"))
-    assert serial.total_latency_ms == serial.serial_ms == found.serial_ms
+    assert stats.energy_mj == pytest.approx(197.5 + 6.5 * 2.0 + 3.5 * 3.0)
+    assert stats.imbalance_ms == pytest.approx(0.25)
+    assert stats.objective == pytest.approx(12.5 + 0.65 + 0.025)
+    assert stats.memory_mb == pytest.approx((1.5, 5.5, 0.0))
+    serial = evaluate_plan(costs, assignment, splits, ObjectiveWeights(mode="serial"))
+    assert serial.total_latency_ms == serial.serial_ms == stats.serial_ms
     assert serial.energy_mj == pytest.approx(197.5 + 13.5 * 2.0 + 10.5 * 3.0)
 
 
 def test_joined_columns_by_hand() -> None:
-    costs, homes, splits = by_hand(joins=True)
+    costs, assignment, splits = by_hand(joins=True)
     # Three of four columns come back: 1500 bytes.
-    found = evaluate(costs, homes, splits, Weights())
-    assert found.busy_ms == pytest.approx((11.5, 12.5, 0.0))
-    assert (found.serial_ms, found.comm_ms, found.comm_bytes) == pytest.approx((19.0, 6.0, 3000))
-    assert found.energy_mj == pytest.approx(194.0 + 3.0 + 6.5 * 2.0 + 3.5 * 3.0)
+    stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights())
+    assert stats.busy_ms == pytest.approx((11.5, 12.5, 0.0))
+    assert (stats.serial_ms, stats.comm_ms, stats.comm_bytes) == pytest.approx((19.0, 6.0, 3000))
+    assert stats.energy_mj == pytest.approx(194.0 + 3.0 + 6.5 * 2.0 + 3.5 * 3.0)
 
 
 def test_home_does_not_wait_for_what_is_done_before_its_own_part() -> None:
-    costs, homes, splits = by_hand(joins=False)
+    costs, assignment, splits = by_hand(joins=False)
     split, parts = splits[1]
     longer = {1: (split, replace(parts, latency_ms=(8.5, 3.0)))}
-    assert evaluate(costs, homes, longer, Weights()).busy_ms == pytest.approx((12.5, 12.5, 0.0))
+    assert evaluate_plan(costs, assignment, longer, ObjectiveWeights()).busy_ms == pytest.approx(
+        (12.5, 12.5, 0.0)
+    )
 
 
 def test_all_on_one_slot_sends_nothing() -> None:
     costs, _, _ = by_hand(joins=False)
-    found = evaluate(costs, [1, 1, 1], {}, Weights())
-    assert (found.comm_ms, found.comm_bytes, found.comm_energy_mj, found.imbalance_ms) == (0.0, 0, 0.0, 0.0)
-    assert found.serial_ms == found.period_ms == 24.0
-    assert found.energy_mj == pytest.approx(9.0 + 9.0 + 120.0 + 24.0 * 2.0)
+    stats = evaluate_plan(costs, [1, 1, 1], {}, ObjectiveWeights())
+    assert (stats.comm_ms, stats.comm_bytes, stats.comm_energy_mj, stats.imbalance_ms) == (0.0, 0, 0.0, 0.0)
+    assert stats.serial_ms == stats.period_ms == 24.0
+    assert stats.energy_mj == pytest.approx(9.0 + 9.0 + 120.0 + 24.0 * 2.0)
 
 
 def test_empty_slots_draw_no_power_and_do_not_count_as_unused_ones() -> None:
-    costs, homes, splits = by_hand(joins=False)
-    before = evaluate(costs, homes, splits, Weights())
+    costs, assignment, splits = by_hand(joins=False)
+    before = evaluate_plan(costs, assignment, splits, ObjectiveWeights())
     more = replace(costs, idle_w=np.array([2.0, 3.0, 1e6]))
-    assert evaluate(more, homes, splits, Weights()) == before
-    there = replace(more, limit_mb=np.array([10.0, 10.0, 1.0]), latency_ms=np.nan_to_num(costs.latency_ms))
-    found = evaluate(there, homes, splits, Weights())
-    assert found.energy_mj == pytest.approx(before.energy_mj + 12.5e6)
-    assert found.imbalance_ms == before.imbalance_ms
+    assert evaluate_plan(more, assignment, splits, ObjectiveWeights()) == before
+    present = replace(more, limit_mb=np.array([10.0, 10.0, 1.0]), latency_ms=np.nan_to_num(costs.latency_ms))
+    stats = evaluate_plan(present, assignment, splits, ObjectiveWeights())
+    assert stats.energy_mj == pytest.approx(before.energy_mj + 12.5e6)
+    assert stats.imbalance_ms == before.imbalance_ms
 
 
 @pytest.mark.parametrize("which", ["latency", "comm", "balance"])
 def test_weights(which: str) -> None:
-    costs, homes, splits = by_hand(joins=False)
-    told: dict[str, Any] = {f"w_{name}": 2.0 * (name == which) for name in ("latency", "comm", "balance")}
-    found = evaluate(costs, homes, splits, Weights(**told))
-    expected = {"latency": found.period_ms, "comm": found.comm_ms, "balance": found.imbalance_ms}
-    assert found.objective == pytest.approx(2.0 * expected[which])
+    costs, assignment, splits = by_hand(joins=False)
+    record: dict[str, Any] = {f"w_{name}": 2.0 * (name == which) for name in ("latency", "comm", "balance")}
+    stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights(**record))
+    expected = {"latency": stats.period_ms, "comm": stats.comm_ms, "balance": stats.imbalance_ms}
+    assert stats.objective == pytest.approx(2.0 * expected[which])
 
 
 def test_memory_is_summed_and_may_be_used_up() -> None:
-    costs, homes, splits = by_hand(joins=False)
-    assert memory(costs, homes, {}).tolist() == [3.0, 4.0, 0.0]
-    assert memory(costs, homes, splits).tolist() == [1.5, 5.5, 0.0]
-    for limits, whole, cut in (
+    costs, assignment, splits = by_hand(joins=False)
+    assert compute_memory_mb(costs, assignment, {}).tolist() == [3.0, 4.0, 0.0]
+    assert compute_memory_mb(costs, assignment, splits).tolist() == [1.5, 5.5, 0.0]
+    for limits, full, cut in (
         ([3.0, 4.0, 0.0], True, False),
         ([1.5, 5.5, 0.0], False, True),
         ([3.0, 5.5, 0.0], True, True),
         ([1.4, 9.0, 0.0], False, False),
     ):
         tight = replace(costs, limit_mb=np.array(limits))
-        assert feasible(tight, homes, {}) is whole
-        assert feasible(tight, homes, splits) is cut
+        assert is_feasible(tight, assignment, {}) is full
+        assert is_feasible(tight, assignment, splits) is cut
 
 
 def test_nothing_runs_on_an_empty_slot() -> None:
-    costs, homes, splits = by_hand(joins=False)
-    assert not feasible(costs, [0, 0, 2], {})
+    costs, assignment, splits = by_hand(joins=False)
+    assert not is_feasible(costs, [0, 0, 2], {})
     split, parts = splits[1]
-    assert feasible(costs, homes, splits)
-    assert not feasible(costs, homes, {1: (replace(split, slots=(0, 2)), parts)})
+    assert is_feasible(costs, assignment, splits)
+    assert not is_feasible(costs, assignment, {1: (replace(split, slots=(0, 2)), parts)})
 
 
 @pytest.mark.parametrize("cost", ["fixed_ms", "ms_per_byte"])
 def test_what_is_sent_must_get_there(cost: str) -> None:
-    costs, homes, splits = by_hand(joins=False)
-    for source, target, whole, cut in ((0, 1, False, False), (1, 0, True, False), (0, 2, True, True)):
-        there = getattr(costs.network, cost).copy()
-        there[source, target] = np.inf
-        apart = replace(costs, network=replace(costs.network, **{cost: there}))
+    costs, assignment, splits = by_hand(joins=False)
+    for source, target, full, cut in ((0, 1, False, False), (1, 0, True, False), (0, 2, True, True)):
+        present = getattr(costs.network, cost).copy()
+        present[source, target] = np.inf
+        distances = replace(costs, network=replace(costs.network, **{cost: present}))
         # The state goes from slot 0 to slot 1, and what the part computed comes back.
-        assert feasible(apart, homes, {}) is whole
-        assert feasible(apart, homes, splits) is cut
+        assert is_feasible(distances, assignment, {}) is full
+        assert is_feasible(distances, assignment, splits) is cut
 
 
 def test_a_part_that_cannot_run() -> None:
-    costs, homes, splits = by_hand(joins=False)
+    costs, assignment, splits = by_hand(joins=False)
     split, parts = splits[1]
-    assert not feasible(costs, homes, {1: (split, replace(parts, latency_ms=(2.0, np.inf)))})
+    assert not is_feasible(costs, assignment, {1: (split, replace(parts, latency_ms=(2.0, np.inf)))})
 
 
 @pytest.mark.parametrize(
@@ -317,47 +321,47 @@ def test_a_part_that_cannot_run() -> None:
         ({"latency_ms": (1.0, np.nan)}, "`latency_ms` is nan for part 1; costs must be at least 0"),
         ({"power_w": (-1.0, 1.0)}, "`power_w` is -1.0 for part 0"),
         ({"memory_mb": (1.0, np.nan)}, "`memory_mb` is nan for part 1"),
-        ({"power_w": (1.0,)}, "`power_w` is of 1 parts, `latency_ms` of 2"),
+        ({"power_w": (1.0,)}, "`power_w` has 1 parts, `latency_ms` has 2"),
     ],
 )
 def test_costs_of_parts_that_make_no_sense(figures: dict[str, Any], match: str) -> None:
-    told: dict[str, Any] = {name: (1.0, 1.0) for name in ("latency_ms", "power_w", "memory_mb")}
+    record: dict[str, Any] = {name: (1.0, 1.0) for name in ("latency_ms", "power_w", "memory_mb")}
     with pytest.raises(InputError, match=match):
-        PartCosts(**(told | figures))
+        PartCosts(**(record | figures))
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"mode": "quick"}, "`mode` (='quick') must be one of: balanced, serial"),
-        ({"w_latency": math.nan}, "`w_latency` (=nan) must be finite and not negative"),
+        ({"w_latency": math.nan}, "`w_latency` (=nan)"),
         ({"w_comm": -1.0}, "`w_comm` (=-1.0)"),
         ({"w_balance": math.inf}, "`w_balance` (=inf)"),
     ],
 )
 def test_weights_that_make_no_sense(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=re.escape(match)):
-        Weights(**changes)
+        ObjectiveWeights(**changes)
 
 
-@pytest.mark.parametrize("homes", [[0, 0], [0, 0, 1, 1], []])
-def test_as_many_slots_as_layers(homes: list[int]) -> None:
+@pytest.mark.parametrize("assignment", [[0, 0], [0, 0, 1, 1], []])
+def test_as_many_slots_as_layers(assignment: list[int]) -> None:
     costs, _, _ = by_hand(joins=False)
-    with pytest.raises(InputError, match=rf"{len(homes)}"):
-        evaluate(costs, homes, {}, Weights())
+    with pytest.raises(InputError, match=rf"{len(assignment)}"):
+        evaluate_plan(costs, assignment, {}, ObjectiveWeights())
 
 
 def test_a_split_begins_at_home() -> None:
     costs, _, splits = by_hand(joins=False)
     name = costs.layers[1].name
     with pytest.raises(InputError, match=rf"{name}"):
-        evaluate(costs, [0, 1, 1], splits, Weights())
+        evaluate_plan(costs, [0, 1, 1], splits, ObjectiveWeights())
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0])
 @pytest.mark.parametrize("slots", [3, 4])
 @pytest.mark.parametrize(
-    ("name", "at", "where"),
+    ("name", "index", "location"),
     [
         ("latency_ms", (2, 1), r"layer blocks\.0\.mlp, slot 1"),
         ("power_w", (0, 2), "layer embed, slot 2"),
@@ -367,11 +371,11 @@ def test_a_split_begins_at_home() -> None:
     ],
 )
 def test_costs_that_make_no_sense(
-    name: str, at: tuple[int, ...], where: str, slots: int, value: float
+    name: str, index: tuple[int, ...], location: str, slots: int, value: float
 ) -> None:
     layers = made_layers(1, seed=0)  # four of them: as many as slots, in half of the cases
     wrong = getattr(a_cost(layers, slots, 0), name).copy()
-    wrong[at] = value
+    wrong[index] = value
     with pytest.raises(InputError, match=rf"`{name}`"):
         a_cost(layers, slots, 0, **{name: wrong})
 
@@ -395,9 +399,9 @@ def test_parts_add_up_to_the_layer(seed: int) -> None:
     for layer in made_layers(3, seed=seed):
         if not layer.splittable:
             continue
-        assert part_layer(layer, layer.units) == layer
+        assert slice_layer(layer, layer.units) == layer
         first = int(rng.integers(1, layer.units))
-        parts = [part_layer(layer, units) for units in (first, layer.units - first)]
+        parts = [slice_layer(layer, units) for units in (first, layer.units - first)]
         assert sum(float(part.flops) for part in parts) == pytest.approx(float(layer.flops))
         assert abs(sum(part.weight_bytes for part in parts) - layer.weight_bytes) <= 1
         assert [part.units for part in parts] == [first, layer.units - first]
@@ -412,25 +416,25 @@ def test_parts_add_up_to_the_layer(seed: int) -> None:
 
 
 def test_parts_grow_with_their_units() -> None:
-    layer = next(each for each in made_layers(1, seed=0) if each.layer_type == "mlp")
-    parts = [part_layer(layer, units) for units in range(1, layer.units + 1)]
+    layer = next(item for item in made_layers(1, seed=0) if item.layer_type == "mlp")
+    parts = [slice_layer(layer, units) for units in range(1, layer.units + 1)]
     for name in ("flops", "bytes", "weight_bytes", "memory_bytes"):
-        found = [float(getattr(part, name)) for part in parts]
-        assert found == sorted(found) and found[0] < found[-1]
+        rows = [float(getattr(part, name)) for part in parts]
+        assert rows == sorted(rows) and rows[0] < rows[-1]
 
 
 def test_gradients_go_through_parts() -> None:
     layer = made_layers(1, seed=0)[2]
     work = torch.tensor(float(layer.flops), requires_grad=True)
     moved = torch.tensor(float(layer.bytes), requires_grad=True)
-    part: Any = part_layer(replace(layer, flops=work, bytes=moved), layer.units // 2)
+    part: Any = slice_layer(replace(layer, flops=work, bytes=moved), layer.units // 2)
     (part.flops + part.bytes).backward()
     share = layer.units // 2 / layer.units
-    assert [float(each.grad) for each in (work, moved) if each.grad is not None] == pytest.approx([share] * 2)
+    assert [float(item.grad) for item in (work, moved) if item.grad is not None] == pytest.approx([share] * 2)
 
 
 @pytest.mark.parametrize("units", [0, -1, 1000])
 def test_units_that_a_layer_does_not_have(units: int) -> None:
     layer = made_layers(1, seed=0)[1]
     with pytest.raises(InputError, match=rf"{layer.name}"):
-        part_layer(layer, units)
+        slice_layer(layer, units)

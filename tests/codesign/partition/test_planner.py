@@ -17,18 +17,18 @@ import torch
 pytest.importorskip("numba")
 pytest.importorskip("scipy")
 
-from sparseflow.codesign.hardware.chips import ChipType, Link
+from sparseflow.codesign.hardware.chips import ChipType, LinkType
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver, Mode
-from sparseflow.codesign.mapping import evaluate as evaluate_mapping
+from sparseflow.codesign.mapping import evaluate_mapping as evaluate_mapping
 from sparseflow.codesign.partition import split_search as looking
-from sparseflow.codesign.partition.objective import Costs, HwStats, PartCosts, evaluate, feasible
-from sparseflow.codesign.partition.planner import PartitionPlanner, Plan, problem_of
+from sparseflow.codesign.partition.objective import HwStats, LayerCosts, PartCosts, evaluate_plan, is_feasible
+from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner, build_mapping_problem
 from sparseflow.codesign.partition.split_search import PartitionConfig
-from sparseflow.codesign.workload.layers import part_layer
-from sparseflow.codesign.workload.segments import chain, coarse
-from sparseflow.codesign.workload.splits import RewritePlan, check, plan_bytes
+from sparseflow.codesign.workload.layers import slice_layer
+from sparseflow.codesign.workload.segments import build_balanced_chain, build_chain
+from sparseflow.codesign.workload.splits import RewritePlan, check_rewrite_plan, compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 from tests.codesign.nodes import made_layers
@@ -39,7 +39,7 @@ LOG = "sparseflow.codesign.partition.planner"
 
 
 def chip(name: str = "chip", **figures: Any) -> ChipType:
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "peak_flops": 1e10,
         "peak_bw": 1e10,
         "mem_gb": 1.0,
@@ -47,11 +47,11 @@ def chip(name: str = "chip", **figures: Any) -> ChipType:
         "tdp_w": 10.0,
         "idle_w": 1.0,
     }
-    return ChipType(name=name, **(told | figures))
+    return ChipType(name=name, **(record | figures))
 
 
 def wires(slots: int, bandwidth: float = 1e9, latency_us: float = 1.0) -> Network:
-    link = Link(name="wire", bandwidth=bandwidth, latency_us=latency_us, pj_per_bit=1.0)
+    link = LinkType(name="wire", bandwidth=bandwidth, latency_us=latency_us, pj_per_bit=1.0)
     return Network.all_to_all(link, np.zeros((slots, slots)))
 
 
@@ -74,8 +74,8 @@ def an_instance(seed: int) -> Instance:
     rng = np.random.default_rng(seed)
     layers = made_layers(int(rng.integers(1, 4)), seed=seed)
     if seed % 2:
-        at = int(rng.integers(1, len(layers) - 1))
-        layers[at] = replace(layers[at], flops=30.0 * float(layers[at].flops))
+        index = int(rng.integers(1, len(layers) - 1))
+        layers[index] = replace(layers[index], flops=30.0 * float(layers[index].flops))
     needed = sum(layer.memory_bytes for layer in layers) / 1e9
     slots = int(rng.integers(2, 6))
     chips: list[ChipType | None] = [
@@ -88,71 +88,76 @@ def an_instance(seed: int) -> Instance:
     return layers, chips, wires(slots, 10 ** rng.uniform(8.0, 12.0), rng.uniform(0.0, 2.0))
 
 
-def held_mb(layers: Sequence[LayerNode], plan: Plan, slots: int) -> list[float]:
+def held_mb(layers: Sequence[LayerNode], plan: PartitionPlan, slots: int) -> list[float]:
     """Memory of each slot, from layers alone."""
-    splits = {} if plan.rewrite_plan is None else {each.layer: each for each in plan.rewrite_plan.splits}
-    found = [0.0] * slots
-    for layer, home in zip(layers, plan.homes, strict=True):
+    splits = {} if plan.rewrite_plan is None else {split.layer: split for split in plan.rewrite_plan.splits}
+    result = [0.0] * slots
+    for layer, home in zip(layers, plan.assignment, strict=True):
         if layer.id not in splits:
-            found[home] += layer.memory_bytes / 1e6
+            result[home] += layer.memory_bytes / 1e6
             continue
         for slot, size in zip(splits[layer.id].slots, splits[layer.id].sizes, strict=True):
-            found[slot] += part_layer(layer, size).memory_bytes / 1e6
-    return found
+            result[slot] += slice_layer(layer, size).memory_bytes / 1e6
+    return result
 
 
-def best_of_all(planner: PartitionPlanner, plan: Plan, instance: Instance) -> float:
+def best_of_all(planner: PartitionPlanner, plan: PartitionPlan, instance: Instance) -> float:
     """The lowest latency of any mapping of a plan's segments that can run."""
-    costs = planner.costs(*instance)
-    place = {layer: each.id for each in plan.segments.segments for layer in each.layer_ids}
+    costs = planner.compute_costs(*instance)
+    index = {layer: segment.id for segment in plan.segments.segments for layer in segment.layer_ids}
     best = np.inf
-    for mapping in itertools.product(range(costs.slots), repeat=len(plan.segments.segments)):
-        homes = [mapping[place[layer]] for layer in range(len(costs.layers))]
-        if feasible(costs, homes, {}):
-            best = min(best, evaluate(costs, homes, {}, planner.weights).total_latency_ms)
+    for mapping in itertools.product(range(costs.num_slots), repeat=len(plan.segments.segments)):
+        assignment = [mapping[index[layer]] for layer in range(len(costs.layers))]
+        if is_feasible(costs, assignment, {}):
+            best = min(best, evaluate_plan(costs, assignment, {}, planner.weights).total_latency_ms)
     return best
 
 
 def test_costs_are_what_the_proxy_says() -> None:
     layers = made_layers(2, seed=3)
     chips = [chip("a", idle_w=0.5), None, chip("b", peak_bw=2e9, mem_gb=2.5), None]
-    costs = a_planner().costs(layers, chips, wires(4))
+    costs = a_planner().compute_costs(layers, chips, wires(4))
     assert costs.limit_mb.tolist() == [1000.0, 0.0, 2500.0, 0.0] and costs.idle_w.tolist() == [
         0.5,
         0.0,
         1.0,
         0.0,
     ]
-    for slot, each in enumerate(chips):
-        for at, layer in enumerate(layers):
-            if each is None:
-                assert np.isinf(costs.latency_ms[at, slot])
+    for slot, item in enumerate(chips):
+        for index, layer in enumerate(layers):
+            if item is None:
+                assert np.isinf(costs.latency_ms[index, slot])
                 continue
-            told = {name: float(value) for name, value in PROXY.predict_layer(layer, each).items()}
-            assert costs.latency_ms[at, slot] == told["lat_ms"] and costs.power_w[at, slot] == told["power_w"]
-            assert costs.memory_mb[at] == told["mem_mb"] == layer.memory_bytes / 1e6
+            record = {name: float(value) for name, value in PROXY.predict_layer(layer, item).items()}
+            assert (
+                costs.latency_ms[index, slot] == record["lat_ms"]
+                and costs.power_w[index, slot] == record["power_w"]
+            )
+            assert costs.memory_mb[index] == record["mem_mb"] == layer.memory_bytes / 1e6
 
 
 def test_parts_cost_what_the_proxy_says() -> None:
     layer = made_layers(1, seed=0)[2]
     chips = [chip("a"), chip("b", peak_flops=1e9)]
     sizes = (5, layer.units - 5)
-    found = a_planner().part_costs(layer, sizes, chips)
-    for at, (size, each) in enumerate(zip(sizes, chips, strict=True)):
-        told = {
-            name: float(value) for name, value in PROXY.predict_layer(part_layer(layer, size), each).items()
+    part_costs = a_planner().compute_part_costs(layer, sizes, chips)
+    for index, (size, item) in enumerate(zip(sizes, chips, strict=True)):
+        record = {
+            name: float(value) for name, value in PROXY.predict_layer(slice_layer(layer, size), item).items()
         }
-        assert (found.latency_ms[at], found.power_w[at], found.memory_mb[at]) == tuple(
-            told[name] for name in ("lat_ms", "power_w", "mem_mb")
-        )
+        assert (
+            part_costs.latency_ms[index],
+            part_costs.power_w[index],
+            part_costs.memory_mb[index],
+        ) == tuple(record[name] for name in ("lat_ms", "power_w", "mem_mb"))
 
 
 @pytest.mark.parametrize(
     ("chips", "slots", "match"),
     [
-        ([chip()] * 2, 3, "2 slots hold 2 chips, and the network joins 3 slots"),
-        ([None, None], 2, "2 slots hold 0 chips"),
-        ([], 0, "0 slots hold 0 chips"),
+        ([chip()] * 2, 3, "2 slots with 2 chips, but the network has 3 slots"),
+        ([None, None], 2, "2 slots with 0 chips"),
+        ([], 0, "0 slots with 0 chips"),
     ],
 )
 def test_as_many_chips_as_slots(chips: list[ChipType | None], slots: int, match: str) -> None:
@@ -163,23 +168,26 @@ def test_as_many_chips_as_slots(chips: list[ChipType | None], slots: int, match:
 @pytest.mark.parametrize("seed", range(6))
 def test_segments_cost_what_their_layers_do(seed: int) -> None:
     layers, chips, network = an_instance(seed)
-    chips = [each or chip() for each in chips]
+    chips = [item or chip() for item in chips]
     planner = a_planner()
-    costs = planner.costs(layers, chips, network)
-    graph = coarse(layers, 5)
-    problem = problem_of(costs, graph)
+    costs = planner.compute_costs(layers, chips, network)
+    graph = build_balanced_chain(layers, 5)
+    problem = build_mapping_problem(costs, graph)
     rng = np.random.default_rng(seed)
     for _ in range(20):
-        mapping = rng.integers(network.slots, size=len(graph.segments))
-        homes = [0] * len(layers)
+        mapping = rng.integers(network.num_slots, size=len(graph.segments))
+        assignment = [0] * len(layers)
         for segment, slot in zip(graph.segments, mapping.tolist(), strict=True):
             for layer in segment.layer_ids:
-                homes[layer] = slot
-        found, told = evaluate(costs, homes, {}, planner.weights), evaluate_mapping(problem, mapping)
+                assignment[layer] = slot
+        result, record = (
+            evaluate_plan(costs, assignment, {}, planner.weights),
+            evaluate_mapping(problem, mapping),
+        )
         for name in ("serial_ms", "period_ms", "comm_ms"):
-            assert getattr(found, name) == pytest.approx(getattr(told, name)), name
-        np.testing.assert_allclose(found.busy_ms, told.busy_ms)
-        np.testing.assert_allclose(found.memory_mb, told.memory_mb, rtol=0.0, atol=1e-5)
+            assert getattr(result, name) == pytest.approx(getattr(record, name)), name
+        np.testing.assert_allclose(result.busy_ms, record.busy_ms)
+        np.testing.assert_allclose(result.memory_mb, record.memory_mb, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -188,43 +196,49 @@ def test_plans_keep_what_they_promise(mode: Mode) -> None:
     for seed in range(25):
         layers, chips, network = instance = an_instance(seed)
         planner = a_planner(mode, segments=6)
-        drawn = [
-            np.random.default_rng([seed, at]).permutation(each.units).tolist()
-            for at, each in enumerate(layers)
+        sampled = [
+            np.random.default_rng([seed, index]).permutation(decision.units).tolist()
+            for index, decision in enumerate(layers)
         ]
         try:
-            plan = planner.plan(*instance, orders=drawn.__getitem__)
+            plan = planner.plan(*instance, unit_orders=sampled.__getitem__)
         except InputError as error:
             assert "MB" in str(error)
             continue
-        costs = planner.costs(*instance)
+        costs = planner.compute_costs(*instance)
         rewrite = plan.rewrite_plan
         split, none = split + (rewrite is not None), none + (rewrite is None)
-        assert plan.hw_stats == evaluate(costs, plan.homes, plan.splits, planner.weights)
+        assert plan.hw_stats == evaluate_plan(costs, plan.assignment, plan.splits, planner.weights)
         assert plan.hw_stats.objective <= plan.coarse_stats.objective
-        assert plan.hw_stats.comm_bytes == sum(plan_bytes(layers, plan.homes, rewrite).values())
+        assert plan.hw_stats.comm_bytes == sum(
+            compute_transfer_bytes(layers, plan.assignment, rewrite).values()
+        )
         assert plan.weights == planner.weights and plan.weights.mode == mode
-        assert [id for each in plan.segments.segments for id in each.layer_ids] == list(range(len(layers)))
+        assert [id for decision in plan.segments.segments for id in decision.layer_ids] == list(
+            range(len(layers))
+        )
         for segment, slot in zip(plan.segments.segments, plan.mapping, strict=True):
-            assert {plan.homes[layer] for layer in segment.layer_ids} == {slot}
-        for slot, held in enumerate(held_mb(layers, plan, network.slots)):
-            here = chips[slot]
-            assert held <= (0.0 if here is None else 1e3 * here.mem_gb * (1 + 1e-12))
+            assert {plan.assignment[layer] for layer in segment.layer_ids} == {slot}
+        for slot, contents in enumerate(held_mb(layers, plan, network.num_slots)):
+            current = chips[slot]
+            assert contents <= (0.0 if current is None else 1e3 * current.mem_gb * (1 + 1e-12))
         assert rewrite is None or rewrite.splits
-        for each in () if rewrite is None else rewrite.splits:
-            assert list(each.permutation) == drawn[each.layer]
-            assert len(each.slots) <= planner.config.max_groups_per_layer
+        for decision in () if rewrite is None else rewrite.splits:
+            assert list(decision.permutation) == sampled[decision.layer]
+            assert len(decision.slots) <= planner.config.max_groups_per_layer
         if rewrite is not None:
-            check(layers, rewrite, plan.homes)
+            check_rewrite_plan(layers, rewrite, plan.assignment)
             assert len(rewrite.splits) <= planner.config.max_split_layers
-            assert sum(len(each.slots) - 1 for each in rewrite.splits) <= planner.config.max_new_segments
+            assert (
+                sum(len(decision.slots) - 1 for decision in rewrite.splits) <= planner.config.max_new_segments
+            )
             # The whole gain is at least what the accepted ones say, one on top of the other.
-            gains = [1.0 - each.gain_ratio for each in plan.considered if each.accepted]
-            assert all(each <= 1.0 - planner.config.min_split_gain_ratio for each in gains)
+            gains = [1.0 - decision.gain_ratio for decision in plan.split_decisions if decision.accepted]
+            assert all(decision <= 1.0 - planner.config.min_split_gain_ratio for decision in gains)
             assert plan.hw_stats.objective == pytest.approx(plan.coarse_stats.objective * np.prod(gains))
         coarse_plan = planner.plan(*instance, use_fine_split=False)
         assert coarse_plan.hw_stats == coarse_plan.coarse_stats == plan.coarse_stats
-        assert coarse_plan.rewrite_plan is None and not coarse_plan.considered
+        assert coarse_plan.rewrite_plan is None and not coarse_plan.split_decisions
     assert min(split, none) >= 3
 
 
@@ -250,7 +264,9 @@ def test_bounds_against_every_mapping(mode: Mode) -> None:
 
 def test_a_single_segment_has_no_gap() -> None:
     layers = made_layers(2, seed=0)
-    plan = a_planner().plan(layers, [chip()] * 4, wires(4), graph=chain(layers, [0]), use_fine_split=False)
+    plan = a_planner().plan(
+        layers, [chip()] * 4, wires(4), graph=build_chain(layers, [0]), use_fine_split=False
+    )
     assert plan.lower_bound_ms == pytest.approx(plan.coarse_stats.period_ms, rel=1e-9)
     assert plan.gap == pytest.approx(0.0, abs=1e-9)
 
@@ -260,14 +276,14 @@ def test_slow_links_split_nothing_and_the_log_says_why(caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO, logger=LOG):
         plan = a_planner().plan(layers, [chip()] * 3, wires(3, 1e6, 100.0))
     assert plan.rewrite_plan is None and plan.splits == {} and plan.hw_stats == plan.coarse_stats
-    assert plan.considered and not any(each.accepted for each in plan.considered)
-    assert all(each.gain_ratio < 0.05 for each in plan.considered)
+    assert plan.split_decisions and not any(decision.accepted for decision in plan.split_decisions)
+    assert all(decision.gain_ratio < 0.05 for decision in plan.split_decisions)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(plan.considered) + 1
-    for line, each in zip(lines, plan.considered, strict=False):
-        assert line.startswith(f"no split of {each.name} into {each.sizes} on slots {each.slots}")
-        before, after = each.objective_before, each.objective_after
-        assert f"objective {before:.6g} -> {after:.6g}, gain {100.0 * each.gain_ratio:.2f} %" in line
+    assert len(lines) == len(plan.split_decisions) + 1
+    for line, decision in zip(lines, plan.split_decisions, strict=False):
+        assert line.startswith(f"no split of {decision.name} into {decision.sizes} on slots {decision.slots}")
+        before, after = decision.objective_before, decision.objective_after
+        assert f"objective {before:.6g} -> {after:.6g}, gain {100.0 * decision.gain_ratio:.2f} %" in line
     assert "rewrite_plan is None: no split gained enough" in lines[-1]
     assert f"{plan.coarse_stats.objective:.6g}" in lines[-1]
 
@@ -278,11 +294,11 @@ def test_fast_links_and_a_giant_layer_split(mode: Mode, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger=LOG):
         plan = a_planner(mode).plan(layers, [chip()] * 4, wires(4, 1e12, 0.0))
     assert plan.rewrite_plan is not None
-    (giant,) = [each for each in plan.rewrite_plan.splits if each.layer == 2]
+    (giant,) = [split for split in plan.rewrite_plan.splits if split.layer == 2]
     assert len(giant.slots) >= 3
     assert plan.hw_stats.objective < 0.5 * plan.coarse_stats.objective
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(plan.considered) + 1
+    assert len(lines) == len(plan.split_decisions) + 1
     accepted = [line for line in lines if line.startswith("split of ")]
     assert len(accepted) == len(plan.rewrite_plan.splits)
     assert any(
@@ -297,20 +313,25 @@ def test_the_log_has_all_that_was_tried(bandwidth: float, caplog: pytest.LogCapt
     layers = with_giant()
     with caplog.at_level(logging.DEBUG, logger=LOG):
         plan = a_planner().plan(layers, [chip()] * 3, wires(3, bandwidth))
-    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.DEBUG]
-    assert len(lines) == len(plan.tried) > 3 * len(plan.considered)
-    for line, each in zip(lines, plan.tried, strict=True):
-        moved = ", segments moved" if each.moved else ""
-        assert f"round {each.round}: {each.name} into {each.sizes} on slots {each.slots}{moved}: " in line
-        assert each.objective_after is not None and each.gain_ratio is not None
-        assert f"objective {each.objective_after:.6g}, gain {100.0 * each.gain_ratio:.2f} %" in line
+    lines = [evaluation.getMessage() for evaluation in caplog.records if evaluation.levelno == logging.DEBUG]
+    assert len(lines) == len(plan.split_evaluations) > 3 * len(plan.split_decisions)
+    for line, evaluation in zip(lines, plan.split_evaluations, strict=True):
+        moved = ", segments moved" if evaluation.segments_moved else ""
+        assert (
+            f"round {evaluation.round}: {evaluation.name} into {evaluation.sizes} on slots "
+            f"{evaluation.slots}{moved}: " in line
+        )
+        assert evaluation.objective_after is not None and evaluation.gain_ratio is not None
+        assert (
+            f"objective {evaluation.objective_after:.6g}, gain {100.0 * evaluation.gain_ratio:.2f} %" in line
+        )
     last = caplog.records[-1].getMessage()
-    assert f"{len(plan.tried)} splits tried" in last
-    told = plan.to_dict()["tried"]
-    assert len(told["rows"]) == len(plan.tried)
-    for row, each in zip(told["rows"], plan.tried, strict=True):
-        assert row == [getattr(each, name) for name in told["columns"]]
-    assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(told["columns"])
+    assert f"{len(plan.split_evaluations)} splits evaluated" in last
+    record = plan.to_dict()["tried"]
+    assert len(record["rows"]) == len(plan.split_evaluations)
+    for row, evaluation in zip(record["rows"], plan.split_evaluations, strict=True):
+        assert row == [getattr(evaluation, name) for name in record["columns"]]
+    assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(record["columns"])
 
 
 def test_where_no_split_fits_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,18 +340,18 @@ def test_where_no_split_fits_the_log_says_so(caplog: pytest.LogCaptureFixture) -
     chips = [chip(mem_gb=0.4), chip(mem_gb=1e-6)]
     with caplog.at_level(logging.DEBUG, logger=LOG):
         plan = a_planner().plan(layers, chips, wires(2, 1e12, 0.0))
-    assert plan.rewrite_plan is None and plan.considered == () and plan.tried
-    assert all(each.objective_after is None for each in plan.tried)
-    assert "cannot run, or does not fit" in caplog.text
-    assert "rewrite_plan is None: no split fits" in caplog.text
+    assert plan.rewrite_plan is None and plan.split_decisions == () and plan.split_evaluations
+    assert all(evaluation.objective_after is None for evaluation in plan.split_evaluations)
+    assert "infeasible" in caplog.text
+    assert "rewrite_plan is None: no split is feasible" in caplog.text
 
 
 def test_where_no_layer_can_be_split_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     layers = made_layers(2, seed=0, splittable=False)
     with caplog.at_level(logging.INFO, logger=LOG):
         plan = a_planner().plan(layers, [chip()] * 3, wires(3, 1e12, 0.0))
-    assert plan.rewrite_plan is None and plan.considered == ()
-    assert "rewrite_plan is None: no split was looked at" in caplog.text
+    assert plan.rewrite_plan is None and plan.split_decisions == ()
+    assert "rewrite_plan is None: no split was evaluated" in caplog.text
 
 
 def test_a_coarse_plan_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -341,17 +362,17 @@ def test_a_coarse_plan_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_chip_alone_has_nothing_to_split() -> None:
     plan = a_planner().plan(with_giant(), [None, chip(), None], wires(3))
-    assert set(plan.homes) == {1} and plan.rewrite_plan is None and plan.hw_stats.comm_bytes == 0
+    assert set(plan.assignment) == {1} and plan.rewrite_plan is None and plan.hw_stats.comm_bytes == 0
     assert plan.gap == pytest.approx(0.0, abs=1e-9)
     assert plan.hw_stats.serial_ms == pytest.approx(plan.hw_stats.period_ms)
 
 
 def sized(*megabytes: float) -> list[LayerNode]:
     """Layers that need so much memory and have little else."""
-    some = made_layers(len(megabytes), seed=0)
+    subset = made_layers(len(megabytes), seed=0)
     return [
-        replace(some[at], memory_bytes=round(1e6 * mb), weight_bytes=1, flops=1e6, bytes=1e6)
-        for at, mb in enumerate(megabytes)
+        replace(subset[index], memory_bytes=round(1e6 * mb), weight_bytes=1, flops=1e6, bytes=1e6)
+        for index, mb in enumerate(megabytes)
     ]
 
 
@@ -379,23 +400,23 @@ def test_memory_may_be_used_up(count: int) -> None:
     # 0.1 + 0.2 is a little more than 0.3.
     layers = sized(0.1, 0.2) if count == 1 else sized(0.1, 0.2, 0.7)
     plan = a_planner().plan(layers, [chip(mem_gb=0.0003), chip(mem_gb=0.0009)][:count], wires(count))
-    assert plan.homes == ((0, 0) if count == 1 else (0, 0, 1))
+    assert plan.assignment == ((0, 0) if count == 1 else (0, 0, 1))
 
 
 def test_fractions_of_bytes_do_not_add_up_to_too_much() -> None:
     # Each layer's memory is a whole number of bytes and a little less than a thousandth of one.
     layers = made_layers(4, seed=0)
-    whole = np.arange(1000, 1000 + len(layers))
-    costs = Costs(
+    full = np.arange(1000, 1000 + len(layers))
+    costs = LayerCosts(
         layers=tuple(layers), latency_ms=np.ones((len(layers), 1)), power_w=np.ones((len(layers), 1)),
-        memory_mb=(whole + 0.0009) / 1e6, limit_mb=np.array([whole.sum() / 1e6]), idle_w=np.zeros(1),
+        memory_mb=(full + 0.0009) / 1e6, limit_mb=np.array([full.sum() / 1e6]), idle_w=np.zeros(1),
         network=wires(1),
     )  # fmt: skip
     planner = a_planner()
-    assert planner.decide(costs, no_parts, use_fine_split=False).homes == (0,) * len(layers)
-    short = replace(costs, limit_mb=np.array([(whole.sum() - 1) / 1e6]))
+    assert planner.plan_from_costs(costs, no_parts, use_fine_split=False).assignment == (0,) * len(layers)
+    short = replace(costs, limit_mb=np.array([(full.sum() - 1) / 1e6]))
     with pytest.raises(InputError, match="1e-06"):
-        planner.decide(short, no_parts, use_fine_split=False)
+        planner.plan_from_costs(short, no_parts, use_fine_split=False)
 
 
 def no_parts(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
@@ -406,20 +427,23 @@ def test_empty_slots_stay_empty() -> None:
     layers = with_giant()
     chips = [None, chip("a"), None, chip("b"), chip("c"), None]
     plan = a_planner().plan(layers, chips, wires(6, 1e12, 0.0))
-    used = set(plan.homes) | {slot for split, _ in plan.splits.values() for slot in split.slots}
+    used = set(plan.assignment) | {slot for split, _ in plan.splits.values() for slot in split.slots}
     assert plan.rewrite_plan is not None and used <= {1, 3, 4}
     assert all(plan.hw_stats.busy_ms[slot] == plan.hw_stats.memory_mb[slot] == 0.0 for slot in (0, 2, 5))
 
 
 def test_segments_of_ones_own_and_a_start() -> None:
     layers = made_layers(3, seed=1)
-    graph = chain(layers, [0, 3, 5])
+    graph = build_chain(layers, [0, 3, 5])
     planner = a_planner()
     plan = planner.plan(layers, [chip()] * 3, wires(3), graph=graph, start=[0, 1, 2])
     assert plan.segments is graph and len(plan.mapping) == 3
     assert len(planner.plan(layers, [chip()] * 3, wires(3)).mapping) == 8
-    for others, match in ((4, "hold 10 layers .the highest is 9."), (2, "hold 6 layers .the highest is 5.")):
-        other = coarse(made_layers(others, seed=1), 3)
+    for overrides, match in (
+        (4, "hold 10 layers .the highest is 9."),
+        (2, "hold 6 layers .the highest is 5."),
+    ):
+        other = build_balanced_chain(made_layers(overrides, seed=1), 3)
         with pytest.raises(InputError, match=match):
             planner.plan(layers, [chip()] * 3, wires(3), graph=other)
     assert len(a_planner(segments=4).plan(layers, [chip()] * 3, wires(3)).mapping) == 4
@@ -436,21 +460,21 @@ def test_units_go_by_default_in_the_order_that_the_layer_has_them() -> None:
 
 def test_orders_must_name_every_unit_once() -> None:
     with pytest.raises(InputError):
-        a_planner().plan(with_giant(), [chip()] * 3, wires(3, 1e12), orders=lambda _: [0, 0])
+        a_planner().plan(with_giant(), [chip()] * 3, wires(3, 1e12), unit_orders=lambda _: [0, 0])
 
 
 def test_layers_that_gates_decide_upon() -> None:
     layers = with_giant()
     soft = [
         replace(
-            each, flops=torch.tensor(each.flops, requires_grad=True), bytes=torch.tensor(float(each.bytes))
+            layer, flops=torch.tensor(layer.flops, requires_grad=True), bytes=torch.tensor(float(layer.bytes))
         )
-        for each in layers
+        for layer in layers
     ]
     network = wires(3, 1e12, 0.0)
-    found, expected = (a_planner().plan(each, [chip()] * 3, network) for each in (soft, layers))
-    assert found.rewrite_plan == expected.rewrite_plan and found.mapping == expected.mapping
-    assert found.hw_stats.objective == pytest.approx(expected.hw_stats.objective, rel=1e-6)
+    result, expected = (a_planner().plan(layer, [chip()] * 3, network) for layer in (soft, layers))
+    assert result.rewrite_plan == expected.rewrite_plan and result.mapping == expected.mapping
+    assert result.hw_stats.objective == pytest.approx(expected.hw_stats.objective, rel=1e-6)
 
 
 def test_the_same_again() -> None:
@@ -461,27 +485,27 @@ def test_the_same_again() -> None:
 @pytest.mark.parametrize("bandwidth", [1e7, 1e12])
 def test_plans_as_json(bandwidth: float) -> None:
     plan = a_planner().plan(with_giant(), [chip()] * 3, wires(3, bandwidth))
-    told = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
-    assert told["mapping"] == list(plan.mapping) and told["mode"] == "balanced"
-    assert told["hw_stats"] == json.loads(json.dumps(asdict(plan.hw_stats)))
-    assert len(told["considered"]) == len(plan.considered)
-    assert told["segments"] == [list(each.layer_ids) for each in plan.segments.segments]
+    record = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+    assert record["mapping"] == list(plan.mapping) and record["mode"] == "balanced"
+    assert record["hw_stats"] == json.loads(json.dumps(asdict(plan.hw_stats)))
+    assert len(record["considered"]) == len(plan.split_decisions)
+    assert record["segments"] == [list(segment.layer_ids) for segment in plan.segments.segments]
     if plan.rewrite_plan is None:
-        assert told["rewrite_plan"] is None
+        assert record["rewrite_plan"] is None
     else:
-        assert RewritePlan.from_dict(told["rewrite_plan"]) == plan.rewrite_plan
+        assert RewritePlan.from_dict(record["rewrite_plan"]) == plan.rewrite_plan
 
 
 def test_a_coarse_plan_takes_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def counted(*given: Any) -> HwStats:
+    def counted(*arguments: Any) -> HwStats:
         nonlocal calls
         calls += 1
-        return evaluate(*given)
+        return evaluate_plan(*arguments)
 
-    monkeypatch.setattr(looking, "evaluate", counted)
-    chips = [chip(f"chip-{at}", peak_flops=1e10 * (1 + at)) for at in range(8)]
+    monkeypatch.setattr(looking, "evaluate_plan", counted)
+    chips = [chip(f"chip-{index}", peak_flops=1e10 * (1 + index)) for index in range(8)]
     plan = a_planner().plan(made_layers(12, seed=0), chips, wires(8), use_fine_split=False)
     # One to begin with, and rounds of each of 12 segments on each of 7 other slots.
     assert len(plan.mapping) == 12 and calls <= 1 + 8 * 12 * 7

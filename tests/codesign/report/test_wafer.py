@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from sparseflow.codesign.layout.pareto import Front, pareto_front
-from sparseflow.codesign.layout.sites import Wafer, grid_sites
-from sparseflow.codesign.layout.thermal import temperatures
-from sparseflow.codesign.report.wafer import front_picture, wafer_picture
+from sparseflow.codesign.layout.pareto import LayoutFront, compute_pareto_front
+from sparseflow.codesign.layout.sites import Wafer, build_site_grid
+from sparseflow.codesign.layout.thermal import solve_temperatures
+from sparseflow.codesign.report.wafer import plot_front, plot_wafer
 from sparseflow.errors import InputError
 
 WAFER = Wafer(radius_mm=60.0)
@@ -20,8 +20,8 @@ TRAFFIC = np.array([[9.0, 5e6, 0.0], [1e6, 0.0, 1e3], [2e6, 0.0, 0.0]])
 
 
 def test_a_wafer_with_everything() -> None:
-    heat = temperatures(WAFER, PLACES, SIZES, [30.0, 80.0, 20.0])
-    found = wafer_picture(
+    heat = solve_temperatures(WAFER, PLACES, SIZES, [30.0, 80.0, 20.0])
+    figure = plot_wafer(
         WAFER,
         PLACES,
         SIZES,
@@ -30,50 +30,50 @@ def test_a_wafer_with_everything() -> None:
         heat=heat,
         caption="So.",
     )
-    assert found.title == "Layout" and found.caption == "So."
-    assert "3 chips on a wafer with a radius of 60 mm" in found.alt
-    assert "the busiest link, big to hot <1>, is 39.1 mm long" in found.alt
-    assert f"The hottest chip is hot <1> with {heat.chip_peak_c[1]:.1f} °C" in found.alt
+    assert figure.title == "Layout" and figure.caption == "So."
+    assert "3 chips on a wafer with a radius of 60 mm" in figure.alt
+    assert "the busiest link, big to hot <1>, is 39.1 mm long" in figure.alt
+    assert f"The hottest chip is hot <1> with {heat.chip_peak_c[1]:.1f} °C" in figure.alt
     for text in ("big", "hot &lt;1&gt;", "tall", "°C", f"hottest, {heat.peak_c:.1f} °C"):
-        assert text in found.svg
+        assert text in figure.svg
     # The page's colours, so that it can be read on a dark page, too.
-    assert {"--ink", "--paper", "--after"} <= set(re.findall(r"var\((--\w+)\)", found.svg))
-    assert len(found.svg) < 300_000
+    assert {"--ink", "--paper", "--after"} <= set(re.findall(r"var\((--\w+)\)", figure.svg))
+    assert len(figure.svg) < 300_000
 
 
 def test_links_are_as_wide_as_their_traffic() -> None:
-    found = wafer_picture(WAFER, PLACES, SIZES, traffic_bytes=TRAFFIC)
-    widths = re.findall(r"stroke: var\(--after\)[^\"]*stroke-width: ([\d.]+)", found.svg)
+    figure = plot_wafer(WAFER, PLACES, SIZES, traffic_bytes=TRAFFIC)
+    widths = re.findall(r"stroke: var\(--after\)[^\"]*stroke-width: ([\d.]+)", figure.svg)
     # Both ways together: 6 MB, 2 MB, and 1 kB that is too faint to draw.
     assert sorted(float(width) for width in widths) == pytest.approx([5.0 / 3.0, 5.0], rel=1e-3)
 
 
 def test_a_wafer_with_chips_only() -> None:
-    found = wafer_picture(WAFER, PLACES, SIZES)
-    assert found.alt == "3 chips on a wafer with a radius of 60 mm."
-    assert "var(--after)" not in found.svg
-    cold = temperatures(WAFER, PLACES, SIZES, [0.0, 0.0, 0.0])
-    assert "with 25.0 °C" in wafer_picture(WAFER, PLACES, SIZES, heat=cold).alt
+    figure = plot_wafer(WAFER, PLACES, SIZES)
+    assert figure.alt == "3 chips on a wafer with a radius of 60 mm."
+    assert "var(--after)" not in figure.svg
+    cold = solve_temperatures(WAFER, PLACES, SIZES, [0.0, 0.0, 0.0])
+    assert "with 25.0 °C" in plot_wafer(WAFER, PLACES, SIZES, heat=cold).alt
 
 
-def small_front() -> Front:
-    sites = grid_sites(WAFER, SIZES)
-    return pareto_front(sites, TRAFFIC, [30.0, 80.0, 20.0], sigma_mm=20.0, iterations=50)
+def small_front() -> LayoutFront:
+    sites = build_site_grid(WAFER, SIZES)
+    return compute_pareto_front(sites, TRAFFIC, [30.0, 80.0, 20.0], sigma_mm=20.0, iterations=50)
 
 
 def test_a_front_with_its_knee() -> None:
     front = small_front()
-    found = front_picture(front)
-    assert f"{len(front.layouts)} layouts of which none is better in both" in found.alt
-    assert f"{front.best.comm:.3g} and {front.best.therm:.3g}" in found.alt
+    figure = plot_front(front)
+    assert f"{len(front.layouts)} undominated layouts" in figure.alt
+    assert f"{front.best.comm:.3g} and {front.best.therm:.3g}" in figure.alt
     for text in ("layouts", "knee", "plain grid", "communication"):
-        assert text in found.svg
+        assert text in figure.svg
 
 
 def test_arrays_must_fit() -> None:
     with pytest.raises(InputError, match=r"\(2, 2\), 3"):
-        wafer_picture(WAFER, PLACES[:2], SIZES)
+        plot_wafer(WAFER, PLACES[:2], SIZES)
     with pytest.raises(InputError, match="2"):
-        wafer_picture(WAFER, PLACES, SIZES, names=["a", "b"])
+        plot_wafer(WAFER, PLACES, SIZES, names=["a", "b"])
     with pytest.raises(InputError, match=r"\(2, 2\)"):
-        wafer_picture(WAFER, PLACES, SIZES, traffic_bytes=np.zeros((2, 2)))
+        plot_wafer(WAFER, PLACES, SIZES, traffic_bytes=np.zeros((2, 2)))

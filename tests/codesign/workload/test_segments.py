@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from sparseflow.codesign.workload.layers import number
-from sparseflow.codesign.workload.segments import Edge, SegmentGraph, chain, coarse, gathered
+from sparseflow.codesign.workload.layers import to_float
+from sparseflow.codesign.workload.segments import (
+    Edge,
+    SegmentGraph,
+    build_balanced_chain,
+    build_chain,
+    merge_layers,
+)
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import InputError
 from tests.codesign.nodes import WIDTHS, made_layers
@@ -22,8 +28,8 @@ from tests.codesign.nodes import WIDTHS, made_layers
 
 def working(work: Sequence[float]) -> list[LayerNode]:
     """Layers with so many operations."""
-    some = made_layers(len(work), seed=0)
-    return [replace(some[at], flops=float(each)) for at, each in enumerate(work)]
+    subset = made_layers(len(work), seed=0)
+    return [replace(subset[index], flops=float(item)) for index, item in enumerate(work)]
 
 
 def conserved(graph: SegmentGraph, layers: Sequence[LayerNode]) -> None:
@@ -32,18 +38,18 @@ def conserved(graph: SegmentGraph, layers: Sequence[LayerNode]) -> None:
     assert [id for segment in graph.segments for id in segment.layer_ids] == [layer.id for layer in layers]
     assert all(segment.layer_ids for segment in graph.segments)
     for name in ("flops", "bytes"):
-        whole = sum(float(getattr(layer, name)) for layer in layers)
-        assert sum(getattr(segment, name) for segment in graph.segments) == pytest.approx(whole)
-    assert sum(each.weight_bytes for each in graph.segments) == sum(each.weight_bytes for each in layers)
+        full = sum(float(getattr(layer, name)) for layer in layers)
+        assert sum(getattr(segment, name) for segment in graph.segments) == pytest.approx(full)
+    assert sum(item.weight_bytes for item in graph.segments) == sum(item.weight_bytes for item in layers)
     for segment in graph.segments:
-        mine = [layers[id] for id in segment.layer_ids]
-        assert segment.memory_bytes == sum(each.weight_bytes for each in mine) + max(
-            each.memory_bytes - each.weight_bytes for each in mine
+        own_part = [layers[id] for id in segment.layer_ids]
+        assert segment.memory_bytes == sum(item.weight_bytes for item in own_part) + max(
+            item.memory_bytes - item.weight_bytes for item in own_part
         )
-        assert max(each.memory_bytes for each in mine) <= segment.memory_bytes
-        assert segment.memory_bytes <= sum(each.memory_bytes for each in mine)
-        assert segment.traffic_in_bytes == mine[0].traffic_in_bytes
-        assert segment.traffic_out_bytes == mine[-1].traffic_out_bytes
+        assert max(item.memory_bytes for item in own_part) <= segment.memory_bytes
+        assert segment.memory_bytes <= sum(item.memory_bytes for item in own_part)
+        assert segment.traffic_in_bytes == own_part[0].traffic_in_bytes
+        assert segment.traffic_out_bytes == own_part[-1].traffic_out_bytes
     for edge, (before, after) in zip(graph.edges, itertools.pairwise(graph.segments), strict=True):
         assert (edge.src, edge.dst) == (before.id, after.id)
         assert edge.traffic_bytes == before.traffic_out_bytes == after.traffic_in_bytes
@@ -61,20 +67,20 @@ def test_made_layers_are_a_chain(precision: str) -> None:
     for before, after in itertools.pairwise(layers):
         assert before.traffic_out_bytes == after.traffic_in_bytes and before.seq_len >= after.seq_len
     for layer in layers:
-        assert layer.weight_bytes < layer.memory_bytes and layer.weight_bytes < number(layer.bytes)
+        assert layer.weight_bytes < layer.memory_bytes and layer.weight_bytes < to_float(layer.bytes)
         assert layer.splittable == (layer.units > 1) == (layer.split_in_bytes > 0)
     assert not any(layer.splittable for layer in made_layers(3, seed=1, splittable=False))
 
 
 def test_layers_are_gathered() -> None:
     layers = made_layers(2, seed=3)
-    graph = chain(layers, [0, 1, 4])
+    graph = build_chain(layers, [0, 1, 4])
     assert [segment.layer_ids for segment in graph.segments] == [(0,), (1, 2, 3), (4, 5)]
     conserved(graph, layers)
-    assert graph.segments[1] == gathered(1, layers[1:4])
-    whole = chain(layers, [0])
-    assert len(whole.segments) == 1 and not whole.edges
-    conserved(whole, layers)
+    assert graph.segments[1] == merge_layers(1, layers[1:4])
+    full = build_chain(layers, [0])
+    assert len(full.segments) == 1 and not full.edges
+    conserved(full, layers)
 
 
 def test_activations_are_held_one_layer_at_a_time() -> None:
@@ -84,45 +90,45 @@ def test_activations_are_held_one_layer_at_a_time() -> None:
         replace(second, weight_bytes=20, memory_bytes=60),
         replace(third, weight_bytes=100, memory_bytes=101),
     ]
-    segment = gathered(0, three)
+    segment = merge_layers(0, three)
     assert (segment.weight_bytes, segment.memory_bytes) == (130, 170)
 
 
 def test_traffic_is_a_matrix() -> None:
     layers = made_layers(2, seed=4)
-    graph = chain(layers, [0, 2, 3])
+    graph = build_chain(layers, [0, 2, 3])
     expected = np.zeros((3, 3))
     expected[0, 1], expected[1, 2] = layers[1].traffic_out_bytes, layers[2].traffic_out_bytes
-    found = graph.traffic()
-    assert found.dtype == np.float64
-    np.testing.assert_array_equal(found, expected)
+    result = graph.traffic_matrix()
+    assert result.dtype == np.float64
+    np.testing.assert_array_equal(result, expected)
     # Two edges between two segments add up.
     edges = (Edge(src=0, dst=2, traffic_bytes=3), Edge(src=0, dst=2, traffic_bytes=4))
-    assert SegmentGraph(segments=graph.segments, edges=edges).traffic()[0, 2] == 7.0
-    np.testing.assert_array_equal(chain(layers, [0]).traffic(), [[0.0]])
+    assert SegmentGraph(segments=graph.segments, edges=edges).traffic_matrix()[0, 2] == 7.0
+    np.testing.assert_array_equal(build_chain(layers, [0]).traffic_matrix(), [[0.0]])
 
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 0), (1, 1), (-1, 0), (0, 3), (3, 4)])
 def test_an_edge_that_leads_nowhere_or_back_is_refused(src: int, dst: int) -> None:
-    segments = chain(made_layers(1, seed=0), [0, 1, 2]).segments
+    segments = build_chain(made_layers(1, seed=0), [0, 1, 2]).segments
     with pytest.raises(InputError, match=rf"{dst}"):
         SegmentGraph(segments=segments, edges=(Edge(src=src, dst=dst, traffic_bytes=1),))
 
 
-@pytest.mark.parametrize("begins", [[], [1], [0, 0], [0, 2, 1], [0, 4], [-1, 0], [0, 99], [1, 0]])
-def test_begins_that_do_not_ascend_are_refused(begins: list[int]) -> None:
-    with pytest.raises(InputError, match="`begins`"):
-        chain(made_layers(1, seed=0), begins)
+@pytest.mark.parametrize("starts", [[], [1], [0, 0], [0, 2, 1], [0, 4], [-1, 0], [0, 99], [1, 0]])
+def test_begins_that_do_not_ascend_are_refused(starts: list[int]) -> None:
+    with pytest.raises(InputError, match="first_layers"):
+        build_chain(made_layers(1, seed=0), starts)
 
 
 def test_no_layer_and_no_segment_are_refused() -> None:
     with pytest.raises(InputError):
-        chain([], [0])
+        build_chain([], [0])
     with pytest.raises(InputError, match=r"\(=0\)"):
-        coarse([], 2)
+        build_balanced_chain([], 2)
     for segments in (0, -1):
-        with pytest.raises(InputError, match=rf"`segments` \(={segments}\)"):
-            coarse(made_layers(1, seed=0), segments)
+        with pytest.raises(InputError, match=rf"\(={segments}\)"):
+            build_balanced_chain(made_layers(1, seed=0), segments)
 
 
 def fairest(work: Sequence[float], segments: int) -> float:
@@ -138,7 +144,7 @@ def fairest(work: Sequence[float], segments: int) -> float:
 @budget(max_examples=200, deadline=None)
 def test_no_cut_has_a_smaller_largest_segment(work: list[int], segments: int) -> None:
     layers = working(work)
-    graph = coarse(layers, segments)
+    graph = build_balanced_chain(layers, segments)
     assert 1 <= len(graph.segments) <= min(segments, len(layers))
     conserved(graph, layers)
     assert max(segment.flops for segment in graph.segments) == fairest(work, segments)
@@ -148,35 +154,42 @@ def test_no_cut_has_a_smaller_largest_segment(work: list[int], segments: int) ->
 @pytest.mark.parametrize("segments", [1, 2, 3, 5, 12])
 def test_networks_are_cut_fairly(seed: int, segments: int) -> None:
     layers = made_layers(4, seed=seed)
-    graph = coarse(layers, segments)
+    graph = build_balanced_chain(layers, segments)
     conserved(graph, layers)
-    least = fairest([number(layer.flops) for layer in layers], segments)
-    assert max(segment.flops for segment in graph.segments) == pytest.approx(least)
+    minimum = fairest([to_float(layer.flops) for layer in layers], segments)
+    assert max(segment.flops for segment in graph.segments) == pytest.approx(minimum)
 
 
 def test_as_many_segments_as_layers_is_each_on_its_own() -> None:
     layers = made_layers(2, seed=0)
     for segments in (6, 7, 100):
-        assert [each.layer_ids for each in coarse(layers, segments).segments] == [(id,) for id in range(6)]
+        assert [segment.layer_ids for segment in build_balanced_chain(layers, segments).segments] == [
+            (id,) for id in range(6)
+        ]
 
 
 def test_figures_that_gradients_go_through_count_as_numbers() -> None:
     layers = made_layers(2, seed=5)
-    gate = torch.tensor(1.0, requires_grad=True)
-    soft = [replace(layer, flops=gate * layer.flops, bytes=gate * layer.bytes) for layer in layers]
-    for graph in (coarse(soft, 3), chain(soft, [0, 2, 5])):
+    gate_value = torch.tensor(1.0, requires_grad=True)
+    soft = [
+        replace(layer, flops=gate_value * layer.flops, bytes=gate_value * layer.bytes) for layer in layers
+    ]
+    for graph in (build_balanced_chain(soft, 3), build_chain(soft, [0, 2, 5])):
         conserved(graph, layers)
         assert all(type(segment.flops) is type(segment.bytes) is float for segment in graph.segments)
-    assert [s.layer_ids for s in coarse(soft, 3).segments] == [
-        s.layer_ids for s in coarse(layers, 3).segments
+    assert [s.layer_ids for s in build_balanced_chain(soft, 3).segments] == [
+        s.layer_ids for s in build_balanced_chain(layers, 3).segments
     ]
-    assert number(gate * 2.5) == number(2.5) == 2.5 and number(3) == 3.0
+    assert to_float(gate_value * 2.5) == to_float(2.5) == 2.5 and to_float(3) == 3.0
 
 
 def test_a_hundred_layers_are_cut() -> None:
     layers = working(np.random.default_rng(0).uniform(1.0, 2.0, 100).tolist())
-    largest = [max(segment.flops for segment in coarse(layers, k).segments) for k in (1, 2, 5, 10, 50, 100)]
+    largest = [
+        max(segment.flops for segment in build_balanced_chain(layers, k).segments)
+        for k in (1, 2, 5, 10, 50, 100)
+    ]
     assert largest == sorted(largest, reverse=True)
-    assert largest[-1] == max(number(layer.flops) for layer in layers)
+    assert largest[-1] == max(to_float(layer.flops) for layer in layers)
     # No segment need be above a fair share by more than the largest layer.
     assert largest[3] <= largest[0] / 10 + largest[-1]

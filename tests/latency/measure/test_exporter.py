@@ -1,10 +1,9 @@
-"""What the exporter serves, and the whole way through Debian's real Prometheus, on loopback."""
+"""The exporter, also scraped by a real Prometheus server on the loopback interface."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -22,6 +21,11 @@ from typing import TypeVar
 
 import pytest
 
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
 from sparseflow.cli.root import run
 from sparseflow.core.telemetry.dcgm import HOST_SOURCE, SERIES_BY_NAME
 from sparseflow.core.telemetry.gpm import GpmReader
@@ -32,7 +36,6 @@ from sparseflow.errors import DeviceError, InputError, SparseFlowError
 from sparseflow.latency.measure import exporter
 from sparseflow.latency.measure.exporter import Exporter
 
-LINE = re.compile(r"([A-Z_]+)\{(.*)\} ([0-9.e+-]+)")
 PATIENCE_S = 120.0
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ def load(source: str = "host", **shares: float) -> LoadReading:
 
 
 class Reader:
-    """A reader whose next readings the test decides."""
+    """Reader whose readings the test provides."""
 
     name = "host"
     device = "cpu"
@@ -70,62 +73,61 @@ def get(url: str) -> tuple[int, str, str]:
             return error.code, error.headers["Content-Type"], error.read().decode()
 
 
-def until(ask: Callable[[], T], right: Callable[[T], bool]) -> T:
+def until(request: Callable[[], T], accept: Callable[[T], bool]) -> T:
     end = time.monotonic() + PATIENCE_S
-    while not right(found := ask()):
-        assert time.monotonic() < end, found
+    while not accept(response := request()):
+        assert time.monotonic() < end, response
         time.sleep(0.1)
-    return found
+    return response
 
 
-def test_the_text_names_describes_and_scales_every_share() -> None:
-    text = exporter.exposition(
-        load(busy=0.25, active=0.5, io_pressure=0.0), {"gpu": "0", "source": HOST_SOURCE}
-    )
-    values = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            found = LINE.fullmatch(line)
-            assert found is not None, line
-            values[found.group(1)] = float(found.group(3))
-            assert found.group(2) == 'gpu="0",source="sparseflow-host"'
-            assert f"# TYPE {found.group(1)} gauge\n{line}\n" in text
-            assert f"# HELP {found.group(1)} " in text
-    assert values == {
+def parse(text: str) -> dict[str, Metric]:
+    return {metric.name: metric for metric in text_string_to_metric_families(text)}
+
+
+def test_format_metrics_shares_are_described_and_scaled() -> None:
+    labels = {"gpu": "0", "source": HOST_SOURCE}
+    metrics = parse(exporter.format_metrics(load(busy=0.25, active=0.5, io_pressure=0.0), labels))
+    assert {name: metric.samples[0].value for name, metric in metrics.items()} == {
         "DCGM_FI_PROF_SM_ACTIVE": 0.25,
         "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5,
         "DCGM_FI_DEV_GPU_UTIL": 50.0,
         "SPARSEFLOW_IO_PRESSURE": 0.0,
     }
+    for metric in metrics.values():
+        assert metric.type == "gauge" and metric.documentation
+        assert [sample.labels for sample in metric.samples] == [labels]
 
 
-def test_a_cpus_value_is_told_apart_from_a_gpus() -> None:
-    assert "a CPU's value under DCGM's name" in exporter.exposition(load(busy=0.5), {})
-    assert "a CPU's value" not in exporter.exposition(load("gpm", busy=0.5), {})
+def test_format_metrics_help_differs_for_cpu() -> None:
+    name = "DCGM_FI_PROF_SM_ACTIVE"
+    cpu, gpu = (parse(exporter.format_metrics(load(source, busy=0.5), {})) for source in ("host", "gpm"))
+    assert cpu[name].documentation != gpu[name].documentation
 
 
-def test_a_link_share_becomes_bytes_a_second_or_an_error() -> None:
-    text = exporter.exposition(load("gpm", pcie_tx=0.5), {}, pcie_bytes_per_s=60e9)
-    assert "DCGM_FI_PROF_PCIE_TX_BYTES{} 30000000000.0\n" in text
+def test_format_metrics_pcie_share_needs_bandwidth() -> None:
+    text = exporter.format_metrics(load("gpm", pcie_tx=0.5), {}, pcie_bytes_per_s=60e9)
+    assert parse(text)["DCGM_FI_PROF_PCIE_TX_BYTES"].samples[0].value == 30e9
     with pytest.raises(DeviceError, match="DCGM_FI_PROF_PCIE_TX_BYTES"):
-        exporter.exposition(load("gpm", pcie_tx=0.5), {})
+        exporter.format_metrics(load("gpm", pcie_tx=0.5), {})
 
 
-def test_labels_are_escaped() -> None:
-    assert r'{name="a\\b\"c\nd"}' in exporter.exposition(load(busy=0.5), {"name": 'a\\b"c\nd'})
+def test_format_metrics_labels_escaped() -> None:
+    text = exporter.format_metrics(load(busy=0.5), {"name": 'a\\b"c\nd'})
+    assert parse(text)["DCGM_FI_PROF_SM_ACTIVE"].samples[0].labels == {"name": 'a\\b"c\nd'}
 
 
-def test_a_host_says_that_it_is_one_and_stays_the_same_series() -> None:
-    labels = exporter.describe(HostReader())
+def test_make_labels_host_is_stable() -> None:
+    labels = exporter.make_labels(HostReader())
     assert labels["source"] == HOST_SOURCE and labels["UUID"].startswith("CPU-")
     assert labels["Hostname"] == socket.gethostname()
-    assert labels == exporter.describe(HostReader())
+    assert labels == exporter.make_labels(HostReader())
 
 
-def test_a_gpu_gets_the_labels_that_dcgm_gives() -> None:
+def test_make_labels_gpu_matches_dcgm() -> None:
     reader = object.__new__(GpmReader)
     reader.index, reader.uuid, reader.model, reader.device = 3, "GPU-abc", "NVIDIA H200", "cuda:0"
-    assert exporter.describe(reader) == {
+    assert exporter.make_labels(reader) == {
         "gpu": "3",
         "UUID": "GPU-abc",
         "device": "nvidia3",
@@ -135,30 +137,30 @@ def test_a_gpu_gets_the_labels_that_dcgm_gives() -> None:
     }
 
 
-def test_what_was_scraped_is_not_exported_again() -> None:
-    with pytest.raises(InputError, match="prometheus reader cannot be exported"):
+def test_exporter_prometheus_reader_raises() -> None:
+    with pytest.raises(InputError):
         Exporter(PrometheusReader("http://127.0.0.1:9"), port=0)
 
 
-def test_a_scrape_gets_the_newest_reading() -> None:
+def test_scrape_returns_newest_reading() -> None:
     values = iter([0.25, 0.75])
-    seen = threading.Event()
+    second_reading = threading.Event()
 
     def answer() -> LoadReading:
         value = next(values, 0.75)
         if value == 0.75:
-            seen.set()
+            second_reading.set()
         return load(busy=value)
 
     with Exporter(Reader(answer), port=0, interval_s=0.1) as running:
-        assert seen.wait(PATIENCE_S)
-        code, kind, _ = until(lambda: get(running.url), lambda found: "} 0.75\n" in found[2])
+        assert second_reading.wait(PATIENCE_S)
+        code, kind, _ = until(lambda: get(running.url), lambda response: "} 0.75\n" in response[2])
         assert (code, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         assert get(running.url.replace("/metrics", "/other"))[0] == 404
 
 
 @pytest.mark.parametrize("error", [DeviceError("/proc/stat is gone"), RuntimeError("/proc/stat is gone")])
-def test_a_reading_that_fails_answers_503_and_never_the_last_number(error: Exception) -> None:
+def test_scrape_failed_reading_returns_503(error: Exception) -> None:
     broken = threading.Event()
 
     def answer() -> LoadReading:
@@ -167,17 +169,19 @@ def test_a_reading_that_fails_answers_503_and_never_the_last_number(error: Excep
         return load(busy=0.5)
 
     with Exporter(Reader(answer), port=0, interval_s=0.1) as running:
-        until(lambda: get(running.url), lambda found: found[0] == 200)
+        until(lambda: get(running.url), lambda response: response[0] == 200)
         broken.set()
-        code, kind, text = until(lambda: get(running.url), lambda found: "cannot be read" in found[2])
-        assert code == 503 and "the host cannot be read" in text
+        code, kind, text = until(
+            lambda: get(running.url), lambda response: "/proc/stat is gone" in response[2]
+        )
+        assert code == 503
         assert "/proc/stat is gone" in text and "0.5" not in text
         assert kind.startswith("text/plain")
         broken.clear()
-        until(lambda: get(running.url), lambda found: found[0] == 200)
+        until(lambda: get(running.url), lambda response: response[0] == 200)
 
 
-def test_a_reading_that_hangs_answers_503() -> None:
+def test_scrape_hanging_reading_returns_503() -> None:
     hang, go_on = threading.Event(), threading.Event()
 
     def answer() -> LoadReading:
@@ -186,14 +190,14 @@ def test_a_reading_that_hangs_answers_503() -> None:
         return load(busy=0.5)
 
     with Exporter(Reader(answer), port=0, interval_s=0.1) as running:
-        until(lambda: get(running.url), lambda found: found[0] == 200)
+        until(lambda: get(running.url), lambda response: response[0] == 200)
         hang.set()
-        text = until(lambda: get(running.url), lambda found: found[0] == 503)[2]
+        text = until(lambda: get(running.url), lambda response: response[0] == 503)[2]
         assert "s old" in text and "DCGM" not in text
         go_on.set()
 
 
-def test_before_the_first_reading_there_is_503() -> None:
+def test_scrape_before_first_reading_returns_503() -> None:
     unstarted = Exporter(Reader(lambda: load(busy=0.5)), port=0)
     try:
         assert unstarted.scrape() == (503, "no reading yet; the first takes 1 s\n")
@@ -201,18 +205,18 @@ def test_before_the_first_reading_there_is_503() -> None:
         unstarted._server.server_close()
 
 
-def test_a_port_that_is_taken_is_bad_input() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(InputError, match=r"cannot listen on .*--port"):
-            Exporter(Reader(lambda: load(busy=0.5)), port=taken.getsockname()[1])
+def test_exporter_busy_port_raises() -> None:
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", 0))
+        busy_socket.listen()
+        with pytest.raises(InputError, match=r"--port"):
+            Exporter(Reader(lambda: load(busy=0.5)), port=busy_socket.getsockname()[1])
 
 
-@pytest.mark.parametrize("given", [{"port": -1}, {"port": 65536}, {"interval_s": 0.01}])
-def test_odd_arguments_are_bad_input(given: dict[str, float]) -> None:
+@pytest.mark.parametrize("arguments", [{"port": -1}, {"port": 65536}, {"interval_s": 0.01}])
+def test_exporter_invalid_arguments_raise(arguments: dict[str, float]) -> None:
     with pytest.raises(InputError):
-        Exporter(Reader(lambda: load(busy=0.5)), **given)  # type: ignore[arg-type]
+        Exporter(Reader(lambda: load(busy=0.5)), **arguments)  # type: ignore[arg-type]
 
 
 SERVE = """
@@ -226,7 +230,7 @@ serve(Exporter(reader, port=0, interval_s=0.5), ready=lambda url: print(url, flu
 
 @contextmanager
 def child(*command: str | Path, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process that is gone at the end, whatever happens."""
+    """Start a process that is killed at the end."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd) as process:
         try:
             yield process
@@ -241,23 +245,23 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+def test_serve_signal_stops(number: signal.Signals) -> None:
     with child(sys.executable, "-c", SERVE, str(min(os.sched_getaffinity(0)))) as process:
         url = address(process)
-        until(lambda: get(url), lambda found: found[0] == 200)
+        until(lambda: get(url), lambda response: response[0] == 200)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return free_socket.getsockname()[1]
 
 
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[str]:
-    """Debian's server, scraping `target` every second; its URL."""
+    """Run a Prometheus server that scrapes `target` every second; yields its URL."""
     binary = shutil.which("prometheus")
     assert binary is not None
     config = {
@@ -279,22 +283,22 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
                     cwd=folder,
                 )
             )
-            # Somebody may have taken the port meanwhile.
-            if until(partial(listens, port, server), lambda found: found is not None):
+            # Another process may have taken the port.
+            if until(partial(listens, port, server), lambda listening: listening is not None):
                 break
         yield f"http://127.0.0.1:{port}"
 
 
 def listens(port: int, server: subprocess.Popen[str]) -> bool | None:
-    """Whether it does, or has ended; nothing yet."""
+    """Return whether the server listens; None while it starts."""
     if server.poll() is not None:
         return False
-    with socket.socket() as tried:
-        return True if tried.connect_ex(("127.0.0.1", port)) == 0 else None
+    with socket.socket() as probe:
+        return True if probe.connect_ex(("127.0.0.1", port)) == 0 else None
 
 
 def quietest_cpu() -> int:
-    """The CPU to load: on a machine that others use too, the one where a load shows most."""
+    """Return the CPU with the lowest load."""
     loads = {cpu: HostReader([cpu]).start() for cpu in os.sched_getaffinity(0)}
     time.sleep(0.5)
     return min(loads, key=lambda cpu: loads[cpu].stop()["busy"])
@@ -303,7 +307,7 @@ def quietest_cpu() -> int:
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no `prometheus` here; on Debian: apt-get install prometheus"
 )
-def test_a_load_is_seen_through_the_real_prometheus_and_a_dead_exporter_is_noticed(tmp_path: Path) -> None:
+def test_prometheus_shows_load_and_dead_exporter(tmp_path: Path) -> None:
     cpu = quietest_cpu()
     spin = f"import os\nos.sched_setaffinity(0, [{cpu}])\nwhile True: pass"
     with child(sys.executable, "-c", SERVE, str(cpu)) as publishing:
@@ -311,35 +315,35 @@ def test_a_load_is_seen_through_the_real_prometheus_and_a_dead_exporter_is_notic
         with prometheus(tmp_path, target) as url:
             reader = PrometheusReader(url, {"source": HOST_SOURCE, "instance": target}, max_age_s=3.0)
 
-            def ask() -> LoadReading | str:
+            def read_load() -> LoadReading | str:
                 try:
                     return reader.read(1.5)
                 except SparseFlowError as error:
                     return str(error)
 
-            idle = until(ask, lambda found: isinstance(found, LoadReading))
+            idle = until(read_load, lambda reading: isinstance(reading, LoadReading))
             assert isinstance(idle, LoadReading)
             assert set(reader.metrics) == set(HostReader().metrics)
             assert f"instance={target}" in idle.device and "UUID=CPU-" in idle.device
 
             with child(sys.executable, "-c", spin):
-                # On a machine that was busy before, a reading from before would do: ask for a later one.
+                # An older reading could be busy as well, so a later one is required.
                 busy = until(
-                    ask,
-                    lambda found: (
-                        isinstance(found, LoadReading)
-                        and found.timestamp_s > idle.timestamp_s + 2.0
-                        and found["busy"] > 0.9
+                    read_load,
+                    lambda reading: (
+                        isinstance(reading, LoadReading)
+                        and reading.timestamp_s > idle.timestamp_s + 2.0
+                        and reading["busy"] > 0.9
                     ),
                 )
             assert isinstance(busy, LoadReading)
 
             publishing.kill()
-            dead = until(ask, lambda found: isinstance(found, str) and "is stale" in found)
+            dead = until(read_load, lambda reading: isinstance(reading, str) and "is stale" in reading)
             assert isinstance(dead, str)
             assert "is the exporter still running" in dead and url in dead
             assert any(name in dead for name in SERIES_BY_NAME)
-            with pytest.raises(DeviceError, match="is stale"):
+            with pytest.raises(DeviceError):
                 reader.read(60.0)
         with pytest.raises(DeviceError, match=url):
             reader.read()
@@ -349,28 +353,28 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sparseflow", "latency", *arguments]
 
 
-def test_the_command_serves_until_it_is_told_to_stop() -> None:
+def test_exporter_command_serves_until_sigterm() -> None:
     with child(
         *command("exporter", "--port", "0", "--interval-s", "0.2", "--metric", "busy", "--json")
     ) as process:
-        told = json.loads(address(process))
-        assert told["metrics"] == ["busy"]
-        text = until(lambda: get(told["url"]), lambda found: found[0] == 200)[2]
+        announcement = json.loads(address(process))
+        assert announcement["metrics"] == ["busy"]
+        text = until(lambda: get(announcement["url"]), lambda response: response[0] == 200)[2]
         assert "DCGM_FI_PROF_SM_ACTIVE{" in text and 'source="sparseflow-host"' in text
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_the_command_that_reads_shows_what_a_host_tells(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_command_shows_host_reading(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["latency", "load", "--window-s", "0.2", "--json"]) == 0
-    found = LoadReading.from_row(json.loads(capsys.readouterr().out), prefix="")
-    assert found.source == "host" and "busy" in found.shares
+    reading = LoadReading.from_row(json.loads(capsys.readouterr().out), prefix="")
+    assert reading.source == "host" and "busy" in reading.shares
     assert run(["latency", "load", "--window-s", "0.2", "--metric", "busy"]) == 0
     assert "busy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "value"),
     [
         (["load", "--source", "prometheus"], 2, "url"),
         (["load", "--source", "prometheus", "--url", "http://127.0.0.1:1"], 1, "127.0.0.1:1"),
@@ -387,8 +391,8 @@ def test_the_command_that_reads_shows_what_a_host_tells(capsys: pytest.CaptureFi
         (["exporter", "--interval-s", "0"], 2, "interval_s"),
     ],
 )
-def test_bad_usage_and_failure_have_their_exit_codes(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+def test_load_commands_exit_codes(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, value: str
 ) -> None:
     assert run(["latency", *arguments, "--json"]) == code
-    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert value in json.loads(capsys.readouterr().out)["error"]["message"]

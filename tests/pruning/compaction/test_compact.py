@@ -1,4 +1,4 @@
-"""Compact models: equal to those with masks and hard gates, smaller, and able to learn on."""
+"""Compact models: equal to masked models, smaller, and trainable."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.compaction.compact import shaped, units
-from sparseflow.pruning.model.blocks import Block
+from sparseflow.pruning.compaction.compact import list_units, resize_blocks
+from sparseflow.pruning.model.blocks import TransformerBlock
 from sparseflow.pruning.model.config import SELECTORS
 from tests.pruning.models import awake, clips, far, tiny
 
@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-def made(selector: str, grains: tuple[str, ...], *, merge: bool, pool: str, seed: int = 0) -> VideoViT:
+def make_model(selector: str, grains: tuple[str, ...], *, merge: bool, pool: str, seed: int = 0) -> VideoViT:
     ast = {
         "stages": {0: 0.8, 1: 0.5, 3: 0.3}, "selector": selector, "merge": merge,
         "keep": dict.fromkeys(grains, 0.5),
@@ -42,119 +42,119 @@ def made(selector: str, grains: tuple[str, ...], *, merge: bool, pool: str, seed
         (torch.float32, "cls", False),
     ],
 )  # fmt: skip
-def test_it_equals_the_model(
+def test_compact_equals_the_model(
     dtype: torch.dtype, pool: str, merge: bool, selector: str, grains: tuple[str, ...]
 ) -> None:
-    model = made(selector, grains, merge=merge, pool=pool, seed=int(dtype == torch.float64)).to(dtype)
+    model = make_model(selector, grains, merge=merge, pool=pool, seed=int(dtype == torch.float64)).to(dtype)
     cut, x = compact(model), clips(model, 3)
     with torch.no_grad():
         assert far(cut(x), model(x)) <= TOLERANCE[dtype]
-    assert model.gates is None or all(model.gates.sparsity()[grain] > 0.0 for grain in grains)
-    smaller = sum(each.numel() for each in cut.parameters()) < sum(
-        each.numel() for each in model.parameters()
+    assert model.gates is None or all(model.gates.compute_sparsity()[grain] > 0.0 for grain in grains)
+    smaller = sum(parameter.numel() for parameter in cut.parameters()) < sum(
+        parameter.numel() for parameter in model.parameters()
     )
     assert smaller == bool(grains)
 
 
-def test_units_are_those_that_are_open() -> None:
-    model = made("ast", GRAINS[-1], merge=False, pool="mean")
+def test_list_units_counts_open_gates() -> None:
+    model = make_model("ast", GRAINS[-1], merge=False, pool="mean")
     assert model.gates is not None
-    gates = model.gates.values(hard=True)
+    gates = model.gates.compute_gates(hard=True)
     expected = [
         (0, 0) if block == 0.0 else (int((head > 0.0).sum()), int((channel > 0.0).sum()))
         for head, channel, block in zip(gates["head"], gates["channel"], gates["block"], strict=True)
     ]
-    found = compact(model)
-    assert units(found) == expected and (0, 0) in expected and len(set(expected)) > 1
-    assert units(model) == [(4, 32)] * 4
-    assert found.gates is None and not any("gates" in name for name in found.state_dict())
+    compacted = compact(model)
+    assert list_units(compacted) == expected and (0, 0) in expected and len(set(expected)) > 1
+    assert list_units(model) == [(4, 32)] * 4
+    assert compacted.gates is None and not any("gates" in name for name in compacted.state_dict())
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_everything_closed(merge: bool) -> None:
+def test_compact_with_all_gates_closed(merge: bool) -> None:
     torch.manual_seed(0)
-    model = made("ast", GRAINS[-1], merge=merge, pool="mean")
+    model = make_model("ast", GRAINS[-1], merge=merge, pool="mean")
     assert model.gates is not None
     with torch.no_grad():
         for logits in model.gates.logits.values():
             logits.fill_(-5.0).add_(0.1 * torch.randn(logits.shape))
-    found, x = compact(model), clips(model)
-    assert units(found) == [(0, 0)] * 4
-    assert far(found(x), model(x)) <= 1e-5
+    compacted, x = compact(model), clips(model)
+    assert list_units(compacted) == [(0, 0)] * 4
+    assert far(compacted(x), model(x)) <= 1e-5
     # Blocks open, all in them closed but for the widest.
     with torch.no_grad():
         model.gates.logits["block"].fill_(3.0)
-    found = compact(model)
-    assert units(found) == [(1, 1)] * 4
-    assert far(found(x), model(x)) <= 1e-5
+    compacted = compact(model)
+    assert list_units(compacted) == [(1, 1)] * 4
+    assert far(compacted(x), model(x)) <= 1e-5
 
 
-def test_the_model_stays_what_it_is() -> None:
-    model = made("ast", GRAINS[-1], merge=True, pool="cls").train()
+def test_compact_does_not_modify_the_model() -> None:
+    model = make_model("ast", GRAINS[-1], merge=True, pool="cls").train()
     before = copy.deepcopy(model.state_dict())
-    found = compact(model)
-    assert model.training and not found.training and not model.compacted and found.compacted
-    assert all(not module.training for module in found.modules())
+    compacted = compact(model)
+    assert model.training and not compacted.training and not model.compacted and compacted.compacted
+    assert all(not module.training for module in compacted.modules())
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0.0, atol=0.0)
     with torch.no_grad():
-        for each in found.parameters():
-            each.zero_()
+        for parameter in compacted.parameters():
+            parameter.zero_()
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("ast", [None, {"stages": {1: 0.5}}, {"stages": {1: 0.5}, "keep": {"head": 0.5}}])
-def test_compact_again_is_a_copy(ast: dict[str, Any] | None) -> None:
+def test_compact_of_compact_is_a_copy(ast: dict[str, Any] | None) -> None:
     once = compact(awake(ast))
-    twice, x = compact(once), clips(once)
-    assert torch.equal(once(x), twice(x)) and once is not twice
-    torch.testing.assert_close(dict(twice.state_dict()), dict(once.state_dict()), rtol=0.0, atol=0.0)
+    second, x = compact(once), clips(once)
+    assert torch.equal(once(x), second(x)) and once is not second
+    torch.testing.assert_close(dict(second.state_dict()), dict(once.state_dict()), rtol=0.0, atol=0.0)
 
 
-def test_without_pruning_it_is_the_same() -> None:
+def test_compact_without_pruning_is_equal() -> None:
     model = awake()
     assert torch.equal(compact(model)(clips(model)), model(clips(model)))
 
 
-def test_it_can_be_trained_on() -> None:
-    model = made("ast", GRAINS[-1], merge=True, pool="mean")
-    found = compact(model).train()
-    x, y = clips(found, 6), torch.arange(6) % 5
-    adam = torch.optim.Adam(found.parameters(), lr=3e-3)
+def test_compact_model_can_be_trained() -> None:
+    model = make_model("ast", GRAINS[-1], merge=True, pool="mean")
+    compacted = compact(model).train()
+    x, y = clips(compacted, 6), torch.arange(6) % 5
+    adam = torch.optim.Adam(compacted.parameters(), lr=3e-3)
     losses = []
     for _ in range(30):
-        logits, info = found(x, return_intermediate=True)
+        logits, info = compacted(x, return_intermediate=True)
         assert info["ast_stats"]["L_AST"] == 0.0
         loss = torch.nn.functional.cross_entropy(logits, y)
         adam.zero_grad()
         loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in found.parameters())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in compacted.parameters())
         adam.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     # It drops in training what it drops in evaluation.
-    assert torch.equal(found(x), found.eval()(x))
+    assert torch.equal(compacted(x), compacted.eval()(x))
 
 
-def test_dropout_goes_with_what_is_cut() -> None:
+def test_compact_keeps_dropout() -> None:
     sizes: dict[str, Any] = {"drop_rate": 0.1, "attn_drop": 0.2, "drop_path_rate": 0.3}
-    found = compact(awake({"stages": {}, "keep": {"head": 0.5, "channel": 0.5}}, **sizes))
-    for at, block in enumerate(found.blocks):
-        assert isinstance(block, Block) and block.attention is not None and block.perceptron is not None
+    compacted = compact(awake({"stages": {}, "keep": {"head": 0.5, "channel": 0.5}}, **sizes))
+    for index, block in enumerate(compacted.blocks):
+        assert isinstance(block, TransformerBlock) and block.attention is not None and block.mlp is not None
         assert block.attention.dropout == 0.2 and block.attention.out_dropout.p == 0.1
-        assert block.perceptron.dropout.p == 0.1 and block.drop_path == pytest.approx(0.1 * at)
+        assert block.mlp.dropout.p == 0.1 and block.drop_path == pytest.approx(0.1 * index)
 
 
-def test_a_skeleton_takes_its_weights() -> None:
-    model = made("ast", GRAINS[-1], merge=False, pool="mean")
-    found = compact(model)
-    skeleton = shaped(VideoViT(**model.to_dict()), units(found))
-    skeleton.load_state_dict(found.state_dict())
-    assert torch.equal(skeleton(clips(model)), found(clips(model)))
+def test_resize_blocks_loads_compact_weights() -> None:
+    model = make_model("ast", GRAINS[-1], merge=False, pool="mean")
+    compacted = compact(model)
+    skeleton = resize_blocks(VideoViT(**model.to_dict()), list_units(compacted))
+    skeleton.load_state_dict(compacted.state_dict())
+    assert torch.equal(skeleton(clips(model)), compacted(clips(model)))
 
 
-def test_tokens_that_are_gone_cost_nothing() -> None:
+def test_dropped_tokens_are_not_computed() -> None:
     model = compact(tiny({"stages": {0: 0.01}, "selector": "uniform"}, depth=1))
     lengths: list[int] = []
-    model.blocks[0].register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     model(clips(model))
     assert lengths == [1]

@@ -1,4 +1,4 @@
-"""Operations against those that torch counts."""
+"""FLOPs against those that torch counts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.evaluation.profile import dense
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.evaluation.profile import make_dense
 from sparseflow.pruning.model.config import SELECTORS
 from tests.pruning.models import awake, clips
 
@@ -19,16 +19,16 @@ WIDE: dict[str, Any] = {"embed_dim": 64}
 
 
 def counted(model: VideoViT) -> int:
-    """What torch counts for one clip."""
+    """FLOPs that torch counts for one clip."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(clips(model, 1))
     return counter.get_total_flops()
 
 
 def without_attention(model: VideoViT) -> int:
-    """On a CPU torch counts no fused attention."""
-    found = flops(model)
-    return found["total"] - found["attention"]
+    """FLOPs without attention; torch does not count fused attention on a CPU."""
+    flops = count_flops(model)
+    return flops["total"] - flops["attention"]
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
@@ -37,8 +37,10 @@ def test_dense(pool: str, tubelet: int) -> None:
     model = awake(pool=pool, tubelet_size=tubelet, **WIDE)
     assert counted(model) == without_attention(model)
     tokens = 64 // tubelet + (pool == "cls")
-    assert flops(model)["attention"] == 4 * 2 * 2 * tokens**2 * 64
-    assert flops(model)["total"] == sum(value for name, value in flops(model).items() if name != "total")
+    assert count_flops(model)["attention"] == 4 * 2 * 2 * tokens**2 * 64
+    assert count_flops(model)["total"] == sum(
+        value for name, value in count_flops(model).items() if name != "total"
+    )
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -56,33 +58,33 @@ def test_pruned(selector: str, pool: str, merge: bool, cut: bool) -> None:
     # the pool where tokens have weights or sizes,
     if pool == "mean" and (selector == "tome" or not cut):
         summed.append(16 if selector == "tome" else 64)
-    more = sum(2 * each * 64 for each in summed)
+    more = sum(2 * num_summed * 64 for num_summed in summed)
     # the mean over queries at the second stage,
     if selector == "attention" and pool == "mean" and not cut:
         more += 2 * (64 + merges) ** 2
     # and at each of the two, counts of windows and cells, the way back from them to tokens, and regions.
     if model.score is not None:
         windows, cells, regions = (
-            len(model.score.get_buffer(each)) for each in ("windows", "cells", "regions")
+            len(model.score.get_buffer(num_summed)) for num_summed in ("windows", "cells", "regions")
         )
         more += 2 * 64 * (4 * (windows + cells) + 6 * regions)
     assert counted(model) == without_attention(model) + more
 
 
-def test_what_is_dropped_is_not_counted() -> None:
+def test_dropped_tokens_are_not_counted() -> None:
     model = awake(TWO | {"keep": {"channel": 0.5}, "merge": True}, **WIDE)
-    masked, gone, cut, plain = (
-        flops(model),
-        flops(model, dropped=True),
-        flops(compact(model)),
-        flops(dense(model)),
+    masked, dropped, cut, plain = (
+        count_flops(model),
+        count_flops(model, dropped=True),
+        count_flops(compact(model)),
+        count_flops(make_dense(model)),
     )
-    assert cut["total"] < gone["total"] < plain["total"] < masked["total"]
-    assert gone["attention"] == cut["attention"] and gone["linear"] == cut["linear"]
-    assert gone["perceptron"] > cut["perceptron"]
+    assert cut["total"] < dropped["total"] < plain["total"] < masked["total"]
+    assert dropped["attention"] == cut["attention"] and dropped["linear"] == cut["linear"]
+    assert dropped["mlp"] > cut["mlp"]
     # Blocks see 64, 32 and one merged, the same, and 16 and two merged.
     assert cut["attention"] == 2 * 2 * 64 * (64**2 + 2 * 33**2 + 18**2)
-    assert flops(compact(model), dropped=False)["attention"] == masked["attention"]
+    assert count_flops(compact(model), dropped=False)["attention"] == masked["attention"]
     assert plain["stage"] == 0 and masked["patch"] == plain["patch"]
 
 
@@ -91,6 +93,6 @@ def test_removed_blocks_cost_nothing() -> None:
     assert model.gates is not None
     with torch.no_grad():
         model.gates.logits["block"].fill_(-1.0)
-    found = flops(compact(model))
-    assert found["linear"] == found["attention"] == found["perceptron"] == 0
-    assert found["total"] == found["patch"] + found["head"]
+    flops = count_flops(compact(model))
+    assert flops["linear"] == flops["attention"] == flops["mlp"] == 0
+    assert flops["total"] == flops["patch"] + flops["head"]

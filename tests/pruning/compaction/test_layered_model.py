@@ -1,4 +1,4 @@
-"""A VideoViT layer by layer: the same scores, and figures that are those of what really goes on."""
+"""Layer-by-layer execution: same scores, and costs that match the executed layers."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from torch import Tensor, nn
 from sparseflow.core.layers import LAYER_TYPES, LayerNode, Splittable
 from sparseflow.errors import InputError, ModelError
 from sparseflow.pruning import VideoViT, compact
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.compaction.layered_model import Steps, differentiable_layers
-from sparseflow.pruning.model.blocks import Attention, Block, Perceptron
-from sparseflow.pruning.model.config import BY_HEADS, SELECTORS
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT, make_differentiable_layers
+from sparseflow.pruning.model.blocks import MLP, Attention, TransformerBlock
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
 from tests.pruning.models import awake, clips, far, tiny
 
 STAGES = ({0: 0.8, 1: 0.5, 3: 0.3}, {1: 1.0, 2: 0.5}, {3: 0.25})
 POOLS = ("mean", "cls")
 
 
-def made(
+def make_model(
     selector: str | None,
     *,
     merge: bool = False,
     pool: str = "mean",
     stages: dict[int, float] | None = None,
     grains: bool = True,
-    **others: Any,
+    **arguments: Any,
 ) -> VideoViT:
-    """A compact model; a dense one without a selector."""
+    """A compact model; without a selector a dense one."""
     if selector is None:
-        return awake(pool=pool, **others)
-    keep = {"channel": 0.5} if selector in BY_HEADS else {"head": 0.5, "channel": 0.5, "block": 0.5}
+        return awake(pool=pool, **arguments)
+    keep = (
+        {"channel": 0.5} if selector in ATTENTION_SELECTORS else {"head": 0.5, "channel": 0.5, "block": 0.5}
+    )
     ast = {
         "stages": STAGES[0] if stages is None else stages, "selector": selector, "merge": merge,
         "keep": keep if grains else {},
     }  # fmt: skip
-    return compact(awake(ast, pool=pool, **others))
+    return compact(awake(ast, pool=pool, **arguments))
 
 
-def states(steps: Steps, samples: Tensor) -> list[dict[str, Tensor]]:
-    """The state before the first layer, and after each."""
+def states(steps: LayeredVideoViT, samples: Tensor) -> list[dict[str, Tensor]]:
+    """The initial state and the state after each layer."""
     with torch.no_grad():
-        found = [steps.initial_state(samples)]
+        outputs = [steps.initial_state(samples)]
         for layer in range(len(steps.describe_layers(len(samples)))):
-            found.append(steps.run_layer(layer, found[-1]))
-    return found
+            outputs.append(steps.run_layer(layer, outputs[-1]))
+    return outputs
 
 
 def size(tensors: Any) -> int:
-    """Bytes of all tensors in it."""
-    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
+    """Bytes of all tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def plain(value: float | Tensor) -> float:
@@ -64,24 +66,24 @@ def plain(value: float | Tensor) -> float:
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(("merge", "dtype"), [(False, torch.float32), (True, torch.float64)])
-def test_they_do_what_the_model_does(
+def test_layers_match_the_model(
     selector: str | None, pool: str, stages: dict[int, float], merge: bool, dtype: torch.dtype
 ) -> None:
-    model = made(selector, merge=merge, pool=pool, stages=stages, seed=int(merge)).to(dtype)
-    steps, x = Steps(model), clips(model, 3)
-    found = states(steps, x)
+    model = make_model(selector, merge=merge, pool=pool, stages=stages, seed=int(merge)).to(dtype)
+    steps, x = LayeredVideoViT(model), clips(model, 3)
+    outputs = states(steps, x)
     with torch.no_grad():
-        assert torch.equal(found[-1]["logits"], model(x))
+        assert torch.equal(outputs[-1]["logits"], model(x))
     layers = steps.describe_layers(3)
-    assert [size(state.values()) for state in found] == [
+    assert [size(state.values()) for state in outputs] == [
         layers[0].traffic_in_bytes, *(layer.traffic_out_bytes for layer in layers)
     ]  # fmt: skip
     assert [layer.traffic_in_bytes for layer in layers[1:]] == [
         layer.traffic_out_bytes for layer in layers[:-1]
     ]
-    for layer, state in zip(layers[1:-1], found[2:], strict=False):
+    for layer, state in zip(layers[1:-1], outputs[2:], strict=False):
         assert state["x"].shape == (3, layer.seq_len, layer.embed_dim)
-    assert sum(plain(layer.flops) for layer in layers) == 3 * flops(model)["total"]
+    assert sum(plain(layer.flops) for layer in layers) == 3 * count_flops(model)["total"]
     assert sum(layer.weight_bytes for layer in layers) == size(model.parameters())
     assert all(layer.memory_bytes > layer.weight_bytes for layer in layers)
 
@@ -89,40 +91,40 @@ def test_they_do_what_the_model_does(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_half_precision(selector: str, dtype: torch.dtype) -> None:
-    model = made(selector, grains=False).to(dtype)
-    found, layers = states(Steps(model), clips(model)), Steps(model).describe_layers(2)
+    model = make_model(selector, grains=False).to(dtype)
+    outputs, layers = states(LayeredVideoViT(model), clips(model)), LayeredVideoViT(model).describe_layers(2)
     with torch.no_grad():
-        assert torch.equal(found[-1]["logits"], model(clips(model)))
-    assert [size(state.values()) for state in found[1:]] == [layer.traffic_out_bytes for layer in layers]
+        assert torch.equal(outputs[-1]["logits"], model(clips(model)))
+    assert [size(state.values()) for state in outputs[1:]] == [layer.traffic_out_bytes for layer in layers]
     assert layers[0].precision == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("pool", POOLS)
-def test_nothing_goes_on_that_is_not_needed(selector: str, pool: str) -> None:
-    model = made(selector, pool=pool, grains=False)
-    steps, x = Steps(model), clips(model)
-    found = states(steps, x)
-    names = {name for state in found[1:-1] for name in state}
-    assert names == {"x"} | ({"place"} if selector not in BY_HEADS else set()) | (
-        {"bias", "size"} if selector == "tome" else set()
+def test_state_has_only_needed_entries(selector: str, pool: str) -> None:
+    model = make_model(selector, pool=pool, grains=False)
+    steps, x = LayeredVideoViT(model), clips(model)
+    outputs = states(steps, x)
+    names = {name for state in outputs[1:-1] for name in state}
+    assert names == {"x"} | ({"positions"} if selector not in ATTENTION_SELECTORS else set()) | (
+        {"attn_bias", "size"} if selector == "tome" else set()
     )
-    for at, state in enumerate(found[1:-1], 1):
+    for index, state in enumerate(outputs[1:-1], 1):
         for name in set(state) - {"x"}:
             # Numbers, and not what would stand there if it did not come along.
-            broken = {each: value for each, value in state.items() if each != name}
+            broken = {tensor: value for tensor, value in state.items() if tensor != name}
             broken[name] = state[name].flip(1)
             with torch.no_grad():
-                for layer in range(at, len(found) - 1):
+                for layer in range(index, len(outputs) - 1):
                     broken = steps.run_layer(layer, broken)
-            assert not torch.equal(broken["logits"], found[-1]["logits"]), (at, name)
+            assert not torch.equal(broken["logits"], outputs[-1]["logits"]), (index, name)
 
 
-def test_layers_are_named_and_told() -> None:
-    model = made("ast", stages={1: 0.5}, grains=False, merge=True)
-    layers = Steps(model).describe_layers(2)
+def test_layers_have_names_and_types() -> None:
+    model = make_model("ast", stages={1: 0.5}, grains=False, merge=True)
+    layers = LayeredVideoViT(model).describe_layers(2)
     assert [layer.name for layer in layers] == [
-        "embed", *(f"blocks.{at}.{half}" for at in range(4) for half in ("attention", "perceptron")), "head"
+        "embed", *(f"blocks.{index}.{half}" for index in range(4) for half in ("attention", "mlp")), "head"
     ]  # fmt: skip
     assert [layer.id for layer in layers] == list(range(10))
     assert [layer.layer_type for layer in layers] == ["embed", *["attention", "mlp"] * 4, "head"]
@@ -133,9 +135,9 @@ def test_layers_are_named_and_told() -> None:
     assert all(layer.batch == 2 and layer.precision == "float32" for layer in layers)
 
 
-def test_the_figures_of_one_layer() -> None:
-    model, b, n, c, m = made(None), 3, 64, 16, 32
-    attention, perceptron = Steps(model).describe_layers(b)[1:3]
+def test_costs_of_one_block() -> None:
+    model, b, n, c, m = make_model(None), 3, 64, 16, 32
+    attention, mlp = LayeredVideoViT(model).describe_layers(b)[1:3]
     weights = 3 * c * (c + 1) + c * (c + 1) + 2 * c
     assert attention.weight_bytes == 4 * weights
     assert attention.flops == b * (2 * n * c * 4 * c + 4 * n * n * c)
@@ -144,154 +146,158 @@ def test_the_figures_of_one_layer() -> None:
     # Together: x, the norm, queries, keys, values, what heads gather, what is added to x.
     assert attention.memory_bytes == 4 * (weights + b * n * c * 7)
     weights = c * (m + 1) + m * (c + 1) + 2 * c
-    assert perceptron.weight_bytes == 4 * weights and perceptron.flops == b * 4 * n * c * m
-    assert perceptron.bytes == 4 * (weights + b * n * (2 * c + 2 * (c + m)))
-    assert perceptron.memory_bytes == 4 * (weights + b * n * (2 * c + 2 * m))
+    assert mlp.weight_bytes == 4 * weights and mlp.flops == b * 4 * n * c * m
+    assert mlp.bytes == 4 * (weights + b * n * (2 * c + 2 * (c + m)))
+    assert mlp.memory_bytes == 4 * (weights + b * n * (2 * c + 2 * m))
 
 
-def test_stages_of_removed_blocks_are_done_by_the_next_layer() -> None:
+def test_stages_of_removed_blocks_move_to_next_layer() -> None:
     model = awake({"stages": {0: 0.8, 1: 0.5, 3: 0.3}, "keep": {"block": 0.5}})
     assert model.gates is not None
     with torch.no_grad():
         model.gates.logits["block"].copy_(torch.tensor([-5.0, -5.0, 5.0, -5.0]))
     cut = compact(model)
-    layers, found = Steps(cut).describe_layers(2), states(Steps(cut), clips(cut))
-    assert [layer.name for layer in layers] == ["embed", "blocks.2.attention", "blocks.2.perceptron", "head"]
+    layers, outputs = LayeredVideoViT(cut).describe_layers(2), states(LayeredVideoViT(cut), clips(cut))
+    assert [layer.name for layer in layers] == ["embed", "blocks.2.attention", "blocks.2.mlp", "head"]
     assert [layer.seq_len for layer in layers] == [64, 32, 32, 19]
     with torch.no_grad():
-        assert torch.equal(found[-1]["logits"], cut(clips(cut)))
+        assert torch.equal(outputs[-1]["logits"], cut(clips(cut)))
         model.gates.logits["block"].fill_(-5.0)
     none = compact(model)
-    assert [layer.name for layer in Steps(none).describe_layers(1)] == ["embed", "head"]
+    assert [layer.name for layer in LayeredVideoViT(none).describe_layers(1)] == ["embed", "head"]
     with torch.no_grad():
-        assert torch.equal(states(Steps(none), clips(none))[-1]["logits"], none(clips(none)))
+        assert torch.equal(states(LayeredVideoViT(none), clips(none))[-1]["logits"], none(clips(none)))
 
 
 @pytest.mark.parametrize(
     ("model", "match"),
     [
         (tiny().train(), "training mode"),
-        (tiny({"stages": {}, "keep": {"head": 0.5}}), "gates.*`compact` it"),
-        (tiny({"stages": {1: 0.5}}), "only masks.*`compact` it"),
-        (tiny({"stages": {1: 0.5}, "selector": "attention"}), "only masks"),
+        (tiny({"stages": {}, "keep": {"head": 0.5}}), "gates.*`compact`"),
+        (tiny({"stages": {1: 0.5}}), "masks.*`compact`"),
+        (tiny({"stages": {1: 0.5}, "selector": "attention"}), "masks"),
     ],
 )  # fmt: skip
-def test_models_that_are_not_finished(model: VideoViT, match: str) -> None:
+def test_unfinished_models_raise(model: VideoViT, match: str) -> None:
     with pytest.raises(ModelError, match=match):
-        Steps(model)
+        LayeredVideoViT(model)
 
 
-def test_models_that_are() -> None:
+def test_finished_models_are_accepted() -> None:
     for ast in (None, {"stages": {}}, {"stages": {1: 0.5}, "selector": "tome"}):
         model = tiny(ast)
         with torch.no_grad():
-            assert torch.equal(states(Steps(model), clips(model))[-1]["logits"], model(clips(model)))
+            assert torch.equal(
+                states(LayeredVideoViT(model), clips(model))[-1]["logits"], model(clips(model))
+            )
 
 
-def test_several_dtypes() -> None:
+def test_mixed_dtypes_raise() -> None:
     model = tiny()
     model.head.double()
     with pytest.raises(ModelError, match="float32, float64"):
-        Steps(model)
+        LayeredVideoViT(model)
 
 
 @pytest.mark.parametrize("batch", [0, -1, 1.0, True])
-def test_batches(batch: Any) -> None:
+def test_invalid_batch_raises(batch: Any) -> None:
     with pytest.raises(InputError, match="batch"):
-        Steps(tiny()).describe_layers(batch)
+        LayeredVideoViT(tiny()).describe_layers(batch)
 
 
 @pytest.mark.parametrize("selector", [None, *SELECTORS])
-def test_splits_move_what_they_say(selector: str | None) -> None:
-    model = made(selector, pool="cls", merge=True)
-    steps = Steps(model)
+def test_split_bytes_match_tensors(selector: str | None) -> None:
+    model = make_model(selector, pool="cls", merge=True)
+    steps = LayeredVideoViT(model)
     for layer in steps.describe_layers(3):
-        module, seen = steps.get_layer(layer.id), []
-        looks = selector in BY_HEADS and layer.name in ("blocks.0.attention", "blocks.1.attention",
-                                                        "blocks.3.attention")  # fmt: skip
+        module, sizes = steps.get_layer(layer.id), []
+        stage_layers = [f"blocks.{block}.attention" for block in (0, 1, 3)]
+        reads_heads = selector in ATTENTION_SELECTORS and layer.name in stage_layers
         if not layer.splittable:
-            assert looks or layer.num_heads == 1 or layer.mlp_ratio * layer.embed_dim == 1
+            assert reads_heads or layer.num_heads == 1 or layer.mlp_ratio * layer.embed_dim == 1
             assert layer.units == layer.split_in_bytes == layer.split_out_bytes == 0
             continue
-        assert not looks
-        hook = module.register_forward_hook(lambda _, given, out, seen=seen: seen.append((given, out)))
+        assert not reads_heads
+        hook = module.register_forward_hook(lambda _, inputs, out, sizes=sizes: sizes.append((inputs, out)))
         states(steps, clips(model, 3))
         hook.remove()
-        given, out = seen[-1]
-        assert layer.split_in_bytes == size(given) and layer.split_out_bytes == size([out])
+        inputs, out = sizes[-1]
+        assert layer.split_in_bytes == size(inputs) and layer.split_out_bytes == size([out])
         if isinstance(module, nn.Linear):
             assert layer.split_joins and layer.units == module.out_features
         else:
             assert not layer.split_joins and isinstance(module, Splittable)
-            units = module.heads if isinstance(module, Attention) else module.up.out_features  # pyright: ignore
+            units = module.num_heads if isinstance(module, Attention) else module.up.out_features  # pyright: ignore
             assert layer.units == units
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("biased", [False, True])
-def test_parts_add_up(dtype: torch.dtype, biased: bool) -> None:
-    model = made(None).to(dtype)
+def test_sliced_parts_add_up(dtype: torch.dtype, biased: bool) -> None:
+    model = make_model(None).to(dtype)
     block: Any = model.blocks[1]
     g = torch.Generator().manual_seed(0)
     x, bias = torch.randn(2, 9, 16, generator=g).to(dtype), torch.randn(2, 9, generator=g).to(dtype)
     attention: Attention = block.attention
-    perceptron: Perceptron = block.perceptron
-    given = (x, bias) if biased else (x,)
+    mlp: MLP = block.mlp
+    inputs = (x, bias) if biased else (x,)
     with torch.no_grad():
         parts = [
-            attention.slice_units(torch.tensor(units), bias=not at)
-            for at, units in enumerate([[2], [3, 0, 1]])
+            attention.slice_units(torch.tensor(units), bias=not index)
+            for index, units in enumerate([[2], [3, 0, 1]])
         ]
-        assert [part.heads for part in parts] == [1, 3] and parts[1].proj.bias is None
-        assert far(parts[0](*given) + parts[1](*given), attention(*given)) <= 100 * torch.finfo(dtype).eps
+        assert [part.num_heads for part in parts] == [1, 3] and parts[1].proj.bias is None
+        assert far(parts[0](*inputs) + parts[1](*inputs), attention(*inputs)) <= 100 * torch.finfo(dtype).eps
         order = torch.randperm(32, generator=g)
-        others = [perceptron.slice_units(order[:5], bias=True), perceptron.slice_units(order[5:], bias=False)]
-        assert others[1].down.bias is None and others[0].up.out_features == 5
-        assert far(others[0](x) + others[1](x), perceptron(x)) <= 100 * torch.finfo(dtype).eps
+        arguments = [mlp.slice_units(order[:5], bias=True), mlp.slice_units(order[5:], bias=False)]
+        assert arguments[1].down.bias is None and arguments[0].up.out_features == 5
+        assert far(arguments[0](x) + arguments[1](x), mlp(x)) <= 100 * torch.finfo(dtype).eps
 
 
-def test_a_part_is_a_copy() -> None:
-    block: Any = made(None).blocks[0]
-    for module in (block.attention, block.perceptron):
-        whole = [each.clone() for each in module.parameters()]
+def test_slice_units_copies_weights() -> None:
+    block: Any = make_model(None).blocks[0]
+    for module in (block.attention, block.mlp):
+        original = [tensor.clone() for tensor in module.parameters()]
         part = module.slice_units(torch.tensor([1, 0]), bias=True)
-        assert not part.training and all(each.dtype == torch.float32 for each in part.parameters())
+        assert not part.training and all(tensor.dtype == torch.float32 for tensor in part.parameters())
         with torch.no_grad():
-            for each in part.parameters():
-                each.zero_()
-        assert all(torch.equal(one, other) for one, other in zip(module.parameters(), whole, strict=True))
+            for tensor in part.parameters():
+                tensor.zero_()
+        assert all(
+            torch.equal(node, other) for node, other in zip(module.parameters(), original, strict=True)
+        )
 
 
-def test_importance() -> None:
-    model = made(None).double()
-    steps, block = Steps(model), model.blocks[2]
-    assert isinstance(block, Block) and block.attention is not None and block.perceptron is not None
+def test_unit_importance_ranks_units() -> None:
+    model = make_model(None).double()
+    steps, block = LayeredVideoViT(model), model.blocks[2]
+    assert isinstance(block, TransformerBlock) and block.attention is not None and block.mlp is not None
     heads, channels = steps.unit_importance(5), steps.unit_importance(6)
     values, out = block.attention.qkv.weight[32:].view(4, 4, 16), block.attention.proj.weight.view(16, 4, 4)
-    for at in range(4):
-        assert heads[at].item() == pytest.approx((out[:, at] @ values[at]).norm().item())
-    assert channels[7] == block.perceptron.up.weight[7].norm() * block.perceptron.down.weight[:, 7].norm()
+    for index in range(4):
+        assert heads[index].item() == pytest.approx((out[:, index] @ values[index]).norm().item())
+    assert channels[7] == block.mlp.up.weight[7].norm() * block.mlp.down.weight[:, 7].norm()
     assert [len(steps.unit_importance(layer)) for layer in (0, 5, 6, 9)] == [16, 4, 32, 5]
     assert not any(steps.unit_importance(layer).requires_grad for layer in range(10))
 
 
 @pytest.mark.parametrize("selector", [None, *SELECTORS])
 @pytest.mark.parametrize("pool", POOLS)
-def test_each_layer_alone(selector: str | None, pool: str) -> None:
-    model = made(selector, pool=pool, merge=True)
-    steps, x = Steps(model), clips(model)
-    found, layers = states(steps, x), steps.describe_layers(2)
+def test_selected_layers_run_alone(selector: str | None, pool: str) -> None:
+    model = make_model(selector, pool=pool, merge=True)
+    steps, x = LayeredVideoViT(model), clips(model)
+    outputs, layers = states(steps, x), steps.describe_layers(2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for at, layer in enumerate(layers):
-        alone = steps.select_layers([at], "cpu")
-        assert size(alone.model.parameters()) == layer.weight_bytes
+    for index, layer in enumerate(layers):
+        single = steps.select_layers([index], "cpu")
+        assert size(single.model.parameters()) == layer.weight_bytes
         with torch.no_grad():
-            after = alone.run_layer(at, alone.initial_state(x) if at == 0 else found[at])
-            for each in alone.model.parameters():
-                each.zero_()
-        assert set(after) == set(found[at + 1])
-        assert all(torch.equal(after[name], value) for name, value in found[at + 1].items())
-        assert alone.describe_layers(2) == layers
+            after = single.run_layer(index, single.initial_state(x) if index == 0 else outputs[index])
+            for tensor in single.model.parameters():
+                tensor.zero_()
+        assert set(after) == set(outputs[index + 1])
+        assert all(torch.equal(after[name], value) for name, value in outputs[index + 1].items())
+        assert single.describe_layers(2) == layers
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     none = steps.select_layers([], "cpu").model
     assert not list(none.parameters()) and not list(none.buffers())
@@ -302,12 +308,12 @@ class Around(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given: Tensor | None) -> Tensor:
-        return self.inner(*given)
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        return self.inner(*inputs)
 
 
-def test_another_module_in_its_place() -> None:
-    steps = Steps(made(None))
+def test_replace_layer_is_used() -> None:
+    steps = LayeredVideoViT(make_model(None))
     x = clips(steps.model)
     expected = states(steps, x)[-1]["logits"]
     for layer in range(10):
@@ -324,74 +330,74 @@ GATED: dict[str, Any] = {
 
 
 def gated(block: list[float], head: Tensor, channel: Tensor) -> VideoViT:
-    """A model whose gates are open (1) or closed (0), but for rounding."""
+    """A model with gates that are open (1) or closed (0) up to rounding."""
     model = tiny(GATED)
     assert model.gates is not None
     values = {"block": torch.tensor(block), "head": head, "channel": channel}
     with torch.no_grad():
-        for name, each in model.gates.logits.items():
-            each.copy_(torch.where(values[name] > 0.5, 40.0, -40.0))
+        for name, tensor in model.gates.logits.items():
+            tensor.copy_(torch.where(values[name] > 0.5, 40.0, -40.0))
     return model
 
 
-def test_soft_layers_of_open_gates() -> None:
+def test_differentiable_layers_of_open_gates_equal_hard_layers() -> None:
     model = gated([1.0] * 4, torch.ones(4, 4), torch.ones(4, 32))
-    hard, soft = Steps(compact(model)).describe_layers(3), differentiable_layers(model, 3)
+    hard, soft = LayeredVideoViT(compact(model)).describe_layers(3), make_differentiable_layers(model, 3)
     assert len(hard) == len(soft)
-    for one, other in zip(hard, soft, strict=True):
+    for node, other in zip(hard, soft, strict=True):
         assert isinstance(other.flops, Tensor) and other.flops.shape == () == other.bytes.shape  # pyright: ignore
-        assert plain(other.flops) == pytest.approx(plain(one.flops), rel=1e-6)
-        assert plain(other.bytes) == pytest.approx(plain(one.bytes), rel=1e-6)
+        assert plain(other.flops) == pytest.approx(plain(node.flops), rel=1e-6)
+        assert plain(other.bytes) == pytest.approx(plain(node.bytes), rel=1e-6)
         same = ("weight_bytes", "memory_bytes", "traffic_out_bytes", "units", "seq_len", "name")
-        assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
+        assert [getattr(node, name) for name in same] == [getattr(other, name) for name in same]
 
 
-def test_soft_layers_of_closed_gates() -> None:
+def test_differentiable_layers_of_closed_gates_cost_nothing() -> None:
     g = torch.Generator().manual_seed(0)
     head, channel = (torch.rand(4, count, generator=g).round() for count in (4, 32))
     head[:, 0] = channel[:, 0] = 1.0
     model = gated([1.0, 1.0, 0.0, 1.0], head, channel)
-    hard = {layer.name: layer for layer in Steps(compact(model)).describe_layers(2)}
-    soft = {layer.name: layer for layer in differentiable_layers(model, 2)}
-    assert set(soft) - set(hard) == {"blocks.2.attention", "blocks.2.perceptron"}
+    hard = {layer.name: layer for layer in LayeredVideoViT(compact(model)).describe_layers(2)}
+    soft = {layer.name: layer for layer in make_differentiable_layers(model, 2)}
+    assert set(soft) - set(hard) == {"blocks.2.attention", "blocks.2.mlp"}
     for name, layer in soft.items():
-        one = hard.get(name)
+        node = hard.get(name)
         for figure in ("flops", "bytes"):
-            expected = 0.0 if one is None else plain(getattr(one, figure))
+            expected = 0.0 if node is None else plain(getattr(node, figure))
             assert plain(getattr(layer, figure)) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def total(layers: tuple[LayerNode, ...]) -> Tensor:
     return torch.stack(
-        [torch.as_tensor(each.flops) + 3 * torch.as_tensor(each.bytes) for each in layers]
+        [torch.as_tensor(tensor.flops) + 3 * torch.as_tensor(tensor.bytes) for tensor in layers]
     ).sum()
 
 
-def test_gradients_go_to_the_gates() -> None:
+def test_differentiable_layers_pass_gradients_to_gates() -> None:
     model = awake(GATED).double()
     assert model.gates is not None
-    total(differentiable_layers(model, 2)).backward()
+    total(make_differentiable_layers(model, 2)).backward()
     for name, logits in model.gates.logits.items():
         assert logits.grad is not None and (logits.grad > 0.0).all(), name
-        at = (1,) * logits.ndim
+        index = (1,) * logits.ndim
         with torch.no_grad():
             sides = []
             for step in (0.1, -0.1):
-                logits[at] += step
-                sides.append(total(differentiable_layers(model, 2)).item())
-                logits[at] -= step
-        assert logits.grad[at].item() == pytest.approx((sides[0] - sides[1]) / 0.2, rel=0.02), name
+                logits[index] += step
+                sides.append(total(make_differentiable_layers(model, 2)).item())
+                logits[index] -= step
+        assert logits.grad[index].item() == pytest.approx((sides[0] - sides[1]) / 0.2, rel=0.02), name
 
 
-def test_soft_layers_without_gates() -> None:
+def test_differentiable_layers_without_gates() -> None:
     model = tiny({"stages": {1: 0.5}})
-    soft, hard = differentiable_layers(model, 1), Steps(compact(model)).describe_layers(1)
+    soft, hard = make_differentiable_layers(model, 1), LayeredVideoViT(compact(model)).describe_layers(1)
     assert [plain(layer.flops) for layer in soft] == [plain(layer.flops) for layer in hard]
 
 
-def test_every_way_to_embed() -> None:
+def test_embedding_costs() -> None:
     for position, tubelet in product(("factored", "joint"), (1, 2)):
         model = awake(position=position, tubelet_size=tubelet, pool="cls")
-        layers = Steps(model).describe_layers(1)
+        layers = LayeredVideoViT(model).describe_layers(1)
         assert sum(layer.weight_bytes for layer in layers) == size(model.parameters())
-        assert sum(plain(layer.flops) for layer in layers) == flops(model)["total"]
+        assert sum(plain(layer.flops) for layer in layers) == count_flops(model)["total"]

@@ -1,4 +1,4 @@
-"""The tree of videos, made once."""
+"""Generated trees of videos."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.pruning.data.tree import Tree, make_tree
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Nobody may change it; `own_tree` is for that."""
+    """A shared tree that tests must not modify; see `own_tree`."""
     return make_tree(tmp_path_factory.mktemp("ucf101"))
 
 

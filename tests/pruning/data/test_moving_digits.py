@@ -1,4 +1,4 @@
-"""Moving digits: they move as labelled, a frame alone says nothing, and both sides share no digit."""
+"""Moving digits: motion follows the label, frames are uninformative, splits are disjoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sparseflow.errors import InputError
-from sparseflow.pruning.data.moving_digits import CLASSES, DIGIT, MovingDigits, source_digits
+from sparseflow.pruning.data.moving_digits import CLASSES, DIGIT_SIZE, MovingDigits, split_digits
 
 MOVES = {
     "right": (0, 1), "up-right": (-1, 1), "up": (-1, 0), "up-left": (-1, -1),
@@ -19,72 +19,74 @@ MOVES = {
 
 
 def make(**changed: Any) -> MovingDigits:
-    return MovingDigits(**{"count": 64, "train": True, **changed})
+    return MovingDigits(**{"num_clips": 64, "train": True, **changed})
 
 
 @pytest.mark.parametrize("label", range(len(CLASSES)))
 @pytest.mark.parametrize("speed", [1, 2, 5])
-def test_the_digit_moves_as_labelled_and_all_else_stands_still(label: int, speed: int) -> None:
+def test_digit_moves_in_label_direction(label: int, speed: int) -> None:
     bare = make(noise=0.0, clutter=0, speed=speed)
     down, right = MOVES[CLASSES[label]]
-    clips = bare.batch(range(16), labels=[label] * 16)["clip"][:, :, 0]
+    clips = bare.make_batch(range(16), labels=[label] * 16)["clip"][:, :, 0]
     for frame in range(bare.num_frames):
         shift = (speed * frame * down, speed * frame * right)
         assert torch.equal(clips[:, frame], clips[:, 0].roll(shift, (1, 2)))
     digits = make(noise=0.0, speed=speed)
-    still = torch.from_numpy(digits._background(digits._draw(range(4), None)[0]))
-    for place in range(4):
-        cluttered = digits.batch([place], labels=[label])["clip"][0, :, 0]
-        alone = bare_digit(digits, place, label)
-        assert torch.equal(cluttered, torch.maximum(alone, still[place]))
+    still = torch.from_numpy(digits._draw_clutter(digits._sample_parameters(range(4), None)[0]))
+    for index in range(4):
+        cluttered = digits.make_batch([index], labels=[label])["clip"][0, :, 0]
+        clean = bare_digit(digits, index, label)
+        assert torch.equal(cluttered, torch.maximum(clean, still[index]))
 
 
-def bare_digit(digits: MovingDigits, place: int, label: int) -> torch.Tensor:
-    """The digit of a clip on paper; clutter is drawn after it, so that the digit is the same without."""
+def bare_digit(digits: MovingDigits, index: int, label: int) -> torch.Tensor:
+    """The digit of a clip without clutter; clutter is sampled later, so that the digit does not change."""
     bare = make(noise=0.0, clutter=0, speed=digits.speed)
-    return bare.batch([place], labels=[label])["clip"][0, :, 0]
+    return bare.make_batch([index], labels=[label])["clip"][0, :, 0]
 
 
-def test_a_frame_alone_is_the_same_whatever_the_label() -> None:
+def test_single_frame_is_independent_of_label() -> None:
     digits = make(noise=0.1)
-    first = [digits.batch(range(32), labels=[label] * 32)["clip"][:, 0] for label in range(len(CLASSES))]
+    first = [digits.make_batch(range(32), labels=[label] * 32)["clip"][:, 0] for label in range(len(CLASSES))]
     for other in first[1:]:
         assert torch.equal(first[0], other)
 
 
-def test_the_digit_is_anywhere_alike_in_every_frame() -> None:
-    digits = make(count=4096, size=16, speed=1, num_frames=4)
-    drawn, _ = digits._draw(range(4096), None)
+def test_digit_position_is_uniform_in_every_frame() -> None:
+    digits = make(num_clips=4096, size=16, speed=1, num_frames=4)
+    parameters, _ = digits._sample_parameters(range(4096), None)
     for frame in (0, 3):
-        rows, cols = (part[:, frame].reshape(4096, -1)[:, 0] for part in digits._digit_at(drawn)[2:])
+        rows, cols = (
+            part[:, frame].reshape(4096, -1)[:, 0] for part in digits._index_digit_pixels(parameters)[2:]
+        )
         cells = np.bincount(rows * 16 + cols, minlength=256)
         # Chi-squared of 255 degrees of freedom: mean 255, standard deviation 22.6.
         assert ((cells - 16.0) ** 2 / 16).sum() < 255 + 5 * 22.6
 
 
 def test_labels_are_balanced_and_independent_of_digits() -> None:
-    drawn, _ = make(count=8000)._draw(range(8000), None)
+    parameters, _ = make(num_clips=8000)._sample_parameters(range(8000), None)
     table = np.zeros((len(CLASSES), 2))
-    np.add.at(table, (drawn.labels, drawn.digits % 2), 1)
+    np.add.at(table, (parameters.labels, parameters.digits % 2), 1)
     assert ((table - 500) ** 2 / 500).sum() < 15 + 5 * 30**0.5
 
 
-def test_both_sides_share_no_digit_and_do_not_depend_on_the_seed() -> None:
-    train, test = source_digits(train=True), source_digits(train=False)
+def test_train_and_test_digits_are_disjoint() -> None:
+    train, test = split_digits(train=True), split_digits(train=False)
     assert (len(train), len(test)) == (1438, 359)
     assert sorted([*train, *test]) == list(range(1797))
     for seed in (0, 1):
-        np.testing.assert_array_equal(make(seed=seed).sources, train)
-        np.testing.assert_array_equal(make(seed=seed, train=False).sources, test)
+        np.testing.assert_array_equal(make(seed=seed).source_digits, train)
+        np.testing.assert_array_equal(make(seed=seed, train=False).source_digits, test)
 
 
-def test_items_depend_on_seed_side_and_place_alone() -> None:
+def test_items_depend_on_seed_split_and_index_only() -> None:
     digits = make()
-    batch = digits.batch([5, 3, 60])
-    for place, index in enumerate([5, 3, 60]):
-        item = make(count=1000)[index]
-        assert torch.equal(item["clip"], batch["clip"][place])
-        assert (item["label"], item["video"]) == (int(batch["label"][place]), index)
+    batch = digits.make_batch([5, 3, 60])
+    for number, index in enumerate([5, 3, 60]):
+        item = make(num_clips=1000)[index]
+        assert torch.equal(item["clip"], batch["clip"][number])
+        assert (item["label"], item["video"]) == (int(batch["label"][number]), index)
     for other in (make(seed=1), make(train=False)):
         assert not torch.equal(other[5]["clip"], batch["clip"][0])
     assert not torch.equal(batch["clip"][0], batch["clip"][1])
@@ -96,23 +98,23 @@ def test_shapes_and_values() -> None:
     assert item["clip"].shape == (5, 3, 24, 24) and item["clip"].dtype == torch.float32
     assert torch.equal(item["clip"][:, 0], item["clip"][:, 2])
     assert float(item["clip"].min()) == 0.0 and 0.5 < float(item["clip"].max()) <= 1.0
-    noisy, quiet = make(noise=0.1).batch(range(9))["clip"], make(noise=0.0).batch(range(9))["clip"]
+    noisy, quiet = make(noise=0.1).make_batch(range(9))["clip"], make(noise=0.0).make_batch(range(9))["clip"]
     assert abs(float((noisy - quiet).std()) - 0.1) < 0.002 and abs(float((noisy - quiet).mean())) < 0.002
 
 
-def test_the_mask_is_where_the_digit_is() -> None:
+def test_digit_mask_covers_the_digit() -> None:
     digits = make(noise=0.0, clutter=0)
     for index in range(8):
-        mask = digits.moving_mask(index)
+        mask = digits.make_digit_mask(index)
         assert mask.dtype == torch.bool
         assert torch.equal(mask, digits[index]["clip"][:, 0] > 0)
-        assert 8 <= int(mask[0].sum()) <= DIGIT * DIGIT
-        assert torch.equal(mask, make(clutter=0, noise=0.3).moving_mask(index))
+        assert 8 <= int(mask[0].sum()) <= DIGIT_SIZE * DIGIT_SIZE
+        assert torch.equal(mask, make(clutter=0, noise=0.3).make_digit_mask(index))
 
 
-def test_a_loader_gives_what_a_batch_gives() -> None:
+def test_data_loader_equals_make_batch() -> None:
     digits = make()
-    expected = digits.batch(range(64))
+    expected = digits.make_batch(range(64))
     for workers in (0, 2):
         loaded = list(DataLoader(digits, batch_size=16, num_workers=workers))
         for key in ("clip", "label", "video"):
@@ -122,7 +124,7 @@ def test_a_loader_gives_what_a_batch_gives() -> None:
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"count": 0}, "count"),
+        ({"num_clips": 0}, "num_clips"),
         ({"num_frames": 1}, "num_frames"),
         ({"size": 15}, "size"),
         ({"in_chans": 2}, "in_chans"),
@@ -134,15 +136,15 @@ def test_a_loader_gives_what_a_batch_gives() -> None:
         ({"seed": -1}, "seed"),
     ],
 )
-def test_wrong_arguments_are_refused(changed: dict[str, Any], name: str) -> None:
+def test_invalid_arguments_raise(changed: dict[str, Any], name: str) -> None:
     with pytest.raises(InputError, match=f"`{name}`"):
         make(**changed)
 
 
-def test_wrong_places_and_labels_are_refused() -> None:
+def test_invalid_indices_and_labels_raise() -> None:
     for index in (-1, 64):
-        with pytest.raises(IndexError, match="there is no clip"):
+        with pytest.raises(IndexError, match="clip"):
             make()[index]
     for labels in ([8], [-1], [0, 1], np.array([0.5])):
         with pytest.raises(InputError, match="`labels`"):
-            make().batch([0], labels=labels)
+            make().make_batch([0], labels=labels)

@@ -1,4 +1,4 @@
-"""Windows and frames, against cases worked out by hand and the formula."""
+"""Sliding windows and frame selection, against examples and the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflow.errors import InputError
-from sparseflow.pruning.data.sampling import frame_indices, jittered, sliding_windows, stride_of
+from sparseflow.pruning.data.sampling import compute_stride, jitter_start, list_sliding_windows, select_frames
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from sparseflow.pruning.data.sampling import frame_indices, jittered, sliding_wi
 def test_windows_slide_as_long_as_they_fit(
     frames: int, clip_lens: tuple[int, ...], stride_ratio: float, expected: list[tuple[int, int]]
 ) -> None:
-    assert sliding_windows(frames, clip_lens, stride_ratio) == expected
+    assert list_sliding_windows(frames, clip_lens, stride_ratio) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,30 +46,35 @@ def test_windows_slide_as_long_as_they_fit(
 def test_frames_are_spread_over_the_window(
     start: int, clip_len: int, num_frames: int, frames: int, expected: list[int]
 ) -> None:
-    found = frame_indices(start, clip_len, num_frames, frames)
-    assert found.tolist() == expected
-    assert found.dtype == np.int64
+    selected = select_frames(start, clip_len, num_frames, frames)
+    assert selected.tolist() == expected
+    assert selected.dtype == np.int64
 
 
 @given(st.integers(0, 300), st.integers(1, 64), st.integers(2, 64), st.integers(1, 300))
-def test_frames_are_those_of_the_formula(start: int, clip_len: int, num_frames: int, frames: int) -> None:
+def test_select_frames_matches_formula(start: int, clip_len: int, num_frames: int, frames: int) -> None:
     start = min(start, frames - 1)
-    exact = [start + Fraction(clip_len - 1, num_frames - 1) * place for place in range(num_frames)]
-    expected = [min(math.floor(place), frames - 1) for place in exact]
-    assert frame_indices(start, clip_len, num_frames, frames).tolist() == expected
+    exact = [start + Fraction(clip_len - 1, num_frames - 1) * step for step in range(num_frames)]
+    expected = [min(math.floor(step), frames - 1) for step in exact]
+    assert select_frames(start, clip_len, num_frames, frames).tolist() == expected
 
 
-def test_a_shifted_window_stays_near_and_fits() -> None:
+def test_jitter_start_stays_within_half_a_stride() -> None:
     generator = np.random.default_rng(0)
-    middle = {jittered(20, 8, 100, 4, generator) for _ in range(200)}
+    middle = {jitter_start(20, 8, 100, 4, generator) for _ in range(200)}
     assert middle == {18, 19, 20, 21, 22}
-    assert {jittered(0, 8, 9, 4, generator) for _ in range(200)} == {0, 1}
-    assert {jittered(0, 8, 5, 4, generator) for _ in range(20)} == {0}
-    assert {jittered(7, 8, 100, 1, generator) for _ in range(20)} == {7}
+    assert {jitter_start(0, 8, 9, 4, generator) for _ in range(200)} == {0, 1}
+    assert {jitter_start(0, 8, 5, 4, generator) for _ in range(20)} == {0}
+    assert {jitter_start(7, 8, 100, 1, generator) for _ in range(20)} == {7}
 
 
 def test_a_stride_is_at_least_one_frame() -> None:
-    assert (stride_of(8, 0.5), stride_of(3, 0.5), stride_of(1, 0.5), stride_of(16, 1)) == (4, 1, 1, 16)
+    assert (
+        compute_stride(8, 0.5),
+        compute_stride(3, 0.5),
+        compute_stride(1, 0.5),
+        compute_stride(16, 1),
+    ) == (4, 1, 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +89,14 @@ def test_a_stride_is_at_least_one_frame() -> None:
         (9, (8,), math.nan, "stride_ratio"),
     ],
 )
-def test_windows_out_of_range_are_refused(
+def test_invalid_windows_raise(
     frames: int, clip_lens: tuple[int, ...], stride_ratio: float, name: str
 ) -> None:
     with pytest.raises(InputError, match=f"`{name}`"):
-        sliding_windows(frames, clip_lens, stride_ratio)
+        list_sliding_windows(frames, clip_lens, stride_ratio)
 
 
 @pytest.mark.parametrize("arguments", [(0, 0, 8, 9), (0, 8, 0, 9), (9, 8, 8, 9), (-1, 8, 8, 9), (0, 8, 8, 0)])
-def test_frames_out_of_range_are_refused(arguments: tuple[int, int, int, int]) -> None:
+def test_invalid_frames_raise(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(InputError):
-        frame_indices(*arguments)
+        select_frames(*arguments)

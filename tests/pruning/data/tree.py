@@ -1,8 +1,8 @@
-"""A small tree of real .avi files in UCF-101's official layout, whose frames say which they are.
+"""A small tree of .avi files in UCF-101's layout; each frame encodes its number.
 
-Three classes of six groups; groups 1 and 2 test in split 1, 3 and 4 in split 2, 5 and 6 in split 3. Every
-frame carries its number in the middle: eight blocks, a bit each, black or white, which survive lossy coding,
-resizing and a crop in the middle. Colours beside it say which video it is.
+Three classes of six groups; groups 1 and 2 are the test of split 1, 3 and 4 of split 2, 5 and 6 of split 3.
+The center of a frame has its number as eight black or white blocks, one per bit, which survive lossy coding,
+resizing and center crops. The color around it identifies the video.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ GROUPS = range(1, 7)
 HEIGHT, WIDTH = 48, 64
 
 BLOCK = 8
-"""Side of a bit's block, in pixels; the bits lie in two rows of four."""
+"""Side of the block of a bit, pixels; the bits are in two rows of four."""
 
 TOP, LEFT = HEIGHT // 2 - BLOCK, WIDTH // 2 - 2 * BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """Where it lies and what is in it.
+    """Paths and content of a tree.
 
     Attributes:
-        videos: The folder of videos.
-        lists: The folder of lists.
-        frames: Name of a video -> how many frames it has, in the order of the lists.
+        videos: Directory of videos.
+        lists: Directory of lists.
+        frames: Name of a video -> number of frames, in the order of the lists.
     """
 
     videos: Path
@@ -40,13 +40,13 @@ class Tree:
 
 
 def name_of(label: int, group: int, clip: int) -> str:
-    """A video's name; one class is spelt in two ways, as in the official data."""
+    """Name of a video; one class has two spellings, as in the official data."""
     folder = CLASSES[label]
     return f"{folder}/v_{folder.replace('stand', 'Stand')}_g{group:02}_c{clip:02}"
 
 
 def make_tree(root: Path) -> Tree:
-    """Write videos of 5 to 34 frames, two clips in odd groups and one in even ones, and all lists."""
+    """Write videos of 5 to 34 frames, two clips in odd groups and one in even groups, and all lists."""
     frames: dict[str, int] = {}
     for label in range(len(CLASSES)):
         for group in GROUPS:
@@ -59,7 +59,7 @@ def make_tree(root: Path) -> Tree:
 
 
 def write_lists(folder: Path, names: list[str]) -> None:
-    """All seven files, with the line ends of the official ones."""
+    """Write all seven files, with the line ends of the official ones."""
     folder.mkdir(parents=True)
     (folder / "classInd.txt").write_bytes(
         "".join(f"{label} {name}\r\n" for label, name in enumerate(CLASSES, start=1)).encode()
@@ -80,7 +80,7 @@ def group_of(name: str) -> int:
 
 
 def picture(number: int, tint: int = 0) -> np.ndarray:
-    """A frame before it is coded; uint8, shape (HEIGHT, WIDTH, 3)."""
+    """A frame before encoding; uint8, shape (HEIGHT, WIDTH, 3)."""
     frame = np.empty((HEIGHT, WIDTH, 3), np.uint8)
     frame[:] = (40 + 5 * tint, 200 - 5 * tint, 120)
     bits = (number >> np.arange(8)) & 1
@@ -90,9 +90,9 @@ def picture(number: int, tint: int = 0) -> np.ndarray:
 
 
 def numbers_of(frames: np.ndarray) -> list[int]:
-    """Which frames they are, of shape (n, height, width, 3), uint8: whole ones or cut around the middle."""
-    top, left = frames.shape[1] // 2 - BLOCK, frames.shape[2] // 2 - 2 * BLOCK
-    bright = frames[:, top : top + 2 * BLOCK, left : left + 4 * BLOCK].mean(-1)
+    """Numbers of full or center-cropped frames, uint8, shape (n, height, width, 3)."""
+    top, remaining = frames.shape[1] // 2 - BLOCK, frames.shape[2] // 2 - 2 * BLOCK
+    bright = frames[:, top : top + 2 * BLOCK, remaining : remaining + 4 * BLOCK].mean(-1)
     blocks = bright.reshape(-1, 2, BLOCK, 4, BLOCK).mean((2, 4)).reshape(-1, 8)
     assert np.all((blocks < 70) | (blocks > 185)), "the blocks did not survive"
     return ((blocks > 128) << np.arange(8)).sum(1).tolist()
@@ -101,7 +101,7 @@ def numbers_of(frames: np.ndarray) -> list[int]:
 def write_video(
     path: Path, frames: int, *, tint: int = 0, codec: str = "mpeg4", options: dict[str, str] | None = None
 ) -> Path:
-    """A file of video whose frames are numbered from 0."""
+    """Write a video file with frames numbered from 0."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", options=options or {}) as container:
         stream = container.add_stream(codec, rate=25)
@@ -120,7 +120,7 @@ def write_video(
 
 
 def write_frames(folder: Path, frames: int, *, suffix: str = ".png") -> Path:
-    """A folder of images whose names number them from 1, without zeros in front."""
+    """Write a directory of images with names numbered from 1, without leading zeros."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(frames):
         (folder / f"frame_{number + 1}{suffix}").write_bytes(image_bytes(picture(number), suffix))
@@ -128,7 +128,7 @@ def write_frames(folder: Path, frames: int, *, suffix: str = ".png") -> Path:
 
 
 def image_bytes(pixels: np.ndarray, suffix: str) -> bytes:
-    """An image file of pixels, uint8 of shape (height, width, 3)."""
+    """Encode pixels, uint8 of shape (height, width, 3), as an image file."""
     codec, form = ("png", "rgb24") if suffix == ".png" else ("mjpeg", "yuvj444p")
     encoder = av.CodecContext.create(codec, "w")
     assert isinstance(encoder, av.VideoCodecContext)

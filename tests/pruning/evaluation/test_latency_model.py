@@ -1,9 +1,9 @@
-"""The cost model: what it predicts, what it refuses, and that gates learn to keep a budget by it."""
+"""Latency model: predictions, errors, and training with a budget."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,70 +14,81 @@ pytest.importorskip("sklearn")
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.evaluation.latency_model import LatencyModel, fit, over_budget
-from sparseflow.pruning.evaluation.profile import dense
+from sparseflow.pruning.evaluation.latency_model import (
+    VideoViTLatencyModel,
+    compute_budget_loss,
+    fit_latency_model,
+)
+from sparseflow.pruning.evaluation.profile import make_dense
 from sparseflow.pruning.training.train import train
+from tests.conformance import check_artifact_file
 from tests.pruning.small import quick
 
-EVEN = dict.fromkeys(("outside", "block", "linear", "attention", "perceptron"), 2.0)
-"""Each term is 2 ms of a dense model's 10."""
+EVEN = dict.fromkeys(("outside", "block", "linear", "attention", "mlp"), 2.0)
+"""Each term is 2 ms of the dense model's 10 ms."""
 
 
-def cost_of(**changes: float) -> LatencyModel:
-    config = asdict(quick().make(8, 1).config)
-    return LatencyModel(
-        model=config, batch=1, coefficients=EVEN | changes, dense_ms=10.0, error=0.0, environment={}
+def cost_of(**changes: float) -> VideoViTLatencyModel:
+    config = asdict(quick().build_model(8, 1).config)
+    return VideoViTLatencyModel(
+        model=config, batch_size=1, coefficients=EVEN | changes, dense_ms=10.0, error=0.0, environment={}
     )
 
 
-def test_a_dense_model_takes_the_sum_and_a_compact_one_its_shares() -> None:
+def test_predict_scales_terms_by_kept_share() -> None:
     settings = quick(ast={"stages": {"0": 0.5}, "keep": {}})
-    model = settings.make(8, 1)
-    assert float(cost_of().predict(dense(model))) == pytest.approx(10.0)
+    model = settings.build_model(8, 1)
+    assert float(cost_of().predict(make_dense(model))) == pytest.approx(10.0)
     # Half of the tokens: a quarter of attention's products, half of what is linear in them.
     assert float(cost_of().predict(compact(model))) == pytest.approx(2 + 2 + 1 + 0.5 + 1)
 
 
-def test_gates_count_as_what_they_will_leave() -> None:
-    model = quick(ast={"stages": {}, "keep": {"head": 0.5, "block": 0.5}}).make(8, 1)
+def test_predict_uses_soft_gates() -> None:
+    model = quick(ast={"stages": {}, "keep": {"head": 0.5, "block": 0.5}}).build_model(8, 1)
     assert model.gates is not None
     with torch.no_grad():
         model.gates.logits["head"].fill_(0.0)
         model.gates.logits["block"].copy_(torch.tensor([40.0, -40.0]))
     # One block of two is left; of its heads, half.
     assert cost_of().predict(model).item() == pytest.approx(2 + 1 + 0.5 + 0.5 + 1, rel=1e-4)
-    loss = over_budget(cost_of(), model, 0.25)
+    loss = compute_budget_loss(cost_of(), model, 0.25)
     assert loss.item() == pytest.approx(1.0, rel=1e-3)
     loss.backward()
-    assert all(each.grad is not None and bool((each.grad >= 0).all()) for each in model.gates.parameters())
-    assert over_budget(cost_of(), model, 0.6).item() == 0.0
+    assert all(
+        logits.grad is not None and bool((logits.grad >= 0).all()) for logits in model.gates.parameters()
+    )
+    assert compute_budget_loss(cost_of(), model, 0.6).item() == 0.0
 
 
-def test_it_is_fitted_to_what_is_measured() -> None:
-    found = fit(quick().make(8, 1), models=8, rounds=2)
-    assert set(found.coefficients) == set(EVEN) and min(found.coefficients.values()) >= 0.0
-    assert found.dense_ms > 0.0 and found.error >= 0.0
-    with pytest.raises(InputError, match="at least 8"):
-        fit(quick().make(8, 1), models=7)
+def test_fit_gives_non_negative_coefficients() -> None:
+    latency_model = fit_latency_model(quick().build_model(8, 1), num_models=8, rounds=2)
+    assert set(latency_model.coefficients) == set(EVEN) and min(latency_model.coefficients.values()) >= 0.0
+    assert latency_model.dense_ms > 0.0 and latency_model.error >= 0.0
+    with pytest.raises(InputError, match=r"`num_models` .*7"):
+        fit_latency_model(quick().build_model(8, 1), num_models=7)
 
 
-def test_a_file_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "cost.json"
-    cost_of().save(file)
-    assert LatencyModel.load(file) == cost_of()
-    with pytest.raises(InputError, match="profile --fit"):
-        LatencyModel.load(tmp_path / "none.json")
-    file.write_text(json.dumps(asdict(cost_of()) | {"coefficients": {"block": 1.0}}))
-    with pytest.raises(FileFormatError, match="its coefficients"):
-        LatencyModel.load(file)
-    other = replace(cost_of(), model=cost_of().model | {"depth": 3})
-    with pytest.raises(InputError, match="other depth: fit one"):
-        other.predict(quick().make(8, 1))
+def test_file_conforms_to_artifacts(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    cost_of().save(path)
+    assert VideoViTLatencyModel.load(path) == cost_of()
+    check_artifact_file(VideoViTLatencyModel.load, path, VideoViTLatencyModel.HINT)
+    path.write_text(json.dumps(cost_of().to_dict() | {"coefficients": {"block": 1.0}}))
+    with pytest.raises(FileFormatError, match="coefficients"):
+        VideoViTLatencyModel.load(path)
 
 
-def test_a_training_keeps_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_of_another_architecture_raises() -> None:
+    other = cost_of().model_copy(update={"model": cost_of().model | {"depth": 3}})
+    with pytest.raises(InputError, match="depth"):
+        other.predict(quick().build_model(8, 1))
+
+
+def test_training_with_budget_reduces_predicted_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Nobody looks at the page, which takes longer than the training.
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_page", lambda *_: None)
+    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
     cost_of().save(tmp_path / "cost.json")
     settings = quick(
         mode="ast+latency",

@@ -1,4 +1,4 @@
-"""Profiles: what is compared, and that it is the same model."""
+"""Profiles: candidates, errors and the dense model."""
 
 from __future__ import annotations
 
@@ -10,67 +10,71 @@ import torch
 
 from sparseflow.errors import InputError
 from sparseflow.pruning import compact
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.evaluation.profile import COMPACT, DENSE, MASKED, SOFT, dense, profile
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.evaluation.profile import COMPACT, DENSE, MASKED, SOFT, make_dense, profile_video_vit
 from tests.pruning.models import awake, clips, far
 
 ALL: dict[str, Any] = {"stages": {1: 0.5}, "keep": {"head": 0.5, "channel": 0.5, "block": 0.5}}
-QUICK: dict[str, Any] = {"batch": 2, "rounds": 2, "warmup": 1}
+QUICK: dict[str, Any] = {"batch_size": 2, "rounds": 2, "warmup": 1}
 
 
-def test_a_profile() -> None:
+def test_profile_reports_all_candidates() -> None:
     model = awake(ALL).train()
     before = copy.deepcopy(model.state_dict())
-    told: list[tuple[str, float]] = []
-    found = profile(model, **QUICK, progress=lambda message, fraction: told.append((message, fraction)))
-    assert list(found.flops) == [DENSE, SOFT, MASKED, COMPACT]
-    assert found.flops[DENSE] == flops(dense(model))["total"]
-    assert found.flops[MASKED] == found.flops[SOFT] == flops(model)["total"]
-    assert found.flops[COMPACT] == flops(compact(model))["total"] < found.flops[DENSE]
-    assert found.error < 1e-5
-    assert (found.batch, found.dtype, found.compiled) == (2, "float32", False)
-    assert found.comparison.baseline == DENSE and found.comparison.rounds == 2
-    for name in found.flops:
-        samples = found.comparison.samples(name)
+    messages: list[tuple[str, float]] = []
+    profile = profile_video_vit(
+        model, **QUICK, progress=lambda message, fraction: messages.append((message, fraction))
+    )
+    assert list(profile.flops) == [DENSE, SOFT, MASKED, COMPACT]
+    assert profile.flops[DENSE] == count_flops(make_dense(model))["total"]
+    assert profile.flops[MASKED] == profile.flops[SOFT] == count_flops(model)["total"]
+    assert profile.flops[COMPACT] == count_flops(compact(model))["total"] < profile.flops[DENSE]
+    assert profile.error < 1e-5
+    assert (profile.batch_size, profile.dtype, profile.compiled) == (2, "float32", False)
+    assert profile.comparison.baseline == DENSE and profile.comparison.rounds == 2
+    for name in profile.flops:
+        samples = profile.comparison.samples(name)
         assert len(samples.to_rows()) == 2
-        assert found.clips_per_s(name) == pytest.approx(2e3 / samples.median_ms)
-    assert told[-1] == ("round 2 of 2", 1.0)
+        assert profile.clips_per_s(name) == pytest.approx(2e3 / samples.median_ms)
+    assert messages[-1] == ("round 2 of 2", 1.0)
     # The model is what it was.
     assert model.training
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0.0, atol=0.0)
 
 
-def test_others_stand_beside() -> None:
+def test_extra_models_are_timed() -> None:
     model, other = awake(ALL), awake({"stages": {1: 0.5}, "selector": "tome"})
-    found = profile(model, **QUICK, others={"ToMe": other})
-    assert list(found.flops)[-1] == "ToMe" and found.flops["ToMe"] == flops(other)["total"]
-    assert found.clips_per_s("ToMe") > 0.0
+    profile = profile_video_vit(model, **QUICK, extra_models={"ToMe": other})
+    assert list(profile.flops)[-1] == "ToMe" and profile.flops["ToMe"] == count_flops(other)["total"]
+    assert profile.clips_per_s("ToMe") > 0.0
 
 
 def test_half_precision() -> None:
-    found = profile(awake({"stages": {1: 0.5}, "selector": "uniform"}), **QUICK, dtype=torch.bfloat16)
-    assert found.dtype == "bfloat16" and found.error < 0.05
+    profile = profile_video_vit(
+        awake({"stages": {1: 0.5}, "selector": "uniform"}), **QUICK, dtype=torch.bfloat16
+    )
+    assert profile.dtype == "bfloat16" and profile.error < 0.05
 
 
-def test_models_that_prune_nothing_are_refused() -> None:
+def test_profile_of_dense_or_compact_model_raises() -> None:
     for model in (awake(), awake({"stages": {}}), compact(awake(ALL))):
-        with pytest.raises(InputError, match="must be one that prunes and is not compact"):
-            profile(model, **QUICK)
+        with pytest.raises(InputError, match="prune"):
+            profile_video_vit(model, **QUICK)
 
 
 @pytest.mark.parametrize("name", [DENSE, SOFT, MASKED, COMPACT])
-def test_others_may_not_take_the_names_of_what_is_compared(name: str) -> None:
-    with pytest.raises(InputError, match=f"`others` must have names of their own: {name}"):
-        profile(awake(ALL), **QUICK, others={name: awake()})
+def test_reserved_names_of_extra_models_raise(name: str) -> None:
+    with pytest.raises(InputError, match=f"`extra_models` .*{name}"):
+        profile_video_vit(awake(ALL), **QUICK, extra_models={name: awake()})
 
 
 @pytest.mark.parametrize("selector", ["ast", "random"])
-def test_dense_is_the_same_with_nothing_pruned(selector: str) -> None:
+def test_make_dense_removes_pruning(selector: str) -> None:
     model = awake({"stages": {0: 1.0}, "selector": selector, "keep": {"head": 0.5, "block": 0.5}}).double()
     assert model.gates is not None
     with torch.no_grad():
         for logits in model.gates.logits.values():
             logits.fill_(50.0)
-    found = dense(model)
-    assert found.ast is None and not found.training
-    assert far(found(clips(model)), model(clips(model))) < 1e-12
+    profile = make_dense(model)
+    assert profile.ast is None and not profile.training
+    assert far(profile(clips(model)), model(clips(model))) < 1e-12

@@ -1,4 +1,4 @@
-"""Settings: what is refused and how that is said; JSON and back."""
+"""AST configuration: invalid settings and round trips."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("others", [{}, OTHERS, {"stages": {}}])
-def test_json_and_back(selector: str, others: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{}, OTHERS, {"stages": {}}])
+def test_to_dict_round_trips(selector: str, arguments: dict[str, Any]) -> None:
     if selector in ("tome", "attention"):
-        others = {name: value for name, value in others.items() if name != "keep"}
-    config = ASTConfig(selector=selector, **others)
+        arguments = {name: value for name, value in arguments.items() if name != "keep"}
+    config = ASTConfig(selector=selector, **arguments)
     assert ASTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert ASTConfig.from_dict(config.to_dict()) == config
     assert set(config.to_dict()) == set(ASTConfig.__dataclass_fields__)
 
 
-def test_a_part_has_the_defaults() -> None:
+def test_from_dict_fills_in_defaults() -> None:
     assert ASTConfig.from_dict({}) == ASTConfig()
-    found = ASTConfig.from_dict({"stages": {"2": 0.5}, "score": {"levels": [2]}})
-    assert found == ASTConfig(stages={2: 0.5}, score=ScoreConfig(levels=(2,)))
+    config = ASTConfig.from_dict({"stages": {"2": 0.5}, "score": {"levels": [2]}})
+    assert config == ASTConfig(stages={2: 0.5}, score=ScoreConfig(levels=(2,)))
 
 
 @pytest.mark.parametrize(
@@ -43,35 +43,35 @@ def test_a_part_has_the_defaults() -> None:
             {"selector": "best"},
             r"`selector` \(='best'\) must be one of: ast, random, uniform, tome, attention",
         ),
-        ({"stages": {-1: 0.5}}, "`stages` names the block -1; blocks are numbered from 0"),
-        ({"stages": {"3": 0.5}}, "`stages` names the block '3'"),
-        ({"stages": {1.0: 0.5}}, "`stages` names the block 1.0"),
-        ({"stages": {True: 0.5}}, "`stages` names the block True"),
-        ({"stages": {3: 0.0}}, "share of 0.0 at block 3; it must be above 0 and at most 1.0"),
-        ({"stages": {3: 1.5}}, "share of 1.5 at block 3"),
-        ({"stages": {3: "half"}}, "share of 'half' at block 3"),
-        ({"stages": {3: math.nan}}, "share of nan at block 3"),
-        ({"stages": {3: True}}, "share of True at block 3"),
-        ({"stages": {5: 0.6, 2: 0.5}}, "share of 0.6 at block 5; .* at most 0.5, what is left before it"),
-        ({"selector": "tome", "keep": {"head": 0.5}}, "`selector` 'tome' .* must not name head or block"),
-        ({"selector": "attention", "keep": {"block": 0.5}}, "`selector` 'attention' .* must not name"),
-        ({"keep": {"token": 0.5}}, "`keep` names token; it may name: head, channel, block"),
-        ({"keep": {"width": 0.5, "ch": 0.5}}, "`keep` names ch, width"),
+        ({"stages": {-1: 0.5}}, "`stages` .*-1"),
+        ({"stages": {"3": 0.5}}, "`stages` .*'3'"),
+        ({"stages": {1.0: 0.5}}, "`stages` .*1.0"),
+        ({"stages": {True: 0.5}}, "`stages` .*True"),
+        ({"stages": {3: 0.0}}, "0.0 at block 3"),
+        ({"stages": {3: 1.5}}, "1.5 at block 3"),
+        ({"stages": {3: "half"}}, "'half' at block 3"),
+        ({"stages": {3: math.nan}}, "nan at block 3"),
+        ({"stages": {3: True}}, "True at block 3"),
+        ({"stages": {5: 0.6, 2: 0.5}}, "0.6 at block 5.* 0.5"),
+        ({"selector": "tome", "keep": {"head": 0.5}}, "`selector` .*'tome'"),
+        ({"selector": "attention", "keep": {"block": 0.5}}, "`selector` .*'attention'"),
+        ({"keep": {"token": 0.5}}, "`keep` .*token"),
+        ({"keep": {"width": 0.5, "ch": 0.5}}, "`keep` .*ch, width"),
         ({"keep": {"head": 0.0}}, r"`keep` of head \(=0.0\) must be above 0 and at most 1"),
         ({"keep": {"channel": 1.1}}, r"`keep` of channel \(=1.1\)"),
         ({"keep": {"block": math.nan}}, r"`keep` of block \(=nan\)"),
         ({"keep": {"block": "half"}}, r"`keep` of block \(='half'\)"),
         ({"keep": {"block": True}}, r"`keep` of block \(=True\)"),
         ({"merge": 1}, r"`merge` \(=1\) must be true or false"),
-        ({"threshold": 0.0}, r"`threshold` \(=0.0\) and `gate_init` \(=0.9\) must be between 0 and 1"),
-        ({"threshold": 0.9}, "the first below the second"),
+        ({"threshold": 0.0}, r"`threshold` \(=0.0\)"),
+        ({"threshold": 0.9}, "`gate_init`.*`threshold`"),
         ({"gate_init": 1.0}, r"`gate_init` \(=1.0\)"),
         ({"gate_init": math.nan}, r"`gate_init` \(=nan\)"),
-        ({"softness": -0.1}, r"`softness` \(=-0.1\) and `strength` \(=1.0\) must not be negative"),
+        ({"softness": -0.1}, r"`softness` \(=-0.1\)"),
         ({"strength": -1.0}, r"`strength` \(=-1.0\)"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ASTConfig(**settings)
 
@@ -81,26 +81,26 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
     [
         ({"stagess": {}}, "stagess"),
         ({"score": {"tme": 1.0}}, "tme"),
-        ({"score": {"levels": 3}}, "`ast_cfg` cannot be used"),
-        ({"score": None}, "`ast_cfg` cannot be used"),
+        ({"score": {"levels": 3}}, "`ast_cfg`"),
+        ({"score": None}, "`ast_cfg`"),
         ({"score": {"regions": 0}}, "`regions`"),
-        ({"stages": [[3, 0.5]]}, "`ast_cfg` cannot be used"),
+        ({"stages": [[3, 0.5]]}, "`ast_cfg`"),
         ({"stages": {"last": 0.5}}, "'last'"),
-        ({"keep": None}, "`ast_cfg` cannot be used"),
-        ({"stages": {3.7: 0.5}}, "`stages` names the block 3.7"),
-        ({"stages": {True: 0.5}}, "`stages` names the block True"),
+        ({"keep": None}, "`ast_cfg`"),
+        ({"stages": {3.7: 0.5}}, "`stages` .*3.7"),
+        ({"stages": {True: 0.5}}, "`stages` .*True"),
         ({"softness": "much"}, r"`softness` \(='much'\) must be a finite number"),
         ({"merge": "yes"}, r"`merge` \(='yes'\)"),
-        ({"keep": {"token": 0.5}}, "`keep` names token"),
+        ({"keep": {"token": 0.5}}, "`keep` .*token"),
     ],
 )
-def test_files_that_cannot_be(data: dict[str, Any], message: str) -> None:
+def test_invalid_dicts_raise(data: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ASTConfig.from_dict(data)
 
 
 @pytest.mark.parametrize("name", ["softness", "strength", "gate_init", "threshold"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "1", None])
-def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+def test_non_numbers_raise(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"`{name}` \(={value!r}\) must be a finite number"):
         ASTConfig.from_dict({name: value})

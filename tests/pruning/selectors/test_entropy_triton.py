@@ -1,4 +1,4 @@
-"""The kernels of entropies against the reference in float64, in Triton's interpreter or on a GPU."""
+"""Entropy kernels against the float64 reference, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels of entropies need triton")
 
-from sparseflow.pruning.selectors.ast import Score, ScoreConfig
-from sparseflow.pruning.selectors.entropy.reference import entropies as reference
-from sparseflow.pruning.selectors.entropy.triton import MOST, entropies, fits
+from sparseflow.pruning.selectors.ast import EntropyScore, ScoreConfig
+from sparseflow.pruning.selectors.entropy.reference import compute_entropies as reference
+from sparseflow.pruning.selectors.entropy.triton import MAX_TILE_SIZE, compute_entropies, supports_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 5e-6, torch.bfloat16: 5e-6}
-"""Largest error in nats: features are widened to float32 first, whatever they come in."""
+"""Largest error in nats; the kernels compute in float32."""
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
@@ -29,23 +29,23 @@ def check(
     x: Tensor,
     windows: Tensor,
     cells: Tensor,
-    there: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
     temperature: float = 1.0,
     divergence: bool = False,
 ) -> None:
     starts = torch.cat([torch.zeros(1), cells.sum(1).cumsum(0)]).int()
-    found = entropies(
-        x, windows.to(DEVICE), starts.to(DEVICE), cells.nonzero()[:, 1].int().to(DEVICE), there,
+    entropies = compute_entropies(
+        x, windows.to(DEVICE), starts.to(DEVICE), cells.nonzero()[:, 1].int().to(DEVICE), mask,
         temperature, divergence,
     )  # fmt: skip
     expected = reference(
-        x.double(), windows.double().to(DEVICE), cells.double().to(DEVICE), there,
+        x.double(), windows.double().to(DEVICE), cells.double().to(DEVICE), mask,
         temperature=temperature, divergence=divergence,
     )  # fmt: skip
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == torch.float32 and one.shape == other.shape
-        torch.testing.assert_close(one.double(), other, rtol=0.0, atol=TOLERANCE[x.dtype])
+    for actual, other in zip(entropies, expected, strict=True):
+        assert actual.dtype == torch.float32 and actual.shape == other.shape
+        torch.testing.assert_close(actual.double(), other, rtol=0.0, atol=TOLERANCE[x.dtype])
 
 
 def features(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
@@ -54,12 +54,12 @@ def features(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, seed
 
 
 def parts(t: int, grid: tuple[int, int], levels: tuple[int, ...] = (1, 2, 4)) -> tuple[Tensor, Tensor]:
-    score = Score(t, grid, ScoreConfig(levels=levels))
+    score = EntropyScore(t, grid, ScoreConfig(levels=levels))
     return score.get_buffer("windows"), score.get_buffer("cells")
 
 
 SHAPES = [(1, 1, (1, 1), 1), (2, 3, (1, 3), 5), (1, 4, (2, 2), 16), (1, 3, (1, 5), 33)]
-"""B, T, rows and columns of patches, C. The interpreter takes milliseconds a part: they are small."""
+"""B, T, rows and columns of patches, C; small because the interpreter is slow."""
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_matches_float64(
     n = grid[0] * grid[1]
     x = features((b, t, n, c), dtype)
     g = torch.Generator().manual_seed(1)
-    there = (torch.rand((b, t, n), generator=g) < 0.4).to(DEVICE)
-    check(x, *parts(t, grid, (1, 2)), there, divergence=divergence)
+    mask = (torch.rand((b, t, n), generator=g) < 0.4).to(DEVICE)
+    check(x, *parts(t, grid, (1, 2)), mask, divergence=divergence)
     if dtype == torch.float32 and shape == SHAPES[1]:
         check(x, *parts(t, grid, (1, 2)), divergence=divergence)
 
@@ -85,8 +85,8 @@ def test_any_strides() -> None:
     x = features((2, 1 + 3 * 4, 8))[:, 1:].unflatten(1, (3, 4))
     assert not x.is_contiguous()
     # A mask with strides of its own.
-    there = (torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)) < 0.5).to(DEVICE)
-    check(x, windows, cells, there.transpose(1, 2), divergence=True)
+    mask = (torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)) < 0.5).to(DEVICE)
+    check(x, windows, cells, mask.transpose(1, 2), divergence=True)
     # Patches before frames.
     check(features((1, 4, 3, 8)).transpose(1, 2), windows, cells)
     # One sample for all.
@@ -94,15 +94,15 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("divergence", [False, True])
-def test_parts_without_a_token_are_zero(divergence: bool) -> None:
+def test_groups_without_tokens_have_zero_entropy(divergence: bool) -> None:
     windows, cells = parts(3, (2, 2), (2,))
-    x, there = features((2, 3, 4, 6)), torch.ones(2, 3, 4, dtype=torch.bool, device=DEVICE)
-    there[0] = False
-    there[1, :, 2] = False
-    there[1, 2] = False
+    x, mask = features((2, 3, 4, 6)), torch.ones(2, 3, 4, dtype=torch.bool, device=DEVICE)
+    mask[0] = False
+    mask[1, :, 2] = False
+    mask[1, 2] = False
     none, nowhere = torch.zeros(1, 3), torch.zeros(1, 4)
     cells = torch.cat([nowhere, cells[:1], nowhere, cells[1:], nowhere])
-    check(x, torch.cat([windows, none]), cells, there, divergence=divergence)
+    check(x, torch.cat([windows, none]), cells, mask, divergence=divergence)
 
 
 def test_no_windows_no_cells_no_samples() -> None:
@@ -125,7 +125,7 @@ def test_temperature(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("divergence", [False, True])
-def test_features_far_from_zero_and_alike(divergence: bool) -> None:
+def test_extreme_features_match_reference(divergence: bool) -> None:
     windows, cells = parts(3, (1, 2), (2,))
     for offset in (-1e4, 1e4):
         check(features((1, 3, 2, 8)).round() + offset, windows, cells, divergence=divergence)
@@ -135,28 +135,32 @@ def test_features_far_from_zero_and_alike(divergence: bool) -> None:
     check(one_hot, windows, cells, divergence=divergence)
 
 
-def test_what_fits() -> None:
+def test_supports_input_checks_dtype_and_size() -> None:
     def empty(t: int, c: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(1, dtype=dtype).expand(1, t, 3, c)
 
     fitting = torch.zeros(1, 16, 3, 2048)
-    assert MOST == 16 * 2048 and fits(fitting)
-    assert fits(fitting.half()) and fits(fitting.bfloat16()) and not fits(fitting.double())
-    assert not fits(torch.zeros(1, 16, 3, 2049)) and not fits(torch.zeros(1, 17, 3, 2048))
-    assert not fits(fitting.transpose(2, 3)) and not fits(empty(4, 8))
+    assert MAX_TILE_SIZE == 16 * 2048 and supports_input(fitting)
+    assert (
+        supports_input(fitting.half())
+        and supports_input(fitting.bfloat16())
+        and not supports_input(fitting.double())
+    )
+    assert not supports_input(torch.zeros(1, 16, 3, 2049)) and not supports_input(torch.zeros(1, 17, 3, 2048))
+    assert not supports_input(fitting.transpose(2, 3)) and not supports_input(empty(4, 8))
 
 
-def test_the_operator_is_well_made() -> None:
+def test_operator_passes_opcheck() -> None:
     windows, cells = parts(2, (1, 2), (2,))
     starts = torch.cat([torch.zeros(1), cells.sum(1).cumsum(0)]).int().to(DEVICE)
-    there = torch.ones(1, 2, 2, dtype=torch.bool, device=DEVICE)
-    for mask in (None, there):
-        given: tuple[Any, ...] = (
+    kept_tokens = torch.ones(1, 2, 2, dtype=torch.bool, device=DEVICE)
+    for mask in (None, kept_tokens):
+        inputs: tuple[Any, ...] = (
             features((1, 2, 2, 8)), windows.to(DEVICE), starts, cells.nonzero()[:, 1].int().to(DEVICE), mask,
             1.0, False,
         )  # fmt: skip
         torch.library.opcheck(
-            torch.ops.sparseflow.entropies.default, given, test_utils=("test_schema", "test_faketensor")
+            torch.ops.sparseflow.entropies.default, inputs, test_utils=("test_schema", "test_faketensor")
         )
 
 
@@ -164,7 +168,7 @@ def test_the_operator_is_well_made() -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
-    there = (torch.rand(2, 8, 196, generator=g) < 0.5).to(DEVICE)
+    kept_tokens = (torch.rand(2, 8, 196, generator=g) < 0.5).to(DEVICE)
     for divergence in (False, True):
-        for mask in (None, there):
+        for mask in (None, kept_tokens):
             check(features((2, 8, 196, 768), dtype), *parts(8, (14, 14)), mask, divergence=divergence)

@@ -1,84 +1,98 @@
-"""Comparisons: who takes part, going on, and the numbers and the page that come of it."""
+"""Comparison of selectors: models, resume, summaries and the report page."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sklearn")
 
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.pruning.training import comparison as module
+from sparseflow.pruning.training import comparison
 from sparseflow.pruning.training.comparison import (
-    ROWS,
-    Row,
-    ablations,
-    compare,
-    latencies,
-    rivals,
-    summary,
+    RESULTS_FILE,
+    ROWS_FILE,
+    SelectorRow,
+    list_ablations,
+    list_selector_models,
+    measure_latencies,
+    summarize_accuracy,
+    train_models,
     write_results,
 )
-from sparseflow.pruning.training.page import write_comparison
 from tests.pruning.small import quick
 
 TINY = quick(data={"train_clips": 16, "test_clips": 12}, train={"epochs": 1, "batch_size": 8})
 
 
-def test_who_takes_part() -> None:
-    found = {entry.name: entry.settings for entry in rivals(TINY)}
-    assert list(found) == ["dense", "ast", "random", "uniform", "tome", "attention"]
-    assert found["dense"].mode == "dense"
-    assert found["tome"].ast["keep"] == {"channel": 0.5} and found["random"].ast["keep"] == TINY.ast["keep"]
-    parts = {entry.name: entry.settings for entry in ablations(TINY)}
-    assert parts["ast, no time"].ast["score"] == {"time": 0.0} and len(parts) == 6
-    assert parts["one frame"].data.model_dump()["frozen"] is True
-    with pytest.raises(InputError, match="`mode` is dense"):
-        rivals(quick(mode="dense"))
+def test_list_selector_models_changes_only_the_selector() -> None:
+    configs = {model.name: model.config for model in list_selector_models(TINY)}
+    assert list(configs) == ["dense", "ast", "random", "uniform", "tome", "attention"]
+    assert configs["dense"].mode == "dense"
+    assert configs["tome"].ast["keep"] == {"channel": 0.5}
+    assert configs["random"].ast["keep"] == TINY.ast["keep"]
+    with pytest.raises(InputError, match="'dense'"):
+        list_selector_models(quick(mode="dense"))
 
 
-def test_it_goes_on_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The page of the comparison is looked at; those of its trainings take longer than these.
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_page", lambda *_: None)
-    entries = [entry for entry in rivals(TINY) if entry.name in ("dense", "ast", "random")]
-    told: list[tuple[str, float]] = []
-    rows = compare(entries, tmp_path, seeds=2, progress=lambda *one: told.append(one))
-    assert {(row.entry, row.seed) for row in rows} == {
-        (each.name, seed) for each in entries for seed in (0, 1)
-    }
-    assert told[-1][1] == 1.0
-    lines = (tmp_path / ROWS).read_text().splitlines()
-    (tmp_path / ROWS).write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:10])
-    done = []
-    monkeypatch.setattr(module, "_run", lambda job, run=module._run: done.append(job.entry.name) or run(job))
-    assert compare(entries, tmp_path, seeds=2) == rows and done == ["random"]
-    times = latencies(entries, tmp_path, batch=2, rounds=2)
-    assert [line["model"] for line in times] == ["dense", "ast", "random"]
-    assert times[1]["gflops"] < times[0]["gflops"] and len(times[0]["times_ms"]) == 2
-    found = write_results(tmp_path, rows, times, settings=TINY, device="cpu", command="again")
-    assert json.loads((tmp_path / "comparison.json").read_text())["models"] == found["models"]
-    page = write_comparison(tmp_path, found).read_text()
+def test_list_ablations_changes_one_part_each() -> None:
+    configs = {model.name: model.config for model in list_ablations(TINY)}
+    assert configs["ast, no time"].ast["score"] == {"time": 0.0} and len(configs) == 6
+    assert configs["one frame"].data.model_dump()["frozen"] is True
+
+
+def test_train_models_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The pages of the trainings would take longer than the trainings.
+    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
+    models = [model for model in list_selector_models(TINY) if model.name in ("dense", "ast", "random")]
+    messages: list[tuple[str, float]] = []
+    rows = train_models(
+        models, tmp_path, num_seeds=2, progress=lambda text, fraction: messages.append((text, fraction))
+    )
+    expected = {(model.name, seed) for model in models for seed in (0, 1)}
+    assert {(row.entry, row.seed) for row in rows} == expected
+    assert messages[-1][1] == 1.0
+    lines = (tmp_path / ROWS_FILE).read_text().splitlines()
+    (tmp_path / ROWS_FILE).write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:10])
+    trained = []
+
+    def train_model(root: Path, cell: Any, device: str, original: Any = comparison._train_model) -> Any:
+        trained.append(cell.name)
+        return original(root, cell, device)
+
+    monkeypatch.setattr(comparison, "_train_model", train_model)
+    assert train_models(models, tmp_path, num_seeds=2) == rows and trained == ["random"]
+    latencies = measure_latencies(models, tmp_path, batch_size=2, rounds=2)
+    assert [latency.model for latency in latencies] == ["dense", "ast", "random"]
+    assert latencies[1].gflops < latencies[0].gflops and len(latencies[0].times_ms) == 2
+    page = write_results(tmp_path, rows, latencies, config=TINY, device="cpu", command="again").read_text()
+    record = json.loads((tmp_path / RESULTS_FILE).read_text())
+    assert record["models"] == [summary.to_dict() for summary in summarize_accuracy(rows)]
     assert "Accuracy on test videos" in page and "random" in page
-    with pytest.raises(InputError, match="without the dense model"):
-        latencies(entries[1:], tmp_path)
+    with pytest.raises(InputError, match="'dense'"):
+        measure_latencies(models[1:], tmp_path)
     other = quick(data={"train_clips": 16, "test_clips": 12}, train={"epochs": 1, "batch_size": 4})
-    with pytest.raises(InputError, match="trained by other settings"):
-        compare(rivals(other)[:1], tmp_path, seeds=2)
-    with pytest.raises(InputError, match="names of their own"):
-        compare([entries[0], entries[0]], tmp_path)
-    (tmp_path / ROWS).write_text('{"entry": "x"}\n')
-    with pytest.raises(FileFormatError, match="no result of a comparison"):
-        compare(entries, tmp_path)
+    with pytest.raises(InputError, match="dense"):
+        train_models(list_selector_models(other)[:1], tmp_path, num_seeds=2)
+    with pytest.raises(InputError, match="dense, dense"):
+        train_models([models[0], models[0]], tmp_path)
+    (tmp_path / ROWS_FILE).write_text('{"entry": "x"}\n')
+    with pytest.raises(FileFormatError, match=ROWS_FILE):
+        train_models(models, tmp_path)
 
 
-def test_differences_are_those_of_the_same_seed() -> None:
-    def row(entry: str, seed: int, accuracy: float) -> Row:
-        return Row(entry=entry, seed=seed, settings="", clip_top1=accuracy, video_top1=accuracy, stats={})
+def test_summarize_accuracy_pairs_differences_by_seed() -> None:
+    def make_row(entry: str, seed: int, accuracy: float) -> SelectorRow:
+        return SelectorRow(
+            entry=entry, seed=seed, settings="", clip_top1=accuracy, video_top1=accuracy, stats={}
+        )
 
-    rows = [row("dense", 0, 0.5), row("dense", 1, 0.9), row("ast", 0, 0.4), row("ast", 1, 0.8)]
-    found = {line["model"]: line for line in summary(rows)}
-    assert found["ast"]["accuracy"] == pytest.approx(0.6)
-    assert (found["ast"]["over_dense"], found["ast"]["over_dense_low"]) == pytest.approx((-0.1, -0.1))
-    assert "over_ast" in found["dense"] and found["dense"]["over_dense"] == 0.0
+    rows = [make_row("dense", 0, 0.5), make_row("dense", 1, 0.9), make_row("ast", 0, 0.4),
+            make_row("ast", 1, 0.8)]  # fmt: skip
+    dense, ast = summarize_accuracy(rows)
+    assert ast.accuracy == pytest.approx(0.6)
+    assert (ast.over_dense, ast.over_dense_low) == pytest.approx((-0.1, -0.1))
+    assert dense.over_ast is not None and dense.over_dense == 0.0

@@ -1,4 +1,4 @@
-"""Training: it learns, goes on where it was stopped, and stops where it fails."""
+"""Training: learning, resume and failures."""
 
 from __future__ import annotations
 
@@ -19,68 +19,69 @@ pytest.importorskip("sklearn")
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
-from sparseflow.pruning.compaction.saved_model import load
-from sparseflow.pruning.data.datasets import data_of
+from sparseflow.pruning.compaction.saved_model import load_model
+from sparseflow.pruning.data.datasets import load_video_dataset
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.page import PAGE
-from sparseflow.pruning.training.train import MODEL, train
+from sparseflow.pruning.training.page import PAGE_FILE
+from sparseflow.pruning.training.task import MODEL_FILE
+from sparseflow.pruning.training.train import train
 from tests.pruning.small import quick
 
 ROOT = Path(__file__).parents[3]
 
 
-def assert_same(one: VideoViT, other: VideoViT) -> None:
-    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=0.0, atol=0.0)
+def assert_same(model: VideoViT, other: VideoViT) -> None:
+    torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()), rtol=0.0, atol=0.0)
 
 
-def test_the_folder_tells_what_happened(tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
-    trained = train(quick(), tmp_path, progress=lambda *one: told.append(one))
+def test_train_writes_history_page_and_model(tmp_path: Path) -> None:
+    updates: list[tuple[str, float]] = []
+    trained = train(quick(), tmp_path, progress=lambda *model: updates.append(model))
     rows = list(read_history(tmp_path))
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 13))
     assert [row["step"] for row in rows if row["kind"] == "test"] == [6, 12]
-    assert {"loss", "task", "right", "rate", "L_AST", "sparsity_token"} < set(rows[0])
-    assert [share for _, share in told] == pytest.approx([at / 12 for at in range(1, 13)])
-    assert trained.accuracy is not None and len(trained.accuracy.right) == 20
+    assert {"loss", "task", "accuracy", "rate", "L_AST", "sparsity_token"} < set(rows[0])
+    assert [share for _, share in updates] == pytest.approx([index / 12 for index in range(1, 13)])
+    assert trained.accuracy is not None and len(trained.accuracy.correct) == 20
     assert rows[-1]["video_top1"] == trained.accuracy.video_top1
-    assert_same(load(tmp_path / MODEL), trained.model)
+    assert_same(load_model(tmp_path / MODEL_FILE), trained.model)
     assert json.loads((tmp_path / "settings.json").read_text()) == quick().model_dump(mode="json")
-    page = (tmp_path / PAGE).read_text()
-    assert "Loss in training" in page and "What is dropped or closed" in page
+    page = (tmp_path / PAGE_FILE).read_text()
+    assert "Training loss" in page and "Sparsity" in page
 
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody looks at it; drawing takes longer than such a training."""
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_page", lambda *_: None)
+    """Skip the report page, which takes longer than the training."""
+    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_model_learns(tmp_path: Path) -> None:
+def test_loss_decreases(tmp_path: Path) -> None:
     # By heart: the same few clips over and over.
     settings = quick(
         mode="dense", model={"drop_rate": 0.0},
         train={"epochs": 20, "batch_size": 16, "rate": 1e-2, "checkpoint_every": 1000},
     )  # fmt: skip
-    clips = data_of(quick(data={"train_clips": 16}, train={"epochs": 1}))
-    train(settings, tmp_path, data=replace(clips, fresh=False, epoch_clips=16))
+    clips = load_video_dataset(quick(data={"train_clips": 16}, train={"epochs": 1}))
+    train(settings, tmp_path, data=replace(clips, new_clips_per_epoch=False, epoch_clips=16))
     losses = [row["loss"] for row in read_history(tmp_path) if row["kind"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_a_finished_training_is_not_done_again_and_another_is_refused(tmp_path: Path) -> None:
+def test_finished_training_is_reused_and_others_are_refused(tmp_path: Path) -> None:
     first = train(quick(), tmp_path)
-    again = train(quick(), tmp_path, progress=lambda *_: pytest.fail("it trained"))
-    assert_same(again.model, first.model)
-    assert again.accuracy is not None and first.accuracy is not None
-    assert again.accuracy.to_dict() == first.accuracy.to_dict() and again.stats == first.stats
-    with pytest.raises(InputError, match=r"of another training, with other train\.rate"):
+    resumed = train(quick(), tmp_path, progress=lambda *_: pytest.fail("it trained"))
+    assert_same(resumed.model, first.model)
+    assert resumed.accuracy is not None and first.accuracy is not None
+    assert resumed.accuracy.to_dict() == first.accuracy.to_dict() and resumed.stats == first.stats
+    with pytest.raises(InputError, match=r"train\.rate"):
         train(quick(train={"rate": 0.1}), tmp_path)
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
         train(quick(), tmp_path)
     with pytest.raises(InputError, match="is a file"):
-        train(quick(), tmp_path / MODEL)
+        train(quick(), tmp_path / MODEL_FILE)
 
 
 KILLED = """
@@ -97,7 +98,7 @@ train(quick(), sys.argv[1], progress=progress)
 
 
 @pytest.mark.usefixtures("no_page")
-def test_after_sigkill_in_mid_epoch_it_goes_on_as_if_unbroken(tmp_path: Path) -> None:
+def test_sigkill_in_mid_epoch_resumes_bitwise(tmp_path: Path) -> None:
     unbroken = train(quick(), tmp_path / "unbroken")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
     died = subprocess.run(
@@ -107,42 +108,40 @@ def test_after_sigkill_in_mid_epoch_it_goes_on_as_if_unbroken(tmp_path: Path) ->
     assert died.returncode == -signal.SIGKILL, died.stderr
     steps: list[float] = []
     # It died in step 10; the checkpoint before is that of step 8, in the middle of the second epoch.
-    again = train(quick(), tmp_path / "killed", progress=lambda _, share: steps.append(round(12 * share)))
+    resumed = train(quick(), tmp_path / "killed", progress=lambda _, share: steps.append(round(12 * share)))
     assert steps == [9, 10, 11, 12]
-    assert_same(again.model, unbroken.model)
+    assert_same(resumed.model, unbroken.model)
     assert list(read_history(tmp_path / "killed")) == list(read_history(tmp_path / "unbroken"))
-    assert_same(load(tmp_path / "killed" / MODEL), load(tmp_path / "unbroken" / MODEL))
+    assert_same(load_model(tmp_path / "killed" / MODEL_FILE), load_model(tmp_path / "unbroken" / MODEL_FILE))
 
 
 @pytest.mark.usefixtures("no_page")
-def test_workers_and_the_global_generator_change_nothing(tmp_path: Path) -> None:
+def test_workers_and_global_generator_do_not_change_weights(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    one = train(quick(train={"epochs": 1}), tmp_path / "one")
-    drawn = torch.rand(1)
+    model = train(quick(train={"epochs": 1}), tmp_path / "one")
+    number = torch.rand(1)
     torch.manual_seed(1)
-    assert torch.equal(drawn, torch.rand(1)), "the global generator was used"
+    assert torch.equal(number, torch.rand(1)), "the global generator was used"
     two = train(quick(train={"epochs": 1, "workers": 1}), tmp_path / "two")
-    assert_same(one.model, two.model)
+    assert_same(model.model, two.model)
     other = train(quick(train={"epochs": 1, "seed": 1}), tmp_path / "other")
-    assert not torch.equal(other.model.head.weight, one.model.head.weight)
+    assert not torch.equal(other.model.head.weight, model.model.head.weight)
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_loss_that_is_not_finite_stops_it_and_keeps_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinite_loss_stops_and_keeps_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = VideoViT.forward
     calls = []
 
     def broken(self: VideoViT, x: torch.Tensor, return_intermediate: bool = False, **options: Any) -> Any:
-        found = forward(self, x, return_intermediate, **options)
+        output = forward(self, x, return_intermediate, **options)
         calls.append(1)
-        if len(calls) == 6 and isinstance(found, tuple):
-            return found[0] * float("nan"), found[1]
-        return found
+        if len(calls) == 6 and isinstance(output, tuple):
+            return output[0] * float("nan"), output[1]
+        return output
 
     monkeypatch.setattr(VideoViT, "forward", broken)
-    with pytest.raises(RunError, match="failed in step 6: its loss is nan"):
+    with pytest.raises(RunError, match="step 6: loss is nan"):
         train(quick(), tmp_path)
     monkeypatch.undo()
     steps: list[float] = []
@@ -151,45 +150,47 @@ def test_a_loss_that_is_not_finite_stops_it_and_keeps_the_checkpoint(
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_gradient_that_is_not_finite_stops_it_before_it_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinite_gradient_stops_before_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip, calls = torch.nn.utils.clip_grad_norm_, []
 
-    def broken(parameters: Any, most: float) -> torch.Tensor:
+    def broken(parameters: Any, max_norm: float) -> torch.Tensor:
         calls.append(1)
-        return torch.tensor(float("inf")) if len(calls) == 6 else clip(parameters, most)
+        return torch.tensor(float("inf")) if len(calls) == 6 else clip(parameters, max_norm)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
-    with pytest.raises(RunError, match="failed in step 6: the norm of its gradient is inf"):
+    with pytest.raises(RunError, match="step 6: gradient is inf"):
         train(quick(train={"checkpoint_every": 1}), tmp_path)
     monkeypatch.undo()
     steps: list[float] = []
-    train(quick(train={"checkpoint_every": 1}), tmp_path, progress=lambda _, at: steps.append(round(12 * at)))
+    train(
+        quick(train={"checkpoint_every": 1}),
+        tmp_path,
+        progress=lambda _, index: steps.append(round(12 * index)),
+    )
     assert steps[0] == 6
 
 
-def test_a_page_that_was_not_written_is_written_by_the_next_call(tmp_path: Path) -> None:
+def test_missing_page_is_written_by_next_call(tmp_path: Path) -> None:
     train(quick(), tmp_path)
-    (tmp_path / PAGE).unlink()
+    (tmp_path / PAGE_FILE).unlink()
     train(quick(), tmp_path)
-    assert (tmp_path / PAGE).is_file()
+    assert (tmp_path / PAGE_FILE).is_file()
 
 
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_half_precision(amp: str, tmp_path: Path) -> None:
     trained = train(quick(train={"epochs": 1, "amp": amp}), tmp_path)
-    assert all(bool(each.isfinite().all()) for each in trained.model.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in trained.model.parameters())
 
 
-def test_too_few_clips_for_a_step(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="fewer than a step's 64"):
+def test_too_few_clips_raise(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="64"):
         train(quick(train={"batch_size": 64}), tmp_path)
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_stronger_drive_closes_no_less(tmp_path: Path) -> None:
+def test_stronger_sparsity_loss_closes_at_least_as_many(tmp_path: Path) -> None:
     closed = []
     for strength in (0.0, 0.1, 1.0, 10.0):
         settings = quick(

@@ -43,7 +43,7 @@ def ways(net: nn.Module) -> dict[str, str]:
 # --- never slower -------------------------------------------------------------------------------------------
 
 
-def test_each_group_takes_its_fastest_way(prefer: Prefer) -> None:
+def test_each_group_takes_its_fastest_candidate(prefer: Prefer) -> None:
     prefer("dense", "sparse")
     net = small()
     sparseflow.optimize(net, X)
@@ -70,7 +70,7 @@ def test_a_plan_that_is_not_surely_faster_is_dropped(plan: Any, prefer: Prefer) 
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_a_way_that_computes_something_else_is_refused(
+def test_candidate_with_wrong_output_is_rejected(
     group_mode: str, prefer: Prefer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(group_mode, "dense", "sparse")
@@ -171,7 +171,7 @@ def test_a_damaged_cache_is_rebuilt(prefer: Prefer, tmp_path: Path) -> None:
     assert times.calls == [("own", "plan")]
 
 
-def test_no_cache_is_written_when_none_is_wanted(
+def test_no_cache_is_written_if_disabled(
     prefer: Prefer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer("sparse")

@@ -40,7 +40,7 @@ def test_similar_rates_share_a_decision(rate: float, factor: float) -> None:
     assert compute_rate_bucket(rate) <= 0
 
 
-def test_silence_and_double_the_rate_do_not_share_one() -> None:
+def test_zero_and_double_rate_do_not_share_a_decision() -> None:
     assert compute_rate_bucket(0.0) < compute_rate_bucket(1e-6)
     assert compute_rate_bucket(0.1) != compute_rate_bucket(0.2)
 
@@ -128,7 +128,7 @@ def test_a_decision_is_remembered_across_processes(tmp_path: Path, prefer: Calla
     assert stored["version"] == 2 and not any(d["from_cache"] for d in stored["decisions"].values())
 
 
-def test_another_device_is_measured_anew(
+def test_another_device_is_measured_separately(
     tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = prefer("sparse")
@@ -138,9 +138,7 @@ def test_another_device_is_measured_anew(
     assert not choose(cache).from_cache and len(times.calls) == 2
 
 
-def test_a_way_that_is_closed_today_is_not_taken_from_the_past(
-    tmp_path: Path, prefer: Callable[..., Any]
-) -> None:
+def test_cached_choice_that_is_unavailable_is_not_used(tmp_path: Path, prefer: Callable[..., Any]) -> None:
     prefer("sparse")
     cache = DecisionCache(tmp_path / "decisions.json")
     assert choose(cache).choice == "sparse"
@@ -189,9 +187,7 @@ def test_a_missing_cache_is_no_news(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a file in the folder's place", "a folder in the file's place"])
-def test_a_place_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, broken: str, prefer: Callable[..., Any]
-) -> None:
+def test_unwritable_cache_gives_a_warning(tmp_path: Path, broken: str, prefer: Callable[..., Any]) -> None:
     prefer("sparse")
     path = tmp_path / "place" / "decisions.json"
     if broken.startswith("a file"):
@@ -241,6 +237,6 @@ def test_where_decisions_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert get_default_cache_path() == tmp_path / "home" / ".cache" / "sparseflow" / "decisions.json"
 
 
-def test_file_errors_are_none_of_the_callers_business() -> None:
+def test_file_errors_are_not_raised() -> None:
     """A cache is a convenience: no exception class of ours stands for its failures."""
     assert not any(name for name in vars(dispatch) if vars(dispatch)[name] is FileFormatError)

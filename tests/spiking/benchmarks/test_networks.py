@@ -50,7 +50,7 @@ CASES = st.builds(
 
 
 @given(CASES)
-def test_a_case_is_what_its_name_says(job: Any) -> None:
+def test_case_matches_its_name(job: Any) -> None:
     assert cases.parse(job.name) == job
 
 
@@ -108,7 +108,7 @@ def test_networks_of_the_same_layers_are_prepared_once() -> None:
         (64, 0, 0),
     ],
 )
-def test_whole_groups_fall_silent(channels: int, share: float, count: int) -> None:
+def test_whole_groups_are_silenced(channels: int, share: float, count: int) -> None:
     assert silenced.silent_count(channels, share) == count
 
 
@@ -130,7 +130,7 @@ def channels_firing(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     "spiking_resnet18:2:3:8,silent=0.5", "sew_resnet18:2:3:16,width=8,silent=0.25",
     "spiking_resnet50:2:3:16,width=16,silent=0.5", "sew_resnet50:2:3:16,width=8,silent=0.5,firing=0.3",
 ])  # fmt: skip
-def test_exactly_the_wanted_channels_never_fire(text: str) -> None:
+def test_exactly_the_silenced_channels_never_fire(text: str) -> None:
     job = cases.parse(text)
     net = model_zoo.build_network(job.model, job.settings)
     silent = silenced.silence_channels(net, job.silent)
@@ -150,7 +150,7 @@ def test_exactly_the_wanted_channels_never_fire(text: str) -> None:
             assert ordered.diff().max() > 1, "scattered"
 
 
-def test_the_stages_of_a_spiking_network_share_their_silence() -> None:
+def test_blocks_of_a_stage_share_silent_channels() -> None:
     net = model_zoo.build_network(
         "spiking_resnet18", model_zoo.NetworkConfig(width=16, image_size=16, time_steps=1)
     )
@@ -164,7 +164,7 @@ def test_the_stages_of_a_spiking_network_share_their_silence() -> None:
     assert all(torch.equal(a, silent[name]) for name, a in silenced.silence_channels(second, 0.5).items())
 
 
-def test_what_cannot_be_silenced() -> None:
+def test_unsupported_networks_are_not_silenced() -> None:
     with pytest.raises(InputError, match="Small"):
         silenced.silence_channels(Small(), 0.5)
     with pytest.raises(InputError, match="`share`"):

@@ -136,7 +136,7 @@ def test_triton_neuron_equals_torch_in_the_interpreter() -> None:
     assert float(completed.stdout) < 1e-5
 
 
-def test_disagreement_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disagreement_detects_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: torch.Tensor, tau: float, v_threshold: float, with_rate: bool) -> Any:
         return training_lif.lif_torch(x * 1.5, tau, v_threshold)
 
@@ -286,7 +286,7 @@ def test_packaging_refuses_foreign_weights(finished: Path, tmp_path: Path) -> No
         package_network.package(finished, None, "Tiny/net", tmp_path)
 
 
-def test_shipped_images_are_even_over_the_classes() -> None:
+def test_pretrained_images_are_balanced_over_classes() -> None:
     test = cifar10.Images(
         images=np.arange(400, dtype=np.uint8).reshape(400, 1, 1, 1), labels=np.repeat(np.arange(10), 40)
     )

@@ -380,7 +380,7 @@ def assign(x: torch.Tensor) -> None:
         (lambda x: x.requires_grad_(False), "binary"),
     ],
 )
-def test_in_place_changes_are_seen(change: Callable[[torch.Tensor], Any], kind: str) -> None:
+def test_in_place_changes_are_detected(change: Callable[[torch.Tensor], Any], kind: str) -> None:
     for graph in all_ways(InPlaceBehindTheBack(change).eval(), X):
         actual = {site.name: site for site in graph.sites}
         assert actual["before"].value.kind == "binary"

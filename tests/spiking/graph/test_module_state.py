@@ -71,7 +71,7 @@ def test_memories_at_rest_are_numbers() -> None:
     assert net.sn1.v == 0.0 and not isinstance(net.sn1.v, torch.Tensor)
 
 
-def test_a_neuron_of_the_users_own_is_remembered_by_its_v() -> None:
+def test_custom_neuron_state_is_its_v() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -69,7 +69,7 @@ def test_the_spec_reproduces_the_neuron(
     torch.testing.assert_close(node.v, membrane, rtol=0, atol=1e-5)
 
 
-def test_a_parametric_lif_is_read_anew_each_time() -> None:
+def test_parametric_lif_is_read_at_each_call() -> None:
     node = neuron.ParametricLIFNode(init_tau=2.0)
     first = get_neuron_info(node)
     node.w.data.fill_(1.0)
@@ -154,7 +154,7 @@ def test_a_subclass_that_overrides_nothing_keeps_its_parents_spec() -> None:
         (_SimpleUsers, "m", "binary", "neuronal_charge"),
     ],
 )
-def test_a_subclass_with_its_own_dynamics_loses_the_spec(
+def test_subclass_with_other_dynamics_has_no_spec(
     make: Callable[[], Any], step_mode: str, output: str, word: str
 ) -> None:
     node = make().eval()
@@ -166,7 +166,7 @@ def test_a_subclass_with_its_own_dynamics_loses_the_spec(
     assert info.step_mode == step_mode
 
 
-def test_looking_at_a_neuron_leaves_it_alone() -> None:
+def test_inspecting_a_neuron_does_not_change_it() -> None:
     node: Any = _Sluggish()
     node(torch.rand(2, 3))
     before, rng = node.v.clone(), torch.get_rng_state()
@@ -283,7 +283,7 @@ def user_module() -> Iterator[type[_Mine]]:
 SPEC = NeuronSpec(alpha=0.0, beta=1.0, delta=0.0, v_threshold=0.5, v_reset=0.0)
 
 
-def test_a_registered_class_and_its_quiet_subclasses_are_neurons(user_module: type[_Mine]) -> None:
+def test_registered_class_and_unchanged_subclasses_are_neurons(user_module: type[_Mine]) -> None:
     assert register_neuron(user_module, spec=SPEC) is user_module
     for cls in (_Mine, _MineToo):
         info = get_neuron_info(cls())
@@ -319,7 +319,7 @@ def test_a_user_may_overrule_what_is_known() -> None:
         ({"cls": _Mine, "output": "integer", "max_value": 0}, ValueError, "max_value"),
     ],
 )
-def test_a_bad_registration_says_what_was_given(
+def test_bad_registration_error_names_the_value(
     arguments: dict[str, Any], error: type[Exception], word: str
 ) -> None:
     with pytest.raises(error, match=word):

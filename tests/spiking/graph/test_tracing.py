@@ -184,7 +184,7 @@ def test_arguments_that_are_left_out_keep_their_defaults() -> None:
     assert torch.equal(masked(x, torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
-def test_a_convolution_with_a_class_of_its_own_is_one_node() -> None:
+def test_convolution_subclass_is_one_node() -> None:
     class Mine(nn.Conv2d):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) if input.sum() > 0 else input

@@ -70,7 +70,7 @@ def test_the_stem_goes_by_the_image(image: int, downsampled: bool) -> None:
     assert (first.kernel_size == (7, 7)) == downsampled
 
 
-def test_the_shipped_network_by_its_name() -> None:
+def test_pretrained_network_by_name() -> None:
     name = pretrained.DEFAULT_NETWORK
     if name not in pretrained.list_names():
         pytest.skip("no network is shipped in this tree")
@@ -158,7 +158,7 @@ def test_make_it_fire_leaves_a_network_at_rest_in_eval_mode() -> None:
 
 @pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
 @pytest.mark.parametrize("firing", [0.05, 0.3, 0.6])
-def test_a_network_fires_as_much_as_was_asked_for(name: str, firing: float) -> None:
+def test_network_fires_at_the_requested_rate(name: str, firing: float) -> None:
     settings = NetworkConfig(**{**vars(TINY), "firing_rate": firing})
     net, duplicate = build_network(name, settings), build_network(name, settings)
     assert all(not isinstance(m.v, torch.Tensor) for m in net.modules() if hasattr(m, "v"))
@@ -190,7 +190,7 @@ def test_a_case_of_a_grid(batch: int) -> None:
     assert x.shape == (batch, 3, 16, 16) and labels is None and from_rest(model, x).shape == (batch, 3)
 
 
-def test_a_case_of_the_shipped_network_has_real_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_case_has_real_images_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     if pretrained.DEFAULT_NETWORK not in pretrained.list_names():
         pytest.skip("no network is shipped in this tree")
     pixels, labels = pretrained.load_images()

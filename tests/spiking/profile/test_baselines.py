@@ -57,7 +57,7 @@ def test_a_plain_neuron_is_the_neuron(make: Any, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_folded_twin_has_no_batchnorm_and_the_same_output(plain: bool) -> None:
+def test_folded_network_has_no_batchnorm_and_same_output(plain: bool) -> None:
     net = small(make=neuron.LIFNode)
     expected = from_rest(net, X)
     saved_state = copy.deepcopy(net.state_dict())
@@ -85,7 +85,7 @@ def test_a_shared_batchnorm_stays() -> None:
         assert same(duplicate(X), expected)
 
 
-def test_only_a_traced_network_has_a_twin() -> None:
+def test_only_a_traced_network_can_be_folded() -> None:
     with pytest.raises(ValueError, match="traced"):
         fold_network(analyze(ready(Opaque()), X))
 
@@ -116,7 +116,7 @@ def test_every_form_is_the_network_from_rest(build: Any, x: torch.Tensor) -> Non
     assert check_forms(net, x, compile=False) == ALL
 
 
-def test_neurons_that_keep_their_own_code_start_from_rest_too() -> None:
+def test_unreplaced_neurons_also_start_from_rest() -> None:
     """A neuron without a plain twin would otherwise carry its membrane from one timing round to the next."""
     net = Small(make=lambda: neuron.KLIFNode())
     net.sn1 = neuron.IFNode(step_mode="m")
@@ -143,7 +143,7 @@ def test_compiled_forms() -> None:
     assert check_forms(small(), X) == ALL | {"folded, compiled", "folded, channels_last, compiled"}
 
 
-def test_the_networks_membranes_are_its_own() -> None:
+def test_baselines_do_not_change_the_networks_membranes() -> None:
     """Only the eager form runs the network itself."""
     net = small()
     forms = build_baselines(net, analyze(net, X), X, compile=False)

@@ -47,7 +47,7 @@ def test_an_untouched_network_is_the_same(net: Net) -> None:
     ],
     ids=["weight", "buffer", "load_state_dict", "other memory"],
 )
-def test_new_numbers_are_noticed(net: Net, write) -> None:  # type: ignore[no-untyped-def]
+def test_new_values_are_detected(net: Net, write) -> None:  # type: ignore[no-untyped-def]
     observed = watch(net)
     with torch.no_grad():
         write(net)
@@ -67,7 +67,7 @@ def test_new_numbers_are_noticed(net: Net, write) -> None:  # type: ignore[no-un
     ],
     ids=["module", "parameter", "threshold", "reset", "deleted", "added"],
 )
-def test_other_parts_are_noticed(net: Net, swap) -> None:  # type: ignore[no-untyped-def]
+def test_replaced_modules_are_detected(net: Net, swap) -> None:  # type: ignore[no-untyped-def]
     observed = watch(net)
     swap(net)
     assert not observed.is_structure_unchanged()

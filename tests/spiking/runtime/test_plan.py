@@ -64,7 +64,7 @@ def agree(net: nn.Module, x: torch.Tensor, group_mode: str, *, exact: bool = Tru
 
 @pytest.mark.parametrize("group_mode", WAYS)
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_family_in_every_way(name: str, mode: str, group_mode: str) -> None:
+def test_every_family_in_every_group_mode(name: str, mode: str, group_mode: str) -> None:
     net, x = FAMILIES[name](mode)
     dyadic(net)
     x = x.mul(16).round().div(16)
@@ -72,7 +72,7 @@ def test_every_family_in_every_way(name: str, mode: str, group_mode: str) -> Non
     assert group_mode == "module" or not ways or set(ways.values()) & {group_mode, "dense"}
 
 
-def test_the_families_reach_the_sparse_way() -> None:
+def test_every_family_has_sparse_groups() -> None:
     """Otherwise the test above would compare the network with itself."""
     reached = {}
     for name, mode in CASES:
@@ -281,7 +281,7 @@ def test_memory_layouts(layout: Any, group_mode: str) -> None:
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_membranes_of_another_batch_are_the_neurons_business(group_mode: str) -> None:
+def test_membranes_of_another_batch_fail_as_in_the_network(group_mode: str) -> None:
     net = small()
     plan = planned(net, images(3, 2))
     force(plan, group_mode, images(3, 2))
@@ -412,7 +412,7 @@ def test_values_are_dropped_after_their_last_reader(monkeypatch: pytest.MonkeyPa
 # --- forms of spikes ----------------------------------------------------------------------------------------
 
 
-def test_spikes_convert_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spikes_convert_lazily_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = EventBackend()
     dense = (images(3, 2) > 0.5).float()
     calls: list[str] = []
@@ -517,7 +517,7 @@ def test_hooks_on_what_is_left_out_overrule_a_plan() -> None:
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_forgotten_weights_are_prepared_anew(group_mode: str) -> None:
+def test_dropped_weights_are_prepared_again(group_mode: str) -> None:
     net, x = small(), images(3, 2)
     plan = planned(net, x)
     force(plan, group_mode, x)

@@ -91,14 +91,14 @@ def test_the_event_kernel_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["real", "halves", "float64", "negative", "large", "no images", "NaN"],
 )
-def test_what_are_no_spikes_takes_the_dense_way(x: torch.Tensor) -> None:
+def test_non_spike_input_takes_the_dense_path(x: torch.Tensor) -> None:
     dense = conv(padding=1).to(x.dtype)
     sparse = SparseConv2d.from_dense(dense)
     with torch.no_grad():
         assert torch.equal(sparse(x).nan_to_num(7.0), dense(x).nan_to_num(7.0))
 
 
-def test_silence_is_the_bias() -> None:
+def test_zero_input_gives_the_bias() -> None:
     dense = conv(padding=1)
     assert dense.bias is not None
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_copies_are_independent(copier: Any) -> None:
         assert torch.equal(sparse(x), before)
 
 
-def test_calls_are_timed_when_asked() -> None:
+def test_calls_are_timed_on_request() -> None:
     sparse, x = SparseConv2d.from_dense(conv(padding=1)), spikes(2, 5, 6, 6)
     with torch.no_grad():
         sparse(x)
@@ -168,7 +168,7 @@ def test_calls_are_timed_when_asked() -> None:
     assert isinstance(sparse.last_ms, float) and sparse.last_ms > 0
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     text = repr(SparseConv2d.from_dense(conv(padding=1), 8))
     assert "backend=events" in text and "block_size=8" in text and "kernel_size=(3, 3)" in text
 
@@ -200,7 +200,7 @@ def test_what_it_cannot_be_is_named(bad: Any, words: str) -> None:
         assert get_conv_unsupported_reason(bad) is not None
 
 
-def test_a_convolution_with_a_forward_of_its_own_is_refused() -> None:
+def test_convolution_with_custom_forward_is_rejected() -> None:
     layer = pytest.importorskip("spikingjelly.activation_based.layer")
     with pytest.raises(InputError, match="WSConv2d"):
         SparseConv2d.from_dense(layer.WSConv2d(2, 2, 3))

@@ -56,7 +56,7 @@ def between(step_mode: str, *layers: nn.Module) -> tuple[Any, torch.Tensor]:
     ],
     ids=str,
 )
-def test_outputs_are_the_networks_own(step_mode: str, layers: list[nn.Module]) -> None:
+def test_outputs_equal_the_networks(step_mode: str, layers: list[nn.Module]) -> None:
     net, x = between(step_mode, *layers)
     plan = planned(net, x)
     expected = from_rest(net, x)

@@ -1,9 +1,9 @@
 """Images as nested crops, coarse to fine, and prompts with the matching placeholders.
 
 Level n is the image resized to n times the input size of the vision tower and cut into n x n crops in
-row-major
-order. Levels 1, 2 and 3 have 1, 4 and 9 crops; a tier has the first one, two or three levels. The crops of a
-tier are therefore a prefix of those of any higher tier, and their number does not depend on the image.
+row-major order. Levels 1, 2 and 3 have 1, 4 and 9 crops; a tier has the first one, two or three levels. The
+crops of a tier are therefore a prefix of those of any higher tier, and their number does not depend on the
+image.
 """
 
 from __future__ import annotations

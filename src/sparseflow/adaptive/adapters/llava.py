@@ -1,9 +1,8 @@
-"""Adapter for LLaVA-style models: vision tower of fixed input size, projector, and a stack of blocks.
+"""Adapter for LLaVA-style models: vision tower, projector and a stack of blocks.
 
 Tiers are nested crops (`crops`). A prompt of the highest tier has 14 crops per image and a placeholder for
-each
-token of each crop; at least one other token separates two images. A lower tier keeps the first crops of each
-image and their placeholders.
+each token of each crop; at least one other token separates two images. A lower tier keeps the first crops of
+each image and their placeholders.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class LlavaAdapter(DecoderAdapter):
 
         Args:
             inputs: `input_ids` [batch, tokens] and `pixel_values` [images * 14, channels, height, width], in
-                row order.
-                Every tensor with one entry per token is shortened.
+                row order. Every tensor with one entry per token is shortened.
             tier: Target tier; None without images.
 
         Returns:
@@ -83,8 +81,7 @@ class LlavaAdapter(DecoderAdapter):
 
         Raises:
             PlanError: Images are missing, not of the highest tier, or do not match the placeholders, or rows
-                would
-                differ in length.
+                would differ in length.
         """
         images, pixels = self._images(inputs), inputs.get("pixel_values")
         check_presence(inputs, images, tier)

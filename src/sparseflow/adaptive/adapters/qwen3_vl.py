@@ -1,10 +1,8 @@
 """Adapter for Qwen3-VL-MoE, whose tiers are image resolutions.
 
 An image is stored as flat patches, grouped by merged token, each [channels, frames, height, width]. The
-patches
-are reassembled, resized to 0.5, 0.71 or 1 times the side lengths, and cut again, which gives a quarter, half
-or
-all of the tokens.
+patches are reassembled, resized to 0.5, 0.71 or 1 times the side lengths, and cut again, which gives a
+quarter, half or all of the tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
     """Adapter of `Qwen3VLMoeForConditionalGeneration`.
 
     Inputs do not determine their tier, so the adapter remembers the token counts of reduced images: prefills
-    of
-    lower tiers must use inputs from `reduce_to_tier`.
+    of lower tiers must use inputs from `reduce_to_tier`.
 
     Args:
         model: The model.
@@ -87,8 +84,8 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
 
         Args:
             inputs: `input_ids` [batch, tokens], `pixel_values` [patches, values] and `image_grid_thw`
-                [images, 3], as
-                the model's processor makes them. Every tensor with one entry per token is shortened.
+                [images, 3], as the model's processor makes them. Every tensor with one entry per token is
+                shortened.
             tier: Target tier; None without images.
 
         Returns:
@@ -96,8 +93,7 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
 
         Raises:
             PlanError: Images are missing, there are videos, images do not match the placeholders, or rows
-                would differ
-                in length.
+                would differ in length.
         """
         check_presence(inputs, self._images(inputs), tier)
         if tier is None:

@@ -1,19 +1,16 @@
 """Encodes a latency budget as sines and cosines of its logarithm.
 
 Notation: x = pi · ln(budget in ms) / ln(10^6), an angle from 0 (1 ms) to pi (10^6 ms); n = dim / 2
-    frequencies.
+frequencies.
 
-    encode(budget) = c · [ sqrt(a_j) · sin(j · x), sqrt(a_j) · cos(j · x) ],   j = 1 … n,   a_j = (n + 1 − j)
-    / j
+    encode(budget) = c · [ sqrt(a_j) · sin(j · x), sqrt(a_j) · cos(j · x) ],   j = 1 … n
+    a_j            = (n + 1 − j) / j
 
 The dot product of two budgets depends only on their ratio, through d = |x − y|: k(d) = c² · sum a_j · cos(j ·
-d).
-Its derivative is minus Fejér's sum, sum (n + 1 − j) · sin(j · d) = ((n + 1) · sin d − sin((n + 1) · d)) /
+d). Its derivative is minus Fejér's sum, sum (n + 1 − j) · sin(j · d) = ((n + 1) · sin d − sin((n + 1) · d)) /
 (4 · sin²(d / 2)), which is positive for 0 < d < pi. Similarity therefore decreases strictly with distance, at
-every
-scale: for dim 256 the cosine of 170 ms with 171 ms is 0.999, with 180 ms 0.95, with 380 ms 0.38. A single
-    pair of
-frequencies is either steep for close budgets or unambiguous for distant ones.
+every scale: for dim 256 the cosine of 170 ms with 171 ms is 0.999, with 180 ms 0.95, with 380 ms 0.38. A
+single pair of frequencies is either steep for close budgets or unambiguous for distant ones.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sparseflow.errors import FileFormatError, InputError
 
 __all__ = ["Controllers", "LatencyTokens", "SampledPlans", "Stage1", "Stage2"]
 
-_MARK = {"sparseflow": "adaptive-controllers", "version": "1"}
+_MARK = {"sparseflow": "adaptive-controllers", "version": "2"}
 
 LatencyTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Latency tokens [m, d] for (rows, tiers, positions), each [m]; tiers and positions are indices."""
@@ -54,11 +54,11 @@ class Controllers(nn.Module):
         seed: Seed of the initial weights.
 
     Attributes:
-        chosen: Fraction of held-out requests for which each plan was chosen, [plans]; zeros before
+        plan_frequency: Fraction of held-out requests for which each plan was chosen, [plans]; zeros before
             validation.
     """
 
-    chosen: Tensor
+    plan_frequency: Tensor
 
     def __init__(self, space: PlanSpace, *, width: int, model_id: str, seed: int = 0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Controllers(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.stage1, self.stage2 = Stage1(width), Stage2(width, space.option_mask())
-        self.register_buffer("chosen", torch.zeros(len(space)))
+        self.register_buffer("plan_frequency", torch.zeros(len(space)))
         self._distribution = PlanDistribution(space)
 
     @property
@@ -166,8 +166,7 @@ class Controllers(nn.Module):
             language: Language features, [b, d].
             budget_ms: Budgets, [b].
             tokens: Returns latency tokens once tiers and positions of the n = b · group rows are chosen;
-                called for one
-                row of each request with the same tier and position.
+                called for one row of each request with the same tier and position.
             allowed: Plans to choose from, [b, plans] bool; default: all.
             uniform: Uniform numbers in [0, 1) to sample with, [n, 4]; without them the most probable choices
                 are made.
@@ -206,7 +205,7 @@ class Controllers(nn.Module):
             OSError: The file cannot be written.
         """
         config = {"model_id": self.model_id, "width": self.width, "space": self.space.to_dict()}
-        save_tensors(path, self.state_dict(), _MARK | {"made": json.dumps(config)})
+        save_tensors(path, self.state_dict(), _MARK | {"config": json.dumps(config)})
 
     @classmethod
     def load(
@@ -225,7 +224,7 @@ class Controllers(nn.Module):
         """
         metadata, weights = load_tensors(path, _MARK, "controllers")
         try:
-            config = json.loads(metadata["made"])
+            config = json.loads(metadata["config"])
             if weights["stage1.language.norm.weight"].shape != (config["width"],):
                 raise ValueError(f"the weights do not have width {config['width']}")
             controllers = cls(
@@ -265,8 +264,7 @@ class Controllers(nn.Module):
 
 
 def _find_unique(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """For keys [n]: index of the first occurrence of each unique key [m], and the unique index of each key
-    [n]."""
+    """First occurrence of each unique key [m], and the unique index of each key [n]."""
     unique_keys, inverse = keys.unique(return_inverse=True)
     first = torch.full((len(unique_keys),), len(keys), device=keys.device)
     return first.scatter_reduce(0, inverse, torch.arange(len(keys), device=keys.device), "amin"), inverse

@@ -1,11 +1,9 @@
 """CPU inference of the controllers for one request.
 
 A request takes milliseconds, so choosing its plan may take tens of microseconds, while one small operation of
-torch
-or on a GPU takes several. The weights are copied once, normalization is folded into the following product,
-and each
-stage is one compiled function (`kernels/policy_inference`). Later changes of the controllers are not visible
-here.
+torch or on a GPU takes several. The weights are copied once, normalization is folded into the following
+product, and each stage is one compiled function (`kernels/policy_inference`). Later changes of the
+controllers are not visible here.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from sparseflow.errors import InputError, RunError
 
 _MAX_CACHED_WORDS = 16384
 """Cached word vectors after which the cache is cleared, if the table is not copied completely. At width 2048
-they take
-134 MB, and up to twice that with spare capacity.
+they take 134 MB, and up to twice that with spare capacity.
 """
 _TABLE_BYTES = 1 << 29
 """Maximum size of a word embedding table that is copied completely."""
@@ -113,7 +110,7 @@ class CpuControllers:
         weights = self._first
         plan = self._kernels.run_stage(
             language,
-            weights.centre[0],
+            weights.center[0],
             weights.scale[0],
             weights.epsilon,
             weights.weights,
@@ -148,7 +145,7 @@ class CpuControllers:
         weights, position = self._second, stage1_output.position
         plan = self._kernels.run_stage(
             latency_token,
-            weights.centre[position],
+            weights.center[position],
             weights.scale[position],
             weights.epsilon,
             weights.weights,
@@ -180,8 +177,7 @@ class CpuControllers:
 
 
 class _StageWeights:
-    """Weights of a stage in the layout of `kernels/policy_inference`; layer norm is folded into the
-    projection."""
+    """Weights of a stage in the layout of the kernels, with layer norm folded in."""
 
     def __init__(
         self, feature: FeatureProjection, budget: nn.Linear, fuse: nn.Linear, heads: Sequence[nn.Linear]
@@ -194,7 +190,7 @@ class _StageWeights:
             np.concatenate(first), np.concatenate(second),
         )  # fmt: skip
         self.weights = np.concatenate([part.ravel() for part in parts])
-        self.centre, self.scale = _to_numpy(feature.centre), 1.0 / _to_numpy(feature.spread)
+        self.center, self.scale = _to_numpy(feature.center), 1.0 / _to_numpy(feature.scale)
         self.epsilon = feature.norm.eps
 
 
@@ -202,8 +198,7 @@ class CpuWordEmbeddings:
     """Language features of prompts, equal to `mean_text_embedding`.
 
     The complete word embedding table is copied to the CPU (412 MB for OLMoE-1B-7B). Of larger tables, each
-    vector is
-    copied when its word first occurs, for which that prompt waits. Thread-safe.
+    vector is copied when its word first occurs, for which that prompt waits. Thread-safe.
 
     Args:
         adapter: Adapter of the model; its word embeddings must not change.

@@ -3,18 +3,15 @@
 Notation: b rows, d hidden size of the model, 256 that of the controllers.
 
 1. Stage 1 maps the language feature [b, d] and the encoded budget [b, 256] to logits of the tier [b, 3] and
-of the
-   insertion position [b, 5].
+   of the insertion position [b, 5].
 2. The model runs its vision encoder at that tier and the blocks before the insertion.
 3. Stage 2 maps the latency token (hidden state of the last prompt token after these blocks, [b, d], which has
    attended to image and question), the budget and the position to logits of top-k [b, 5] and of the block
-   count
-   [b, 5], of which each position has as many as it has counts.
+   count [b, 5], of which each position has as many as it has counts.
 
 Models with fewer tiers, positions, top-k values or counts use the first logits; the others are masked.
-Features are
-standardized by mean and deviation over the training data and normalized per row, so neither the scale of the
-model's weights nor the component common to all questions matters.
+Features are standardized by mean and deviation over the training data and normalized per row, so neither the
+scale of the model's weights nor the component common to all questions matters.
 """
 
 from __future__ import annotations
@@ -40,29 +37,29 @@ class FeatureProjection(nn.Module):
         kinds: Number of feature kinds, each with its own mean and deviation.
     """
 
-    centre: Tensor
-    spread: Tensor
+    center: Tensor
+    scale: Tensor
 
     def __init__(self, width: int, kinds: int = 1) -> None:
         super().__init__()
-        self.register_buffer("centre", torch.zeros(kinds, width))
-        self.register_buffer("spread", torch.ones(kinds, width))
+        self.register_buffer("center", torch.zeros(kinds, width))
+        self.register_buffer("scale", torch.ones(kinds, width))
         self.norm = nn.LayerNorm(width)
         self.project = nn.Linear(width, WIDTH)
 
     def forward(self, vector: Tensor, kind: Tensor | None = None) -> Tensor:
         """[b, d], and kinds [b] int64 if there are several -> [b, 256]."""
         index = 0 if kind is None else kind
-        standardized = (vector.to(self.centre) - self.centre[index]) / self.spread[index]
+        standardized = (vector.to(self.center) - self.center[index]) / self.scale[index]
         return functional.gelu(self.project(self.norm(standardized)))
 
     def fit(self, vectors: Tensor) -> None:
         """Set mean and deviation from vectors [kinds, n, d]."""
-        values = vectors.to(self.centre)
-        centre, deviation = values.mean(1), values.std(1, correction=0)
+        values = vectors.to(self.center)
+        center, deviation = values.mean(1), values.std(1, correction=0)
         # A constant component carries no information and must not be amplified.
-        self.centre.copy_(centre)
-        self.spread.copy_(torch.where(deviation > 1e-6 * centre.abs(), deviation, 1.0))
+        self.center.copy_(center)
+        self.scale.copy_(torch.where(deviation > 1e-6 * center.abs(), deviation, 1.0))
 
 
 class Stage1(nn.Module):

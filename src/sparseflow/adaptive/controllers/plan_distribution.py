@@ -1,10 +1,8 @@
 """Distribution over plans, factorized into tier, insertion position, top-k and block count.
 
 Plans form a grid [tier, position, top-k, option] of the largest model; smaller models leave cells empty. A
-choice is
-allowed if some allowed plan is consistent with it and the earlier choices. Every path therefore ends at an
-allowed
-plan, and its probability is the product of the four masked probabilities.
+choice is allowed if some allowed plan is consistent with it and the earlier choices. Every path therefore
+ends at an allowed plan, and its probability is the product of the four masked probabilities.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Serving engine: static key-value slots, CUDA graphs, and batches of requests whose plans agree.
+"""Serving engine with static key-value slots, CUDA graphs and plan-aware batches.
 
 - `requests`: requests, handles, plan decisions and sampling
 - `prefill`: prompts to logits of the first token

@@ -177,10 +177,12 @@ def check_request(adapter: Adapter, request: GenerationRequest, max_tokens: int)
 
 
 def check_token_ids(adapter: Adapter, inputs: Inputs) -> None:
-    """Check that all tokens are in the vocabulary; on a GPU an unknown one would abort the process.
+    """Check that all tokens are in the vocabulary.
+
+    On a GPU an unknown token would abort the process.
 
     Raises:
-        InputError: A token is not.
+        InputError: A token is not in the vocabulary.
     """
     ids = inputs["input_ids"]
     embeddings: Any = adapter.model.get_input_embeddings()
@@ -195,10 +197,12 @@ def check_token_ids(adapter: Adapter, inputs: Inputs) -> None:
 
 
 def check_length(tokens: int, new_tokens: int, max_tokens: int) -> None:
-    """Check that prompt and answer fit; the last token of an answer is never run and needs no cache entry.
+    """Check that prompt and answer fit.
+
+    The last token of an answer is never run and needs no cache entry.
 
     Raises:
-        InputError: They do not.
+        InputError: They do not fit.
     """
     if tokens + new_tokens - 1 > max_tokens:
         raise InputError(

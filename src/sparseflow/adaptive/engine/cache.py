@@ -1,15 +1,12 @@
 """Key-value cache with static slots, so that CUDA graphs can be replayed on it.
 
 A cache belongs to one plan and holds, for each block of the plan, two buffers [slots, heads, tokens,
-head_dim]. A
-request owns a slot, which is its row in every batch. The slots in use are always the first ones: when a
-request ends,
-the last one is moved to its slot. The number of tokens per slot is known on the CPU, so reading it does not
-synchronize.
+head_dim]. A request owns a slot, which is its row in every batch. The slots in use are always the first ones:
+when a request ends, the last one is moved to its slot. The number of tokens per slot is known on the CPU, so
+reading it does not synchronize.
 
 After each forward that ran in Python, the cache checks that every block of the plan received equally many
-tokens and
-other blocks none. A captured forward is checked at capture.
+tokens and other blocks none. A captured forward is checked at capture.
 """
 
 from __future__ import annotations
@@ -163,7 +160,9 @@ class SlotCache(Cache):
     @property
     def memory_bytes(self) -> int:
         """Size of the buffers; 0 before the first tokens."""
-        buffers = [each for layer in self.blocks for each in (layer.keys, layer.values) if each is not None]
+        buffers = [
+            buffer for layer in self.blocks for buffer in (layer.keys, layer.values) if buffer is not None
+        ]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     @property

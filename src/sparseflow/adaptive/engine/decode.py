@@ -1,8 +1,8 @@
 """Decode steps with static shapes: tokens in, logits and most probable tokens out.
 
 Tokens, positions and rope offsets are copied into fixed buffers. The batch is padded to one of a few sizes,
-and so is
-the attended context, so the steps of one plan need few CUDA graphs. Padding rows write into free slots.
+and so is the attended context, so the steps of one plan need few CUDA graphs. Padding rows write into free
+slots.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class DecodeRunner:
 
         Returns:
             Logits [rows, vocabulary], in a buffer that the next step overwrites, and the most probable
-            tokens, -1 where
-            logits are NaN.
+            tokens, -1 where logits are NaN.
 
         Raises:
             InputError: A slot is not in use, or is full.

@@ -39,21 +39,18 @@ class Engine:
         adapter: Adapter of the model.
         runtime: Plan runtime of the model.
         plans: Plans that may be chosen; requests without images run them without their tier. 8 to 16 plans
-            are enough
-            to trade accuracy for latency, and few enough for requests to share batches.
+            are enough to trade accuracy for latency, and few enough for requests to share batches.
         device: Device of the model; default: where it is.
         max_batch: Maximum number of concurrently decoding requests, over all plans.
         max_tokens: Maximum number of tokens of prompt and answer together. From its first request on, each
-            distinct
-            decode plan keeps keys and values of `max_batch * max_tokens` tokens.
+            distinct decode plan keeps keys and values of `max_batch * max_tokens` tokens.
         graphs: Whether to capture steps and prompts as CUDA graphs on a GPU.
         batches: Padded batch sizes; default: doubling sizes.
         contexts: Padded context sizes; default: doubling sizes from 128.
         prompts: Padded prompt sizes; default: eight if prompts are captured, otherwise none.
         kernel_patcher: Kernels used in captured forwards; default: those that the model and device support.
         fairness: A batch runs after at most this many steps of other batches, and a waiting request is
-            admitted after
-            at most this many requests that overtook it.
+            admitted after at most this many requests that overtook it.
         queue_limit: Maximum number of waiting requests.
         start: Whether to start the thread. Without it, call `step`.
 

@@ -1,10 +1,8 @@
 """Generation of tokens with a fixed plan, or with a policy and a budget.
 
 `generate` uses the model's own forward with a growing cache; it works for any transformers model with an
-adapter, and
-its greedy tokens equal those of the model's `generate` under the same plan. `generate_on` submits the request
-to an
-engine, which runs many requests concurrently in static shapes.
+adapter, and its greedy tokens equal those of the model's `generate` under the same plan. `generate_on`
+submits the request to an engine, which runs many requests concurrently in static shapes.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ if TYPE_CHECKING:
 
 
 class Timestamps:
-    """Named timestamps of a call: CUDA events on a GPU, so that recording does not synchronize; otherwise CPU
-    times.
-    """
+    """Named timestamps of a call: CUDA events on a GPU, CPU times elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -242,8 +238,7 @@ def generate_on(
         InputError: A value is out of range, or the request does not fit.
         RequestRejected: The policy rejects the request, or the queue is full.
         RunError: The engine cannot run it: memory is exhausted, the plan is not the engine's, logits are NaN,
-            or it
-            stopped.
+            or it stopped.
     """
     request = GenerationRequest(
         inputs=inputs, decide=FixedPlan(plan=plan) if isinstance(plan, Plan) else plan, stop=stop,

@@ -1,14 +1,11 @@
 """CUDA graphs by key, with a fallback to eager execution.
 
 A body is a function without arguments and results that always reads and writes the same tensors. Its first
-run is
-eager with synchronizing operations forbidden, which detects bodies that cannot be captured; then it is
-captured, and
-replayed from then on. On a CPU, and if the capture fails, the body itself runs each time.
+run is eager with synchronizing operations forbidden, which detects bodies that cannot be captured; then it is
+captured, and replayed from then on. On a CPU, and if the capture fails, the body itself runs each time.
 
 All graphs share one memory pool and are replayed one after another, so nothing allocated within a body
-outlives its
-replay: results are copied into tensors outside.
+outlives its replay: results are copied into tensors outside.
 """
 
 from __future__ import annotations

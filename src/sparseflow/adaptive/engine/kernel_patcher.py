@@ -2,20 +2,16 @@
 norm.
 
 A CUDA graph contains only kernels, so the forwards that are installed during the capture are those that run
-on
-replay; the model itself is restored immediately. Each replacement is first compared with the module on random
-inputs
-and not used if it differs.
+on replay; the model itself is restored immediately. Each replacement is first compared with the module on
+random inputs and not used if it differs.
 
 Expert implementations that can be captured: transformers' `grouped_mm` in bf16, which reads each selected
-expert
-once; `batched_mm` in any dtype, which copies the weights of the selected experts; our kernels for few tokens,
-and the
-dense kernel for more tokens of small experts. The loop over experts synchronizes and cannot be captured.
+expert once; `batched_mm` in any dtype, which copies the weights of the selected experts; our kernels for few
+tokens, and the dense kernel for more tokens of small experts. The loop over experts synchronizes and cannot
+be captured.
 
 The rotary function is a global of the module file that defines a model's attention, so it is replaced there
-during a
-capture; calls of other threads use the original.
+during a capture; calls of other threads use the original.
 """
 
 from __future__ import annotations
@@ -267,9 +263,9 @@ def _expert_bytes_per_token(module: nn.Module) -> int:
     return experts_per_token * sum(stack[0].numel() * stack.element_size() for stack in stacks)
 
 
-def compare_outputs(found: Tensor, expected: Tensor) -> tuple[float, bool]:
+def compare_outputs(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     """Maximum difference of two outputs, and whether `TOLERANCE` allows it."""
-    difference = float((found.double() - expected.double()).abs().max())
+    difference = float((actual.double() - expected.double()).abs().max())
     limit = TOLERANCE.get(expected.dtype, 0.0) * float(expected.double().abs().max())
     return difference, difference <= limit
 
@@ -296,8 +292,7 @@ def _make_rotary(function: Callable[..., Any], threads: Collection[int]) -> Call
 
 
 class _RotaryPatch:
-    """Files whose rotary function is replaced, with the threads that use the kernel; shared by all
-    engines."""
+    """Files whose rotary function is replaced, and the threads that use the kernel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

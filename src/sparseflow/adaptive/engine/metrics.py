@@ -32,10 +32,8 @@ class EngineSnapshot:
         slots: Maximum number of decoding requests.
         oldest_wait_ms: Time since the arrival of the oldest waiting request.
         load: Utilization: fraction of recent requests that found the engine busy with others, 0 to 1; with
-            few requests,
-            fraction of busy time. Both agree for random arrivals, but a client that sends one request after
-            another
-            does not count as load for itself.
+            few requests, fraction of busy time. Both agree for random arrivals, but a client that sends one
+            request after another does not count as load for itself.
         tokens_per_s: Recent token rate.
         submitted: Requests submitted.
         ended: Outcome -> requests: "finished", "refused", "cancelled", "failed", "stopped".

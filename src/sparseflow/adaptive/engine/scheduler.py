@@ -1,11 +1,9 @@
 """Scheduling of an engine, and the end of requests.
 
 One step: cancelled requests are removed; one waiting request is prefilled (or several with the same fixed
-plan and
-length), by earliest deadline; then one batch decodes one token, again by earliest deadline unless another has
-waited for
-`fairness` steps. A prefilled request joins its plan's batch at the next step, and its slot is free as soon as
-it ends.
+plan and length), by earliest deadline; then one batch decodes one token, again by earliest deadline unless
+another has waited for `fairness` steps. A prefilled request joins its plan's batch at the next step, and its
+slot is free as soon as it ends.
 
 An error of a request ends that request with a typed error; the others continue.
 """
@@ -57,8 +55,7 @@ class Scheduler:
         max_batch: Maximum number of decoding requests.
         max_tokens: Maximum number of tokens of a request.
         fairness: A batch runs after at most this many steps of other batches, and a waiting request is
-            admitted after at
-            most this many requests that overtook it.
+            admitted after at most this many requests that overtook it.
         metrics: Counters.
         lock: Held while shared state changes.
     """
@@ -202,7 +199,7 @@ class Scheduler:
                 self._queue.remove(handle)
             self._beginning = len(group)
         try:
-            self._begin(group)
+            self._prefill_group(group)
         finally:
             self._beginning = 0
         return True
@@ -217,7 +214,7 @@ class Scheduler:
             return oldest
         return first
 
-    def _begin(self, handles: Sequence[RequestHandle], *, retry: bool = True) -> None:
+    def _prefill_group(self, handles: Sequence[RequestHandle], *, retry: bool = True) -> None:
         try:
             rows, tokens = self._admission.prefill(handles)
         except Exception as error:
@@ -232,14 +229,13 @@ class Scheduler:
             self._deliver(self.batch(row.plan), row, token)
 
     def _recover(self, handles: Sequence[RequestHandle], error: Exception, *, retry: bool) -> None:
-        """Retry requests whose prefill failed one by one, and once more if memory was exhausted; then end
-        them."""
+        """Retry requests whose prefill failed, one by one; then end them."""
         out_of_memory = is_out_of_memory(error)
         if out_of_memory:
             free_memory()
         if len(handles) > 1 or (out_of_memory and retry):
             for handle in handles:
-                self._begin([handle], retry=len(handles) > 1)
+                self._prefill_group([handle], retry=len(handles) > 1)
             return
         (handle,) = handles
         if isinstance(error, RequestRejected):

@@ -1,6 +1,9 @@
-"""Grid-VQA: questions about small real images on a canvas, and a mixture of experts that learns to answer.
+"""Grid-VQA: synthetic questions about small real images on a grid, and a mixture-of-experts model that
+answers them.
 
-One to nine images lie on a grid; what is asked can be told from the canvas alone, never from the question.
-Some items are so small that only the finest crops show them, some answers are long. `training.train` makes a
-model in the folder layout of transformers; `evaluate` says how often each plan answers right.
+One to nine images are placed on a grid. Answers follow from the canvas only, never from the question. Some
+items
+are so small that only the finest crops resolve them, and some answers are long. `train.train` makes a model
+in the
+transformers directory layout; `evaluate` measures how often each plan answers correctly.
 """

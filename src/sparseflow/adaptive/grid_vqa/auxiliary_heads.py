@@ -1,10 +1,13 @@
-"""What lies where, told to the decoder's first blocks: heads that teach them, in training only.
+"""Auxiliary heads that supervise the vision tower and the first decoder blocks, in training only.
 
-Answering takes what the answers alone teach slowly, if at all: to know which place a vision token shows, and
-to find the tokens that show what a word of the question names. Each is asked for here, from hidden states
-a few blocks into the decoder, so that the blocks after them have only to put it together. A question has a
-name or two, which is little to learn finding from; so every name, and the words for what is small, follow the
-text (`quizzed`), where causal attention hides them from the answer, as far as these blocks.
+`NamingHead` names the content of each cell from vision tokens. `GroundingHead` teaches two things that
+answers alone
+teach slowly: which cell a vision token shows, and which cells contain what a word of the question names. It
+reads
+hidden states after a few decoder blocks. A question has one or two names, which is little supervision, so all
+names
+and the words for small items are appended to the text (`append_quiz`); causal attention hides them from the
+answer.
 
 Shapes: B samples, n vision tokens, T text tokens, S cells, d the decoder's width.
 """
@@ -26,102 +29,112 @@ class GroundingHead(nn.Module):
     """Heads on hidden states of the decoder.
 
     Args:
-        width: Of the decoder.
-        words: Token of each name, in the order of labels.
-        asked: Labels of the names that questions are about.
-        small: Tokens that say of an item that it is small.
-        grid: Cells along a side.
-        crop_side: Vision tokens along a side of a crop.
+        width: Width of the decoder.
+        name_tokens: Token of each name, in the order of labels.
+        question_labels: Labels of the names in questions.
+        small_tokens: Tokens that describe an item as small.
+        grid: Cells per side.
+        crop_side: Vision tokens per side of a crop.
     """
 
-    words: Tensor
-    quizzes: Tensor
-    shown: Tensor
+    name_tokens: Tensor
+    quiz_tokens: Tensor
+    coverage: Tensor
 
     def __init__(
-        self, width: int, words: Sequence[int], asked: Sequence[int], small: Sequence[int], *, grid: int,
+        self,
+        width: int,
+        name_tokens: Sequence[int],
+        question_labels: Sequence[int],
+        small_tokens: Sequence[int],
+        *,
+        grid: int,
         crop_side: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self._names, self.quiz = len(words), len(asked) + len(small)
-        cells, labels = grid**2, 2 * len(words) + 1
+        self._names, self.num_quiz_tokens = len(name_tokens), len(question_labels) + len(small_tokens)
+        cells, labels = grid**2, 2 * len(name_tokens) + 1
         sizes = (cells, labels, cells + 1)
-        self.place, self.content, self.lies = (nn.Linear(width, size) for size in sizes)
-        self.register_buffer("words", torch.tensor([*words, *small]), persistent=False)
-        quiz = [*(words[label] for label in asked), *small]
+        self.cell_head, self.content_head, self.location_head = (nn.Linear(width, size) for size in sizes)
+        self.register_buffer("words", torch.tensor([*name_tokens, *small_tokens]), persistent=False)
+        quiz = [*(name_tokens[label] for label in question_labels), *small_tokens]
         self.register_buffer("quizzes", torch.tensor(quiz), persistent=False)
-        self.register_buffer("shown", shown(grid, crop_side), persistent=False)
+        self.register_buffer("shown", compute_cell_coverage(grid, crop_side), persistent=False)
 
-    def quizzed(self, text: Tensor) -> Tensor:
-        """Text with all such words after it, in an order by torch's generator: [B, T] -> [B, T + quiz]."""
-        words = self.quizzes[torch.randperm(self.quiz).to(self.quizzes.device)]
+    def append_quiz(self, text: Tensor) -> Tensor:
+        """Append all quiz tokens in random order (torch's generator): [B, T] -> [B, T + quiz]."""
+        words = self.quiz_tokens[torch.randperm(self.num_quiz_tokens).to(self.quiz_tokens.device)]
         return torch.cat([text, words.expand(len(text), -1)], dim=1)
 
     def forward(self, hidden: Tensor, text: Tensor, prompts: Tensor, cells: Tensor) -> Tensor:
-        """The losses.
+        """Compute the losses.
 
         Args:
-            hidden: Of `<bos>`, vision tokens and text: [B, 1 + n + T, d].
-            text: As `quizzed` gave it: [B, T] int64.
-            prompts: As in `Batch`: [B] int64.
-            cells: What lies in each cell, as in `Batch`: [B, S] int64.
+            hidden: Hidden states of `<bos>`, vision tokens and text, [B, 1 + n + T, d].
+            text: Result of `append_quiz`, [B, T] int64.
+            prompts: Prompt lengths, as in `VqaBatch`, [B] int64.
+            cells: Content of each cell, as in `VqaBatch`, [B, S] int64.
 
         Returns:
-            Mean cross entropies, [3]: of vision tokens, which cells they show and what lies there; and of
-            words that name or describe something, in the question and behind the text, in which cells it
-            lies, or that it lies in none.
+            Mean cross entropies, [3]: which cells a vision token shows, what they contain, and which cells
+            contain what
+            a name or size word describes, or that none does.
         """
         count = hidden.shape[1] - 1 - text.shape[1]
-        plain = functional.rms_norm(hidden, hidden.shape[-1:])
-        image, asked = plain[:, 1 : 1 + count], plain[:, 1 + count :]
-        shown = self.shown[:count]
-        place = -(self.place(image).float().log_softmax(-1) * shown).sum(-1).mean()
-        contents = self.content(image).float().log_softmax(-1)
-        of_cells = contents.gather(-1, cells[:, None].expand(-1, count, -1))
-        content = -(of_cells * shown).sum(-1).mean()
+        normed = functional.rms_norm(hidden, hidden.shape[-1:])
+        image, text_states = normed[:, 1 : 1 + count], normed[:, 1 + count :]
+        coverage = self.coverage[:count]
+        cell_loss = -(self.cell_head(image).float().log_softmax(-1) * coverage).sum(-1).mean()
+        log_probs = self.content_head(image).float().log_softmax(-1)
+        cell_log_probs = log_probs.gather(-1, cells[:, None].expand(-1, count, -1))
+        content_loss = -(cell_log_probs * coverage).sum(-1).mean()
 
-        words = text[:, :, None] == self.words  # [B, T, names and words for small]
-        at = torch.arange(text.shape[1], device=text.device)
-        told = (at < prompts[:, None]) | (at >= text.shape[1] - self.quiz)
-        there = functional.one_hot(cells % self._names, self._names) * (cells < 2 * self._names)[:, :, None]
+        words = text[:, :, None] == self.name_tokens  # [B, T, names and size words]
+        index = torch.arange(text.shape[1], device=text.device)
+        is_question = (index < prompts[:, None]) | (index >= text.shape[1] - self.num_quiz_tokens)
+        cell_names = (
+            functional.one_hot(cells % self._names, self._names) * (cells < 2 * self._names)[:, :, None]
+        )
         small = ((cells >= self._names) & (cells < 2 * self._names))[:, :, None]
-        there = torch.cat([there, small.expand(-1, -1, len(self.words) - self._names)], dim=-1)
-        found = words.float() @ there.transpose(1, 2).float()  # [B, T, S]
-        wanted = torch.cat([found, (found.sum(-1, keepdim=True) == 0).float()], dim=-1)
-        wanted = wanted / wanted.sum(-1, keepdim=True)
-        lies = -(self.lies(asked).float().log_softmax(-1) * wanted).sum(-1)
-        mine = (words.any(-1) & told).float()
-        return torch.stack([place, content, (lies * mine).sum() / mine.sum()])
+        cell_names = torch.cat(
+            [cell_names, small.expand(-1, -1, len(self.name_tokens) - self._names)], dim=-1
+        )
+        matches = words.float() @ cell_names.transpose(1, 2).float()  # [B, T, S]
+        targets = torch.cat([matches, (matches.sum(-1, keepdim=True) == 0).float()], dim=-1)
+        targets = targets / targets.sum(-1, keepdim=True)
+        location_losses = -(self.location_head(text_states).float().log_softmax(-1) * targets).sum(-1)
+        weights = (words.any(-1) & is_question).float()
+        return torch.stack([cell_loss, content_loss, (location_losses * weights).sum() / weights.sum()])
 
 
-def shown(grid: int, crop_side: int) -> Tensor:
-    """Which share of each vision token's area lies in each cell: [14 crops * tokens, S] float32."""
-    every = []
+def compute_cell_coverage(grid: int, crop_side: int) -> Tensor:
+    """Fraction of each vision token's area in each cell: [14 crops * tokens, S] float32."""
+    levels = []
     for level in LEVELS:
         side = level * crop_side
         edges = torch.arange(side + 1, dtype=torch.float64) / side
         cells = torch.arange(grid + 1, dtype=torch.float64) / grid
         low = torch.maximum(edges[:-1, None], cells[:-1])
         high = torch.minimum(edges[1:, None], cells[1:])
-        along = (high - low).clamp(min=0.0) * side
-        tokens = torch.einsum("yi,xj->yxij", along, along).flatten(2)
+        overlap = (high - low).clamp(min=0.0) * side
+        tokens = torch.einsum("yi,xj->yxij", overlap, overlap).flatten(2)
         tiles = tokens.unflatten(1, (level, crop_side)).unflatten(0, (level, crop_side))
-        every.append(tiles.transpose(1, 2).flatten(0, 3))
-    return torch.cat(every).float()
+        levels.append(tiles.transpose(1, 2).flatten(0, 3))
+    return torch.cat(levels).float()
 
 
-_SEEN = 0.4
-"""Share of a cell that has to be seen."""
+_MIN_VISIBLE = 0.4
+"""Minimum visible fraction of a cell."""
 
 
 class NamingHead(nn.Module):
-    """A linear head for each level.
+    """One linear classifier of cells per crop level.
 
     Args:
-        width: Of the vision tower.
-        labels: What a cell can show.
-        grid: Cells along a side.
-        crop_side: Vision tokens along a side of a crop.
+        width: Width of the vision tower.
+        labels: Number of labels of a cell.
+        grid: Cells per side.
+        crop_side: Vision tokens per side of a crop.
     """
 
     areas: Tensor
@@ -131,80 +144,83 @@ class NamingHead(nn.Module):
         self.heads = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, labels)) for _ in LEVELS
         )
-        areas = shown(grid, crop_side).unflatten(0, (-1, crop_side**2))
+        areas = compute_cell_coverage(grid, crop_side).unflatten(0, (-1, crop_side**2))
         self.register_buffer("areas", areas, persistent=False)
 
-    def forward(self, seen: Tensor, crops: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Name cells at each level that there are crops of.
+    def forward(self, features: Tensor, crops: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Classify cells at each level that has crops.
 
         Args:
-            seen: Vision tokens, [B, crops, tokens, width].
-            crops: Which crops those are, ascending; by default the first ones.
+            features: Vision tokens, [B, crops, tokens, width].
+            crops: Indices of the crops, ascending; by default the first ones.
 
         Returns:
             Logits, [levels, B, cells, labels], and whether a level shows a cell, [levels, cells] bool.
         """
-        every = list(range(seen.shape[1]) if crops is None else crops)
-        logits, there, ends = [], [], list(accumulate((level**2 for level in LEVELS), initial=0))
+        crop_indices = list(range(features.shape[1]) if crops is None else crops)
+        logits, visible, ends = [], [], list(accumulate((level**2 for level in LEVELS), initial=0))
         for (first, end), head in zip(pairwise(ends), self.heads, strict=True):
-            mine = [at for at, crop in enumerate(every) if first <= crop < end]
-            if not mine:
+            level_indices = [index for index, crop in enumerate(crop_indices) if first <= crop < end]
+            if not level_indices:
                 continue
-            area, whole = torch.cat([self.areas[every[at]] for at in mine]), self.areas[first:end].sum((0, 1))
+            area, full_area = (
+                torch.cat([self.areas[crop_indices[index]] for index in level_indices]),
+                self.areas[first:end].sum((0, 1)),
+            )
             covered = area.sum(0)
             means = area / covered.clamp(min=1e-6)
-            tokens = seen[:, mine[0] : mine[-1] + 1].flatten(1, 2)
+            tokens = features[:, level_indices[0] : level_indices[-1] + 1].flatten(1, 2)
             logits.append(head(torch.einsum("tc,btw->bcw", means.to(tokens.dtype), tokens)))
-            there.append(covered >= _SEEN * whole)
-        return torch.stack(logits), torch.stack(there)
+            visible.append(covered >= _MIN_VISIBLE * full_area)
+        return torch.stack(logits), torch.stack(visible)
 
 
-def draw_crops(counts: Sequence[int], random: np.random.Generator) -> list[int]:
-    """Some crops of each level, by chance.
+def sample_crops(counts: Sequence[int], generator: np.random.Generator) -> list[int]:
+    """Sample crops of each level.
 
     Args:
-        counts: Of each level.
-        random: What they are drawn from.
+        counts: Number of crops of each level.
+        generator: Random generator.
     """
-    found, first = [], 0
+    crops, first = [], 0
     for level, count in zip(LEVELS, counts, strict=True):
-        found += sorted((first + random.permutation(level**2)[:count]).tolist())
+        crops += sorted((first + generator.permutation(level**2)[:count]).tolist())
         first += level**2
-    return found
+    return crops
 
 
 def naming_loss(
     logits: Tensor,
-    there: Tensor,
+    visible: Tensor,
     cells: Tensor,
-    blends: Tensor | None = None,
-    shares: Tensor | None = None,
+    blended_cells: Tensor | None = None,
+    fractions: Tensor | None = None,
 ) -> Tensor:
-    """Cross entropy of naming cells.
+    """Cross entropy of classifying cells, with equal weight of each level.
 
     Args:
         logits: [levels, B, cells, labels].
-        there: Which cells a level shows, [levels, cells] bool.
+        visible: Which cells a level shows, [levels, cells] bool.
         cells: Labels, [B, cells] int64.
-        blends: Labels of what is blended in, if something is.
-        shares: Of `cells` in the blend, [B, cells].
+        blended_cells: Labels of the blended images, if images are blended.
+        fractions: Weight of `cells` in the blend, [B, cells].
     """
-    logs = logits.float().log_softmax(-1)
-    loss = -_of(logs, cells)
-    if blends is not None and shares is not None:
-        loss = loss * shares - _of(logs, blends) * (1.0 - shares)
-    asked = there[:, None].float()
-    # Each level counts as much as another, however few of its cells are seen.
-    levels = (loss * asked).sum((1, 2)) / (asked.sum((1, 2)) * len(cells)).clamp(min=1.0)
-    return levels.sum() / there.any(1).sum()
+    log_probs = logits.float().log_softmax(-1)
+    loss = -_gather_labels(log_probs, cells)
+    if blended_cells is not None and fractions is not None:
+        loss = loss * fractions - _gather_labels(log_probs, blended_cells) * (1.0 - fractions)
+    mask = visible[:, None].float()
+    # Equal weight of each level, independent of the number of visible cells.
+    levels = (loss * mask).sum((1, 2)) / (mask.sum((1, 2)) * len(cells)).clamp(min=1.0)
+    return levels.sum() / visible.any(1).sum()
 
 
-def right(logits: Tensor, there: Tensor, cells: Tensor, nothing: int) -> Tensor:
-    """Share of cells with something in them that each level names right, of those that it shows: [levels]."""
-    asked = (cells != nothing) & there[:, None]
-    hits = (logits.argmax(-1) == cells) & asked
-    return hits.sum((1, 2)) / asked.sum((1, 2)).clamp(min=1)
+def naming_accuracy(logits: Tensor, visible: Tensor, cells: Tensor, empty_label: int) -> Tensor:
+    """Accuracy of each level on visible cells that are not empty: [levels]."""
+    mask = (cells != empty_label) & visible[:, None]
+    hits = (logits.argmax(-1) == cells) & mask
+    return hits.sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)
 
 
-def _of(logs: Tensor, labels: Tensor) -> Tensor:
-    return logs.gather(-1, labels.expand(logs.shape[:-1])[..., None])[..., 0]
+def _gather_labels(log_probs: Tensor, labels: Tensor) -> Tensor:
+    return log_probs.gather(-1, labels.expand(log_probs.shape[:-1])[..., None])[..., 0]

@@ -1,9 +1,10 @@
-"""Small real images by name, digits and pictures of archives, split so that none is in two parts.
+"""Banks of small real images by name, from scikit-learn's digits and image archives, in disjoint splits.
 
-Archives are `.tar` files, compressed or not. They hold images as `…/<class>/<name>.png` (or `.jpg`), or
-CIFAR-10 as its authors' "binary version" does: `data_batch_1.bin` to `5`, `test_batch.bin` and
-`batches.meta.txt`. Nothing is unpacked to disk and nothing is unpickled; the authors' "Python version", which
-is made of pickles, is refused.
+Archives are `.tar` files, optionally compressed. They contain images as `…/<class>/<name>.png` (or `.jpg`),
+or
+CIFAR-10's binary version: `data_batch_1.bin` to `5`, `test_batch.bin` and `batches.meta.txt`. Nothing is
+unpacked to
+disk and nothing is unpickled; CIFAR-10's Python version, which consists of pickles, is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
 SIDE = 32
-"""Pixels of an image, each way; images of other sizes are resized."""
+"""Side of an image in pixels; other images are resized."""
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -33,7 +34,7 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _VAL, _TEST = 0.1, 0.2
 """Shares of each name's images; where an archive says which images are for tests, `_VAL` is of the others."""
 _MEMBER_BYTES = 64 << 20
-"""More than any member of such an archive has."""
+"""Upper bound of the size of a member of such archives."""
 _RECORD = 1 + 3 * SIDE * SIDE
 
 
@@ -43,10 +44,10 @@ class ImageBank:
 
     Attributes:
         images: [n, 3, 32, 32] uint8.
-        labels: Index into `names` of each, [n] int64.
+        labels: Index into `names` of each image, [n] int64.
         names: One word each, lower case.
-        splits: Split -> places in `images` by name: `splits["train"][label]` is [any] int64.
-        flips: Of each name, whether its images may be mirrored; letters and digits may not.
+        splits: Split -> indices into `images` by name: `splits["train"][label]` is [any] int64.
+        flips: Whether images of each name may be mirrored; digits may not.
     """
 
     images: np.ndarray
@@ -58,7 +59,7 @@ class ImageBank:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Source:
-    """Images of one source; `test` says which are its authors' test images, None where they do not say."""
+    """Images of one source; `test` marks its official test images, and is None if it has none."""
 
     images: np.ndarray
     names: list[str]
@@ -66,89 +67,87 @@ class _Source:
     flips: bool
 
 
-def bank_of(*, digits: bool, archives: Sequence[Path] = (), seed: int = 0) -> ImageBank:
+def load_image_bank(*, digits: bool, archives: Sequence[Path] = (), seed: int = 0) -> ImageBank:
     """Read images and split them.
 
     Args:
-        digits: Whether scikit-learn's digits are among them.
-        archives: Files of pictures. Several are one source: CIFAR-10's two halves go together.
-        seed: Of the split.
+        digits: Whether to include scikit-learn's digits.
+        archives: Image archives; several form one source, such as the two halves of CIFAR-10.
+        seed: Seed of the split.
 
     Raises:
-        InputError: An archive is missing, holds pickles, or a name has too few images to split.
-        FileFormatError: An archive is damaged or holds something else.
+        InputError: An archive is missing or contains pickles, or a name has too few images.
+        FileFormatError: An archive is damaged or foreign.
         MissingExtraError: scikit-learn or Pillow is missing.
     """
-    sources = [_digits()] if digits else []
+    sources = [_load_digits()] if digits else []
     if archives:
-        sources.append(pictures(archives))
+        sources.append(read_archives(archives))
     if not sources:
-        raise InputError("there are no images: ask for digits, or give an archive")
-    found: list[np.ndarray] = []
+        raise InputError("there are no images: enable `digits`, or pass an archive")
+    images: list[np.ndarray] = []
     labels: list[int] = []
     names: list[str] = []
     flips: list[bool] = []
-    places: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
-    random, at, seen = np.random.default_rng([seed, 0x6D1D]), 0, set[bytes]()
+    indices: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+    generator, offset, digests = np.random.default_rng([seed, 0x6D1D]), 0, set[bytes]()
     for source in sources:
         for name in sorted(set(source.names)):
             if name in names:
-                raise InputError(f"two sources have images of {name!r}; leave one out")
-            mine = np.array([index for index, each in enumerate(source.names) if each == name])
-            # The same image twice could come into two splits.
-            mine = np.array([index for index in mine if _new(source.images[index], seen)], np.int64)
-            tests = np.zeros(len(mine), bool) if source.test is None else source.test[mine]
-            parts = _split(len(mine), tests, random)
+                raise InputError(f"two sources have images of {name!r}; remove one")
+            rows = np.array([index for index, image_name in enumerate(source.names) if image_name == name])
+            # A duplicate image could be in two splits.
+            rows = np.array([index for index in rows if _add_digest(source.images[index], digests)], np.int64)
+            tests = np.zeros(len(rows), bool) if source.test is None else source.test[rows]
+            parts = _split(len(rows), tests, generator)
             if min(map(len, parts)) == 0:
-                raise InputError(
-                    f"there are {len(mine)} images of {name!r}, too few to train, validate and test"
-                )
+                raise InputError(f"{len(rows)} images of {name!r} are too few for train, val and test")
             for split, part in zip(SPLITS, parts, strict=True):
-                places[split].append(part + at)
-            found.append(source.images[mine])
-            labels += [len(names)] * len(mine)
+                indices[split].append(part + offset)
+            images.append(source.images[rows])
+            labels += [len(names)] * len(rows)
             names.append(name)
             flips.append(source.flips)
-            at += len(mine)
+            offset += len(rows)
     return ImageBank(
-        images=np.concatenate(found), labels=np.array(labels, np.int64), names=tuple(names),
-        splits={split: tuple(each) for split, each in places.items()}, flips=tuple(flips),
+        images=np.concatenate(images), labels=np.array(labels, np.int64), names=tuple(names),
+        splits={split: tuple(image_name) for split, image_name in indices.items()}, flips=tuple(flips),
     )  # fmt: skip
 
 
-def pictures(archives: Sequence[Path]) -> _Source:
-    """Pictures of some archives; see the module.
+def read_archives(archives: Sequence[Path]) -> _Source:
+    """Read the images of archives.
 
     Raises:
-        InputError: An archive is missing or holds pickles.
-        FileFormatError: One is damaged or holds no images.
+        InputError: An archive is missing or contains pickles.
+        FileFormatError: An archive is damaged or contains no images.
         MissingExtraError: Pillow is missing.
     """
     images: list[np.ndarray] = []
     names: list[str] = []
     tests: list[bool | None] = []
     for archive in archives:
-        before = len(images)
-        for image, name, test in _members(Path(archive)):
+        num_before = len(images)
+        for image, name, test in _read_members(Path(archive)):
             images.append(image)
             names.append(name)
             tests.append(test)
-        if len(images) == before:
+        if len(images) == num_before:
             raise FileFormatError(
-                f"{archive} holds no images; expected …/<class>/<name>.png or .jpg, or CIFAR-10's binary "
+                f"{archive} contains no images; expected …/<class>/<name>.png or .jpg, or CIFAR-10's binary "
                 "version"
             )
-    told = None if any(test is None for test in tests) else np.array(tests, bool)
-    # Half of the data alone has no test images, or only such.
-    if told is not None and (told.all() or not told.any()):
-        told = None
-    return _Source(images=np.stack(images), names=names, test=told, flips=True)
+    is_test = None if any(test is None for test in tests) else np.array(tests, bool)
+    # One half of CIFAR-10 has no test images, or only test images.
+    if is_test is not None and (is_test.all() or not is_test.any()):
+        is_test = None
+    return _Source(images=np.stack(images), names=names, test=is_test, flips=True)
 
 
-def _digits() -> _Source:
+def _load_digits() -> _Source:
     datasets = require("sklearn.datasets", "adaptive")
     loaded = datasets.load_digits()
-    # 0 is paper, 16 is ink; each pixel becomes 4 × 4, smoothed.
+    # 0 is background, 16 is ink; each pixel becomes 4 × 4 smoothed pixels.
     ink = np.repeat(np.repeat(loaded.images / 16.0, 4, axis=1), 4, axis=2)
     padded = np.pad(ink, ((0, 0), (1, 1), (1, 1)), mode="edge")
     smooth = (
@@ -158,59 +157,59 @@ def _digits() -> _Source:
     return _Source(images=images, names=[DIGITS[label] for label in loaded.target], test=None, flips=False)
 
 
-def _new(image: np.ndarray, seen: set[bytes]) -> bool:
+def _add_digest(image: np.ndarray, digests: set[bytes]) -> bool:
     digest = hashlib.sha256(image.tobytes()).digest()
-    if digest in seen:
+    if digest in digests:
         return False
-    seen.add(digest)
+    digests.add(digest)
     return True
 
 
-def _split(count: int, tests: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
-    """Places of the images to train, to validate and to test with."""
-    order = random.permutation(count)
+def _split(count: int, tests: np.ndarray, generator: np.random.Generator) -> list[np.ndarray]:
+    """Indices of the train, val and test images."""
+    order = generator.permutation(count)
     if tests.any():
-        test, rest = order[tests[order]], order[~tests[order]]
+        test, remaining = order[tests[order]], order[~tests[order]]
     else:
-        test, rest = np.split(order, [round(_TEST * count)])
-    val, train = np.split(rest, [round(_VAL * len(rest))])
+        test, remaining = np.split(order, [round(_TEST * count)])
+    val, train = np.split(remaining, [round(_VAL * len(remaining))])
     return [np.sort(part) for part in (train, val, test)]
 
 
-def _members(path: Path) -> Iterator[tuple[np.ndarray, str, bool | None]]:
-    """Images of an archive: [3, 32, 32] uint8, the name, and whether it is for tests, where that is told."""
+def _read_members(path: Path) -> Iterator[tuple[np.ndarray, str, bool | None]]:
+    """Yield image, name and whether it is a test image (None if unmarked) of each member."""
     if not path.is_file():
-        raise InputError(f"there is no archive {path}")
+        raise InputError(f"{path} does not exist; pass an image archive")
     try:
         with tarfile.open(path) as archive:
             files = [member for member in archive if member.isfile()]
-            too_long = next((each.name for each in files if each.size > _MEMBER_BYTES), None)
+            too_long = next((file.name for file in files if file.size > _MEMBER_BYTES), None)
             if too_long is not None:
-                raise FileFormatError(f"{path}: {too_long} is too large to be of a set of small images")
-            if any(PurePosixPath(each.name).name in ("data_batch_1", "batches.meta") for each in files):
+                raise FileFormatError(f"{path}: {too_long} is too large for an archive of small images")
+            if any(PurePosixPath(file.name).name in ("data_batch_1", "batches.meta") for file in files):
                 raise InputError(
-                    f"{path} is made of pickles, which could run code; use CIFAR-10's binary version "
-                    "(cifar-10-binary.tar.gz) or an archive of folders of images"
+                    f"{path} contains pickles, which could run code; use CIFAR-10's binary version "
+                    "(cifar-10-binary.tar.gz) or an archive of image directories"
                 )
-            if any(each.name.endswith("_batch.bin") or "data_batch_" in each.name for each in files):
-                yield from _binary(path, archive, files)
+            if any(file.name.endswith("_batch.bin") or "data_batch_" in file.name for file in files):
+                yield from _read_binary(path, archive, files)
             else:
-                yield from _folders(path, archive, files)
-            # A compressed file that was torn shows it only at its end.
-            rest = archive.fileobj
-            while rest is not None and rest.read(1 << 20):
+                yield from _read_folders(path, archive, files)
+            # A truncated compressed file raises only at its end.
+            stream = archive.fileobj
+            while stream is not None and stream.read(1 << 20):
                 pass
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise FileFormatError(f"{path} is not a tar archive that can be read: {error}") from error
+        raise FileFormatError(f"{path} is not a readable tar archive: {error}") from error
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     opened = archive.extractfile(member)
     assert opened is not None
     return opened.read()
 
 
-def _binary(
+def _read_binary(
     path: Path, archive: tarfile.TarFile, files: Iterable[tarfile.TarInfo]
 ) -> Iterator[tuple[np.ndarray, str, bool | None]]:
     batches: list[tuple[str, bytes]] = []
@@ -218,25 +217,25 @@ def _binary(
     for member in files:
         base = PurePosixPath(member.name).name
         if base == "batches.meta.txt":
-            names = _content(archive, member).decode("utf-8", "replace").lower().split()
+            names = _read_member(archive, member).decode("utf-8", "replace").lower().split()
         elif base.endswith(".bin"):
-            batches.append((base, _content(archive, member)))
+            batches.append((base, _read_member(archive, member)))
     for base, content in batches:
         rows = np.frombuffer(content, np.uint8)
         if len(rows) % _RECORD or len(rows) == 0:
             raise FileFormatError(
-                f"{path}: {base} must be of records of {_RECORD} bytes, and has {len(rows)}"
+                f"{path}: {base} must consist of records of {_RECORD} bytes, got {len(rows)} bytes"
             )
         rows = rows.reshape(-1, _RECORD)
         if rows[:, 0].max() >= len(names):
             raise FileFormatError(
-                f"{path}: {base} has label {rows[:, 0].max()}, and batches.meta.txt {len(names)} names"
+                f"{path}: {base} has label {rows[:, 0].max()}, but batches.meta.txt has {len(names)} names"
             )
         for row in rows:
             yield row[1:].reshape(3, SIDE, SIDE), names[row[0]], base.startswith("test")
 
 
-def _folders(
+def _read_folders(
     path: Path, archive: tarfile.TarFile, files: Iterable[tarfile.TarInfo]
 ) -> Iterator[tuple[np.ndarray, str, bool | None]]:
     picture = require("PIL.Image", "adaptive")
@@ -246,14 +245,12 @@ def _folders(
             continue
         name = parts[-2].lower()
         if not name.isalpha() or not name.isascii():
-            raise FileFormatError(f"{path}: a class must be named by one word, not {parts[-2]!r}")
+            raise FileFormatError(f"{path}: the name of a class must be one word, got {parts[-2]!r}")
         try:
-            with picture.open(io.BytesIO(_content(archive, member)), formats=("PNG", "JPEG")) as opened:
+            with picture.open(io.BytesIO(_read_member(archive, member)), formats=("PNG", "JPEG")) as opened:
                 image = opened.convert("RGB")
         except (OSError, ValueError, SyntaxError, picture.DecompressionBombError) as error:
-            raise FileFormatError(
-                f"{path}: {member.name} is not an image that can be read: {error}"
-            ) from error
+            raise FileFormatError(f"{path}: {member.name} is not a readable image: {error}") from error
         if image.size != (SIDE, SIDE):
             image = image.resize((SIDE, SIDE), picture.Resampling.BOX)
         test = {"train": False, "test": True}.get(parts[-3].lower()) if len(parts) > 2 else None

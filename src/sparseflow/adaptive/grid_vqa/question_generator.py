@@ -1,9 +1,10 @@
-"""Questions about scenes: drawn together with the scene, so that a question alone says nothing of its answer.
+"""Random questions with matching scenes, such that a question alone reveals nothing about its answer.
 
-Each kind of question draws its answer first, uniformly, whatever the words of the question are, and then a
-scene of which it is true. Who guesses without looking is right as often as there are answers: see `blind`.
+Each kind of question samples its answer first, uniformly and independent of the wording, and then a scene for
+which
+it is correct. The accuracy of guessing is therefore one over the number of answers; see `BlindBaseline`.
 
-Everything is drawn for a whole batch at once: B scenes of S cells; token numbers are a `Vocabulary`'s.
+All functions are batched: B scenes of S cells; token ids are those of `Vocabulary`.
 """
 
 from __future__ import annotations
@@ -53,41 +54,42 @@ TEMPLATES: Mapping[Kind, tuple[str, ...]] = {
         "what is in each row ?",
     ),
 }
-"""Ways to ask; all of a kind's are as likely."""
+"""Wordings of each kind, all equally likely."""
 
 SMALL = ("small", "tiny")
-"""Words of these that say that an item is small."""
-MOST = 3
-"""The most that a question counts to."""
+"""Words of the templates that describe an item as small."""
+MAX_COUNT = 3
+"""Largest answer of a counting question."""
 YES, NO, EMPTY, NEXT = "yes", "no", "nothing", ";"
 
-_EMPTY = 0.1
-"""Share of cells with nothing in them, where cells are to be named."""
+_EMPTY_FRACTION = 0.1
+"""Fraction of empty cells in naming scenes."""
 _SLOTS = ("x", "y", "row", "column")
-_UNASKED = -1
+_NO_SLOT = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuestionDomain:
-    """What questions can be about.
+    """Names and cells that questions are about.
 
     Attributes:
         names: All names of a bank.
-        asked: Those that questions are about; at least 3.
-        grid: Rows, and columns.
+        question_names: Names in questions, at least 3.
+        grid: Rows and columns.
     """
 
     names: tuple[str, ...]
-    asked: tuple[str, ...]
+    question_names: tuple[str, ...]
     grid: int
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.asked if name not in self.names]
+        unknown = [name for name in self.question_names if name not in self.names]
         if unknown:
-            raise InputError(f"there are no images of {unknown[0]!r}, only of {', '.join(self.names)}")
-        if len(set(self.asked)) < 3 or len(set(self.asked)) < len(self.asked):
+            raise InputError(f"there are no images of {unknown[0]!r}; names are {', '.join(self.names)}")
+        if len(set(self.question_names)) < 3 or len(set(self.question_names)) < len(self.question_names):
             raise InputError(
-                f"questions need three names or more, each once, not {', '.join(self.asked) or 'none'}"
+                "`question_names` must be at least three distinct names, got "
+                f"{', '.join(self.question_names) or 'none'}"
             )
 
     @property
@@ -95,38 +97,42 @@ class QuestionDomain:
         return self.grid**2
 
     @property
-    def small(self) -> tuple[str, ...]:
-        """Names of small items: digits, which can be told at that size, where there are any."""
-        return tuple(name for name in self.asked if name in DIGITS) or self.asked
+    def small_names(self) -> tuple[str, ...]:
+        """Names of small items: digits, which are recognizable at that size, if there are any."""
+        return tuple(name for name in self.question_names if name in DIGITS) or self.question_names
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Every word that a question or an answer may have."""
-        templates = " ".join(" ".join(each) for each in TEMPLATES.values())
-        numbers = [str(number) for number in range(max(MOST, self.grid) + 1)]
+        """Vocabulary of all questions and answers."""
+        templates = " ".join(" ".join(wordings) for wordings in TEMPLATES.values())
+        numbers = [str(number) for number in range(max(MAX_COUNT, self.grid) + 1)]
         return Vocabulary(
             [*re.sub(r"\{\w+\}", "", templates).split(), *self.names, *numbers, YES, NO, EMPTY, NEXT]
         )
 
-    def answers(self, kind: Kind) -> int | None:
-        """How many answers there are to a question of a kind; None where there are as many as scenes."""
-        ways: dict[Kind, int | None] = {
-            "at": len(self.asked), "count": MOST + 1, "where": self.grid, "left": 2, "small": len(self.small),
+    def count_answers(self, kind: Kind) -> int | None:
+        """Number of possible answers of a kind; None if it depends on the scene."""
+        counts: dict[Kind, int | None] = {
+            "at": len(self.question_names),
+            "count": MAX_COUNT + 1,
+            "where": self.grid,
+            "left": 2,
+            "small": len(self.small_names),
             "list": None,
-        }  # fmt: skip
-        return ways[kind]
+        }
+        return counts[kind]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuestionBatch:
-    """Questions about scenes.
+    """Questions with their scenes.
 
     Attributes:
-        scenes: What lies where.
+        scenes: Scenes.
         kinds: Index into `KINDS`, [B] int64.
-        slots: What they are about: name, second name, row, column; -1 where a kind has none: [B, 4] int64.
-        text: Question, `<answer>`, answer, `<eos>`, padding: [B, tokens] int64.
-        prompts: Tokens up to and with `<answer>`, [B] int64.
+        slots: Name, second name, row and column in the question; -1 if the kind has none, [B, 4] int64.
+        text: Question, `<answer>`, answer, `<eos>`, padding, [B, tokens] int64.
+        prompts: Tokens up to and including `<answer>`, [B] int64.
         lengths: Tokens without padding, [B] int64.
     """
 
@@ -140,192 +146,214 @@ class QuestionBatch:
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def part(self, first: int, last: int) -> QuestionBatch:
-        """Some of them."""
-        mine = slice(first, last)
-        lengths = self.lengths[mine]
+    def select(self, first: int, last: int) -> QuestionBatch:
+        """Questions `first` to `last`."""
+        rows = slice(first, last)
+        lengths = self.lengths[rows]
         return QuestionBatch(
-            scenes=SceneBatch(names=self.scenes.names[mine], small=self.scenes.small[mine]),
-            kinds=self.kinds[mine], slots=self.slots[mine], text=self.text[mine, : lengths.max(initial=0)],
-            prompts=self.prompts[mine], lengths=lengths,
+            scenes=SceneBatch(names=self.scenes.names[rows], small=self.scenes.small[rows]),
+            kinds=self.kinds[rows], slots=self.slots[rows], text=self.text[rows, : lengths.max(initial=0)],
+            prompts=self.prompts[rows], lengths=lengths,
         )  # fmt: skip
 
 
-def draw(
-    world: QuestionDomain, shares: Mapping[Kind, float], count: int, random: np.random.Generator
+def sample_questions(
+    domain: QuestionDomain, frequencies: Mapping[Kind, float], count: int, generator: np.random.Generator
 ) -> QuestionBatch:
-    """Draw questions and their scenes.
+    """Sample questions and their scenes.
 
     Args:
-        world: What they can be about.
-        shares: Of kinds; those that are left out do not come.
-        count: How many.
-        random: What is drawn from; nothing else decides.
+        domain: Names and cells.
+        frequencies: Frequencies of kinds; missing kinds do not occur.
+        count: Number of questions.
+        generator: Random generator, the only source of randomness.
     """
-    weights = np.array([shares.get(kind, 0.0) for kind in KINDS])
-    kinds = random.choice(len(KINDS), size=count, p=weights / weights.sum())
-    names = np.full((count, world.cells), NOTHING)
-    small = np.zeros((count, world.cells), bool)
-    slots = np.full((count, len(_SLOTS)), _UNASKED)
-    answers = np.full((count, world.cells + world.grid), world.vocabulary.pad)
-    for at, kind in enumerate(KINDS):
-        mine = np.flatnonzero(kinds == at)
-        # Also of a kind that none is of: what is drawn for the next must not depend on it.
-        made = _Kind(world, len(mine), random)
-        getattr(made, f"draw_{kind}")()
-        names[mine], small[mine], slots[mine] = made.names, made.small, made.slots
-        answers[mine, : made.answers.shape[1]] = made.answers
-    asked = _worded(world, kinds, slots, random)
-    pad, vocabulary = world.vocabulary.pad, world.vocabulary
-    marks = [np.full((count, 1), mark) for mark in (vocabulary.answer, vocabulary.eos)]
-    text = _left(np.concatenate([asked, marks[0], answers, marks[1]], axis=1), pad)
+    weights = np.array([frequencies.get(kind, 0.0) for kind in KINDS])
+    kinds = generator.choice(len(KINDS), size=count, p=weights / weights.sum())
+    names = np.full((count, domain.cells), NOTHING)
+    small = np.zeros((count, domain.cells), bool)
+    slots = np.full((count, len(_SLOTS)), _NO_SLOT)
+    answers = np.full((count, domain.cells + domain.grid), domain.vocabulary.pad)
+    for index, kind in enumerate(KINDS):
+        rows = np.flatnonzero(kinds == index)
+        # Also for an absent kind, so that the random numbers of the others do not depend on it.
+        kind_batch = _KindBatch(domain, len(rows), generator)
+        getattr(kind_batch, f"draw_{kind}")()
+        names[rows], small[rows], slots[rows] = kind_batch.names, kind_batch.small, kind_batch.slots
+        answers[rows, : kind_batch.answers.shape[1]] = kind_batch.answers
+    prompts = _phrase_questions(domain, kinds, slots, generator)
+    pad, vocabulary = domain.vocabulary.pad, domain.vocabulary
+    separators = [np.full((count, 1), token) for token in (vocabulary.answer, vocabulary.eos)]
+    text = _remove_padding(np.concatenate([prompts, separators[0], answers, separators[1]], axis=1), pad)
     lengths = (text != pad).sum(1)
     return QuestionBatch(
         scenes=SceneBatch(names=names, small=small), kinds=kinds, slots=slots,
-        text=text[:, : lengths.max(initial=0)], prompts=(asked != pad).sum(1) + 1, lengths=lengths,
+        text=text[:, : lengths.max(initial=0)], prompts=(prompts != pad).sum(1) + 1, lengths=lengths,
     )  # fmt: skip
 
 
-def draw_names(
-    world: QuestionDomain, often: np.ndarray, small: float, count: int, random: np.random.Generator
+def sample_scenes(
+    domain: QuestionDomain, frequencies: np.ndarray, small: float, count: int, generator: np.random.Generator
 ) -> SceneBatch:
-    """Draw scenes without questions, of all names: what a vision tower learns to name.
+    """Sample scenes of all names without questions, to train the vision tower.
 
     Args:
-        world: Names and cells.
-        often: How often each name comes, [names], summing up to 1.
-        small: Share of cells with a small item, of those names that small ones have, each as often.
-        count: How many scenes.
-        random: What is drawn from.
+        domain: Names and cells.
+        frequencies: Frequency of each name, [names], with sum 1.
+        small: Fraction of cells with a small item, uniform over the names of small items.
+        count: Number of scenes.
+        generator: Random generator.
     """
-    shape = (count, world.cells)
-    names = random.choice(len(often), shape, p=often)
-    small_names = random.choice([world.names.index(name) for name in world.small], shape)
-    which = random.random(shape)
-    tiny = which < small
+    shape = (count, domain.cells)
+    names = generator.choice(len(frequencies), shape, p=frequencies)
+    small_names = generator.choice([domain.names.index(name) for name in domain.small_names], shape)
+    uniform = generator.random(shape)
+    is_small = uniform < small
     return SceneBatch(
-        names=np.where(which >= 1.0 - _EMPTY, NOTHING, np.where(tiny, small_names, names)), small=tiny
+        names=np.where(uniform >= 1.0 - _EMPTY_FRACTION, NOTHING, np.where(is_small, small_names, names)),
+        small=is_small,
     )
 
 
-class _Kind:
-    """Scenes and answers of one kind of question; a method for each kind."""
+class _KindBatch:
+    """Scenes and answers of one kind of question, with one method per kind."""
 
     def __init__(self, world: QuestionDomain, count: int, random: np.random.Generator) -> None:
-        self.world, self.count, self.random = world, count, random
+        self.domain, self.count, self.generator = world, count, random
         self.names = np.full((count, world.cells), NOTHING)
         self.small = np.zeros((count, world.cells), bool)
-        self.slots = np.full((count, len(_SLOTS)), _UNASKED)
+        self.slots = np.full((count, len(_SLOTS)), _NO_SLOT)
         self.answers = np.zeros((count, 0), np.int64)
         self._rows = np.arange(count)
-        self._asked = np.array([world.names.index(name) for name in world.asked])
+        self._question_labels = np.array([world.names.index(name) for name in world.question_names])
         self._words = world.vocabulary.ids(world.names)
-        # Cells in an order of each scene's own.
+        # Random order of the cells of each scene.
         self._order = random.random((count, world.cells)).argsort(1)
 
     def draw_at(self) -> None:
-        self._fill(self._few(self.world.cells - 1), self._any((self.count, self.world.cells)))
-        here = self._order[:, 0]
-        self.slots[:, 2], self.slots[:, 3] = here // self.world.grid + 1, here % self.world.grid + 1
-        self._answer(self._words[self.names[self._rows, here]])
+        self._place_items(
+            self._sample_count(self.domain.cells - 1), self._sample_names((self.count, self.domain.cells))
+        )
+        cell = self._order[:, 0]
+        self.slots[:, 2], self.slots[:, 3] = cell // self.domain.grid + 1, cell % self.domain.grid + 1
+        self._set_answers(self._words[self.names[self._rows, cell]])
 
     def draw_count(self) -> None:
-        wanted = self.random.integers(0, MOST + 1, self.count)
-        other = self.random.integers(1, self.world.cells - MOST + 1, self.count)
-        one = self.random.integers(0, len(self._asked), (self.count, 1))
-        rest = self.random.integers(0, len(self._asked) - 1, (self.count, self.world.cells))
-        rest += rest >= one
-        first = np.arange(self.world.cells) < wanted[:, None]
-        self._fill(wanted + other, self._asked[np.where(first, one, rest)])
-        self.slots[:, 0] = self._asked[one[:, 0]]
-        self._answer(self.world.vocabulary.ids([str(number) for number in range(MOST + 1)])[wanted])
+        counts = self.generator.integers(0, MAX_COUNT + 1, self.count)
+        num_distractors = self.generator.integers(1, self.domain.cells - MAX_COUNT + 1, self.count)
+        target = self.generator.integers(0, len(self._question_labels), (self.count, 1))
+        distractors = self.generator.integers(
+            0, len(self._question_labels) - 1, (self.count, self.domain.cells)
+        )
+        distractors += distractors >= target
+        first = np.arange(self.domain.cells) < counts[:, None]
+        self._place_items(
+            counts + num_distractors, self._question_labels[np.where(first, target, distractors)]
+        )
+        self.slots[:, 0] = self._question_labels[target[:, 0]]
+        self._set_answers(
+            self.domain.vocabulary.ids([str(number) for number in range(MAX_COUNT + 1)])[counts]
+        )
 
     def draw_where(self) -> None:
-        grid = self.world.grid
-        row, column = self.random.integers(0, grid, (2, self.count))
-        one = self.random.integers(0, len(self._asked), (self.count, 1))
-        rest = self.random.integers(0, len(self._asked) - 1, (self.count, self.world.cells))
-        rest += rest >= one
-        self._fill(self._few(self.world.cells - 2), self._asked[rest])
-        self.names[self._rows, row * grid + column] = self._asked[one[:, 0]]
-        self.slots[:, 0] = self._asked[one[:, 0]]
-        self._answer(self.world.vocabulary.ids([str(number + 1) for number in range(grid)])[column])
+        grid = self.domain.grid
+        row, column = self.generator.integers(0, grid, (2, self.count))
+        target = self.generator.integers(0, len(self._question_labels), (self.count, 1))
+        distractors = self.generator.integers(
+            0, len(self._question_labels) - 1, (self.count, self.domain.cells)
+        )
+        distractors += distractors >= target
+        self._place_items(self._sample_count(self.domain.cells - 2), self._question_labels[distractors])
+        self.names[self._rows, row * grid + column] = self._question_labels[target[:, 0]]
+        self.slots[:, 0] = self._question_labels[target[:, 0]]
+        self._set_answers(self.domain.vocabulary.ids([str(number + 1) for number in range(grid)])[column])
 
     def draw_left(self) -> None:
-        grid = self.world.grid
-        columns = self.random.random((self.count, grid)).argsort(1)[:, :2]
-        rows = self.random.integers(0, grid, (self.count, 2))
-        pair = self.random.integers(0, [len(self._asked), len(self._asked) - 1], (self.count, 2))
+        grid = self.domain.grid
+        columns = self.generator.random((self.count, grid)).argsort(1)[:, :2]
+        rows = self.generator.integers(0, grid, (self.count, 2))
+        pair = self.generator.integers(
+            0, [len(self._question_labels), len(self._question_labels) - 1], (self.count, 2)
+        )
         pair[:, 1] += pair[:, 1] >= pair[:, 0]
         low, high = np.sort(pair, 1).T[:, :, None]
-        rest = self.random.integers(0, len(self._asked) - 2, (self.count, self.world.cells))
-        rest += rest >= low
-        rest += rest >= high
-        self._fill(self._few(self.world.cells - 2) - 1, self._asked[rest])
-        for at in (0, 1):
-            self.names[self._rows, rows[:, at] * grid + columns[:, at]] = self._asked[pair[:, at]]
-        self.slots[:, :2] = self._asked[pair]
-        no, yes = self.world.vocabulary.ids([NO, YES])
-        self._answer(np.where(columns[:, 0] < columns[:, 1], yes, no))
+        distractors = self.generator.integers(
+            0, len(self._question_labels) - 2, (self.count, self.domain.cells)
+        )
+        distractors += distractors >= low
+        distractors += distractors >= high
+        self._place_items(self._sample_count(self.domain.cells - 2) - 1, self._question_labels[distractors])
+        for index in (0, 1):
+            self.names[self._rows, rows[:, index] * grid + columns[:, index]] = self._question_labels[
+                pair[:, index]
+            ]
+        self.slots[:, :2] = self._question_labels[pair]
+        no, yes = self.domain.vocabulary.ids([NO, YES])
+        self._set_answers(np.where(columns[:, 0] < columns[:, 1], yes, no))
 
     def draw_small(self) -> None:
-        self._fill(self._few(self.world.cells - 1), self._any((self.count, self.world.cells)))
-        here = self._order[:, -1]
-        choice = np.array([self.world.names.index(name) for name in self.world.small])
-        self.names[self._rows, here] = choice[self.random.integers(0, len(choice), self.count)]
-        self.small[self._rows, here] = True
-        self._answer(self._words[self.names[self._rows, here]])
+        self._place_items(
+            self._sample_count(self.domain.cells - 1), self._sample_names((self.count, self.domain.cells))
+        )
+        cell = self._order[:, -1]
+        choice = np.array([self.domain.names.index(name) for name in self.domain.small_names])
+        self.names[self._rows, cell] = choice[self.generator.integers(0, len(choice), self.count)]
+        self.small[self._rows, cell] = True
+        self._set_answers(self._words[self.names[self._rows, cell]])
 
     def draw_list(self) -> None:
-        grid, vocabulary = self.world.grid, self.world.vocabulary
-        self._fill(
-            self._few(max(3, self.world.cells // 2 + 1), least=2), self._any((self.count, self.world.cells))
+        grid, vocabulary = self.domain.grid, self.domain.vocabulary
+        self._place_items(
+            self._sample_count(max(3, self.domain.cells // 2 + 1), low=2),
+            self._sample_names((self.count, self.domain.cells)),
         )
-        there = self.names != NOTHING
-        words = np.where(there, self._words[self.names], vocabulary.pad).reshape(self.count, grid, grid)
+        occupied = self.names != NOTHING
+        words = np.where(occupied, self._words[self.names], vocabulary.pad).reshape(self.count, grid, grid)
         empty, following = vocabulary.ids([EMPTY, NEXT])
-        bare = np.where(there.reshape(self.count, grid, grid).any(2), vocabulary.pad, empty)
+        bare = np.where(occupied.reshape(self.count, grid, grid).any(2), vocabulary.pad, empty)
         ends = np.full((self.count, grid), following)
         ends[:, -1] = vocabulary.pad
         rows = np.concatenate([words, bare[:, :, None], ends[:, :, None]], axis=2)
-        # A row has its items or "nothing", never both, so cells and separators are all that a list needs.
-        self.answers = _left(rows.reshape(self.count, grid * (grid + 2)), vocabulary.pad)[
-            :, : self.world.cells + grid - 1
+        # A row has its items or "nothing", so a list has at most cells plus separators tokens.
+        self.answers = _remove_padding(rows.reshape(self.count, grid * (grid + 2)), vocabulary.pad)[
+            :, : self.domain.cells + grid - 1
         ]
 
-    def _any(self, shape: tuple[int, ...]) -> np.ndarray:
-        return self._asked[self.random.integers(0, len(self._asked), shape)]
+    def _sample_names(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self._question_labels[self.generator.integers(0, len(self._question_labels), shape)]
 
-    def _few(self, most: int, *, least: int = 1) -> np.ndarray:
-        """How many items, [B]."""
-        return self.random.integers(least, most + 1, self.count)
+    def _sample_count(self, high: int, *, low: int = 1) -> np.ndarray:
+        """Number of items, [B]."""
+        return self.generator.integers(low, high + 1, self.count)
 
-    def _fill(self, counts: np.ndarray, names: np.ndarray) -> None:
-        """Lay the first `counts` of `names`, [B, S], into the first cells of each scene's order."""
-        laid = np.where(np.arange(self.world.cells) < counts[:, None], names, NOTHING)
+    def _place_items(self, counts: np.ndarray, names: np.ndarray) -> None:
+        """Place the first `counts` of `names`, [B, S], into the first cells of each scene's random order."""
+        laid = np.where(np.arange(self.domain.cells) < counts[:, None], names, NOTHING)
         np.put_along_axis(self.names, self._order, laid, axis=1)
 
-    def _answer(self, words: np.ndarray) -> None:
+    def _set_answers(self, words: np.ndarray) -> None:
         self.answers = words[:, None]
 
 
-def _worded(
+def _phrase_questions(
     world: QuestionDomain, kinds: np.ndarray, slots: np.ndarray, random: np.random.Generator
 ) -> np.ndarray:
-    """Questions in one of their kind's wordings: [B, tokens], padded on the right."""
-    ways, first = _templates(world)
+    """Questions in a random wording of their kind: [B, tokens], padded on the right."""
+    wordings, first = _encode_templates(world)
     counts = np.array([len(TEMPLATES[kind]) for kind in KINDS])
-    chosen = ways[first[kinds] + (random.random(len(kinds)) * counts[kinds]).astype(np.int64)]
+    templates = wordings[first[kinds] + (random.random(len(kinds)) * counts[kinds]).astype(np.int64)]
     vocabulary = world.vocabulary
     named = vocabulary.ids(world.names)[slots[:, :2]]
     numbers = vocabulary.ids([str(number) for number in range(world.grid + 1)])
-    # -1 where a kind has no such slot picks some word, which no template of that kind has a place for.
+    # -1 (no such slot) selects an arbitrary word, which no template of that kind uses.
     filled = np.concatenate([named, numbers[slots[:, 2:]]], axis=1)
-    return np.where(chosen < 0, np.take_along_axis(filled, np.maximum(-chosen - 1, 0), axis=1), chosen)
+    return np.where(
+        templates < 0, np.take_along_axis(filled, np.maximum(-templates - 1, 0), axis=1), templates
+    )
 
 
-def _templates(world: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
-    """All wordings, [n, tokens], slot i as -1 - i; and the first one of each kind."""
+def _encode_templates(world: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
+    """All wordings, [n, tokens], with slot i as -1 - i, and the index of the first wording of each kind."""
     rows: list[list[int]] = []
     first: list[int] = []
     for kind in KINDS:
@@ -339,12 +367,12 @@ def _templates(world: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
                 ]
             )
     padded = np.full((len(rows), max(map(len, rows))), world.vocabulary.pad)
-    for at, row in enumerate(rows):
-        padded[at, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return padded, np.array(first)
 
 
-def _left(tokens: np.ndarray, pad: int) -> np.ndarray:
-    """Tokens without the padding between them: [B, any], padded on the right."""
+def _remove_padding(tokens: np.ndarray, pad: int) -> np.ndarray:
+    """Move padding between tokens to the right: [B, any]."""
     order = np.argsort(tokens == pad, axis=1, kind="stable")
     return np.take_along_axis(tokens, order, axis=1)

@@ -1,8 +1,10 @@
-"""Grid-VQA as a task of a study.
+"""Grid-VQA as the task of a study.
 
-Controllers do not learn from the split that the model learnt from, whose answers it half knows, so that cheap
-plans look better than they are. The samples of the validation split that come first are learnt from, those
-after them choose margins and weights, and the test split judges.
+Controllers are not trained on the model's training split, where the model knows part of the answers and cheap
+plans
+look too good. They are trained on the first samples of the validation split, calibrated on the samples after
+them,
+and evaluated on the test split.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import torch
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.grid_vqa.config import KINDS, VqaConfig
 from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaDataset
-from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, outcomes
+from sparseflow.adaptive.grid_vqa.evaluate import VqaScorer, evaluate_plans
 from sparseflow.adaptive.grid_vqa.images import ImageBank
-from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load
+from sparseflow.adaptive.grid_vqa.model import IMAGES, SETTINGS, load_vqa_model
 from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace
 from sparseflow.adaptive.questions.task import (
     PlanOutcomes,
@@ -35,12 +37,12 @@ from sparseflow.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GridVqaTask:
-    """Questions about grids of images, as a model was trained on.
+    """Grid-VQA of a trained model. Implements `StudyTask`.
 
     Attributes:
-        model: On the device of `data`.
-        data: Where samples come from.
-        name: As `StudyTask`, as the others.
+        model: Model, on the device of `data`.
+        data: Samples.
+        name: As in `StudyTask`, like the others.
     """
 
     model: Any
@@ -63,36 +65,36 @@ class GridVqaTask:
         archives: Sequence[Path] = (),
         bank: ImageBank | None = None,
     ) -> GridVqaTask:
-        """Of a model's folder.
+        """Open the directory of a model.
 
         Args:
-            folder: What `model.save` wrote.
-            device: Where to compute.
-            dtype: Of the weights.
-            archives: Of images, if they are elsewhere now than when the model was trained; see `placed`.
-            bank: Images in place of those that the model's settings name.
+            folder: Directory written by `save_vqa_model`.
+            device: Device.
+            dtype: Number format of the weights.
+            archives: Image archives, if they were moved since the training; see `locate_archives`.
+            bank: Images that replace those of the config.
 
         Raises:
-            InputError: There is no such folder, or images are missing.
-            FileFormatError: It holds something else.
+            InputError: The directory does not exist, or images are missing.
+            FileFormatError: It is damaged or foreign.
         """
         if not (folder / SETTINGS).is_file():
             raise InputError(
-                f"{folder} holds no model of Grid-VQA, which knows what to ask: there is no {SETTINGS}; give "
-                "another model questions of your own with `--questions FILE.jsonl`"
+                f"{folder} is not a Grid-VQA model: {SETTINGS} is missing; pass questions for other models "
+                "with `--questions FILE.jsonl`"
             )
-        model, _, settings = load(folder, device=device, dtype=dtype)
-        return cls(model=model, data=VqaDataset(placed(settings, archives, folder), device, bank=bank))
+        model, _, config = load_vqa_model(folder, device=device, dtype=dtype)
+        return cls(model=model, data=VqaDataset(locate_archives(config, archives, folder), device, bank=bank))
 
     def identity(self) -> Mapping[str, Any]:
-        """As `StudyTask`."""
-        told = self.data.settings.model_dump(
-            mode="json", include={"images": {"digits", "asked", "seed"}, "scene": True, "test_shares": True}
+        record = self.data.config.model_dump(
+            mode="json",
+            include={"images": {"digits", "question_names", "seed"}, "scene": True, "test_shares": True},
         )
-        return told | {"names": list(self.data.bank.names), "images_in_all": len(self.data.bank.images)}
+        return record | {"names": list(self.data.bank.names), "images_in_all": len(self.data.bank.images)}
 
     def select_samples(self, counts: SampleCounts, progress: Progress | None = None) -> SplitRanges:
-        """As `StudyTask`; samples are drawn, so there are as many as wanted."""
+        """Select the samples; as they are generated, there are as many as requested."""
         return SplitRanges(
             train=SampleRange(split="val", count=counts.train),
             validation=SampleRange(split="val", first=counts.train, count=counts.validation),
@@ -102,11 +104,12 @@ class GridVqaTask:
     def evaluate_plans(
         self, space: PlanSpace, *, split: Split, first: int, count: int, progress: Progress | None = None
     ) -> PlanOutcomes:
-        """As `StudyTask`; a chunk is quick, so nothing is told within."""
-        return outcomes(self.model, self.data, space, split=split, first=first, count=count)
+        """Evaluate plans; a chunk is fast, so progress is not reported."""
+        return evaluate_plans(self.model, self.data, space, split=split, first=first, count=count)
 
     def make_scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
-        """What scores sets of blocks, at the highest tier, by the first samples of the validation split."""
+        """Make the score function of block importance, at the highest tier, from the first validation
+        samples."""
         right = VqaScorer(self.model, self.data, split="val", count=count)
         geometry = get_adapter(self.model).geometry
 
@@ -117,17 +120,17 @@ class GridVqaTask:
         return score
 
 
-def placed(settings: VqaConfig, archives: Sequence[Path] | None, folder: Path) -> VqaConfig:
-    """Settings of a task whose archives may be elsewhere now.
+def locate_archives(config: VqaConfig, archives: Sequence[Path] | None, folder: Path) -> VqaConfig:
+    """Replace the image archives of a configuration.
 
     Args:
-        settings: Of the model.
-        archives: Those to read, whatever else there is.
-        folder: Of the model. Images that lie in it (`IMAGES`) go before those of the training.
+        config: Configuration of the model.
+        archives: Archives to read; take precedence over all others.
+        folder: Directory of the model; its own images (`IMAGES`) take precedence over those of the training.
     """
     if not archives:
         if not (folder / IMAGES).is_file():
-            return settings
+            return config
         archives = [folder / IMAGES]
-    images = settings.images.model_copy(update={"archives": tuple(archives)})
-    return settings.model_copy(update={"images": images})
+    images = config.images.model_copy(update={"archives": tuple(archives)})
+    return config.model_copy(update={"images": images})

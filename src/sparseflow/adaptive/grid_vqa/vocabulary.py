@@ -1,4 +1,4 @@
-"""The words of questions and answers, each a token, and the tokenizer that transformers and servers read."""
+"""Word-level vocabulary of questions and answers, and its transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -28,65 +28,65 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<answer>' -}}{%- endif -%}
 """
-"""Images go before the text of their message; each `<image>` becomes as many as there are vision tokens."""
+"""Images precede the text of their message; each `<image>` is expanded to its vision tokens."""
 
 
 class Vocabulary:
-    """Words and their numbers.
+    """Words and their ids.
 
     Args:
-        words: Lower-case words and single signs, in any order; twice is once.
+        words: Lower-case words and single signs in any order; duplicates are ignored.
 
     Raises:
-        InputError: One is no single word or sign, or one of the special ones.
+        InputError: An entry is not a single word or sign, or is a special token.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        rest = sorted(set(words))
-        for word in rest:
+        ordinary = sorted(set(words))
+        for word in ordinary:
             if (
                 word in SPECIALS
                 or word != word.lower()
                 or not (word.isalnum() or (len(word) == 1 and word.strip()))
             ):
-                raise InputError(f"{word!r} is not a lower-case word or a single sign")
-        self.words: tuple[str, ...] = (*SPECIALS, *rest)
-        self._ids = {word: at for at, word in enumerate(self.words)}
+                raise InputError(f"{word!r} must be a lower-case word or a single sign")
+        self.words: tuple[str, ...] = (*SPECIALS, *ordinary)
+        self._ids = {word: index for index, word in enumerate(self.words)}
         self.pad, self.bos, self.eos, self.unknown, self.image, self.answer = range(len(SPECIALS))
 
     def __len__(self) -> int:
         return len(self.words)
 
     def ids(self, text: str | Sequence[str]) -> np.ndarray:
-        """Words apart by blanks, or one by one, as int64.
+        """Ids of words, given as a list or separated by spaces, int64.
 
         Raises:
-            InputError: A word is not there.
+            InputError: A word is unknown.
         """
         words = text.split() if isinstance(text, str) else text
         unknown = [word for word in words if word not in self._ids]
         if unknown:
-            raise InputError(f"{unknown[0]!r} is not among the {len(self)} words")
+            raise InputError(f"{unknown[0]!r} is not one of the {len(self)} words")
         return np.array([self._ids[word] for word in words], np.int64)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Words apart by blanks; special ones left out."""
-        return " ".join(self.words[at] for at in ids if at >= len(SPECIALS))
+        """Words separated by spaces, without special tokens."""
+        return " ".join(self.words[index] for index in ids if index >= len(SPECIALS))
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The same as a `PreTrainedTokenizerFast`, with a chat template.
+        """The vocabulary as a `PreTrainedTokenizerFast` with a chat template.
 
         Raises:
             MissingExtraError: transformers is missing.
         """
         transformers, tokenizers = require("transformers", "adaptive"), require("tokenizers", "adaptive")
         model = tokenizers.models.WordLevel(dict(self._ids), unk_token=UNKNOWN)
-        made = tokenizers.Tokenizer(model)
-        made.normalizer = tokenizers.normalizers.Lowercase()
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=made, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,
+            tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,
             extra_special_tokens={"image_token": IMAGE, "answer_token": ANSWER},
             chat_template=CHAT_TEMPLATE, padding_side="left", clean_up_tokenization_spaces=False,
         )  # fmt: skip

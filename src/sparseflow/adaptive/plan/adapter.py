@@ -11,15 +11,13 @@ To support another architecture, such as remote code from a hub, subclass `Adapt
    attributes. `state`, if the model stores per-request state on itself.
 
 Then `register` it under the model's `config.model_type`. For the command line, declare it as an entry point
-of
-an installed package, which may also register the model's classes with transformers on import::
+of an installed package, which may also register the model's classes with transformers on import::
 
     [project.entry-points."sparseflow.adaptive.adapters"]
     molmoe = "mypackage.adapter:MolmoEAdapter"
 
 `PlanRuntime` checks every router on installation, and compares the blocks and routers that ran with the plan
-in
-every forward.
+in every forward.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class Adapter(ABC):
         """Router of a block; None for a block without experts."""
 
     def with_top_k(self, router: nn.Module, top_k: int) -> nn.Module:
-        """Return a router with the same parameters that selects `top_k` experts; the original is unchanged.
+        """Return a router with the same parameters that selects `top_k` experts.
 
         Raises:
             ModelError: The router has no `top_k`.
@@ -113,19 +111,19 @@ class Adapter(ABC):
         """Expert indices in a router's output, [tokens, top-k] int64; in transformers the last entry."""
         return routed[-1]
 
-    def get_hidden_states(self, found: Any) -> Tensor:
+    def get_hidden_states(self, output: Any) -> Tensor:
         """Hidden states in a block's output, [batch, tokens, d]."""
-        return found
+        return output
 
     def skip_block(self, hidden: Tensor) -> Any:
         """Output of a block that is skipped, for the given hidden states."""
         return hidden
 
-    def get_cache(self, found: Any) -> Any:
+    def get_cache(self, output: Any) -> Any:
         """Cache in the output of the decoder or the model; None if there is none."""
-        if isinstance(found, tuple):
-            return next((each for each in found if hasattr(each, "get_seq_length")), None)
-        return getattr(found, "past_key_values", None)
+        if isinstance(output, tuple):
+            return next((entry for entry in output if hasattr(entry, "get_seq_length")), None)
+        return getattr(output, "past_key_values", None)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Word embeddings: [batch, tokens] int64 -> [batch, tokens, d]."""
@@ -139,8 +137,7 @@ class Adapter(ABC):
 
         Returns:
             The decoder's `position_ids`, [batch, tokens] int64 (with several axes [axes, batch, tokens]), and
-            the
-            position after each row's last token, [batch], the same on all axes.
+            the position after each row's last token, [batch], the same on all axes.
         """
         input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask.long()
@@ -234,8 +231,7 @@ def get_adapter(model: nn.Module) -> Adapter:
 
     Raises:
         ModelError: No adapter is registered for the architecture, an entry point cannot be loaded, or the
-            model has
-            no `config.model_type`.
+            model has no `config.model_type`.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:

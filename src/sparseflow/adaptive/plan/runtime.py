@@ -1,5 +1,6 @@
-"""Run plans on a model by forward hooks, one plan per call, without a fork of the model and without global
-state.
+"""Runs plans on a model by forward hooks, one plan per call and thread.
+
+The model is not forked, and there is no global state.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class ForwardHook:
         else:
             vars(self.module)["forward"] = self._replaced
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._handler(self, *self._args, given, named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handler(self, *self._args, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _restore_forward, (self.module, self._replaced)
@@ -230,8 +231,7 @@ class PlanRuntime:
         return view
 
     def _get_lengths(self, cache: Any) -> dict[int, int] | None:
-        """Cached tokens per block; None without a cache and during CUDA graph capture, when nothing can be
-        read."""
+        """Cached tokens per block; None without a cache and during CUDA graph capture."""
         if cache is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return None
         return self.adapter.get_kv_lengths(cache)

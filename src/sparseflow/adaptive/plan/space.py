@@ -7,7 +7,7 @@ A plan has
   token after them;
 - a *top-k*: experts per token in the blocks from p on;
 - *blocks*: the blocks that run. The first p always do, and block 0 must, because caches report their length
-    by it.
+  by it.
 
 In a model of 16 blocks, position p keeps between 11 + p and 16 of them: 5 + 4 + 3 + 2 + 1 block counts, times
 five values of top-k, times three tiers: 225 plans. Models of other depths skip the same fraction.
@@ -266,14 +266,10 @@ class PlanSpace:
         Args:
             geometry: Geometry of the model.
             importance: Accuracy lost without each block; ties keep the earlier block. The default is a guess:
-                every
-                second block of the later half is skipped first, those near three quarters of the depth before
-                others,
-                and the first and last block are kept. Deep blocks except the last are the redundant ones: Men
-                et al.
-                2024, "ShortGPT" (arXiv:2403.03853); Gromov et al. 2024, "The Unreasonable Ineffectiveness of
-                the Deeper
-                Layers" (arXiv:2403.17887).
+                every second block of the later half is skipped first, those near three quarters of the depth
+                before others, and the first and last block are kept. Deep blocks except the last are the
+                redundant ones: Men et al. 2024, "ShortGPT" (arXiv:2403.03853); Gromov et al. 2024, "The
+                Unreasonable Ineffectiveness of the Deeper Layers" (arXiv:2403.17887).
 
         Raises:
             InputError: `importance` is not one finite number per block.

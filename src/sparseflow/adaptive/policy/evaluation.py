@@ -119,7 +119,7 @@ def evaluate_policy(
 
 
 def compare_policies(
-    one: PolicyEvaluation,
+    first: PolicyEvaluation,
     other: PolicyEvaluation,
     *,
     samples: Tensor | None = None,
@@ -136,19 +136,19 @@ def compare_policies(
     Raises:
         InputError: The results belong to different samples or budgets, or nothing is included.
     """
-    budget_lists = [[row["budget_ms"] for row in evaluation.curve] for evaluation in (one, other)]
-    if list(one.images) != list(other.images) or budget_lists[0] != budget_lists[1]:
+    budget_lists = [[row["budget_ms"] for row in evaluation.curve] for evaluation in (first, other)]
+    if list(first.images) != list(other.images) or budget_lists[0] != budget_lists[1]:
         raise InputError(
-            f"{one.name} and {other.name} were evaluated on different samples or budgets; "
+            f"{first.name} and {other.name} were evaluated on different samples or budgets; "
             "evaluate both on one table"
         )
-    mask = torch.ones(len(one.images), dtype=torch.bool) if samples is None else samples
+    mask = torch.ones(len(first.images), dtype=torch.bool) if samples is None else samples
     if not bool(mask.any()) or not budget_lists[0][budgets]:
         raise InputError("no sample or budget to compare policies on")
-    images = [image for image, is_in in zip(one.images, mask.tolist(), strict=True) if is_in]
+    images = [image for image, is_in in zip(first.images, mask.tolist(), strict=True) if is_in]
     gains = {}
     for name in MEASURES[:3]:
-        gain = one.per_request[name] - other.per_request[name]
+        gain = first.per_request[name] - other.per_request[name]
         gains[name] = _bootstrap(gain[mask][:, budgets].mean(1), images)
     return gains
 
@@ -159,8 +159,7 @@ def calibrate_margin(
     """Choose the safety margin that reaches an attainment on the validation split.
 
     Of the margins that reach it, the one with the highest accuracy is chosen. If none does, the one with the
-    highest
-    attainment is chosen, and `met` is false.
+    highest attainment is chosen, and `met` is false.
 
     Args:
         policy: The policy.
@@ -182,7 +181,8 @@ def calibrate_margin(
             results[margin] = float(metrics["attainment"].mean()), float(metrics["accuracy"].mean())
         target = min(attainment, max(attained for attained, _ in results.values()))
         return max(
-            (margin_ for margin_ in results if results[margin_][0] >= target), key=lambda one: results[one][1]
+            (margin_ for margin_ in results if results[margin_][0] >= target),
+            key=lambda first: results[first][1],
         )
 
     coarse = best(MARGINS)

@@ -64,8 +64,7 @@ class Environment(Protocol):
         ...
 
     def budget_range_ms(self) -> tuple[float, float]:
-        """Range of relevant budgets: from the smallest feasible one to slightly above the most expensive
-        plan."""
+        """Range of relevant budgets, up to slightly above the latency of the largest plan."""
         ...
 
     def identity(self) -> dict[str, str | int]:

@@ -1,9 +1,8 @@
-"""Policies that choose a plan for a request and its budget: controllers, baselines and the oracle.
+"""Policies that choose a plan for a request: controllers, baselines and the oracle.
 
 The baselines need only a table of outcomes: plans can be enumerated, so the best plan for every budget can be
 tabulated, which is a strong baseline. The oracle uses information that is unknown at decision time and gives
-an
-upper bound.
+an upper bound.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ class StaticPolicy:
             outcomes: Table to select by.
             budgets_ms: Budgets, equally frequent.
             attainment: Required fraction of requests in time; if no plan reaches it, the one with the highest
-                fraction
-                is selected.
+                fraction is selected.
         """
         timely = torch.zeros_like(outcomes.correct)
         for budget in check_budgets(budgets_ms):
@@ -196,8 +194,8 @@ class ControllerPolicy:
                 allowed = None if self.costs is None else find_feasible(self.costs(outcomes, block), budgets)
                 choice = self.controllers.choose(
                     outcomes.get_language(block), budgets,
-                    lambda rows, tiers, positions, some=block: outcomes.get_latency_tokens(
-                        some[rows.cpu()], tiers.cpu(), positions.cpu()
+                    lambda rows, tiers, positions, block=block: outcomes.get_latency_tokens(
+                        block[rows.cpu()], tiers.cpu(), positions.cpu()
                     ),
                     allowed=allowed,
                 )  # fmt: skip

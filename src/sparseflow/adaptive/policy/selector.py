@@ -1,13 +1,10 @@
 """Plan selection for requests with a latency budget.
 
 A plan fits if its predicted p99 latency is at most the remaining budget. Before the vision encoder, stage 1
-chooses
-tier and insertion position among those of fitting plans. At the insertion, stage 2 chooses among the plans
-with that
-tier and position that still fit. Without controllers, the fitting plan of the highest expected accuracy is
-chosen;
-without accuracies, the one with the most expert calls over all tokens. Without a budget, the largest plan
-runs.
+chooses tier and insertion position among those of fitting plans. At the insertion, stage 2 chooses among the
+plans with that tier and position that still fit. Without controllers, the fitting plan of the highest
+expected accuracy is chosen; without accuracies, the one with the most expert calls over all tokens. Without a
+budget, the largest plan runs.
 """
 
 from __future__ import annotations
@@ -60,12 +57,10 @@ class PlanSelector:
         predictor: Latency predictor of the model on its device.
         controllers: Trained controllers; None to select by expected accuracy.
         plans: Plans of the predictor's space that may be selected; default: all. Tiers that the profile did
-            not
-            measure are excluded.
-        worth: Mean accuracy of each plan of the space; used without controllers.
+            not measure are excluded.
+        plan_quality: Mean accuracy of each plan of the space; used without controllers.
         max_total_tokens: Maximum number of tokens of prompt and answer together: plans whose tier needs more
-            are
-            not selected. Default: that of the profile's engine, or the model's context length.
+            are not selected. Default: that of the profile's engine, or the model's context length.
         word_embeddings: Input of stage 1; created if there are controllers.
 
     Raises:
@@ -77,7 +72,7 @@ class PlanSelector:
     predictor: PlanLatencyPredictor
     controllers: Controllers | None = None
     plans: Sequence[Plan] | None = None
-    worth: Sequence[float] | None = None
+    plan_quality: Sequence[float] | None = None
     max_total_tokens: int | None = None
     word_embeddings: CpuWordEmbeddings | None = field(default=None, repr=False)
     all_plans: tuple[Plan, ...] = field(init=False, repr=False)
@@ -99,8 +94,10 @@ class PlanSelector:
             raise InputError(f"the predictor has {space.geometry}, but the model {self.adapter.geometry}")
         if self.controllers is not None and self.controllers.space != space:
             raise InputError("controllers and predictor have different plans; train or profile again")
-        if self.worth is not None and len(self.worth) != len(space):
-            raise InputError(f"`worth` has {len(self.worth)} values, but there are {len(space)} plans")
+        if self.plan_quality is not None and len(self.plan_quality) != len(space):
+            raise InputError(
+                f"`plan_quality` has {len(self.plan_quality)} values, but there are {len(space)} plans"
+            )
         all_plans = space.plans
         known = {plan: index for index, plan in enumerate(all_plans)}
         selectable = all_plans if self.plans is None else self.plans
@@ -156,14 +153,12 @@ class PlanSelector:
             text_tokens: Prompt tokens that do not belong to images.
             images: Number of images of the profile's size (`ProfileMetadata.images`).
             on_infeasible: What happens if no plan fits: `"reject"`; `"best_effort"` runs the fastest plan;
-                `"truncate"`
-                runs the fastest plan for as many tokens as fit.
+                `"truncate"` runs the fastest plan for as many tokens as fit.
             batch: Requests that run concurrently, including this one.
             load: Fraction of the device that other work uses, 0 to 1.
             vision: Tokens of all its images at each tier, if known.
             input_ids: Prompt, [1, tokens] int64 on the CPU; default: the request's, which may have to be
-                copied from the
-                device.
+                copied from the device.
 
         Raises:
             InputError: `on_infeasible` is invalid.
@@ -180,10 +175,10 @@ class PlanSelector:
     def estimate_quality(self, *, text_tokens: int, images: float) -> np.ndarray:
         """Expected quality of each plan for a prompt, higher is better, [plans].
 
-        Without `worth`, the number of expert calls on the prompt, which is free of measurement noise.
+        Without `plan_quality`, the number of expert calls on the prompt, which is free of measurement noise.
         """
-        if self.worth is not None:
-            return np.asarray(self.worth)
+        if self.plan_quality is not None:
+            return np.asarray(self.plan_quality)
         return (text_tokens + images * self.vision) * self.expert_calls
 
     def plans_within_context(
@@ -192,8 +187,7 @@ class PlanSelector:
         """Plans that may be selected and leave room for a request's tokens, [plans] bool.
 
         If no plan does, the plans with the fewest vision tokens are returned; the error raised later reports
-        the token
-        count.
+        the token count.
 
         Args:
             text_tokens: Prompt tokens that do not belong to images.
@@ -217,7 +211,7 @@ class PlanSelector:
         plans = self.all_plans
         return max(
             np.flatnonzero(among).tolist(),
-            key=lambda at: (_tier_rank(plans[at]), len(plans[at].blocks), plans[at].top_k),
+            key=lambda index: (_tier_rank(plans[index]), len(plans[index].blocks), plans[index].top_k),
         )
 
     def restrict(self, plans: Sequence[Plan]) -> PlanSelector:
@@ -225,45 +219,50 @@ class PlanSelector:
         return replace(self, plans=plans)
 
     def select_front(
-        self, most: int = MAX_ENGINE_PLANS, *, text_tokens: int = 32, new_tokens: int = 16
+        self, max_plans: int = MAX_ENGINE_PLANS, *, text_tokens: int = 32, new_tokens: int = 16
     ) -> PlanSelector:
         """Copy that selects among few of the plans.
 
         With controllers, these are the plans chosen most often at validation; otherwise the Pareto front of
-        latency and
-        quality. The fastest and the largest plan are always included.
+        latency and quality. The fastest and the largest plan are always included.
 
         Args:
-            most: Maximum number of plans, at least 2.
+            max_plans: Maximum number of plans, at least 2.
             text_tokens: Text tokens of the prompt for which latencies are compared; it has an image if the
                 profile has.
             new_tokens: Tokens of its answer.
 
         Raises:
-            InputError: `most` is below 2.
+            InputError: `max_plans` is below 2.
         """
-        if most < 2:
-            raise InputError(f"`most` (={most}) must be at least 2: the fastest and the largest plan")
+        if max_plans < 2:
+            raise InputError(
+                f"`max_plans` (={max_plans}) must be at least 2: the fastest and the largest plan"
+            )
         images = int(bool(self.predictor.metadata.vision_tokens))
         ms, _ = self.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
         fitting = self.plans_within_context(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
         among = np.flatnonzero(fitting)
-        frequency = np.zeros(0) if self.controllers is None else self.controllers.chosen.numpy(force=True)
+        frequency = (
+            np.zeros(0) if self.controllers is None else self.controllers.plan_frequency.numpy(force=True)
+        )
         ends = {int(among[ms[among].argmin()]), self.largest_plan(fitting)}
-        if most == 2:
+        if max_plans == 2:
             selected_plans = []
         elif frequency.size and frequency[among].any():
             by_frequency = among[np.argsort(-frequency[among], kind="stable")]
             selected_plans = [
                 int(index) for index in by_frequency if frequency[index] > 0.0 and index not in ends
-            ][: most - len(ends)]
+            ][: max_plans - len(ends)]
         else:
             estimate_quality = self.estimate_quality(text_tokens=text_tokens, images=images)
             plans = [self.all_plans[index] for index in among]
-            front = select_pareto_plans(plans, ms[among].tolist(), estimate_quality[among].tolist(), most - 1)
+            front = select_pareto_plans(
+                plans, ms[among].tolist(), estimate_quality[among].tolist(), max_plans - 1
+            )
             selected_plans = [self.all_plans.index(plan) for plan in front]
         return self.restrict(
-            [self.all_plans[index] for index in sorted({*selected_plans, *ends}, key=lambda at: ms[at])]
+            [self.all_plans[index] for index in sorted({*selected_plans, *ends}, key=lambda index: ms[index])]
         )
 
 
@@ -314,8 +313,7 @@ class RequestPolicy:
         return self._make_initial_decision(self._decided_plan, p50, request)
 
     def prepare(self, request: GenerationRequest) -> None:
-        """Predict latencies at the insertion and run `choose_plan` once, so that its data is in the CPU
-        cache."""
+        """Predict latencies at the insertion, and run `choose_plan` once to warm the CPU cache."""
         self._insertion_prediction = self._predict(self._new_tokens, "insertion")
         cpu_controllers = self.selector.cpu_controllers
         zero_token = torch.zeros(1 if cpu_controllers is None else cpu_controllers.width, device="cpu")

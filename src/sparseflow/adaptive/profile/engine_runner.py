@@ -248,9 +248,9 @@ class EngineRunner:
             self.close()
             raise
 
-    def _report_warm_up(self, done: int, total: int) -> None:
+    def _report_warm_up(self, completed: int, total: int) -> None:
         if self._progress is not None:
-            self._progress(f"recorded {done} of {total}", done / total)
+            self._progress(f"recorded {completed} of {total}", completed / total)
 
     def _create_engine(self, plans: Sequence[Plan], *, start: bool = True) -> Engine:
         return Engine(

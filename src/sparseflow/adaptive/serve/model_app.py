@@ -50,7 +50,7 @@ def create_model_app(
         InputError, FileFormatError, ModelError: See `open_folder` and `attach`.
     """
     folder = open_folder(model, device=device)
-    attached = attach(folder.model, profile, controller, worth=plan_quality)
+    attached = attach(folder.model, profile, controller, plan_quality=plan_quality)
     selector = attached.selector
     assert selector is not None
     settings = selector.predictor.metadata.config

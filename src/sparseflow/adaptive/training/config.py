@@ -26,8 +26,7 @@ class GrpoConfig:
     Attributes:
         steps: GRPO steps; each samples new prompts.
         warm_start: Preceding imitation steps; needs a table of outcomes. The oracle knows more than stage 1,
-            so
-            controllers trained by imitation ignore some inputs, from which GRPO recovers slowly.
+            so controllers trained by imitation ignore some inputs, from which GRPO recovers slowly.
         prompts: Requests with a budget per step, over all processes.
         group: Choices per prompt, at least 16.
         minibatches: Updates into which the prompts of a step are divided.

@@ -3,16 +3,14 @@
 Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.
 
 Notation: p prompts (a request and its budget), g choices per prompt, r rewards [p, g], q joint probability of
-    the
-four parts of a choice.
+the four parts of a choice.
 
     advantage = (r − mean of the group) / scale
     loss      = −mean(min(ratio · advantage, clip(ratio) · advantage)) + kl · k3 − entropy · H
     ratio     = q_new / q_old,   k3 = q_ref / q_new − ln(q_ref / q_new) − 1
 
 The scale is the within-group deviation over all groups of a step, bounded below. The deviation of a single
-group
-would amplify differences that are only timing jitter.
+group would amplify differences that are only timing jitter.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def compute_advantages(rewards: Tensor, *, variance: Tensor | None = None, floor
 
 
 def estimate_kl(log_prob: Tensor, reference: Tensor) -> Tensor:
-    """Non-negative estimate of the KL divergence from the reference; unbiased for samples of the policy.
+    """Non-negative KL estimate from the reference; unbiased for samples of the policy.
 
     Args:
         log_prob: Log-probabilities by the policy.

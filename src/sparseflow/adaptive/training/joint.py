@@ -1,10 +1,8 @@
 """Joint training of both controller stages: one step of imitation or GRPO.
 
 A GRPO step samples prompts, lets the controllers choose a group of plans for each, runs these, and makes a
-few
-updates from the rewards. Prompts and random numbers depend only on the seed and the step, and are drawn for
-all
-processes together and then divided; the number of processes only changes the order of sums.
+few updates from the rewards. Prompts and random numbers depend only on the seed and the step, and are drawn
+for all processes together and then divided; the number of processes only changes the order of sums.
 """
 
 from __future__ import annotations
@@ -86,10 +84,10 @@ class Rollout:
     reference: Tensor
     advantage: Tensor
 
-    def chunk(self, at: int, parts: int) -> Rollout:
+    def chunk(self, index: int, parts: int) -> Rollout:
         """Part `index` of `parts` equal parts of the prompts."""
         chunks = {
-            name: value.chunk(parts)[at] for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.chunk(parts)[index] for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **chunks)
 
@@ -195,12 +193,13 @@ class JointTrainer:
         return numbers
 
     def validate(self, held_out: Environment) -> dict[str, float]:
-        """Evaluate the most probable plans on fixed requests and budgets; updates the plan frequencies.
+        """Evaluate the most probable plans on fixed requests and budgets.
+
+        Also updates the plan frequencies of the controllers.
 
         Returns:
             `"accuracy"`, `"attainment"`, `"latency_ms"`, and `"score"`, by which the best weights are
-            selected: accuracy
-            minus the maximum price times the violations above the allowed fraction.
+            selected: accuracy minus the maximum price times the violations above the allowed fraction.
         """
         random = np.random.default_rng(self.config.seed)
         count = self.config.validation
@@ -218,7 +217,9 @@ class JointTrainer:
                 allowed=self._find_allowed(held_out, samples, budgets),
             )  # fmt: skip
             plans = choices.plan.cpu()
-            self.controllers.chosen.copy_(torch.bincount(plans, minlength=len(held_out.space)) / count)
+            self.controllers.plan_frequency.copy_(
+                torch.bincount(plans, minlength=len(held_out.space)) / count
+            )
         right, latency_ms = held_out.run(samples, plans, jitter)
         accuracy, attained = float(right.mean()), float((latency_ms <= budgets).float().mean())
         excess_violations = max(0.0, 1.0 - attained - self.config.violations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.policy.outcomes import Costs, Environment
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.joint import JointTrainer
+from sparseflow.core.progress import Progress
 from sparseflow.core.training import checkpoint
 from sparseflow.core.training.distributed import init_distributed
 from sparseflow.core.training.history import History
 from sparseflow.errors import InputError
-
-Progress = Callable[[str, float], None]
 
 CONTROLLERS = "controllers.safetensors"
 
@@ -53,13 +51,10 @@ def train(
     """Train controllers, or resume an earlier run in the same folder.
 
     The folder contains `controllers.safetensors` (the best so far), `losses.jsonl` (see `History`) with rows
-    of kind
-    `"train"` per step and `"held_out"` per validation, including one before the first step, and a checkpoint.
-    A resumed
-    run gives the same weights as an uninterrupted one, bitwise on a CPU and up to the order of sums on a GPU.
-    Processes
-    started by torchrun share the folder and the prompts of each step; their number only changes the order of
-    sums.
+    of kind `"train"` per step and `"held_out"` per validation, including one before the first step, and a
+    checkpoint. A resumed run gives the same weights as an uninterrupted one, bitwise on a CPU and up to the
+    order of sums on a GPU. Processes started by torchrun share the folder and the prompts of each step; their
+    number only changes the order of sums.
 
     Args:
         config: Settings.
@@ -68,21 +63,18 @@ def train(
         held_out: Requests by which the best weights are selected; with the same plans.
         model_id: Id of the model, as `profile.weights_id` computes it; stored with the controllers.
         costs: Latency bounds: plans above a budget are never chosen. Without them the reward alone teaches
-            which
-            plans fit. Bounds at a high quantile guarantee budgets; with widely scattered latencies, a lower
-            quantile
-            leaves more plans to choose from, and the price of violations limits their fraction.
+            which plans fit. Bounds at a high quantile guarantee budgets; with widely scattered latencies, a
+            lower quantile leaves more plans to choose from, and the price of violations limits their
+            fraction.
         device: Device of the controllers; `"cuda"` under torchrun is each process's own GPU.
         progress: Called with (message, fraction completed).
 
     Raises:
         InputError: The environments differ in their plans, a setting does not fit them, or the folder
-            contains
-            another run or is a file.
+            contains another run or is a file.
         FileFormatError: The checkpoint or the history is damaged.
         RunError: A loss or gradient is not finite (the last checkpoint is kept), or another process trains in
-            the
-            folder.
+            the folder.
     """
     root = Path(folder)
     if root.exists() and not root.is_dir():

@@ -38,11 +38,11 @@ def grid_vqa(
 
     Shipped configurations: digits, demo, gpu, large.
     """
-    from sparseflow.adaptive.grid_vqa.config import read_settings
+    from sparseflow.adaptive.grid_vqa.config import load_vqa_config
     from sparseflow.adaptive.grid_vqa.train import train
     from sparseflow.core.config import parse_overrides
 
-    settings = read_settings(config, parse_overrides(overrides or [], extra="adaptive"))
+    settings = load_vqa_config(config, parse_overrides(overrides or [], extra="adaptive"))
     silence_transformers()
     torch_device = open_device(device)
     with progress_bar() as progress:

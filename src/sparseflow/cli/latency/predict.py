@@ -267,7 +267,7 @@ def _kernel_quality_table(quality: Mapping[str, Any]) -> Table:
 
 def _model_quality_table(quality: Mapping[str, Any]) -> Table:
     names = {"rest": "idle", "loaded": "under load", "loaded_blind": "under load, load unknown"}
-    rows = [(names[part], *_format_scores(scores)) for part, scores in quality["models"].items()]
+    rows = [(names[summary], *_format_scores(scores)) for summary, scores in quality["models"].items()]
     return make_table(
         ("condition", ">models", ">MAPE", ">within 10 %"), rows, title="models of held-out networks"
     )
@@ -328,15 +328,15 @@ def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
     ]
     columns = ("model", ">load", ">predicted ms", ">measured ms", ">error", "interval ms")
     lines: list[Table | str] = [make_table(columns, rows)]
-    for part in evaluation.summarize():
-        measured, predicted = part.slowdown, part.predicted_slowdown
+    for summary in evaluation.summarize():
+        measured, predicted = summary.slowdown, summary.predicted_slowdown
         slowdown = (
             ""
             if measured is None or predicted is None
             else f", slowdown {measured:.2f}x (predicted {predicted:.2f}x)"
         )
         lines.append(
-            f"load {part.level:.2f}: MAPE {100 * part.mape:.1f} %, {100 * part.within_10:.0f} % of "
-            f"{part.models} models within 10 %{slowdown}"
+            f"load {summary.level:.2f}: MAPE {100 * summary.mape:.1f} %, {100 * summary.within_10:.0f} % of "
+            f"{summary.models} models within 10 %{slowdown}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""A co-design in one YAML file: the task, the hardware, how it is mapped, split, placed and trained for."""
+"""Config of a co-design: task, hardware, mapping, partitioning, placement and training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PositiveFloat,
     ValidationError,
@@ -20,96 +18,98 @@ from pydantic import (
 
 from sparseflow.codesign.hardware.chips import ChipLibrary, read_library
 from sparseflow.codesign.partition.split_search import PartitionConfig
-from sparseflow.core.config import apply_overrides, describe_validation_error, list_configs, read_config_file
+from sparseflow.core.config import (
+    StrictModel,
+    apply_overrides,
+    describe_validation_error,
+    list_configs,
+    read_config_file,
+)
 from sparseflow.errors import InputError
 
 PACKAGE = "sparseflow.codesign"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class HardwareSettings(_Part):
-    """What there is to build from."""
+class HardwareConfig(StrictModel):
+    """Available hardware."""
 
     library: Path | None = None
-    """A chip library in YAML, from where the command runs; the shipped one by default."""
+    """Chip library (YAML), relative to the working directory; the shipped one by default."""
     chips: tuple[str, ...] = ()
-    """Names of the types that slots may hold; all of the library by default."""
+    """Names of the available chip types; all of the library by default."""
     slots: int = Field(default=8, ge=1)
     link: str = "interposer"
-    """Between every two slots, unless `links` says more."""
+    """Link type between every two slots, unless `links` is given."""
     links: tuple[tuple[int, int, str], ...] = ()
-    """(slot, slot, link): the only ones there are, if there are any."""
-    first: str | None = None
-    """The type that all slots hold at first; by default the library's with the most memory."""
-    batch: int = Field(default=8, ge=1)
-    """Samples of the batches that run through the pipeline."""
+    """All links, as (slot, slot, link type)."""
+    initial_chip: str | None = None
+    """Initial chip type of all slots; by default the type with the most memory."""
+    batch_size: int = Field(default=8, ge=1)
+    """Batch size in the pipeline."""
     proxy: Path | None = None
-    """What `sparseflow codesign profile` fitted, likewise; an analytic roofline by default."""
+    """Proxy fitted by `sparseflow codesign profile`; an analytic roofline by default."""
 
     @field_validator("chips")
     @classmethod
-    def _differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"{', '.join(twice)} stands there more than once")
+    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"`chips` contains duplicates: {', '.join(duplicates)}")
         return names
 
 
-class MappingSettings(_Part):
-    """How segments are mapped to slots; see `mapping`."""
+class MappingConfig(StrictModel):
+    """Mapping of segments to slots; see `mapping.solver`."""
 
     mode: Literal["balanced", "serial"] = "balanced"
     strategy: str = "auto"
     time_limit_s: float = Field(default=5.0, gt=0.0)
 
 
-class WaferSettings(_Part):
-    """Where chips are placed; see `layout`."""
+class WaferConfig(StrictModel):
+    """Placement of chips; see `layout`."""
 
     radius_mm: float = Field(default=100.0, gt=0.0)
     margin_mm: float = Field(default=1.0, ge=0.0)
     sigma_mm: float = Field(default=30.0, gt=0.0)
-    """Over which heat reaches."""
+    """Thermal interaction length, mm."""
     w_comm: float = Field(default=1.0, ge=0.0)
     w_therm: float = Field(default=0.5, ge=0.0)
     restarts: int = Field(default=4, ge=1)
     refine_steps: int = Field(default=200, ge=0)
-    """Steps of the differentiable layout after the discrete one."""
+    """Steps of the continuous refinement."""
 
 
-class JointSettings(_Part):
-    """How model and hardware are trained together."""
+class JointConfig(StrictModel):
+    """Joint training of model and hardware."""
 
     alpha_steps: int = Field(default=20, ge=0)
-    """Steps of the slots' logits after each epoch."""
+    """Gradient steps of the slot logits after each epoch."""
     alpha_rate: float = Field(default=0.1, gt=0.0)
     tau: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.3)
-    """Temperature of the slots' draw, first and last."""
+    """Initial and final temperature of the slots' Gumbel-Softmax."""
     plan_every: int = Field(default=1, ge=1)
-    """Epochs from one plan with fine splits to the next; the others map anew only."""
+    """Epochs between two plans with fine splits; other epochs only remap."""
     use_fine_split: bool = True
     hw_every: int = Field(default=1, ge=1)
-    """Training steps from one with the hardware loss to the next."""
+    """Training steps between two evaluations of the hardware loss."""
     seed: int = Field(default=0, ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lambdas:
-    """Weights of the terms, without units; the names are those of configurations.
+    """Dimensionless weights of the cost terms; names are those of the config.
 
     Attributes:
-        lambda_T: Of latency over the first plan's.
-        lambda_E: Of energy, likewise.
-        lambda_mem: Of what layers need beyond a slot's memory: the square of its share, summed over slots.
-        lambda_area: Of area over the first plan's.
-        lambda_chip: Of the share of slots that hold a chip.
-        lambda_layout: Of L_layout; see `places`.
+        lambda_T: Weight of latency over the reference latency.
+        lambda_E: Weight of energy over the reference energy.
+        lambda_mem: Weight of memory overflow: squared relative excess, summed over slots.
+        lambda_area: Weight of area over the reference area.
+        lambda_chip: Weight of the fraction of slots with a chip.
+        lambda_layout: Weight of L_layout; see `design.placement`.
 
     Raises:
-        InputError: One is not finite, or negative.
+        InputError: A weight is negative or not finite.
     """
 
     lambda_T: float = 1.0
@@ -126,134 +126,134 @@ class Lambdas:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the hardware loss counts.
+class HwLossSchedule:
+    """Schedule of the hardware-loss weight.
 
     Attributes:
-        settle: Epochs in which it does not.
-        ramp: Epochs in which its weight rises to `most`.
-        most: Its weight from then on.
-        epsilon: Accuracy that may be lost, from 0 to 1.
-        good_epochs: Epochs in a row that end a violation.
+        warmup_epochs: Epochs with weight 0.
+        ramp_epochs: Epochs in which the weight increases to `max_weight`.
+        max_weight: Final weight.
+        epsilon: Tolerated accuracy loss, from 0 to 1.
+        good_epochs: Consecutive epochs within tolerance that end a violation.
     """
 
-    settle: int = 5
-    ramp: int = 10
-    most: float = 1.0
+    warmup_epochs: int = 5
+    ramp_epochs: int = 10
+    max_weight: float = 1.0
     epsilon: float = 0.01
     good_epochs: int = 2
 
     def __post_init__(self) -> None:
-        if self.settle < 1 or self.ramp < 0 or self.good_epochs < 1:
+        if self.warmup_epochs < 1 or self.ramp_epochs < 0 or self.good_epochs < 1:
             raise InputError(
-                f"`settle` (={self.settle}) and `good_epochs` (={self.good_epochs}) must be at least 1, "
-                f"`ramp` (={self.ramp}) at least 0"
+                f"`warmup_epochs` (={self.warmup_epochs}) and `good_epochs` (={self.good_epochs}) must be "
+                f"at least 1, `ramp_epochs` (={self.ramp_epochs}) at least 0"
             )
-        if not 0.0 <= self.most < math.inf or not 0.0 <= self.epsilon < 1.0:
+        if not 0.0 <= self.max_weight < math.inf or not 0.0 <= self.epsilon < 1.0:
             raise InputError(
-                f"`most` (={self.most}) must be finite and not negative, `epsilon` (={self.epsilon}) from 0 "
-                "to below 1"
+                f"`max_weight` (={self.max_weight}) must be finite and not negative, `epsilon` "
+                f"(={self.epsilon}) from 0 to below 1"
             )
 
 
-_PARTS: Mapping[str, Any] = {"partition": PartitionConfig, "loss": Lambdas, "schedule": Schedule}
-"""Settings that are fields of a dataclass."""
+_DATACLASSES: Mapping[str, Any] = {"partition": PartitionConfig, "loss": Lambdas, "schedule": HwLossSchedule}
+"""Config sections that are fields of a dataclass."""
 
 
-class Settings(_Part):
-    """All of it.
+class CodesignConfig(StrictModel):
+    """Complete config of a co-design.
 
     Attributes:
-        task: Settings of the model, its data and its training, as its own wing reads them.
+        task: Config of model, data and training, in the format of its wing.
     """
 
     task: dict[str, Any]
-    hardware: HardwareSettings = Field(default_factory=HardwareSettings)
-    mapping: MappingSettings = Field(default_factory=MappingSettings)
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig)
+    mapping: MappingConfig = Field(default_factory=MappingConfig)
     partition: dict[str, float] = Field(default_factory=dict)
     """Fields of `PartitionConfig`."""
-    wafer: WaferSettings = Field(default_factory=WaferSettings)
+    wafer: WaferConfig = Field(default_factory=WaferConfig)
     loss: dict[str, float] = Field(default_factory=dict)
     """Fields of `Lambdas`."""
     schedule: dict[str, float] = Field(default_factory=dict)
-    """Fields of `Schedule`."""
-    joint: JointSettings = Field(default_factory=JointSettings)
+    """Fields of `HwLossSchedule`."""
+    joint: JointConfig = Field(default_factory=JointConfig)
 
-    @field_validator(*_PARTS)
+    @field_validator(*_DATACLASSES)
     @classmethod
-    def _is_known(cls, values: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+    def _check_fields(cls, values: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         name = str(info.field_name)
-        there = [each.name for each in fields(_PARTS[name])]
-        unknown = sorted(set(values) - set(there))
+        known = [field.name for field in fields(_DATACLASSES[name])]
+        unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"{name} has no {', '.join(unknown)}; it has: {', '.join(there)}")
-        _made(_PARTS[name], values)
+            raise ValueError(f"unknown fields: {', '.join(unknown)}; expected some of: {', '.join(known)}")
+        _build_dataclass(_DATACLASSES[name], values)
         return values
 
-    def partition_config(self) -> PartitionConfig:
-        """When layers are split."""
-        return _made(PartitionConfig, self.partition)
+    def build_partition_config(self) -> PartitionConfig:
+        """Build the criteria for splits."""
+        return _build_dataclass(PartitionConfig, self.partition)
 
-    def lambdas(self) -> Lambdas:
-        """Weights of the hardware loss."""
-        return _made(Lambdas, self.loss)
+    def build_lambdas(self) -> Lambdas:
+        """Build the weights of the hardware loss."""
+        return _build_dataclass(Lambdas, self.loss)
 
-    def guard_schedule(self) -> Schedule:
-        """When the hardware loss counts."""
-        return _made(Schedule, self.schedule)
+    def build_schedule(self) -> HwLossSchedule:
+        """Build the schedule of the hardware-loss weight."""
+        return _build_dataclass(HwLossSchedule, self.schedule)
 
-    def read_library(self) -> ChipLibrary:
-        """The chip library.
+    def load_library(self) -> ChipLibrary:
+        """Read the chip library.
 
         Raises:
-            InputError: There is no such file.
-            FileFormatError: It cannot be used.
+            InputError: The file does not exist.
+            FileFormatError: The file is invalid.
         """
         return read_library(self.hardware.library)
 
 
-def _made(kind: Any, values: Mapping[str, float]) -> Any:
-    """A dataclass from numbers, whole ones where it wants them."""
-    found = {}
-    for each in fields(kind):
-        if each.name in values:
-            value = values[each.name]
-            if each.type == "int":
+def _build_dataclass(cls: Any, values: Mapping[str, float]) -> Any:
+    """Build a dataclass from numbers, converting integral floats to int where declared."""
+    arguments = {}
+    for field in fields(cls):
+        if field.name in values:
+            value = values[field.name]
+            if field.type == "int":
                 if value != int(value):
-                    raise InputError(f"`{each.name}` (={value}) must be a whole number")
+                    raise InputError(f"`{field.name}` (={value}) must be an integer")
                 value = int(value)
-            found[each.name] = value
-    return kind(**found)
+            arguments[field.name] = value
+    return cls(**arguments)
 
 
-def shipped() -> list[str]:
-    """Names of the configurations that come with SparseFlow."""
+def list_shipped_configs() -> list[str]:
+    """Names of the shipped configs."""
     return [name for name in list_configs(PACKAGE) if name != "chips"]
 
 
-def read_settings(source: Path | str, changes: Mapping[str, Any] | None = None) -> Settings:
-    """Read a configuration.
+def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> CodesignConfig:
+    """Read a config.
 
     Args:
-        source: A YAML file, or the name of a configuration that comes with SparseFlow.
-        changes: `"hardware.slots"` -> a value that goes before the file's.
+        source: A YAML file, or the name of a shipped config.
+        overrides: Dotted field -> value that replaces the file's, such as `{"hardware.slots": 4}`.
 
     Raises:
-        InputError: There is no such file, or a setting is missing, unknown or of no use.
-        FileFormatError: The file is not YAML, or holds something else.
+        InputError: The file does not exist, or a field is missing, unknown or invalid.
+        FileFormatError: The file is not YAML.
         MissingExtraError: PyYAML is missing.
     """
-    content = apply_overrides(read_config_file(source, package=PACKAGE, extra="codesign"), changes or {})
-    return settings_of(content, str(source))
+    content = apply_overrides(read_config_file(source, package=PACKAGE, extra="codesign"), overrides or {})
+    return parse_config(content, str(source))
 
 
-def settings_of(content: Mapping[str, Any], source: str = "the settings") -> Settings:
-    """Settings from what a file holds.
+def parse_config(content: Mapping[str, Any], source: str = "the settings") -> CodesignConfig:
+    """Build a config from the content of a file.
 
     Raises:
-        InputError: A setting is missing, unknown or of no use.
+        InputError: A field is missing, unknown or invalid.
     """
     try:
-        return Settings.model_validate(content)
+        return CodesignConfig.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{source} cannot be used: {describe_validation_error(error)}") from error
+        raise InputError(f"{source}: {describe_validation_error(error)}") from error

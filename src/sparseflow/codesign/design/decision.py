@@ -1,4 +1,4 @@
-"""What was decided of the hardware at some point: chips, mapping, splits and places, as traces hold it."""
+"""Hardware decisions: chips, mapping, splits and positions, and their cost."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from sparseflow.codesign.partition.objective import HwStats
-from sparseflow.codesign.workload.splits import RewritePlan, Split
-from sparseflow.core.config import describe_validation_error
+from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
+from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
+class _DecisionRecord(StrictModel):
     chips: list[str | None]
     segments: list[list[str]]
     mapping: list[int]
@@ -27,21 +25,20 @@ class _Entry(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Everything that is discrete, and where chips are.
+class HardwareDecision:
+    """Chips, mapping, splits and positions.
 
-    Layers are named, since which of them there are changes as blocks are pruned away.
+    Layers are referenced by name, because pruning removes layers.
 
     Attributes:
-        chips: Type in each slot; None where it is empty.
-        segments: Names of the layers of each segment, in order.
+        chips: Chip type of each slot; None for an empty slot.
+        segments: Layer names of each segment, in order.
         mapping: Slot of each segment.
-        positions_mm: Centre of each slot's chip on the wafer, from its middle.
-        rewrite_plan: What is split; None where nothing is. Its layers are places among those of all segments.
+        positions_mm: Center of each slot's chip relative to the wafer center, mm.
+        rewrite_plan: Splits; None if there are none. Layer indices refer to the layers of all segments.
 
     Raises:
-        InputError: There are not as many slots as segments or places as chips, or a slot or a layer is named
-            that is not there.
+        InputError: Lengths differ, or a slot or layer is missing.
     """
 
     chips: tuple[str | None, ...]
@@ -51,136 +48,148 @@ class Decision:
     rewrite_plan: RewritePlan | None = None
 
     def __post_init__(self) -> None:
-        slots, count = len(self.chips), len(self.names)
+        slots, count = len(self.chips), len(self.layer_names)
         if len(self.mapping) != len(self.segments) or len(self.positions_mm) != slots:
             raise InputError(
                 f"{len(self.segments)} segments with {len(self.mapping)} slots, and {slots} chips at "
-                f"{len(self.positions_mm)} places: there must be as many"
+                f"{len(self.positions_mm)} positions; expected one slot per segment and one position per chip"
             )
         if any(not 0 <= slot < slots for slot in self.mapping):
-            raise InputError(f"`mapping` (={list(self.mapping)}) must name slots from 0 to {slots - 1}")
+            raise InputError(f"`mapping` (={list(self.mapping)}) must contain slots from 0 to {slots - 1}")
         for split in () if self.rewrite_plan is None else self.rewrite_plan.splits:
             if split.layer >= count:
-                raise InputError(f"layer {split.layer} is split, and there are {count} layers")
+                raise InputError(f"layer {split.layer} is split, but there are only {count} layers")
             if max(split.slots) >= slots:
                 raise InputError(
-                    f"a part of layer {split.layer} is on slot {max(split.slots)}; there are slots 0 to "
+                    f"a part of layer {split.layer} is on slot {max(split.slots)}; expected slots 0 to "
                     f"{slots - 1}"
                 )
 
     @property
-    def names(self) -> list[str]:
-        """Of all layers, in order."""
+    def layer_names(self) -> list[str]:
+        """Names of all layers, in order."""
         return [name for segment in self.segments for name in segment]
 
-    def homes(self, layers: Sequence[LayerNode]) -> tuple[int, ...]:
-        """Slot of each layer; one that the plan did not know goes where the one before it is.
+    def assign_layers(self, layers: Sequence[LayerNode]) -> tuple[int, ...]:
+        """Slot of each layer; unknown layers go to the slot of the previous layer.
 
         Raises:
-            InputError: There is no segment.
+            InputError: There are no segments.
         """
         if not self.mapping:
-            raise InputError("this decision places no layer: it has no segments")
+            raise InputError("the decision has no segments")
         slots = {
             name: slot for names, slot in zip(self.segments, self.mapping, strict=True) for name in names
         }
-        found: list[int] = []
+        assignment: list[int] = []
         for layer in layers:
-            before = found[-1] if found else self.mapping[0]
-            found.append(slots.get(layer.name, before))
-        return tuple(found)
+            previous = assignment[-1] if assignment else self.mapping[0]
+            assignment.append(slots.get(layer.name, previous))
+        return tuple(assignment)
 
-    def splits(self, layers: Sequence[LayerNode], *, same_units: bool = False) -> dict[int, Split]:
-        """Place of a layer -> its split, of those layers that are there; splits name these places.
+    def select_splits(
+        self, layers: Sequence[LayerNode], *, same_units: bool = False
+    ) -> dict[int, LayerSplit]:
+        """Layer index -> split, for the splits of existing layers, with updated indices.
 
         Args:
-            layers: In order.
-            same_units: Leave out those that have more or fewer units than when they were split.
+            layers: All layers, in order.
+            same_units: Omit splits of layers whose number of units has changed.
         """
         if self.rewrite_plan is None:
             return {}
-        names = self.names
-        places = {layer.name: at for at, layer in enumerate(layers)}
-        found = {
-            places[names[split.layer]]: split
+        names = self.layer_names
+        index_of = {layer.name: position for position, layer in enumerate(layers)}
+        splits = {
+            index_of[names[split.layer]]: split
             for split in self.rewrite_plan.splits
-            if names[split.layer] in places
+            if names[split.layer] in index_of
         }
         return {
-            place: replace(split, layer=place)
-            for place, split in sorted(found.items())
-            if not same_units or len(split.permutation) == layers[place].units
+            index: replace(split, layer=index)
+            for index, split in sorted(splits.items())
+            if not same_units or len(split.permutation) == layers[index].units
         }
 
-    def left(self, layers: Sequence[LayerNode]) -> Decision:
-        """What is left of it for these layers; splits of layers that have other units are dropped.
+    def restrict_to(self, layers: Sequence[LayerNode]) -> HardwareDecision:
+        """Restrict the decision to these layers; splits of layers with other units are dropped.
 
         Raises:
-            InputError: There is no segment.
+            InputError: There are no segments.
         """
-        plan, names = rewrite_of(self.splits(layers, same_units=True)), [layer.name for layer in layers]
-        if names == self.names:
+        plan, names = (
+            build_rewrite_plan(self.select_splits(layers, same_units=True)),
+            [layer.name for layer in layers],
+        )
+        if names == self.layer_names:
             return self if plan == self.rewrite_plan else replace(self, rewrite_plan=plan)
-        homes = self.homes(layers)
-        begins = begins_of(homes)
-        segments = tuple(tuple(names[a:b]) for a, b in pairwise([*begins, len(names)]))
+        assignment = self.assign_layers(layers)
+        first_layers = find_segment_starts(assignment)
+        segments = tuple(tuple(names[a:b]) for a, b in pairwise([*first_layers, len(names)]))
         return replace(
-            self, segments=segments, mapping=tuple(homes[at] for at in begins), rewrite_plan=plan
-        )  # fmt: skip
+            self,
+            segments=segments,
+            mapping=tuple(assignment[index] for index in first_layers),
+            rewrite_plan=plan,
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Convert to JSON types; `from_dict` reads them."""
         return {
             "chips": list(self.chips),
             "segments": [list(names) for names in self.segments],
             "mapping": list(self.mapping),
-            "positions_mm": [list(place) for place in self.positions_mm],
+            "positions_mm": [list(position) for position in self.positions_mm],
             "rewrite_plan": None if self.rewrite_plan is None else self.rewrite_plan.to_dict(),
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Decision:
-        """What `to_dict` gave.
+    def from_dict(cls, record: Mapping[str, Any]) -> HardwareDecision:
+        """Read what `to_dict` returned.
 
         Raises:
-            FileFormatError: It is something else.
+            FileFormatError: The record is invalid.
         """
         try:
-            read = _Entry.model_validate(told)
+            parsed = _DecisionRecord.model_validate(record)
         except ValidationError as error:
-            raise FileFormatError(f"this is no decision: {describe_validation_error(error)}") from error
+            raise FileFormatError(f"invalid decision: {describe_validation_error(error)}") from error
         try:
             return cls(
-                chips=tuple(read.chips),
-                segments=tuple(tuple(names) for names in read.segments),
-                mapping=tuple(read.mapping),
-                positions_mm=tuple(read.positions_mm),
-                rewrite_plan=None if read.rewrite_plan is None else RewritePlan.from_dict(read.rewrite_plan),
+                chips=tuple(parsed.chips),
+                segments=tuple(tuple(names) for names in parsed.segments),
+                mapping=tuple(parsed.mapping),
+                positions_mm=tuple(parsed.positions_mm),
+                rewrite_plan=None
+                if parsed.rewrite_plan is None
+                else RewritePlan.from_dict(parsed.rewrite_plan),
             )
         except InputError as error:
-            raise FileFormatError(f"this is no decision: {error}") from error
+            raise FileFormatError(f"invalid decision: {error}") from error
 
 
-def begins_of(homes: Sequence[int]) -> list[int]:
-    """Places of the layers that are on another slot than the one before, and of the first."""
-    return [at for at in range(len(homes)) if at == 0 or homes[at] != homes[at - 1]]
+def find_segment_starts(assignment: Sequence[int]) -> list[int]:
+    """Indices of the first layer and of all layers on another slot than their predecessor."""
+    return [
+        index for index in range(len(assignment)) if index == 0 or assignment[index] != assignment[index - 1]
+    ]
 
 
-def rewrite_of(splits: Mapping[int, Split]) -> RewritePlan | None:
-    """Splits by the places of their layers as a plan; None where there are none."""
-    return RewritePlan(splits=tuple(splits[at] for at in sorted(splits))) if splits else None
+def build_rewrite_plan(splits: Mapping[int, LayerSplit]) -> RewritePlan | None:
+    """Combine splits by layer index into a plan; None if there are none."""
+    return RewritePlan(splits=tuple(splits[layer] for layer in sorted(splits))) if splits else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced:
-    """What a decision costs.
+class DecisionCost:
+    """Cost of a decision.
 
     Attributes:
-        objective: What decisions are compared by; see `hardware`.
-        stats: Of the plan.
-        area_mm2: Of all chips.
-        chips: How many there are.
-        layout: L_layout, 1 for a plain grid; see `places`.
+        objective: The objective that decisions are compared by; see `design.hardware`.
+        stats: Cost of the plan.
+        area_mm2: Total chip area, mm2.
+        chips: Number of chips.
+        layout: L_layout, 1 for the plain grid; see `design.placement`.
     """
 
     objective: float
@@ -195,26 +204,26 @@ class Priced:
         return self.stats.energy_delay
 
 
-def figures(priced: Priced) -> dict[str, Any]:
-    """The numbers that people ask for first."""
+def summarize_cost(cost: DecisionCost) -> dict[str, Any]:
+    """Select the most important values, as JSON types."""
     return {
-        "latency_ms": priced.stats.total_latency_ms, "energy_mj": priced.stats.energy_mj,
-        "energy_delay_mj_ms": priced.energy_delay, "area_mm2": priced.area_mm2, "chips": priced.chips,
-        "objective": priced.objective,
+        "latency_ms": cost.stats.total_latency_ms, "energy_mj": cost.stats.energy_mj,
+        "energy_delay_mj_ms": cost.energy_delay, "area_mm2": cost.area_mm2, "chips": cost.chips,
+        "objective": cost.objective,
     }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Frozen figures that terms are taken relative to.
+class CostReference:
+    """Reference values that normalize the cost terms.
 
     Attributes:
-        latency_ms: Of a batch.
-        energy_mj: Of a batch.
-        area_mm2: Of all chips.
+        latency_ms: Latency of a batch, ms.
+        energy_mj: Energy of a batch, mJ.
+        area_mm2: Total chip area, mm2.
 
     Raises:
-        InputError: One is not finite and above 0.
+        InputError: A value is not finite and positive.
     """
 
     latency_ms: float
@@ -224,4 +233,4 @@ class Reference:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0.0 < value < float("inf"):
-                raise InputError(f"`{name}` (={value}) of the reference must be finite and above 0")
+                raise InputError(f"`{name}` (={value}) of the cost reference must be finite and above 0")

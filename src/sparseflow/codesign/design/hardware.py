@@ -1,11 +1,11 @@
-"""Deciding the hardware for a model as it is now: chips, mapping, splits and places, each priced alike.
+"""Hardware: chooses chips, mapping, splits and positions for a given model.
 
 Decisions are compared by
 
     J = lambda_T latency / latency_0 + lambda_E energy / energy_0 + lambda_area area / area_0
         + lambda_chip chips / slots + lambda_layout L_layout
 
-which is L_hw with nothing soft left in it. A new decision is taken only where J falls.
+which is the hardware loss L_hw without relaxations. A new decision is accepted only if it lowers J.
 """
 
 from __future__ import annotations
@@ -19,381 +19,470 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparseflow.codesign.design.config import Settings
-from sparseflow.codesign.design.decision import Decision, Priced, Reference, begins_of, rewrite_of
-from sparseflow.codesign.design.placement import Drawn, Places, Search
+from sparseflow.codesign.design.config import CodesignConfig
+from sparseflow.codesign.design.decision import (
+    CostReference,
+    DecisionCost,
+    HardwareDecision,
+    build_rewrite_plan,
+    find_segment_starts,
+)
+from sparseflow.codesign.design.placement import ChipPlacer, PlacementProblem, PlacementSearch
 from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver
-from sparseflow.codesign.partition.objective import Costs, PartCosts, evaluate, feasible, memory
-from sparseflow.codesign.partition.planner import PartitionPlanner, Plan
-from sparseflow.codesign.partition.split_search import Orders
-from sparseflow.codesign.workload.segments import chain
-from sparseflow.codesign.workload.splits import RewritePlan, Split, check, plan_bytes
+from sparseflow.codesign.partition.objective import (
+    LayerCosts,
+    PartCosts,
+    compute_memory_mb,
+    evaluate_plan,
+    is_feasible,
+)
+from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner
+from sparseflow.codesign.partition.split_search import UnitOrders
+from sparseflow.codesign.workload.segments import build_chain
+from sparseflow.codesign.workload.splits import (
+    LayerSplit,
+    RewritePlan,
+    check_rewrite_plan,
+    compute_transfer_bytes,
+)
 from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
 log = logging.getLogger(__name__)
 
-_LEAST = 1e-12
-"""Relative; an objective that falls by less has not fallen."""
+_MIN_RELATIVE_DECREASE = 1e-12
+"""Relative decrease of the objective that counts as an improvement."""
 
 
 class Hardware:
-    """What there is to build from, and what a decision costs.
+    """Available hardware, evaluation of decisions, and search for better ones.
 
     Args:
-        settings: Library, slots, link, mapping, partition, wafer and lambdas.
-        proxy: What a layer costs on a chip; what the settings name by default.
-        library: In place of the one that the settings name.
+        config: Library, slots, links, mapping, partitioning, wafer and weights.
+        proxy: Predicts layer costs; by default the proxy of the config.
+        library: Chip library; by default that of the config.
 
     Attributes:
-        chips: Types that slots may hold.
-        first: The type that all slots hold at first.
-        batch: Samples that run through the pipeline together.
-        proxy_given: Whether layers are priced by anything but a plain roofline.
-        reference: Figures of the first decision; None before `begin`.
+        chips: Available chip types.
+        initial_chip: Initial type of all slots.
+        batch_size: Batch size in the pipeline.
+        has_custom_proxy: Whether costs come from another proxy than the plain roofline.
+        reference: Reference costs; None before `initial_decision`.
 
     Raises:
-        InputError: A name is not in the library, slots cannot all be reached, or do not fit on the wafer.
-        FileFormatError: The library or the proxy cannot be used.
+        InputError: A name is unknown, slots are not connected, or they do not fit on the wafer.
+        FileFormatError: The library or the proxy is invalid.
     """
 
     def __init__(
-        self, settings: Settings, proxy: LayerHwProxy | None = None, library: ChipLibrary | None = None
+        self, config: CodesignConfig, proxy: LayerHwProxy | None = None, library: ChipLibrary | None = None
     ) -> None:
-        told = settings.hardware
-        self.settings, self.batch = settings, told.batch
-        self.library = settings.read_library() if library is None else library
-        names = told.chips or tuple(chip.name for chip in self.library.chips)
-        self.chips: list[ChipType] = [self.library.chip(name) for name in names]
-        self.first = max(self.chips, key=lambda chip: chip.mem_gb)
-        if told.first is not None:
-            self.first = next((chip for chip in self.chips if chip.name == told.first), self.first)
-            if self.first.name != told.first:
-                raise InputError(f"`first` (={told.first!r}) must be one of `chips`: {', '.join(names)}")
-        self.proxy_given = proxy is not None or told.proxy is not None
+        hardware_config = config.hardware
+        self.config, self.batch_size = config, hardware_config.batch_size
+        self.library = config.load_library() if library is None else library
+        names = hardware_config.chips or tuple(chip.name for chip in self.library.chips)
+        self.chips: list[ChipType] = [self.library.get_chip(name) for name in names]
+        self.initial_chip = max(self.chips, key=lambda chip: chip.mem_gb)
+        if hardware_config.initial_chip is not None:
+            self.initial_chip = next(
+                (chip for chip in self.chips if chip.name == hardware_config.initial_chip), self.initial_chip
+            )
+            if self.initial_chip.name != hardware_config.initial_chip:
+                raise InputError(
+                    f"`initial_chip` (={hardware_config.initial_chip!r}) must be one of `chips`: "
+                    f"{', '.join(names)}"
+                )
+        self.has_custom_proxy = proxy is not None or hardware_config.proxy is not None
         if proxy is None:
-            proxy = LayerHwProxy.analytic() if told.proxy is None else LayerHwProxy.load(told.proxy)
+            proxy = (
+                LayerHwProxy.analytic()
+                if hardware_config.proxy is None
+                else LayerHwProxy.load(hardware_config.proxy)
+            )
         self.proxy = proxy
-        if proxy.devices and all(proxy.known(chip) == "analytic" for chip in self.chips):
+        if proxy.devices and all(proxy.get_source(chip) == "analytic" for chip in self.chips):
             log.warning(
-                "no chip is priced by measurements: the proxy knows %s, and a chip is one of those if name, "
-                "`peak_flops` and `peak_bw` are the same; there are %s",
-                ", ".join(each.name for each in proxy.devices), ", ".join(names),
-            )  # fmt: skip
-        self.lambdas = settings.lambdas()
-        mapped = settings.mapping
+                "no chip has measured costs: the proxy was fitted to %s, the chips are %s; name, "
+                "`peak_flops` and `peak_bw` must be equal",
+                ", ".join(device.name for device in proxy.devices),
+                ", ".join(names),
+            )
+        self.lambdas = config.build_lambdas()
+        mapping_config = config.mapping
         solver = MappingSolver(
-            strategy=mapped.strategy, mode=mapped.mode, time_limit_s=mapped.time_limit_s,
-            seed=settings.joint.seed,
-        )  # fmt: skip
-        self.planner = PartitionPlanner(solver, self.proxy, settings.partition_config())
-        self.places = Places(settings.wafer, told.slots, self.chips, seed=settings.joint.seed)
-        self.reference: Reference | None = None
-        self._link = self.library.link(told.link)
-        self._links = [(a, b, self.library.link(name)) for a, b, name in told.links]
-        self.network(self.places.grid())  # which tells of links that do not reach every slot
+            strategy=mapping_config.strategy,
+            mode=mapping_config.mode,
+            time_limit_s=mapping_config.time_limit_s,
+            seed=config.joint.seed,
+        )
+        self.planner = PartitionPlanner(solver, self.proxy, config.build_partition_config())
+        self.placer = ChipPlacer(config.wafer, hardware_config.slots, self.chips, seed=config.joint.seed)
+        self.reference: CostReference | None = None
+        self._link = self.library.get_link(hardware_config.link)
+        self._links = [(a, b, self.library.get_link(name)) for a, b, name in hardware_config.links]
+        self.build_network(self.placer.grid_positions())  # checks that all slots are reachable
 
     @property
-    def slots(self) -> int:
-        """How many there are."""
-        return self.settings.hardware.slots
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return self.config.hardware.slots
 
     @property
-    def zeros(self) -> Reference:
+    def required_reference(self) -> CostReference:
         """The reference.
 
         Raises:
             InputError: There is none yet.
         """
         if self.reference is None:
-            raise InputError("costs are relative to a first decision: call `begin` or `fix_reference` before")
+            raise InputError("there is no cost reference; call `initial_decision` or `set_reference` first")
         return self.reference
 
-    def network(self, positions_mm: Sequence[tuple[float, float]]) -> Network:
-        """Between slots whose chips are there."""
-        at = np.asarray(positions_mm, dtype=np.float64)
-        distances = np.hypot(*(at[:, None] - at[None]).transpose(2, 0, 1))
+    def build_network(self, positions_mm: Sequence[tuple[float, float]]) -> Network:
+        """Build the network between slots at these positions, mm."""
+        positions = np.asarray(positions_mm, dtype=np.float64)
+        distances = np.hypot(*(positions[:, None] - positions[None]).transpose(2, 0, 1))
         if self._links:
-            return Network.of_links(self.slots, self._links, distances)
+            return Network.from_links(self.num_slots, self._links, distances)
         return Network.all_to_all(self._link, distances)
 
-    def begin(self, layers: Sequence[LayerNode]) -> Decision:
-        """The first decision: the first chip in every slot, mapped, on a plain grid. Fixes the reference.
+    def initial_decision(self, layers: Sequence[LayerNode]) -> HardwareDecision:
+        """Map the model to the initial chips on a plain grid, and set the reference costs.
 
         Raises:
-            InputError: The model does not fit; says by how much.
+            InputError: The model does not fit.
         """
-        empty = Decision(
-            chips=(self.first.name,) * self.slots, segments=(), mapping=(), positions_mm=self.places.grid()
+        empty = HardwareDecision(
+            chips=(self.initial_chip.name,) * self.num_slots,
+            segments=(),
+            mapping=(),
+            positions_mm=self.placer.grid_positions(),
         )
-        plan = self.planned(layers, empty, fine=False)
-        found = self.decision_of(layers, empty, plan)
+        plan = self.make_plan(layers, empty, use_fine_split=False)
+        decision = self.decision_from_plan(layers, empty, plan)
         stats = plan.hw_stats
-        self.reference = Reference(
+        self.reference = CostReference(
             latency_ms=stats.total_latency_ms, energy_mj=stats.energy_mj,
-            area_mm2=self.slots * self.first.area_mm2,
+            area_mm2=self.num_slots * self.initial_chip.area_mm2,
         )  # fmt: skip
-        return found
+        return decision
 
-    def fix_reference(self, told: Mapping[str, float]) -> None:
-        """Take the reference of another run.
+    def set_reference(self, record: Mapping[str, float]) -> None:
+        """Set the reference costs from the record of another run.
 
         Raises:
-            InputError: It is none.
+            InputError: The record is invalid.
         """
         try:
-            self.reference = Reference(**told)
+            self.reference = CostReference(**record)
         except TypeError as error:
-            raise InputError(f"this is no reference: {error}") from error
+            raise InputError(f"invalid cost reference: {error}") from error
 
-    def price(self, layers: Sequence[LayerNode], decision: Decision) -> Priced:
-        """What a decision costs for these layers.
+    def evaluate_cost(self, layers: Sequence[LayerNode], decision: HardwareDecision) -> DecisionCost:
+        """Compute the cost of a decision for these layers.
 
-        Splits of layers that have other units by now do not count.
+        Splits of layers whose number of units has changed are ignored.
 
         Raises:
-            InputError: Memory does not fit, or a layer is on an empty slot (says which); or there is no
-                reference.
+            InputError: Memory does not suffice, a layer is on an empty slot, or there is no reference.
         """
-        zero = self.zeros
-        costs, homes, splits = self._opened(layers, decision)
-        if not feasible(costs, homes, splits):
-            raise InputError(f"the decision does not fit the model: {_misfit(costs, homes, splits)}")
-        stats = evaluate(costs, homes, splits, self.planner.weights)
-        held = [self.library.chip(name) for name in decision.chips if name is not None]
-        area = sum(chip.area_mm2 for chip in held)
-        layout = self.places.score(decision.positions_mm, self.drawn(layers, decision))
-        told = self.lambdas
-        objective = (
-            told.lambda_T * stats.total_latency_ms / zero.latency_ms
-            + told.lambda_E * stats.energy_mj / zero.energy_mj
-            + told.lambda_area * area / zero.area_mm2
-            + told.lambda_chip * len(held) / self.slots
-            + told.lambda_layout * layout
+        reference = self.required_reference
+        costs, assignment, splits = self._compute_inputs(layers, decision)
+        if not is_feasible(costs, assignment, splits):
+            raise InputError(
+                f"the decision is infeasible for the model: {_explain_infeasible(costs, assignment, splits)}"
+            )
+        stats = evaluate_plan(costs, assignment, splits, self.planner.weights)
+        chips = [self.library.get_chip(name) for name in decision.chips if name is not None]
+        area = sum(chip.area_mm2 for chip in chips)
+        layout = self.placer.compute_loss(
+            decision.positions_mm, self.make_placement_problem(layers, decision)
         )
-        return Priced(objective=objective, stats=stats, area_mm2=area, chips=len(held), layout=layout)
+        lambdas = self.lambdas
+        objective = (
+            lambdas.lambda_T * stats.total_latency_ms / reference.latency_ms
+            + lambdas.lambda_E * stats.energy_mj / reference.energy_mj
+            + lambdas.lambda_area * area / reference.area_mm2
+            + lambdas.lambda_chip * len(chips) / self.num_slots
+            + lambdas.lambda_layout * layout
+        )
+        return DecisionCost(objective=objective, stats=stats, area_mm2=area, chips=len(chips), layout=layout)
 
-    def better(self, layers: Sequence[LayerNode], now: Decision, tried: Decision | None) -> Decision:
-        """The one with the lower objective; `now` where there is nothing else, or none is lower."""
-        if tried is None or tried == now:
-            return now
-        before, after = self._worth(layers, now), self._worth(layers, tried)
-        margin = _LEAST * abs(before) if math.isfinite(before) else 0.0
-        return tried if after < before - margin else now
+    def select_better(
+        self, layers: Sequence[LayerNode], current: HardwareDecision, candidate: HardwareDecision | None
+    ) -> HardwareDecision:
+        """Return the decision with the lower objective; `current` on ties and if there is no candidate."""
+        if candidate is None or candidate == current:
+            return current
+        before, after = self._objective(layers, current), self._objective(layers, candidate)
+        margin = _MIN_RELATIVE_DECREASE * abs(before) if math.isfinite(before) else 0.0
+        return candidate if after < before - margin else current
 
-    def planned(
-        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
-    ) -> Plan:
-        """A plan for the same chips at the same places.
+    def make_plan(
+        self,
+        layers: Sequence[LayerNode],
+        decision: HardwareDecision,
+        *,
+        use_fine_split: bool,
+        unit_orders: UnitOrders | None = None,
+    ) -> PartitionPlan:
+        """Plan the model on the chips and positions of a decision.
 
         Args:
-            layers: Of the model.
-            decision: Chips and places.
-            fine: Whether layers may be split.
-            orders: Units of each layer in the order that parts take them.
+            layers: All layers, in order.
+            decision: Chips and positions.
+            use_fine_split: Whether layers may be split.
+            unit_orders: Returns the units of a layer in the order in which parts take them.
 
         Raises:
-            InputError: The model does not fit; says by how much.
+            InputError: The model does not fit.
         """
-        network = self.network(decision.positions_mm)
+        network = self.build_network(decision.positions_mm)
         return self.planner.plan(
-            layers, self.held(decision), network, use_fine_split=fine, orders=orders
+            layers, self.get_chips(decision), network, use_fine_split=use_fine_split, unit_orders=unit_orders
         )  # fmt: skip
 
     def remap(
-        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
-    ) -> Decision | None:
-        """The same chips at the same places, mapped anew; None where the model does not fit them."""
+        self,
+        layers: Sequence[LayerNode],
+        decision: HardwareDecision,
+        *,
+        use_fine_split: bool,
+        unit_orders: UnitOrders | None = None,
+    ) -> HardwareDecision | None:
+        """Remap the model on the same chips and positions; None if it does not fit."""
         try:
-            plan = self.planned(layers, decision, fine=fine, orders=orders)
+            plan = self.make_plan(layers, decision, use_fine_split=use_fine_split, unit_orders=unit_orders)
         except InputError:
             return None
-        return self.decision_of(layers, decision, plan)
+        return self.decision_from_plan(layers, decision, plan)
 
-    def with_chips(
+    def replace_chips(
         self,
         layers: Sequence[LayerNode],
-        decision: Decision,
+        decision: HardwareDecision,
         chips: Sequence[str | None],
         *,
-        fine: bool,
-        orders: Orders | None = None,
-    ) -> Decision | None:
-        """Other chips at the same places, mapped anew; None where there is none or they do not hold it."""
+        use_fine_split: bool,
+        unit_orders: UnitOrders | None = None,
+    ) -> HardwareDecision | None:
+        """Replace the chips at the same positions and remap; None if the model does not fit."""
         if not any(chips):
             return None
-        held = replace(decision, chips=tuple(chips))
-        places = self.places.with_room(held.positions_mm, Drawn.of(self.held(held)))
-        return self.remap(layers, replace(held, positions_mm=places), fine=fine, orders=orders)
+        updated = replace(decision, chips=tuple(chips))
+        positions = self.placer.legalize(
+            updated.positions_mm, PlacementProblem.from_chips(self.get_chips(updated))
+        )
+        return self.remap(
+            layers,
+            replace(updated, positions_mm=positions),
+            use_fine_split=use_fine_split,
+            unit_orders=unit_orders,
+        )
 
-    def replaced(
-        self, layers: Sequence[LayerNode], decision: Decision, search: Search | None = None
-    ) -> Decision:
-        """The same chips and mapping at the best places that are found; see `Places.best`."""
-        return replace(decision, positions_mm=self.places.best(self.drawn(layers, decision), search))
+    def optimize_placement(
+        self, layers: Sequence[LayerNode], decision: HardwareDecision, search: PlacementSearch | None = None
+    ) -> HardwareDecision:
+        """Optimize the positions of the same chips and mapping; see `ChipPlacer.optimize`."""
+        return replace(
+            decision, positions_mm=self.placer.optimize(self.make_placement_problem(layers, decision), search)
+        )
 
-    def polish(
+    def refine(
         self,
         layers: Sequence[LayerNode],
-        decision: Decision,
+        decision: HardwareDecision,
         *,
-        fine: bool,
-        orders: Orders | None = None,
+        use_fine_split: bool,
+        unit_orders: UnitOrders | None = None,
         progress: Callable[[str, float], None] | None = None,
-    ) -> Decision:
-        """Change the chip of one slot at a time as long as the objective falls; then split and place."""
-        now = self.fitted(layers, decision)
-        now = self.better(layers, now, self.remap(layers, now, fine=False))
+    ) -> HardwareDecision:
+        """Change single chips while the objective decreases; then split layers and place chips."""
+        current = self.fit_to_layers(layers, decision)
+        current = self.select_better(layers, current, self.remap(layers, current, use_fine_split=False))
         names: list[str | None] = [*(chip.name for chip in self.chips), None]
-        falls, passes = True, 0
-        while falls:
-            falls, passes = False, passes + 1
-            for slot in range(self.slots):
+        improved, passes = True, 0
+        while improved:
+            improved, passes = False, passes + 1
+            for slot in range(self.num_slots):
                 for name in names:
-                    chips = (*now.chips[:slot], name, *now.chips[slot + 1 :])
-                    tried = self.better(layers, now, self.with_chips(layers, now, chips, fine=False))
-                    if tried is not now:
-                        now, falls = tried, True
+                    chips = (*current.chips[:slot], name, *current.chips[slot + 1 :])
+                    candidate = self.select_better(
+                        layers, current, self.replace_chips(layers, current, chips, use_fine_split=False)
+                    )
+                    if candidate is not current:
+                        current, improved = candidate, True
                 if progress is not None:
-                    progress(f"pass {passes}, chip of slot {slot}", slot / self.slots)
-        now = self.better(layers, now, self.replaced(layers, now))
-        if fine:
-            now = self.better(layers, now, self.remap(layers, now, fine=True, orders=orders))
-        return self.better(layers, now, self.replaced(layers, now))
+                    progress(f"pass {passes}, chip of slot {slot}", slot / self.num_slots)
+        current = self.select_better(layers, current, self.optimize_placement(layers, current))
+        if use_fine_split:
+            current = self.select_better(
+                layers, current, self.remap(layers, current, use_fine_split=True, unit_orders=unit_orders)
+            )
+        return self.select_better(layers, current, self.optimize_placement(layers, current))
 
-    def concluded(
-        self, layers: Sequence[LayerNode], decision: Decision, *, fine: bool, orders: Orders | None = None
-    ) -> tuple[Decision, dict[str, Any]]:
-        """A last plan for a decision's chips at its places, taken if it is better; and what to tell of it.
+    def finalize(
+        self,
+        layers: Sequence[LayerNode],
+        decision: HardwareDecision,
+        *,
+        use_fine_split: bool,
+        unit_orders: UnitOrders | None = None,
+    ) -> tuple[HardwareDecision, dict[str, Any]]:
+        """Plan once more on the final chips and positions, and describe the result.
 
         Returns:
-            The decision; and in JSON's types `considered`, the splits that the last plan looked at,
-            `lower_bound_ms` of the latency without splits, `gap`, how much of that latency lies above the
-            bound, and `finished`, whether the solver ended before its time was up.
+            The better decision, and as JSON types `considered` (decisions about splits), `lower_bound_ms` (of
+            the latency without splits), `gap` (relative distance from the bound) and `finished` (whether the
+            solver ended before its time limit).
 
         Raises:
-            InputError: The model does not fit; says by how much.
+            InputError: The model does not fit.
         """
-        last = self.planned(layers, decision, fine=fine, orders=orders)
-        decision = self.better(layers, decision, self.decision_of(layers, decision, last))
-        latency_ms = self.plan_of(layers, decision)[1].coarse_stats.total_latency_ms
-        bound_ms = min(last.lower_bound_ms, latency_ms)
+        plan = self.make_plan(layers, decision, use_fine_split=use_fine_split, unit_orders=unit_orders)
+        decision = self.select_better(layers, decision, self.decision_from_plan(layers, decision, plan))
+        latency_ms = self.to_plan(layers, decision)[1].coarse_stats.total_latency_ms
+        bound_ms = min(plan.lower_bound_ms, latency_ms)
         return decision, {
-            "considered": [asdict(each) for each in last.considered],
+            "considered": [asdict(item) for item in plan.split_decisions],
             "lower_bound_ms": bound_ms,
             "gap": (latency_ms - bound_ms) / latency_ms if latency_ms > 0.0 else 0.0,
-            "finished": last.finished,
+            "finished": plan.finished,
         }
 
-    def check(self, layers: Sequence[LayerNode], decision: Decision) -> None:
-        """Whether a decision is one for these slots and layers; raises FileFormatError where it is not."""
-        names, there = decision.names, [layer.name for layer in layers]
-        if len(decision.chips) != self.slots:
-            raise FileFormatError(f"the decision is of {len(decision.chips)} slots; there are {self.slots}")
-        if not names or names != there:
-            other = ", ".join(sorted({*names} ^ {*there})[:5]) or "their order"
+    def check_decision(self, layers: Sequence[LayerNode], decision: HardwareDecision) -> None:
+        """Check that a decision fits these slots and layers; raises FileFormatError otherwise."""
+        names, model_names = decision.layer_names, [layer.name for layer in layers]
+        if len(decision.chips) != self.num_slots:
+            raise FileFormatError(f"the decision has {len(decision.chips)} slots; expected {self.num_slots}")
+        if not names or names != model_names:
+            differing = ", ".join(sorted({*names} ^ {*model_names})[:5]) or "their order"
             raise FileFormatError(
-                f"the decision is of {len(names)} layers and there are {len(there)}, or others; see {other}"
+                f"the decision has {len(names)} layers, the model has {len(model_names)}; different: "
+                f"{differing}"
             )
         try:
-            check(layers, decision.rewrite_plan or RewritePlan(splits=()), decision.homes(layers))
-            if not any(self.held(decision)):
-                raise InputError("every slot is empty")
-            self.price(layers, decision)
+            check_rewrite_plan(
+                layers, decision.rewrite_plan or RewritePlan(splits=()), decision.assign_layers(layers)
+            )
+            if not any(self.get_chips(decision)):
+                raise InputError("all slots are empty")
+            self.evaluate_cost(layers, decision)
         except InputError as error:
-            raise FileFormatError(f"the decision cannot be: {error}") from error
+            raise FileFormatError(f"invalid decision: {error}") from error
 
-    def fitted(self, layers: Sequence[LayerNode], decision: Decision) -> Decision:
-        """The same decision for the layers that there are now; mapped anew where it does not fit them.
+    def fit_to_layers(self, layers: Sequence[LayerNode], decision: HardwareDecision) -> HardwareDecision:
+        """Adapt a decision to the current layers; remap them if they no longer fit.
 
         Raises:
-            InputError: The model does not fit these chips; says by how much.
+            InputError: The model does not fit these chips.
         """
-        now = decision.left(layers)
-        if math.isfinite(self._worth(layers, now)):
-            return now
-        return self.decision_of(layers, now, self.planned(layers, now, fine=False))
+        restricted = decision.restrict_to(layers)
+        if math.isfinite(self._objective(layers, restricted)):
+            return restricted
+        return self.decision_from_plan(
+            layers, restricted, self.make_plan(layers, restricted, use_fine_split=False)
+        )
 
-    def layout_loss(self, layers: Sequence[LayerNode], decision: Decision, there: Tensor) -> Tensor:
-        """L_layout of the decision's places, with gradients to how likely slots hold a chip.
+    def layout_loss(
+        self, layers: Sequence[LayerNode], decision: HardwareDecision, occupancy: Tensor
+    ) -> Tensor:
+        """L_layout of the decision's positions, differentiable with respect to the occupancy.
 
         Args:
-            layers: Of the model.
-            decision: Places and mapping.
-            there: 1 - alpha[:, empty], [S].
+            layers: All layers, in order.
+            decision: Positions and mapping.
+            occupancy: Probability that each slot contains a chip, 1 - alpha[:, empty], [S].
         """
-        return self.places.loss(decision.positions_mm, self.drawn(layers, decision), there)
+        return self.placer.differentiable_loss(
+            decision.positions_mm, self.make_placement_problem(layers, decision), occupancy
+        )
 
-    def plan_of(self, layers: Sequence[LayerNode], decision: Decision) -> tuple[Costs, Plan]:
-        """A decision as a plan, for a picture of it."""
-        costs, homes, splits = self._opened(layers, decision)
-        begins = begins_of(homes)
-        stats = evaluate(costs, homes, splits, self.planner.weights)
-        return costs, Plan(
-            segments=chain(layers, begins), mapping=tuple(homes[at] for at in begins), homes=homes,
-            rewrite_plan=rewrite_of({at: split for at, (split, _) in splits.items()}),
-            hw_stats=stats, coarse_stats=evaluate(costs, homes, {}, self.planner.weights), considered=(),
-            lower_bound_ms=0.0, gap=1.0, finished=True, weights=self.planner.weights,
+    def to_plan(
+        self, layers: Sequence[LayerNode], decision: HardwareDecision
+    ) -> tuple[LayerCosts, PartitionPlan]:
+        """Convert a decision to a plan, for reports."""
+        costs, assignment, splits = self._compute_inputs(layers, decision)
+        first_layers = find_segment_starts(assignment)
+        stats = evaluate_plan(costs, assignment, splits, self.planner.weights)
+        return costs, PartitionPlan(
+            segments=build_chain(layers, first_layers),
+            mapping=tuple(assignment[index] for index in first_layers),
+            assignment=assignment,
+            rewrite_plan=build_rewrite_plan({layer: split for layer, (split, _) in splits.items()}),
+            hw_stats=stats,
+            coarse_stats=evaluate_plan(costs, assignment, {}, self.planner.weights),
+            split_decisions=(),
+            lower_bound_ms=0.0,
+            gap=1.0,
+            finished=True,
+            weights=self.planner.weights,
             part_costs={layer: parts for layer, (_, parts) in splits.items()},
-        )  # fmt: skip
+        )
 
     @staticmethod
-    def orders(model: LayeredModel) -> Orders:
-        """Units of a model's layers, the most important first."""
+    def make_unit_orders(model: LayeredModel) -> UnitOrders:
+        """Order the units of each layer by descending importance."""
         return lambda layer: model.unit_importance(layer).argsort(descending=True).tolist()
 
-    def _worth(self, layers: Sequence[LayerNode], decision: Decision) -> float:
-        """The objective; infinite where the decision does not fit."""
+    def _objective(self, layers: Sequence[LayerNode], decision: HardwareDecision) -> float:
+        """Objective of a decision; infinite if it does not fit."""
         try:
-            return self.price(layers, decision).objective
+            return self.evaluate_cost(layers, decision).objective
         except InputError:
             if self.reference is None:
                 raise
             return math.inf
 
-    def held(self, decision: Decision) -> list[ChipType | None]:
-        """What each slot holds."""
-        return [None if name is None else self.library.chip(name) for name in decision.chips]
+    def get_chips(self, decision: HardwareDecision) -> list[ChipType | None]:
+        """Chip type of each slot."""
+        return [None if name is None else self.library.get_chip(name) for name in decision.chips]
 
     @staticmethod
-    def decision_of(layers: Sequence[LayerNode], before: Decision, plan: Plan) -> Decision:
-        """A plan as a decision, with the chips and places of another."""
+    def decision_from_plan(
+        layers: Sequence[LayerNode], base: HardwareDecision, plan: PartitionPlan
+    ) -> HardwareDecision:
+        """Combine a plan with the chips and positions of a decision."""
         names = tuple(
             tuple(layers[layer].name for layer in segment.layer_ids) for segment in plan.segments.segments
         )
-        return replace(before, segments=names, mapping=plan.mapping, rewrite_plan=plan.rewrite_plan)
+        return replace(base, segments=names, mapping=plan.mapping, rewrite_plan=plan.rewrite_plan)
 
-    def _opened(
-        self, layers: Sequence[LayerNode], decision: Decision
-    ) -> tuple[Costs, tuple[int, ...], dict[int, tuple[Split, PartCosts]]]:
-        held = self.held(decision)
-        costs = self.planner.costs(layers, held, self.network(decision.positions_mm))
+    def _compute_inputs(
+        self, layers: Sequence[LayerNode], decision: HardwareDecision
+    ) -> tuple[LayerCosts, tuple[int, ...], dict[int, tuple[LayerSplit, PartCosts]]]:
+        slot_chips = self.get_chips(decision)
+        costs = self.planner.compute_costs(layers, slot_chips, self.build_network(decision.positions_mm))
         splits = {}
-        for layer, split in decision.splits(layers, same_units=True).items():
-            chips = [held[slot] for slot in split.slots]
-            if None in chips:
-                empty = split.slots[chips.index(None)]
-                raise InputError(f"a part of {layers[layer].name} is on slot {empty}, which is empty")
-            splits[layer] = split, self.planner.part_costs(layers[layer], split.sizes, chips)
-        return costs, decision.homes(layers), splits
+        for layer, split in decision.select_splits(layers, same_units=True).items():
+            part_chips = [slot_chips[slot] for slot in split.slots]
+            if None in part_chips:
+                empty = split.slots[part_chips.index(None)]
+                raise InputError(f"a part of {layers[layer].name} is on the empty slot {empty}")
+            splits[layer] = split, self.planner.compute_part_costs(layers[layer], split.sizes, part_chips)
+        return costs, decision.assign_layers(layers), splits
 
-    def drawn(self, layers: Sequence[LayerNode], decision: Decision) -> Drawn:
-        """What a layout is made for."""
-        traffic = np.zeros((self.slots, self.slots))
-        plan = rewrite_of(decision.splits(layers, same_units=True))
-        for pair, size_bytes in plan_bytes(layers, decision.homes(layers), plan).items():
+    def make_placement_problem(
+        self, layers: Sequence[LayerNode], decision: HardwareDecision
+    ) -> PlacementProblem:
+        """Build the placement problem of a decision."""
+        traffic = np.zeros((self.num_slots, self.num_slots))
+        plan = build_rewrite_plan(decision.select_splits(layers, same_units=True))
+        for pair, size_bytes in compute_transfer_bytes(layers, decision.assign_layers(layers), plan).items():
             traffic[pair] = size_bytes
-        return Drawn.of(self.held(decision), traffic)
+        return PlacementProblem.from_chips(self.get_chips(decision), traffic)
 
 
-def _misfit(costs: Costs, homes: Sequence[int], splits: Mapping[int, tuple[Split, PartCosts]]) -> str:
-    """Why a decision is not feasible."""
-    for at, slot in enumerate(homes):
-        if not math.isfinite(costs.latency_ms[at, slot]):
-            return f"{costs.layers[at].name} is on slot {slot}, which is empty"
-    held = memory(costs, homes, splits)
-    worst = int((held - costs.limit_mb).argmax())
-    return f"slot {worst} is given {held[worst]:.6g} MB and holds {costs.limit_mb[worst]:.6g} MB"
+def _explain_infeasible(
+    costs: LayerCosts, assignment: Sequence[int], splits: Mapping[int, tuple[LayerSplit, PartCosts]]
+) -> str:
+    """Explain why a decision does not fit."""
+    for index, slot in enumerate(assignment):
+        if not math.isfinite(costs.latency_ms[index, slot]):
+            return f"{costs.layers[index].name} is on the empty slot {slot}"
+    memory_mb = compute_memory_mb(costs, assignment, splits)
+    worst = int((memory_mb - costs.limit_mb).argmax())
+    return f"slot {worst} needs {memory_mb[worst]:.6g} MB and has {costs.limit_mb[worst]:.6g} MB"

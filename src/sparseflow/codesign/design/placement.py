@@ -1,4 +1,4 @@
-"""Where a decision's chips stand on the wafer: found, scored against a plain grid, and drawn."""
+"""Placement of a decision's chips on the wafer, scored against a plain grid."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.design.config import WaferSettings
+from sparseflow.codesign.design.config import WaferConfig
 from sparseflow.codesign.hardware.chips import ChipType
 from sparseflow.codesign.layout import (
-    Front,
+    LayoutFront,
+    LayoutWeights,
     Wafer,
     WaferLayout,
-    Weights,
     assign,
-    grid_sites,
-    pareto_front,
-    refine,
+    build_site_grid,
+    compute_pareto_front,
+    refine_layout,
 )
-from sparseflow.codesign.layout.pareto import objectives
-from sparseflow.codesign.layout.sites import distances_mm
+from sparseflow.codesign.layout.pareto import build_objectives
+from sparseflow.codesign.layout.sites import pairwise_distances_mm
 from sparseflow.core.extras import require
 
 Positions = tuple[tuple[float, float], ...]
 
-_ROOM = 4
-"""Sites for each slot that are looked at: those nearest to the centre."""
+_SITES_PER_SLOT = 4
+"""Number of central sites per slot to search."""
 
-_PASSES = 200
-"""Of a search, for each site."""
+_ITERATIONS_PER_SITE = 200
+"""Iterations of a search per site."""
 
-_NOTHING = float(np.finfo(np.float64).tiny)
-"""A term that costs no more on the plain grid is not there: nothing is sent, or no two chips are warm."""
+_MIN_GRID_COST = float(np.finfo(np.float64).tiny)
+"""Terms that cost no more on the plain grid are omitted (no traffic, or a single chip)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """How sites are searched; see `layout.assign`. None is what the wafer's settings, or the run, say.
+class PlacementSearch:
+    """Settings of the site search; see `layout.assign`. None selects the value of the config.
 
     Attributes:
         method: `"auto"`, `"tabu"` or `"annealing"`.
-        restarts: How many.
-        seconds: For all of them; by default as long as they take.
-        seed: What they draw from.
+        restarts: Number of restarts.
+        budget_s: Time budget of all restarts, s; none by default.
+        seed: Random seed.
     """
 
     method: str = "auto"
     restarts: int | None = None
-    seconds: float | None = None
+    budget_s: float | None = None
     seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawn:
-    """What there is to place.
+class PlacementProblem:
+    """Chips to place and their traffic.
 
     Attributes:
-        traffic_bytes: From each slot to each other, for each batch, float64 [S, S].
-        sizes_mm: Width and height, [S, 2]; 0 where a slot is empty.
-        tdp_w: Watts at full load, [S].
-        names: Of what slots hold; None where they are empty.
+        traffic_bytes: Bytes from each slot to each other per batch, float64 [S, S].
+        sizes_mm: Width and height, mm, [S, 2]; 0 for an empty slot.
+        tdp_w: Power at full load, W, [S].
+        names: Chip type of each slot; None for an empty slot.
     """
 
     traffic_bytes: np.ndarray
@@ -71,8 +71,10 @@ class Drawn:
     names: tuple[str | None, ...]
 
     @classmethod
-    def of(cls, chips: Sequence[ChipType | None], traffic_bytes: np.ndarray | None = None) -> Drawn:
-        """What slots hold, None where they are empty, and what they send each other; nothing by default."""
+    def from_chips(
+        cls, chips: Sequence[ChipType | None], traffic_bytes: np.ndarray | None = None
+    ) -> PlacementProblem:
+        """Build the problem of these chips and their traffic (none by default)."""
         return cls(
             traffic_bytes=np.zeros((len(chips), len(chips))) if traffic_bytes is None else traffic_bytes,
             sizes_mm=np.array([(0.0, 0.0) if chip is None else chip.size_mm for chip in chips]),
@@ -81,154 +83,170 @@ class Drawn:
         )
 
 
-class Places:
-    """Sites of a wafer for slots that may hold any of some chips.
+class ChipPlacer:
+    """Places chips of given types on the sites of a wafer.
 
         L_layout = (w_comm L_comm + w_therm L_therm) / (w_comm + w_therm)
 
-    with both terms over what they are on a plain grid (see `layout.pareto`). A term that is 0 there (L_comm
-    where nothing is sent, L_therm where there is one chip) is left out, and its weight with it: L_layout is 1
-    for the plain grid whatever is placed, and 0 where no place is better than another.
+    Both terms are relative to the plain grid (see `layout.pareto`). A term that is 0 there (L_comm without
+    traffic, L_therm with one chip) is omitted together with its weight: L_layout is 1 for the plain grid, and
+    0 if all placements are equivalent.
 
     Args:
-        settings: The wafer, and what counts.
-        slots: S.
-        chips: What slots may hold; sites are made for the largest.
-        seed: What searches draw from.
+        config: Wafer and weights.
+        num_slots: Number of slots, S.
+        chips: Available chip types; sites fit the largest.
+        seed: Random seed of searches.
 
     Raises:
-        InputError: There is not room for all slots; says for how many.
+        InputError: The slots do not fit on the wafer.
     """
 
     def __init__(
-        self, settings: WaferSettings, slots: int, chips: Sequence[ChipType], *, seed: int = 0
+        self, config: WaferConfig, num_slots: int, chips: Sequence[ChipType], *, seed: int = 0
     ) -> None:
-        self._settings, self._slots, self._seed = settings, slots, seed
-        self.wafer = Wafer(radius_mm=settings.radius_mm, margin_mm=settings.margin_mm)
+        self._config, self._num_slots, self._seed = config, num_slots, seed
+        self.wafer = Wafer(radius_mm=config.radius_mm, margin_mm=config.margin_mm)
         diagonals = [float(np.hypot(*chip.size_mm)) for chip in chips]
         self._largest = np.array(chips[int(np.argmax(diagonals))].size_mm)
-        self.sites = grid_sites(self.wafer, [self._largest] * slots, most=max(_ROOM * slots, slots + 1))
+        self.site_grid = build_site_grid(
+            self.wafer, [self._largest] * num_slots, max_sites=max(_SITES_PER_SLOT * num_slots, num_slots + 1)
+        )
 
-    def grid(self) -> Positions:
-        """Slots in order, row by row, on the sites nearest to the centre."""
-        return self._positions(self.sites.middle(self._slots))
+    def grid_positions(self) -> Positions:
+        """Positions of the plain grid: slots in order, row by row, on the central sites."""
+        return self._site_positions(self.site_grid.select_central(self._num_slots))
 
-    def score(self, positions_mm: Sequence[tuple[float, float]], drawn: Drawn) -> float:
-        """L_layout.
+    def compute_loss(self, positions_mm: Sequence[tuple[float, float]], problem: PlacementProblem) -> float:
+        """Compute L_layout.
 
         Args:
-            positions_mm: Of each slot.
-            drawn: What there is to place.
+            positions_mm: Position of each slot, mm.
+            problem: Chips and traffic.
         """
-        apart = self._distances(np.asarray(positions_mm))
+        distances = self._distance_matrices(np.asarray(positions_mm))
         return sum(
-            factor * _cost(flow, each)
-            for (flow, factor), each in zip(self._flows(drawn), apart, strict=True)
+            factor * _flow_cost(flow, distance)
+            for (flow, factor), distance in zip(self._weighted_flows(problem), distances, strict=True)
         )  # fmt: skip
 
-    def loss(self, positions_mm: Sequence[tuple[float, float]], drawn: Drawn, there: Tensor) -> Tensor:
-        """L_layout with chips that may be there, a scalar; what is off the wafer or overlaps costs more.
+    def differentiable_loss(
+        self, positions_mm: Sequence[tuple[float, float]], problem: PlacementProblem, occupancy: Tensor
+    ) -> Tensor:
+        """Compute L_layout with uncertain chips, plus penalties for boundary and overlap; a scalar.
 
         Args:
-            positions_mm: Of each slot.
-            drawn: What there is to place.
-            there: How likely each slot holds a chip, [S].
+            positions_mm: Position of each slot, mm.
+            problem: Chips and traffic.
+            occupancy: Probability that each slot contains a chip, [S].
         """
-        layout = self._layout(positions_mm, drawn)
-        traffic, tdp = (torch.from_numpy(each).float() for each in (drawn.traffic_bytes, drawn.tdp_w))
-        return layout(traffic, tdp, present=there)[0]
+        layout = self._make_layout(positions_mm, problem)
+        traffic, tdp = (torch.from_numpy(array).float() for array in (problem.traffic_bytes, problem.tdp_w))
+        return layout(traffic, tdp, present=occupancy)[0]
 
-    def best(self, drawn: Drawn, search: Search | None = None) -> Positions:
-        """The best places that a search over sites finds, and a refinement from there.
-
-        The plain grid where nothing is better.
+    def optimize(self, problem: PlacementProblem, search: PlacementSearch | None = None) -> Positions:
+        """Search sites, refine the result, and return the best positions, at worst the plain grid.
 
         Raises:
-            InputError: `search` names no method, or a figure of it is out of range.
+            InputError: `search` contains an unknown method or a value out of range.
         """
-        told, grid, how = self._settings, self.grid(), search or Search()
-        pairs = objectives(self.sites, drawn.traffic_bytes, drawn.tdp_w, told.sigma_mm)
+        config, grid, options = self._config, self.grid_positions(), search or PlacementSearch()
+        pairs = build_objectives(self.site_grid, problem.traffic_bytes, problem.tdp_w, config.sigma_mm)
         flow = np.stack(
-            [factor * pair[0] for pair, (_, factor) in zip(pairs, self._flows(drawn), strict=True)]
+            [factor * pair[0] for pair, (_, factor) in zip(pairs, self._weighted_flows(problem), strict=True)]
         )
-        count = len(self.sites)
-        plain = self.sites.middle(self._slots)
-        start = np.concatenate([plain, np.setdiff1d(np.arange(count), plain)])
-        found = assign(
-            flow, np.stack([pair[1] for pair in pairs]), method=how.method,
-            restarts=told.restarts if how.restarts is None else how.restarts, iterations=_PASSES * count,
-            seconds=how.seconds, seed=self._seed if how.seed is None else how.seed, start=start,
-        )  # fmt: skip
-        tried = [grid, self._positions(found.permutation[: self._slots])]
-        if told.refine_steps:
-            tried.append(self._refined(min(tried, key=lambda each: self.score(each, drawn)), drawn))
-        return min(tried, key=lambda each: self.score(each, drawn))
+        count = len(self.site_grid)
+        grid_indices = self.site_grid.select_central(self._num_slots)
+        start = np.concatenate([grid_indices, np.setdiff1d(np.arange(count), grid_indices)])
+        result = assign(
+            flow,
+            np.stack([pair[1] for pair in pairs]),
+            method=options.method,
+            restarts=config.restarts if options.restarts is None else options.restarts,
+            iterations=_ITERATIONS_PER_SITE * count,
+            budget_s=options.budget_s,
+            seed=self._seed if options.seed is None else options.seed,
+            start=start,
+        )
+        candidates = [grid, self._site_positions(result.permutation[: self._num_slots])]
+        if config.refine_steps:
+            candidates.append(
+                self._refine(
+                    min(candidates, key=lambda positions: self.compute_loss(positions, problem)), problem
+                )
+            )
+        return min(candidates, key=lambda positions: self.compute_loss(positions, problem))
 
-    def _refined(self, positions: Positions, drawn: Drawn) -> Positions:
-        layout = self._layout(positions, drawn)
-        traffic, tdp = (torch.from_numpy(each).float() for each in (drawn.traffic_bytes, drawn.tdp_w))
-        there = torch.tensor([name is not None for name in drawn.names], dtype=torch.float32)
-        found = refine(layout, traffic, tdp, present=there, steps=self._settings.refine_steps)
-        if not found.improved:
+    def _refine(self, positions: Positions, problem: PlacementProblem) -> Positions:
+        layout = self._make_layout(positions, problem)
+        traffic, tdp = (torch.from_numpy(array).float() for array in (problem.traffic_bytes, problem.tdp_w))
+        occupancy = torch.tensor([name is not None for name in problem.names], dtype=torch.float32)
+        result = refine_layout(layout, traffic, tdp, present=occupancy, steps=self._config.refine_steps)
+        if not result.improved:
             return positions
         return tuple((float(x), float(y)) for x, y in layout.positions_mm.tolist())
 
-    def _layout(self, positions: Sequence[tuple[float, float]], drawn: Drawn) -> WaferLayout:
-        """The layout as one that can be differentiated, its loss L_layout."""
-        told, traffic, tdp = self._settings, float(drawn.traffic_bytes.sum()), float(drawn.tdp_w.sum())
-        (_, comm), (_, therm) = self._flows(drawn)
-        weights = Weights(comm=comm * 2.0 * traffic * self.wafer.radius_mm, therm=therm * tdp**2)
+    def _make_layout(
+        self, positions: Sequence[tuple[float, float]], problem: PlacementProblem
+    ) -> WaferLayout:
+        """Create a differentiable layout whose loss is L_layout."""
+        config, traffic, tdp = self._config, float(problem.traffic_bytes.sum()), float(problem.tdp_w.sum())
+        (_, comm), (_, therm) = self._weighted_flows(problem)
+        weights = LayoutWeights(comm=comm * 2.0 * traffic * self.wafer.radius_mm, therm=therm * tdp**2)
         return WaferLayout(
-            self.wafer, np.where(drawn.sizes_mm > 0.0, drawn.sizes_mm, self._largest), positions_mm=positions,
-            sigma_mm=told.sigma_mm, weights=weights, traffic_total_bytes=traffic or 1.0,
+            self.wafer,
+            np.where(problem.sizes_mm > 0.0, problem.sizes_mm, self._largest),
+            positions_mm=positions,
+            sigma_mm=config.sigma_mm,
+            weights=weights,
+            traffic_total_bytes=traffic or 1.0,
             tdp_total_w=tdp or 1.0,
-        )  # fmt: skip
+        )
 
-    def with_room(self, positions_mm: Positions, drawn: Drawn) -> Positions:
-        """The same places where chips have room there; else the sites that are nearest to them."""
-        layout = self._layout(positions_mm, drawn)
-        there = torch.tensor([name is not None for name in drawn.names])
-        if layout.legal(present=there):
+    def legalize(self, positions_mm: Positions, problem: PlacementProblem) -> Positions:
+        """Keep the positions if all chips fit there; otherwise move them to the closest sites."""
+        layout = self._make_layout(positions_mm, problem)
+        occupancy = torch.tensor([name is not None for name in problem.names])
+        if layout.is_legal(present=occupancy):
             return positions_mm
         solve = require("scipy.optimize", "codesign").linear_sum_assignment
-        apart = np.asarray(positions_mm)[:, None] - self.sites.positions_mm[None]
-        return self._positions(solve((apart**2).sum(-1))[1])
+        offsets = np.asarray(positions_mm)[:, None] - self.site_grid.positions_mm[None]
+        return self._site_positions(solve((offsets**2).sum(-1))[1])
 
-    def front(self, drawn: Drawn) -> Front:
-        """Layouts between short ways and cool chips."""
-        return pareto_front(
-            self.sites, drawn.traffic_bytes, drawn.tdp_w, sigma_mm=self._settings.sigma_mm, restarts=1,
-            iterations=_PASSES * len(self.sites), seed=self._seed,
+    def compute_front(self, problem: PlacementProblem) -> LayoutFront:
+        """Compute the Pareto front between communication and heat."""
+        return compute_pareto_front(
+            self.site_grid, problem.traffic_bytes, problem.tdp_w, sigma_mm=self._config.sigma_mm, restarts=1,
+            iterations=_ITERATIONS_PER_SITE * len(self.site_grid), seed=self._seed,
         )  # fmt: skip
 
-    def _flows(self, drawn: Drawn) -> list[tuple[np.ndarray, float]]:
-        """Of communication and heat: who should be near to or far from whom, [S, S], and how much it counts.
-
-        What it counts is its share of the weights over what it costs on the plain grid; 0 where that is 0.
+    def _weighted_flows(self, problem: PlacementProblem) -> list[tuple[np.ndarray, float]]:
+        """Flows of communication and heat, [S, S], with factor weight / cost on the plain grid; 0 if that
+        cost is 0.
         """
-        told = self._settings
-        flows = (drawn.traffic_bytes + drawn.traffic_bytes.T, np.outer(drawn.tdp_w, drawn.tdp_w))
-        plain = self._distances(np.asarray(self.grid()))
-        costs = [_cost(flow, apart) for flow, apart in zip(flows, plain, strict=True)]
+        config = self._config
+        flows = (problem.traffic_bytes + problem.traffic_bytes.T, np.outer(problem.tdp_w, problem.tdp_w))
+        grid_distances = self._distance_matrices(np.asarray(self.grid_positions()))
+        costs = [_flow_cost(flow, distance) for flow, distance in zip(flows, grid_distances, strict=True)]
         weights = [
-            weight if cost > _NOTHING else 0.0
-            for weight, cost in zip((told.w_comm, told.w_therm), costs, strict=True)
+            weight if cost > _MIN_GRID_COST else 0.0
+            for weight, cost in zip((config.w_comm, config.w_therm), costs, strict=True)
         ]
-        whole = sum(weights)
+        total_weight = sum(weights)
         return [
-            (flow, weight / (whole * cost) if weight else 0.0)
+            (flow, weight / (total_weight * cost) if weight else 0.0)
             for flow, weight, cost in zip(flows, weights, costs, strict=True)
         ]
 
-    def _distances(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        apart = distances_mm(positions)
-        warm = np.exp(-apart / self._settings.sigma_mm)
-        np.fill_diagonal(warm, 0.0)
-        return apart, warm
+    def _distance_matrices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        distances = pairwise_distances_mm(positions)
+        coupling = np.exp(-distances / self._config.sigma_mm)
+        np.fill_diagonal(coupling, 0.0)
+        return distances, coupling
 
-    def _positions(self, sites: np.ndarray) -> Positions:
-        return tuple((float(x), float(y)) for x, y in self.sites.positions_mm[sites])
+    def _site_positions(self, sites: np.ndarray) -> Positions:
+        return tuple((float(x), float(y)) for x, y in self.site_grid.positions_mm[sites])
 
 
-def _cost(flow: np.ndarray, apart: np.ndarray) -> float:
-    return float((flow * apart).sum())
+def _flow_cost(flow: np.ndarray, distance: np.ndarray) -> float:
+    return float((flow * distance).sum())

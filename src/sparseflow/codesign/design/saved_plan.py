@@ -1,4 +1,4 @@
-"""A plan on disk, `plan.json`: the decision, and all that is needed to price it again."""
+"""Saved plans (`plan.json`): a decision and everything that is needed to evaluate it again."""
 
 from __future__ import annotations
 
@@ -9,154 +9,158 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparseflow.codesign.design.config import settings_of
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.config import parse_config
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.hardware.chips import library_of
+from sparseflow.codesign.hardware.chips import parse_library
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
-from sparseflow.codesign.workload.layers import layer_records, layers_of
-from sparseflow.core.files import write_atomic
+from sparseflow.codesign.workload.layers import layers_to_records, parse_layers
+from sparseflow.core.files import write_json
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
-PLAN = "plan.json"
+PLAN_FILE = "plan.json"
 
-_OWN = ("settings", "library", "reference", "proxy", "layers", "decision", "priced")
-"""What a plan is; everything else in the file is extra."""
+_RECORD_KEYS = ("settings", "library", "reference", "proxy", "layers", "decision", "priced")
+"""Keys of the plan itself; all others are extra."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What `load_plan` reads.
+class SavedPlan:
+    """Content of a plan file.
 
     Attributes:
-        hardware: What the decision is priced by.
-        layers: Of the model.
-        decision: What was decided.
-        extra: What else the file tells.
+        hardware: Evaluates the decision.
+        layers: Layers of the model.
+        decision: The decision.
+        extra: Additional information.
     """
 
     hardware: Hardware
     layers: list[LayerNode]
-    decision: Decision
+    decision: HardwareDecision
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_plan(
-    folder: Path | str,
+    out_dir: Path | str,
     hardware: Hardware,
     layers: Sequence[LayerNode],
-    decision: Decision,
+    decision: HardwareDecision,
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `plan.json` into a folder, in place of what is there; gives its path.
+    """Write `plan.json` and return its path.
 
     Args:
-        folder: Must exist.
-        hardware: What the decision is priced by.
-        layers: Of the model. By them a plan is known to be of another model; see `verify`.
-        decision: What was decided.
-        extra: More to tell, in JSON's types.
+        out_dir: Existing output directory.
+        hardware: Evaluates the decision.
+        layers: Layers of the model, used to detect plans of other models; see `verify`.
+        decision: The decision.
+        extra: Additional information, as JSON types.
 
     Raises:
-        InputError: The decision has no price: it does not fit, or there is no reference.
-        OSError: The file cannot be written; the one before is still there.
+        InputError: The decision does not fit, or there is no reference.
+        OSError: The file cannot be written; an existing one is unchanged.
     """
-    told = hardware_record(hardware, Path(folder)) | {
-        "layers": layer_records(layers),
+    record = hardware_to_record(hardware, Path(out_dir)) | {
+        "layers": layers_to_records(layers),
         "decision": decision.to_dict(),
-        "priced": asdict(hardware.price(layers, decision)),
+        "priced": asdict(hardware.evaluate_cost(layers, decision)),
         **(extra or {}),
     }
-    path = Path(folder) / PLAN
-    write_atomic(path, json.dumps(told, indent=1) + "\n")
+    path = Path(out_dir) / PLAN_FILE
+    write_json(path, record, indent=1)
     return path
 
 
-def load_plan(path: Path | str) -> Saved:
+def load_plan(path: Path | str) -> SavedPlan:
     """Read what `save_plan` wrote.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is something else, or the proxy that belongs to it is gone.
+        InputError: The file does not exist.
+        FileFormatError: The file is invalid, or its proxy is missing.
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"there is no plan {file}; `sparseflow codesign plan` makes one")
+        raise InputError(f"{file} does not exist; create a plan with `sparseflow codesign plan`")
     try:
-        told = json.loads(file.read_bytes())
+        record = json.loads(file.read_bytes())
     except ValueError as error:
         raise FileFormatError(f"{file} is not JSON: {error}") from error
-    if not isinstance(told, dict) or not {"layers", "decision"} <= set(told):
-        raise FileFormatError(f"{file} is not a plan: it must hold `layers` and a `decision`")
+    if not isinstance(record, dict) or not {"layers", "decision"} <= set(record):
+        raise FileFormatError(f"{file} is not a plan: `layers` or `decision` is missing")
     try:
-        hardware = hardware_of(told, file)
-        layers, decision = layers_of(told["layers"]), Decision.from_dict(told["decision"])
-        hardware.check(layers, decision)
+        hardware = hardware_from_record(record, file)
+        layers, decision = parse_layers(record["layers"]), HardwareDecision.from_dict(record["decision"])
+        hardware.check_decision(layers, decision)
     except FileFormatError as error:
         raise FileFormatError(f"{file} is not a plan: {error}") from error
-    extra = {name: value for name, value in told.items() if name not in _OWN}
-    return Saved(hardware=hardware, layers=layers, decision=decision, extra=extra)
+    extra = {name: value for name, value in record.items() if name not in _RECORD_KEYS}
+    return SavedPlan(hardware=hardware, layers=layers, decision=decision, extra=extra)
 
 
-def hardware_of(told: Mapping[str, Any], file: Path) -> Hardware:
-    """The hardware that a file's decisions are priced by.
+def hardware_from_record(record: Mapping[str, Any], file: Path) -> Hardware:
+    """Rebuild the hardware of a file.
 
     Args:
-        told: `"settings"`, `"library"`, `"reference"`, and the digest of the `"proxy"` that lies beside the
-            file; None for a plain roofline.
+        record: `"settings"`, `"library"`, `"reference"`, and the digest of the `"proxy"` in the same
+            directory; None for a plain roofline.
         file: The file.
 
     Raises:
-        FileFormatError: One of them is missing or damaged, or the proxy is another one.
+        FileFormatError: A part is missing or invalid, or the proxy has changed.
     """
-    missing = [name for name in ("settings", "library", "reference", "proxy") if name not in told]
+    missing = [name for name in ("settings", "library", "reference", "proxy") if name not in record]
     if missing:
-        raise FileFormatError(f"it holds no {', '.join(missing)}")
-    proxy = _proxy_beside(file, told["proxy"]) if told["proxy"] else None
+        raise FileFormatError(f"missing {', '.join(missing)}")
+    proxy = _load_proxy(file, record["proxy"]) if record["proxy"] else None
     try:
-        settings = settings_of(told["settings"], "its settings")
-        hardware = Hardware(settings, proxy, library_of(told["library"], "its library"))
-        hardware.fix_reference(told["reference"])
+        settings = parse_config(record["settings"], "its settings")
+        hardware = Hardware(settings, proxy, parse_library(record["library"], "its library"))
+        hardware.set_reference(record["reference"])
     except InputError as error:
         raise FileFormatError(str(error)) from error
     return hardware
 
 
-def hardware_record(hardware: Hardware, folder: Path) -> dict[str, Any]:
-    """What `hardware_of` reads; of a proxy that was given a copy goes into the folder.
+def hardware_to_record(hardware: Hardware, out_dir: Path) -> dict[str, Any]:
+    """Convert hardware to JSON types; a custom proxy is copied to the directory.
 
     Raises:
-        InputError: There is no reference yet: see `Hardware.begin`.
+        InputError: There is no reference; see `Hardware.initial_decision`.
     """
-    reference = hardware.zeros
-    proxy = hardware.proxy.digest if hardware.proxy_given else None
+    reference = hardware.required_reference
+    proxy = hardware.proxy.digest if hardware.has_custom_proxy else None
     if proxy is not None:
-        hardware.proxy.save(_proxy_file(folder, proxy))
+        hardware.proxy.save(_proxy_path(out_dir, proxy))
     return {
-        "settings": hardware.settings.model_dump(mode="json"),
+        "settings": hardware.config.model_dump(mode="json"),
         "library": hardware.library.model_dump(mode="json"),
         "reference": asdict(reference),
         "proxy": proxy,
     }
 
 
-def _proxy_file(folder: Path, digest: str) -> Path:
-    # A name of its own: what was fitted anew must not take the place of what a plan was priced by.
+def _proxy_path(folder: Path, digest: str) -> Path:
+    # Named by digest, so that a refitted proxy does not replace the one of an existing plan.
     return folder / f"proxy-{digest[:12]}.safetensors"
 
 
-def _proxy_beside(file: Path, digest: Any) -> LayerHwProxy:
+def _load_proxy(file: Path, digest: Any) -> LayerHwProxy:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise FileFormatError(f"its `proxy` (={digest!r}) must be a digest, or none")
-    path = _proxy_file(file.parent, digest)
+        raise FileFormatError(f"`proxy` (={digest!r}) must be a SHA-256 digest or null")
+    path = _proxy_path(file.parent, digest)
     try:
-        found = LayerHwProxy.load(path)
+        proxy = LayerHwProxy.load(path)
     except FileFormatError:
         raise
     except InputError as error:
-        raise FileFormatError(f"it is priced by a proxy, and {error}: keep the two together") from error
-    if found.digest != digest:
-        raise FileFormatError(f"it is priced by another proxy than what {path} holds now: restore that")
-    return found
+        raise FileFormatError(
+            f"the proxy of the plan is missing: {error}; keep both files in one directory"
+        ) from error
+    if proxy.digest != digest:
+        raise FileFormatError(
+            f"{path} contains another proxy than the one of the plan; restore the original file"
+        )
+    return proxy

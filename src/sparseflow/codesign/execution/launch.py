@@ -1,4 +1,4 @@
-"""Processes for slots: started on this host, or by torchrun."""
+"""Starts processes on this host, or joins those of torchrun."""
 
 from __future__ import annotations
 
@@ -26,43 +26,47 @@ Result = TypeVar("Result")
 
 TIMEOUT_S = 120.0
 
-_GRACE_S = 10.0
-"""That a process which lost another leaves it to say what happened, and to end first."""
+_GRACE_PERIOD_S = 10.0
+"""Time for the process that failed first to report, before processes that lost it exit."""
 
 
 @contextmanager
-def joined(device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S) -> Iterator[torch.device]:
-    """Join the processes that torchrun started, or that have been joined already.
+def join_processes(
+    device: torch.device | str = "cpu", *, timeout_s: float = TIMEOUT_S
+) -> Iterator[torch.device]:
+    """Join the processes started by torchrun, or use an existing process group.
 
     Args:
-        device: `"cuda"` is each process' own GPU.
-        timeout_s: Seconds after which a process that does not answer is given up.
+        device: `"cuda"` is the GPU of each process.
+        timeout_s: Timeout of unresponsive processes, s.
 
     Yields:
-        This process' device.
+        The device of this process.
 
     Raises:
-        InputError: Nobody started processes.
-        DeviceError: There is no GPU for it.
+        InputError: There are no processes to join.
+        DeviceError: There is no GPU for this process.
     """
-    own = not distributed.is_initialized()
-    if own and "RANK" not in os.environ:
-        raise InputError("this process is none of several: start them with torchrun, or use `launch`")
-    wanted = torch.device(device)
-    if wanted.type == "cuda":
-        number = int(os.environ.get("LOCAL_RANK", "0")) if wanted.index is None else wanted.index
-        if number >= torch.cuda.device_count():
-            raise DeviceError(f"there are {torch.cuda.device_count()} GPUs; process {number} needs its own")
-        wanted = torch.device("cuda", number)
-        # Each link is a group of its own, which is what the warning asks for.
+    owns_group = not distributed.is_initialized()
+    if owns_group and "RANK" not in os.environ:
+        raise InputError("there are no processes to join; start them with torchrun, or use `launch`")
+    target = torch.device(device)
+    if target.type == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0")) if target.index is None else target.index
+        if index >= torch.cuda.device_count():
+            raise DeviceError(
+                f"there are {torch.cuda.device_count()} GPUs, but process {index} needs its own"
+            )
+        target = torch.device("cuda", index)
+        # The warning does not apply: each channel has its own group.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        torch.cuda.set_device(wanted)
-    if own:
+        torch.cuda.set_device(target)
+    if owns_group:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
-        yield wanted
+        yield target
     finally:
-        if own:
+        if owns_group:
             distributed.destroy_process_group()
 
 
@@ -73,36 +77,36 @@ def launch(
     device: torch.device | str = "cpu",
     timeout_s: float = TIMEOUT_S,
 ) -> list[Result]:
-    """Run a job in several joined processes of this host.
+    """Run a job in several connected processes on this host.
 
-    On CPUs each gets its share of the cores.
+    CPU processes share the cores equally.
 
     Args:
-        job: Called with the process' device in each; a function of a module, or a `functools.partial` of one.
-            It makes a `RankExecutor`.
-        processes: As many as slots that the plan uses.
-        device: `"cuda"` is each process' own GPU.
-        timeout_s: Seconds after which a process that does not answer is given up.
+        job: Called with the device in each process; a module-level function or `functools.partial` of one. It
+            creates a `RankExecutor`.
+        processes: Number of processes: that of the slots used by the plan.
+        device: `"cuda"` is the GPU of each process.
+        timeout_s: Timeout of unresponsive processes, s.
 
     Returns:
-        What it returned in each, by rank; what can be pickled.
+        The result of each process, by rank; must be picklable.
 
     Raises:
         InputError: `processes` is below 1.
-        RunError: It failed in one of them, which ended the others; says in which and how.
+        RunError: The job failed in a process, which ended the others.
     """
     if processes < 1:
         raise InputError(f"`processes` (={processes}) must be at least 1")
     with tempfile.TemporaryDirectory(prefix="sparseflow-") as name:
         folder = Path(name)
         try:
-            spawn(_enter, (job, processes, str(device), timeout_s, folder), processes)
+            spawn(_run_process, (job, processes, str(device), timeout_s, folder), processes)
         except ProcessException as error:
-            raise _cause(folder, processes, error) from error
+            raise _find_cause(folder, processes, error) from error
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(processes)]
 
 
-def _enter(
+def _run_process(
     rank: int,
     job: Callable[[torch.device], object],
     processes: int,
@@ -110,7 +114,7 @@ def _enter(
     timeout_s: float,
     folder: Path,
 ) -> None:
-    """One process of `launch`."""
+    """Entry point of the processes of `launch`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     if torch.device(device).type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
@@ -119,38 +123,38 @@ def _enter(
             "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=processes,
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
-        with joined(device, timeout_s=timeout_s) as mine:
-            found = job(mine)
-        (folder / f"{rank}.result").write_bytes(pickle.dumps(found))
-        # Whoever is done first must not take its links away from the others.
+        with join_processes(device, timeout_s=timeout_s) as process_device:
+            result = job(process_device)
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        # Finished processes keep their channels open for the others.
         distributed.barrier()
         distributed.destroy_process_group()
     except Exception as error:
         kind = "lost" if isinstance(error, LinkError) else "failed"
-        told = [f"{type(error).__name__}: {error}", traceback.format_exc()]
-        # Whole or not at all: it may be terminated while it writes.
-        write_atomic(folder / f"{rank}.{kind}", json.dumps(told))
+        details = [f"{type(error).__name__}: {error}", traceback.format_exc()]
+        # Atomic, because the process may be terminated while it writes.
+        write_atomic(folder / f"{rank}.{kind}", json.dumps(details))
         if kind == "lost":
-            time.sleep(_GRACE_S)
-        # At once: what still waits for a message would hold the end of the process up.
+            time.sleep(_GRACE_PERIOD_S)
+        # Exit immediately; pending messages would block a regular exit.
         os._exit(1)
 
 
-def _cause(folder: Path, processes: int, ended: ProcessException) -> RunError:
-    """Of the first process that failed; else that one died, or only lost another, without a word of why."""
-    told = _told(folder, processes, "failed")
-    if told is None and getattr(ended, "exit_code", 1) == 1:
-        told = _told(folder, processes, "lost")
-    return told or RunError(f"a process ended: {ended}")
+def _find_cause(folder: Path, processes: int, ended: ProcessException) -> RunError:
+    """Error of the first process that failed; otherwise of one that died or lost its connection."""
+    failure = _read_failure(folder, processes, "failed")
+    if failure is None and getattr(ended, "exit_code", 1) == 1:
+        failure = _read_failure(folder, processes, "lost")
+    return failure or RunError(f"a process ended: {ended}")
 
 
-def _told(folder: Path, processes: int, kind: str) -> RunError | None:
-    """By the first process that left a word of this kind; with its traceback as a note."""
+def _read_failure(folder: Path, processes: int, kind: str) -> RunError | None:
+    """Error of the first process with a failure file of this kind, with its traceback as a note."""
     for rank in range(processes):
         file = folder / f"{rank}.{kind}"
         if file.is_file():
-            what, trace = json.loads(file.read_text("utf-8"))
-            found = RunError(f"process {rank} of {processes} failed: {what}")
-            found.add_note(trace)
-            return found
+            message, trace = json.loads(file.read_text("utf-8"))
+            failure = RunError(f"process {rank} of {processes} failed: {message}")
+            failure.add_note(trace)
+            return failure
     return None

@@ -1,4 +1,4 @@
-"""A model on several slots, all in this process: each slot holds its layers and parts on its own device."""
+"""Execution on several slots within one process; each slot keeps its layers and parts on its own device."""
 
 from __future__ import annotations
 
@@ -9,74 +9,80 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.execution.rewrite import Ask, Given, Spread, at_home, split_form
-from sparseflow.codesign.execution.schedule import schedule
+from sparseflow.codesign.execution.rewrite import (
+    DistributedSplit,
+    PartInputs,
+    PartRequest,
+    detach_parts,
+    split_module,
+)
+from sparseflow.codesign.execution.schedule import build_schedule
 from sparseflow.codesign.workload.splits import RewritePlan
 from sparseflow.core.layers import LayeredModel
 from sparseflow.errors import InputError
 
-Devices = torch.device | str | Mapping[int, torch.device | str] | Sequence[torch.device | str]
+SlotDevices = torch.device | str | Mapping[int, torch.device | str] | Sequence[torch.device | str]
 
 
 class LocalExecutor:
-    """Runs batches layer by layer, and hands states and parts' inputs and outputs over between slots.
+    """Runs batches layer by layer and transfers states, part inputs and part outputs between slots.
 
     Args:
-        model: Left as it is; slots hold copies.
-        homes: Slot of each layer.
-        plan: What is split.
-        devices: Of each slot; one for all by default.
+        model: The model, which is not modified; slots use copies.
+        assignment: Slot of each layer.
+        plan: The splits.
+        devices: Device of each slot, or one for all.
 
     Attributes:
-        moved: (from slot, to slot) -> bytes, so far; counted also where both are on one device.
-        batches: Batches so far.
+        moved_bytes: (source slot, target slot) -> bytes so far, also between slots on the same device.
+        num_batches: Number of batches so far.
 
     Raises:
-        InputError: The plan or the slots are not for this model, or a slot has no device.
+        InputError: Plan or slots do not match the model, or a slot has no device.
     """
 
     def __init__(
         self,
         model: LayeredModel,
-        homes: Sequence[int],
+        assignment: Sequence[int],
         plan: RewritePlan | None = None,
         *,
-        devices: Devices = "cpu",
+        devices: SlotDevices = "cpu",
     ) -> None:
-        self.schedule = schedule(model.describe_layers(1), homes, plan)
-        self.moved: Counter[tuple[int, int]] = Counter()
-        self.batches = 0
-        device = self._device = _each(devices, self.schedule.slots)
+        self.schedule = build_schedule(model.describe_layers(1), assignment, plan)
+        self.moved_bytes: Counter[tuple[int, int]] = Counter()
+        self.num_batches = 0
+        device = self._device = _resolve_devices(devices, self.schedule.slots)
         self._models = {
             home: model.select_layers(
-                [layer for layer, slot in enumerate(homes) if slot == home], device[home]
+                [layer for layer, slot in enumerate(assignment) if slot == home], device[home]
             )
-            for home in sorted(set(homes))
+            for home in sorted(set(assignment))
         }
         for split in () if plan is None else plan.splits:
             home = split.slots[0]
-            form = split_form(model.get_layer(split.layer), split)
-            others = at_home(form)
-            asks = [
-                self._ask(home, slot, part.to(device[slot]))
-                for slot, part in zip(split.slots[1:], others, strict=True)
+            form = split_module(model.get_layer(split.layer), split)
+            parts = detach_parts(form)
+            requests = [
+                self._make_request(home, slot, part.to(device[slot]))
+                for slot, part in zip(split.slots[1:], parts, strict=True)
             ]
-            self._models[home].replace_layer(split.layer, Spread(form.to(device[home]), asks))
+            self._models[home].replace_layer(split.layer, DistributedSplit(form.to(device[home]), requests))
 
-    def _ask(self, home: int, slot: int, part: nn.Module) -> Ask:
-        def ask(given: Given) -> Callable[[], Tensor]:
-            found = part(*(None if each is None else self._move(each, home, slot) for each in given))
-            return lambda: self._move(found, slot, home)
+    def _make_request(self, home: int, slot: int, part: nn.Module) -> PartRequest:
+        def request(inputs: PartInputs) -> Callable[[], Tensor]:
+            output = part(*(None if value is None else self._transfer(value, home, slot) for value in inputs))
+            return lambda: self._transfer(output, slot, home)
 
-        return ask
+        return request
 
-    def _move(self, value: Tensor, source: int, target: int) -> Tensor:
-        self.moved[source, target] += value.numel() * value.element_size()
+    def _transfer(self, value: Tensor, source: int, target: int) -> Tensor:
+        self.moved_bytes[source, target] += value.numel() * value.element_size()
         return value.to(self._device[target])
 
     def run(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Scores of each batch, on the last layer's device."""
-        found = []
+        """Logits of each batch, on the device of the last layer."""
+        outputs = []
         with torch.no_grad():
             for samples in batches:
                 state: dict[str, Tensor] = {}
@@ -86,20 +92,20 @@ class LocalExecutor:
                         state = self._models[home].initial_state(samples.to(self._device[home]))
                     if task.source is not None:
                         source = task.source
-                        state = {name: self._move(each, source, home) for name, each in state.items()}
+                        state = {name: self._transfer(tensor, source, home) for name, tensor in state.items()}
                     state = self._models[home].run_layer(task.layer, state)
-                found.append(state["logits"])
-                self.batches += 1
-        return found
+                outputs.append(state["logits"])
+                self.num_batches += 1
+        return outputs
 
 
-def _each(devices: Devices, slots: Sequence[int]) -> dict[int, torch.device]:
-    given: Any = devices
+def _resolve_devices(devices: SlotDevices, slots: Sequence[int]) -> dict[int, torch.device]:
+    by_slot: Any = devices
     if isinstance(devices, (str, torch.device)):
-        given = dict.fromkeys(slots, devices)
+        by_slot = dict.fromkeys(slots, devices)
     elif not isinstance(devices, Mapping):
-        given = dict(enumerate(devices))
-    missing = [slot for slot in slots if slot not in given]
+        by_slot = dict(enumerate(devices))
+    missing = [slot for slot in slots if slot not in by_slot]
     if missing:
-        raise InputError(f"slot {missing[0]} has no device; there are devices for {sorted(given)}")
-    return {slot: torch.device(given[slot]) for slot in slots}
+        raise InputError(f"slot {missing[0]} has no device; devices are given for slots {sorted(by_slot)}")
+    return {slot: torch.device(by_slot[slot]) for slot in slots}

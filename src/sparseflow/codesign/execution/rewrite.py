@@ -1,16 +1,11 @@
-"""Layers cut into parts that run on several slots: the plan, the split form of a model, and the way back.
+"""Rewrites layers of a model into parts, and restores them.
 
-Notation: a layer has U units (heads, hidden channels, columns). A split of it is a permutation pi of them,
-sizes g_1 + ... + g_G = U and G slots, the first of which is the layer's home. Group j holds the units
-pi[g_1 + ... + g_{j-1}], and so on, g_j of them: that is the grouping G.
+- If a layer's output is a sum over units, y = sum_j part_j(x), in the order of groups; the last bias is in
+  group 0.
+- If units are columns of a linear layer, parts compute different columns: they are concatenated in the order
+  of groups and reordered by index_select with argsort(pi), the inverse of the grouping.
 
-- Where the output is a sum over units, y = sum_j part_j(x), in the order of groups; what is added whatever
-  the units, the last bias, is in group 0 alone. A sum has no order, so G needs no way back.
-- Where units are columns of a linear layer, parts give different columns: they are put side by side in the
-  order of groups, and index_select with argsort(pi), which is G^-1, puts them back.
-
-Moved for each batch are the states between layers on different slots and, for each group but the first, what
-the layer takes, to it, and what it computed, back.
+See `workload.splits` for notation.
 """
 
 from __future__ import annotations
@@ -21,126 +16,129 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.workload.splits import RewritePlan, Split, _other_units, check
+from sparseflow.codesign.workload.splits import (
+    LayerSplit,
+    RewritePlan,
+    check_rewrite_plan,
+    unit_mismatch_error,
+)
 from sparseflow.core.layers import LayeredModel, Splittable
 from sparseflow.errors import InputError
 
 
-class Form(nn.Module):
-    """A layer's module in its split form: the parts of some groups, and how outputs of all are put together.
+class SplitModule(nn.Module):
+    """A layer's module split into parts, with the combination of their outputs.
 
     Attributes:
-        parts: In the order of groups.
+        parts: Parts in the order of groups.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, *given: Tensor | None) -> Tensor:
-        return self.combine([part(*given) for part in self.parts])
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        return self.combine([part(*inputs) for part in self.parts])
 
-    def combine(self, found: Sequence[Tensor]) -> Tensor:
-        """The whole's output from those of all parts, in the order of groups."""
+    def combine(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Combine the outputs of all parts, in the order of groups."""
         raise NotImplementedError
 
 
-class Summed(Form):
-    """Parts whose outputs are terms of a sum."""
+class SumSplit(SplitModule):
+    """Parts whose outputs are summed."""
 
-    def combine(self, found: Sequence[Tensor]) -> Tensor:
-        total = found[0]
-        for each in found[1:]:
-            total = total + each
+    def combine(self, outputs: Sequence[Tensor]) -> Tensor:
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
         return total
 
 
-class Joined(Form):
+class ConcatSplit(SplitModule):
     """Parts whose outputs are columns.
 
     Attributes:
-        back: G^-1, where each column of the whole stands among those of the groups, int64, [U].
+        inverse_permutation: Index of each column among the concatenated columns, int64, [U].
     """
 
-    back: Tensor
+    inverse_permutation: Tensor
 
     def __init__(self, parts: Sequence[nn.Module], permutation: Tensor) -> None:
         super().__init__(parts)
-        self.register_buffer("back", permutation.argsort(), persistent=False)
+        self.register_buffer("inverse_permutation", permutation.argsort(), persistent=False)
 
-    def combine(self, found: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(found), -1).index_select(-1, self.back)
+    def combine(self, outputs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(outputs), -1).index_select(-1, self.inverse_permutation)
 
 
-def split_form(module: nn.Module, split: Split) -> Form:
-    """The split form of a module; parts have weights of their own.
+def split_module(module: nn.Module, split: LayerSplit) -> SplitModule:
+    """Split a module; parts have their own weights.
 
     Raises:
-        InputError: The module is neither `Splittable` nor linear, is split already, or has other units.
+        InputError: The module is neither `Splittable` nor linear, is already split, or has other units.
     """
-    if isinstance(module, Form):
-        raise InputError(f"layer {split.layer} is in its split form already: undo that first")
+    if isinstance(module, SplitModule):
+        raise InputError(f"layer {split.layer} is already split; undo that rewrite first")
     if isinstance(module, nn.Linear):
         if module.out_features != len(split.permutation):
-            raise _other_units(split, module.out_features)
+            raise unit_mismatch_error(split, module.out_features)
         device = module.weight.device
-        parts = [_columns(module, torch.tensor(group, device=device)) for group in split.groups()]
-        return Joined(parts, torch.tensor(split.permutation, device=device))
+        parts = [_slice_columns(module, torch.tensor(group, device=device)) for group in split.unit_groups()]
+        return ConcatSplit(parts, torch.tensor(split.permutation, device=device))
     if not isinstance(module, Splittable):
-        raise InputError(f"layer {split.layer} is a {type(module).__name__}, which has no `part`")
+        raise InputError(f"layer {split.layer} is a {type(module).__name__} without `slice_units`")
     device = next(module.parameters()).device
-    groups = [torch.tensor(group, device=device) for group in split.groups()]
-    return Summed([module.slice_units(group, bias=at == 0) for at, group in enumerate(groups)])
+    groups = [torch.tensor(group, device=device) for group in split.unit_groups()]
+    return SumSplit([module.slice_units(group, bias=index == 0) for index, group in enumerate(groups)])
 
 
-def _columns(whole: nn.Linear, units: Tensor) -> nn.Linear:
-    """Some columns of what a linear layer gives."""
-    found = nn.Linear(whole.in_features, len(units), bias=whole.bias is not None).to(whole.weight)
+def _slice_columns(linear: nn.Linear, units: Tensor) -> nn.Linear:
+    """Linear layer that computes some of the output columns."""
+    part = nn.Linear(linear.in_features, len(units), bias=linear.bias is not None).to(linear.weight)
     with torch.no_grad():
-        found.weight.copy_(whole.weight[units])
-        if whole.bias is not None:
-            found.bias.copy_(whole.bias[units])
-    return found.train(whole.training)
+        part.weight.copy_(linear.weight[units])
+        if linear.bias is not None:
+            part.bias.copy_(linear.bias[units])
+    return part.train(linear.training)
 
 
-class Rewrite:
-    """A model whose split layers run in parts, all of them here; a context manager that undoes it.
+class ModelRewrite:
+    """A model with split layers, all parts in this process; a context manager that restores it.
 
     Attributes:
-        model: The model, changed.
-        plan: What is split.
-        forms: Layer -> its split form.
+        model: The model, modified.
+        plan: The splits.
+        split_modules: Layer -> its split module.
     """
 
     def __init__(self, model: LayeredModel, plan: RewritePlan) -> None:
         self.model, self.plan = model, plan
-        check(model.describe_layers(1), plan)
-        self.forms: Mapping[int, Form] = {
-            split.layer: split_form(model.get_layer(split.layer), split) for split in plan.splits
+        check_rewrite_plan(model.describe_layers(1), plan)
+        self.split_modules: Mapping[int, SplitModule] = {
+            split.layer: split_module(model.get_layer(split.layer), split) for split in plan.splits
         }
-        self._originals = {layer: model.get_layer(layer) for layer in self.forms}
+        self._originals = {layer: model.get_layer(layer) for layer in self.split_modules}
         self._undone = False
-        for layer, form in self.forms.items():
+        for layer, form in self.split_modules.items():
             model.replace_layer(layer, form)
 
     def undo(self) -> None:
-        """Put the modules that were there back.
+        """Restore the original modules.
 
         Raises:
-            InputError: That was done before, or someone put another module in place of a split form.
+            InputError: The rewrite was already undone, or a split module was replaced.
         """
         if self._undone:
-            raise InputError("this rewrite was undone before")
-        for layer, form in self.forms.items():
+            raise InputError("the rewrite was already undone")
+        for layer, form in self.split_modules.items():
             if self.model.get_layer(layer) is not form:
-                raise InputError(
-                    f"layer {layer} is not in the split form that it was given: nothing was undone"
-                )
+                raise InputError(f"the split module of layer {layer} was replaced; nothing was undone")
         self._undone = True
         for layer, module in self._originals.items():
             self.model.replace_layer(layer, module)
 
-    def __enter__(self) -> Rewrite:
+    def __enter__(self) -> ModelRewrite:
         return self
 
     def __exit__(
@@ -150,40 +148,41 @@ class Rewrite:
             self.undo()
 
 
-def apply(model: LayeredModel, plan: RewritePlan) -> Rewrite:
-    """Turn layers of a model into their split form.
+def apply_rewrite(model: LayeredModel, plan: RewritePlan) -> ModelRewrite:
+    """Split layers of a model in place.
 
     Raises:
-        InputError: The plan is for another model, or a layer is split already; the model is then as it was.
+        InputError: The plan does not match the model, or a layer is already split; the model is unchanged.
     """
-    return Rewrite(model, plan)
+    return ModelRewrite(model, plan)
 
 
-Given = tuple[Tensor | None, ...]
-Ask = Callable[[Given], Callable[[], Tensor]]
-"""Hands a part its input; what it returns waits for the output."""
+PartInputs = tuple[Tensor | None, ...]
+PartRequest = Callable[[PartInputs], Callable[[], Tensor]]
+"""Sends a part its input; the returned function waits for the output."""
 
 
-class Spread(nn.Module):
-    """Stands for a split layer's module on its home slot.
+class DistributedSplit(nn.Module):
+    """Stands for a split layer's module on its home slot: requests the other parts and computes its own
+    meanwhile.
 
     Args:
-        form: Holds the first part.
-        asks: For the other parts, in the order of groups.
+        module: Contains the first part.
+        requests: Requests of the other parts, in the order of groups.
     """
 
-    def __init__(self, form: Form, asks: Sequence[Ask]) -> None:
+    def __init__(self, module: SplitModule, requests: Sequence[PartRequest]) -> None:
         super().__init__()
-        self.form, self.asks = form, tuple(asks)
+        self.form, self.requests = module, tuple(requests)
 
-    def forward(self, *given: Tensor | None) -> Tensor:
-        answers = [ask(given) for ask in self.asks]
-        own = self.form.parts[0](*given)
-        return self.form.combine([own, *(answer() for answer in answers)])
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        pending = [request(inputs) for request in self.requests]
+        output = self.form.parts[0](*inputs)
+        return self.form.combine([output, *(answer() for answer in pending)])
 
 
-def at_home(form: Form) -> list[nn.Module]:
-    """Leave the first part in a form; the others are returned."""
-    _, *others = form.parts
+def detach_parts(form: SplitModule) -> list[nn.Module]:
+    """Keep only the first part in a split module and return the others."""
+    _, *parts = form.parts
     form.parts = nn.ModuleList([form.parts[0]])
-    return others
+    return parts

@@ -1,24 +1,23 @@
-"""What each slot does, and in which order, when a model runs on several of them.
+"""Order of the work of each slot when a model runs on several slots.
 
-A batch goes from layer to layer. Its *stage* is how often it has changed slots on the way. With many batches
-in flight, batch b is at stage s in *turn* b + s. In a turn all stages go on side by side: a layer's
-*progress* is the share of its stage's operations that come before it, and everything is done in the order of
+A batch passes through the layers; its *stage* is the number of slot changes so far. With many batches in
+flight, batch b is at stage s in *turn* b + s. Within a turn all stages advance concurrently: a layer's
+*progress* is the fraction of its stage's FLOPs before it, and work is done in the order of
 
     (turn, progress, stage, layer)
 
-in which each slot does what is its own: runs layers, and parts of layers that are at home elsewhere. So a
-slot serves a part of batch b + 1 between layers of its own, later stage of batch b, about when it is asked.
+Each slot runs its own layers, and parts of layers of other slots, in this order. A slot thus serves a part of
+batch b + 1 between its own layers of a later stage of batch b, at about the time of the request.
 
-No deadlock. What is done for (b, layer) needs only what was done for (b, earlier layers): those of its stage
-are earlier in the order as they have less progress, those of earlier stages as they are of an earlier turn.
-Take the first of all that has not been done: all slots that have to do with it come to it, as whatever they
-have to do before is done, and no message is waited for that was not sent before, or is sent in doing it (a
-part's input and output). Before a message is sent, that of the same layer and batch b - 2 must have been
-taken: its receiver does so in an earlier turn.
+No deadlock: work on (b, layer) depends only on (b, earlier layers): those of its stage come earlier because
+they have less progress, those of earlier stages because they belong to an earlier turn. Consider the first
+unfinished work: all slots involved reach it, because all their earlier work is finished, and every message
+they wait for was sent before, or is sent by this work (input and output of a part). A message waits for the
+one of the same layer and batch b - 2 to be received, which the receiver does in an earlier turn.
 
-Messages between two slots are matched by their order alone. States that leave a layer have a *link* of their
-own, on which batches follow each other. What parts take and give back is sent and taken in doing the same
-thing on both sides, so one link between two slots serves both ways, and all layers.
+Messages between two slots are matched by order. States that leave a layer have their own channel, on which
+batches follow each other. Inputs and outputs of parts are exchanged within the same work on both sides, so
+one channel serves both directions and all layers.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sparseflow.codesign.workload.layers import number
-from sparseflow.codesign.workload.splits import RewritePlan, check
+from sparseflow.codesign.workload.layers import to_float
+from sparseflow.codesign.workload.splits import RewritePlan, check_rewrite_plan
 from sparseflow.core.layers import LayerNode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LayerTask:
     """One layer of one batch.
 
     Attributes:
-        layer: Its place among the layers.
-        stage: How often a batch has changed slots when it comes there.
-        progress: Share of the stage's operations that come before it.
-        home: Slot that runs it.
-        source: Slot that its state comes from; None where it is there, or the samples are.
-        target: Slot that its state goes to; None where it stays, or is the scores.
-        others: Slots of the parts but the first, if it is split.
+        layer: Index of the layer.
+        stage: Number of slot changes before the layer.
+        progress: Fraction of the stage's FLOPs before the layer.
+        home: Slot that runs the layer.
+        source: Slot that sends its input state; None if it is local or the samples.
+        target: Slot that receives its output state; None if it is local or the logits.
+        part_slots: Slots of all parts but the first, if the layer is split.
     """
 
     layer: int
@@ -52,12 +51,14 @@ class Task:
     home: int
     source: int | None
     target: int | None
-    others: tuple[int, ...]
+    part_slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, order=True)
-class LinkName:
-    """Between two slots: `"state"`, one way, behind a layer; `"parts"`, both ways, the lower slot first."""
+class ChannelKey:
+    """A channel between two slots: `"state"`, one way, after a layer; `"parts"`, both ways, lower slot
+    first.
+    """
 
     kind: str
     source: int
@@ -65,83 +66,88 @@ class LinkName:
     layer: int = 0
 
     @classmethod
-    def of_parts(cls, one: int, other: int) -> LinkName:
-        return cls("parts", min(one, other), max(one, other))
+    def for_parts(cls, first: int, second: int) -> ChannelKey:
+        return cls("parts", min(first, second), max(first, second))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Tasks of a batch, in the order of layers.
+class ExecutionSchedule:
+    """Tasks of a batch.
 
     Attributes:
-        tasks: One a layer.
+        tasks: One task per layer, in order.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[LayerTask, ...]
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All that have something to do, ascending."""
-        return tuple(sorted({slot for task in self.tasks for slot in (task.home, *task.others)}))
+        """All used slots, ascending."""
+        return tuple(sorted({slot for task in self.tasks for slot in (task.home, *task.part_slots)}))
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         return self.tasks[-1].stage + 1
 
-    def links(self) -> tuple[LinkName, ...]:
-        """All that messages go over, in one order for everyone."""
-        found = {
-            LinkName("state", task.home, task.target, task.layer)
+    def list_channels(self) -> tuple[ChannelKey, ...]:
+        """All channels, in a fixed order."""
+        keys = {
+            ChannelKey("state", task.home, task.target, task.layer)
             for task in self.tasks
             if task.target is not None
         }
-        found |= {LinkName.of_parts(task.home, slot) for task in self.tasks for slot in task.others}
-        return tuple(sorted(found))
+        keys |= {ChannelKey.for_parts(task.home, slot) for task in self.tasks for slot in task.part_slots}
+        return tuple(sorted(keys))
 
-    def order(self, batches: int, slot: int | None = None) -> Iterator[tuple[int, Task]]:
-        """(batch, task) as they are done, by one slot or by all."""
-        mine = [task for task in self.tasks if slot is None or slot in (task.home, *task.others)]
-        mine.sort(key=lambda task: (task.progress, task.stage, task.layer))
-        for turn in range(batches + self.stages - 1):
-            for task in mine:
-                if 0 <= turn - task.stage < batches:
+    def iterate_tasks(self, num_batches: int, slot: int | None = None) -> Iterator[tuple[int, LayerTask]]:
+        """Yield (batch, task) in execution order, for one slot or all."""
+        tasks = [task for task in self.tasks if slot is None or slot in (task.home, *task.part_slots)]
+        tasks.sort(key=lambda task: (task.progress, task.stage, task.layer))
+        for turn in range(num_batches + self.num_stages - 1):
+            for task in tasks:
+                if 0 <= turn - task.stage < num_batches:
                     yield turn - task.stage, task
 
 
-def schedule(layers: Sequence[LayerNode], homes: Sequence[int], plan: RewritePlan | None = None) -> Schedule:
-    """Who does what.
+def build_schedule(
+    layers: Sequence[LayerNode], assignment: Sequence[int], plan: RewritePlan | None = None
+) -> ExecutionSchedule:
+    """Build the schedule of a plan.
 
     Args:
-        layers: In order.
-        homes: Slot of each layer.
-        plan: What is split.
+        layers: All layers, in order.
+        assignment: Slot of each layer.
+        plan: The splits.
 
     Raises:
-        InputError: See `rewrite.check`.
+        InputError: See `check_rewrite_plan`.
     """
     plan = plan or RewritePlan(splits=())
-    check(layers, plan, homes)
+    check_rewrite_plan(layers, plan, assignment)
     splits = {split.layer: split for split in plan.splits}
-    comes = [at > 0 and homes[at - 1] != home for at, home in enumerate(homes)]
-    stages = list(accumulate(int(each) for each in comes))
-    # Parts run side by side: the largest says how long a layer takes.
+    changes_slot = [index > 0 and assignment[index - 1] != home for index, home in enumerate(assignment)]
+    stages = list(accumulate(int(changes) for changes in changes_slot))
+    # Parts run concurrently, so the largest determines the time of a layer.
     work = [
-        number(layer.flops) * (max(splits[at].sizes) / layer.units if at in splits else 1.0)
-        for at, layer in enumerate(layers)
+        to_float(layer.flops) * (max(splits[index].sizes) / layer.units if index in splits else 1.0)
+        for index, layer in enumerate(layers)
     ]
-    whole, done = [0.0] * (stages[-1] + 1), [0.0] * (stages[-1] + 1)
-    for stage, each in zip(stages, work, strict=True):
-        whole[stage] += each
+    total_flops, done_flops = [0.0] * (stages[-1] + 1), [0.0] * (stages[-1] + 1)
+    for stage, flops in zip(stages, work, strict=True):
+        total_flops[stage] += flops
     tasks = []
-    for at, (home, stage) in enumerate(zip(homes, stages, strict=True)):
-        goes = at + 1 < len(homes) and comes[at + 1]
+    for index, (home, stage) in enumerate(zip(assignment, stages, strict=True)):
+        leaves_slot = index + 1 < len(assignment) and changes_slot[index + 1]
         tasks.append(
-            Task(
-                layer=at, stage=stage, home=home,
-                progress=done[stage] / whole[stage] if whole[stage] else 0.0,
-                source=homes[at - 1] if comes[at] else None, target=homes[at + 1] if goes else None,
-                others=splits[at].slots[1:] if at in splits else (),
+            LayerTask(
+                layer=index,
+                stage=stage,
+                home=home,
+                progress=done_flops[stage] / total_flops[stage] if total_flops[stage] else 0.0,
+                source=assignment[index - 1] if changes_slot[index] else None,
+                target=assignment[index + 1] if leaves_slot else None,
+                part_slots=splits[index].slots[1:] if index in splits else (),
             )
-        )  # fmt: skip
-        done[stage] += work[at]
-    return Schedule(tasks=tuple(tasks))
+        )
+        done_flops[stage] += work[index]
+    return ExecutionSchedule(tasks=tuple(tasks))

@@ -1,32 +1,32 @@
-"""Whether a plan that is run computes what the model does, and moves what was planned."""
+"""Verifies that an executed plan computes the model's outputs and moves the planned bytes."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.execution import LocalExecutor, RankExecutor, launch
-from sparseflow.codesign.execution.rewrite import apply
-from sparseflow.codesign.workload.layers import number
-from sparseflow.codesign.workload.splits import RewritePlan, plan_bytes
+from sparseflow.codesign.execution.rewrite import apply_rewrite
+from sparseflow.codesign.workload.layers import to_float
+from sparseflow.codesign.workload.splits import RewritePlan, compute_transfer_bytes
 from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.errors import InputError, RunError
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2,
 }  # fmt: skip
-"""Largest difference of logits, over max(1, largest logit)."""
+"""Maximum difference of logits relative to max(1, largest logit)."""
 
 
-def whole(model: LayeredModel, samples: Tensor) -> Tensor:
-    """Logits of a model that is run layer by layer, on one device."""
+def run_unpartitioned(model: LayeredModel, samples: Tensor) -> Tensor:
+    """Logits of a model that runs layer by layer on one device."""
     with torch.no_grad():
         state = model.initial_state(samples)
         for layer in model.describe_layers(len(samples)):
@@ -34,124 +34,159 @@ def whole(model: LayeredModel, samples: Tensor) -> Tensor:
     return state["logits"]
 
 
-def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference over max(1, largest logit), compared on the CPU in float64."""
-    wide, other = wanted.double().cpu(), found.double().cpu()
-    return float((other - wide).abs().max() / wide.abs().max().clamp_min(1.0))
+def compute_error(output: Tensor, reference: Tensor) -> float:
+    """Largest difference relative to max(1, largest logit), compared on the CPU in float64."""
+    expected, actual = reference.double().cpu(), output.double().cpu()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1.0))
 
 
 def check_model(model: LayeredModel, planned: Sequence[LayerNode]) -> None:
-    """Whether a model is one that layers were listed of; weights are not looked at.
+    """Check that a model has the planned layers; weights are not compared.
 
     Args:
         model: The model.
-        planned: Its layers, for batches of some size.
+        planned: Layers of the plan.
 
     Raises:
-        InputError: It is another one; says what differs.
+        InputError: The layers differ.
     """
-    there = model.describe_layers(planned[0].batch if planned else 1)
-    if len(there) != len(planned):
-        raise InputError(f"the plan is of {len(planned)} layers and the model has {len(there)}")
-    wrong = [
-        (own, f"`{field.name}` {found} (planned: {wanted})")
-        for own, other in zip(there, planned, strict=True)
+    actual = model.describe_layers(planned[0].batch if planned else 1)
+    if len(actual) != len(planned):
+        raise InputError(f"the plan has {len(planned)} layers, the model has {len(actual)}")
+    differences = [
+        (layer, f"`{field.name}` {value} (planned: {expected})")
+        for layer, planned_layer in zip(actual, planned, strict=True)
         for field in fields(LayerNode)
-        if (found := _plain(getattr(own, field.name))) != (wanted := _plain(getattr(other, field.name)))
+        if (value := _to_plain(getattr(layer, field.name)))
+        != (expected := _to_plain(getattr(planned_layer, field.name)))
     ]
-    if wrong:
-        first = wrong[0][0]
-        told = ", ".join(what for layer, what in wrong if layer is first)
-        others = len({layer.id for layer, _ in wrong}) - 1
+    if differences:
+        first = differences[0][0]
+        details = ", ".join(detail for layer, detail in differences if layer is first)
+        num_others = len({layer.id for layer, _ in differences}) - 1
         raise InputError(
-            f"the plan is of another model: {first.name} has {told}"
-            f"{f', and {others} other layers differ' if others else ''}; name the model that was planned for"
+            f"the plan belongs to another model: {first.name} has {details}"
+            f"{f', and {num_others} other layers differ' if num_others else ''}; use the model of the plan"
         )
 
 
-def _plain(value: object) -> object:
-    """A layer's figure, without gradients where it has some."""
-    return number(value) if isinstance(value, Tensor) else value
+def _to_plain(value: object) -> object:
+    return to_float(value) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """Result of a verification.
+
+    Attributes:
+        errors: Executor -> largest difference of logits relative to max(1, largest logit).
+        moved_bytes: `"planned"` or executor -> bytes moved per batch.
+        splits: Number of split layers.
+        slots: Number of used slots.
+    """
+
+    errors: dict[str, float]
+    moved_bytes: dict[str, int]
+    splits: int
+    slots: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {
+            "error": self.errors, "moved_bytes": self.moved_bytes, "splits": self.splits, "slots": self.slots
+        }  # fmt: skip
 
 
 def verify(
     model: LayeredModel,
-    decision: Decision,
+    decision: HardwareDecision,
     samples: Tensor,
     *,
     planned: Sequence[LayerNode] | None = None,
     device: torch.device | str = "cpu",
     ranks: bool = False,
-) -> dict[str, Any]:
-    """Run a model whole, rewritten, and on its slots.
+) -> VerifyResult:
+    """Run a model unpartitioned, rewritten and on its slots, and compare logits and moved bytes.
 
     Args:
-        model: Any precision; left as it is.
-        decision: What runs where.
+        model: The model, of any precision; it is not modified.
+        decision: Slots and splits of the layers.
         samples: A batch.
-        planned: Layers that the decision was taken for, such as those of `load_plan`: a model whose layers
-            have other shapes, operations or bytes is refused, even where the plan could run it.
-        device: Of all slots, or, with `ranks`, of each process: `"cuda"` is each its own GPU.
-        ranks: Whether each slot is a process of its own, too.
-
-    Returns:
-        `error`, the largest difference of logits over max(1, largest logit), by executor; `moved_bytes` for a
-        batch, as planned and by executor; `splits`, how many layers are split.
+        planned: Layers for which the decision was made, such as those of `load_plan`. A model with other
+            shapes, FLOPs or bytes is refused, even if the plan could run it.
+        device: Device of all slots, or with `ranks` of each process; `"cuda"` is the GPU of each process.
+        ranks: Also run each slot in its own process.
 
     Raises:
-        InputError: The decision is of another model.
-        RunError: Logits differ by more than rounding, other bytes were moved than planned, or undoing the
-            rewrite left something behind.
+        InputError: The decision belongs to another model.
+        RunError: Logits differ by more than rounding, the moved bytes differ from the plan, or undoing the
+            rewrite did not restore the model.
     """
     layers = model.describe_layers(len(samples))
-    names, there = decision.names, [layer.name for layer in layers]
-    if names != there:
-        differ = ", ".join(sorted({*names} ^ {*there})[:3]) or "the order"
+    names, model_names = decision.layer_names, [layer.name for layer in layers]
+    if names != model_names:
+        differ = ", ".join(sorted({*names} ^ {*model_names})[:3]) or "the order"
         raise InputError(
-            f"the plan is of {len(names)} layers ({', '.join(names[:3])}, …) and the model has "
-            f"{len(layers)}, or others; see {differ}: name the model that was planned for"
+            f"the plan has {len(names)} layers ({', '.join(names[:3])}, …), the model has "
+            f"{len(layers)}; different: {differ}; use the model of the plan"
         )
     if planned is not None:
         check_model(model, planned)
-    homes, plan = list(decision.homes(layers)), decision.rewrite_plan
-    due = plan_bytes(layers, homes, plan)
-    wanted = whole(model, samples)
-    errors, moved = {}, {"planned": sum(due.values())}
-    before = [copy.deepcopy(model.get_layer(layer.id).state_dict()) for layer in layers if layer.splittable]
-    with apply(model, plan or RewritePlan(splits=())):
-        errors["rewritten"] = error_of(whole(model, samples), wanted)
-    after = [model.get_layer(layer.id).state_dict() for layer in layers if layer.splittable]
-    same = all(
-        torch.equal(one[name], other[name]) for one, other in zip(before, after, strict=True) for name in one
-    )
-    if not same or not torch.equal(whole(model, samples), wanted):
-        raise RunError("undoing the rewrite did not give the model back as it was")
-    local = LocalExecutor(model, homes, plan, devices=device)
-    errors["local"] = error_of(local.run([samples])[0], wanted)
-    counted = {"local": {pair: size for pair, size in local.moved.items() if size}}
+    assignment, plan = list(decision.assign_layers(layers)), decision.rewrite_plan
+    reference = run_unpartitioned(model, samples)
+    errors = {"rewritten": _check_rewrite(model, layers, plan, samples, reference)}
+    local = LocalExecutor(model, assignment, plan, devices=device)
+    errors["local"] = compute_error(local.run([samples])[0], reference)
+    transfers = {"local": {pair: size for pair, size in local.moved_bytes.items() if size}}
     if ranks:
         count = len(local.schedule.slots)
-        told = launch(partial(_on_ranks, model, homes, plan, samples), count, device=device)
-        errors["ranks"] = max(error_of(logits, wanted) for logits, _ in told if logits is not None)
-        counted["ranks"] = {pair: size for _, sent in told for pair, size in sent.items() if size}
-    tolerance = TOLERANCES[wanted.dtype]
+        results = launch(partial(_run_on_rank, model, assignment, plan, samples), count, device=device)
+        errors["ranks"] = max(compute_error(logits, reference) for logits, _ in results if logits is not None)
+        transfers["ranks"] = {pair: size for _, sent in results for pair, size in sent.items() if size}
+    tolerance = TOLERANCES[reference.dtype]
     for name, error in errors.items():
         if not error <= tolerance:
-            raise RunError(f"{name}: logits differ by {error:.3g} (relative), more than {tolerance:g}")
-    for name, pairs in counted.items():
-        moved[name] = sum(pairs.values())
-        if pairs != due:
-            raise RunError(f"{name}: moved {pairs} bytes between slots; planned were {due}")
-    return {
-        "error": errors, "moved_bytes": moved, "splits": 0 if plan is None else len(plan.splits),
-        "slots": len(local.schedule.slots),
-    }  # fmt: skip
+            raise RunError(f"{name}: logits differ by {error:.3g} (relative); expected at most {tolerance:g}")
+    planned_bytes = compute_transfer_bytes(layers, assignment, plan)
+    for name, pairs in transfers.items():
+        if pairs != planned_bytes:
+            raise RunError(f"{name}: moved {pairs} bytes between slots; expected {planned_bytes}")
+    totals = {name: sum(pairs.values()) for name, pairs in {"planned": planned_bytes, **transfers}.items()}
+    return VerifyResult(
+        errors=errors, moved_bytes=totals, splits=0 if plan is None else len(plan.splits),
+        slots=len(local.schedule.slots),
+    )  # fmt: skip
 
 
-def _on_ranks(
-    model: LayeredModel, homes: list[int], plan: RewritePlan | None, samples: Tensor, device: torch.device
+def _check_rewrite(
+    model: LayeredModel,
+    layers: Sequence[LayerNode],
+    plan: RewritePlan | None,
+    samples: Tensor,
+    reference: Tensor,
+) -> float:
+    """Error of the rewritten model. Raises RunError if undoing the rewrite does not restore the model."""
+    splittable = [layer.id for layer in layers if layer.splittable]
+    before = [copy.deepcopy(model.get_layer(layer).state_dict()) for layer in splittable]
+    with apply_rewrite(model, plan or RewritePlan(splits=())):
+        error = compute_error(run_unpartitioned(model, samples), reference)
+    after = [model.get_layer(layer).state_dict() for layer in splittable]
+    same = all(
+        torch.equal(old[name], new[name]) for old, new in zip(before, after, strict=True) for name in old
+    )
+    if not same or not torch.equal(run_unpartitioned(model, samples), reference):
+        raise RunError("undoing the rewrite did not restore the model")
+    return error
+
+
+def _run_on_rank(
+    model: LayeredModel,
+    assignment: list[int],
+    plan: RewritePlan | None,
+    samples: Tensor,
+    device: torch.device,
 ) -> tuple[Tensor | None, dict[tuple[int, int], int]]:
-    """This process' slot: the logits where it has them, and what it sent."""
-    with RankExecutor(model, homes, plan, device=device) as executor:
-        found = executor.run([samples])
-        return (found[0].cpu() if found else None), dict(executor.moved)
+    """Run the slot of this process; returns logits, if it has them, and sent bytes."""
+    with RankExecutor(model, assignment, plan, device=device) as executor:
+        outputs = executor.run([samples])
+        return (outputs[0].cpu() if outputs else None), dict(executor.moved_bytes)

@@ -1,8 +1,8 @@
-"""What it takes to move bytes between slots: milliseconds and millijoules, over real distances.
+"""Transfer time and energy between slots.
 
-A message of `b` bytes from slot s to slot t takes `fixed_ms[s, t] + b * ms_per_byte[s, t]`. It goes over the
-way that takes a message of `typical_bytes` the least time, received whole at every slot between (store and
-forward). Links are not shared out among messages.
+A message of `b` bytes from slot s to slot t takes `fixed_ms[s, t] + b * ms_per_byte[s, t]`. It takes the
+route with the lowest time for a message of `typical_bytes`; every slot on the route receives the full message
+before it forwards it (store and forward). Messages do not compete for links.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparseflow.codesign.hardware.chips import Link
+from sparseflow.codesign.hardware.chips import LinkType
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
-BITS = 8
+BITS_PER_BYTE = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Network:
-    """Costs between S slots; diagonals are 0.
+    """Transfer costs between S slots; diagonals are 0.
 
     Attributes:
-        fixed_ms: float64 [S, S], however little is sent.
-        ms_per_byte: float64 [S, S].
-        mj_per_byte: float64 [S, S].
+        fixed_ms: Time of a message of any size, ms, float64 [S, S].
+        ms_per_byte: Additional time per byte, ms, float64 [S, S].
+        mj_per_byte: Energy per byte, mJ, float64 [S, S].
     """
 
     fixed_ms: np.ndarray
@@ -35,104 +35,117 @@ class Network:
     mj_per_byte: np.ndarray
 
     @property
-    def slots(self) -> int:
+    def num_slots(self) -> int:
         return len(self.fixed_ms)
 
     def time_ms(self, source: int, target: int, size_bytes: float) -> float:
-        """One message; 0 from a slot to itself."""
+        """Time of one message, ms; 0 within a slot."""
         if source == target:
             return 0.0
         return float(self.fixed_ms[source, target] + size_bytes * self.ms_per_byte[source, target])
 
     def energy_mj(self, source: int, target: int, size_bytes: float) -> float:
-        """Millijoules of one message."""
+        """Energy of one message, mJ."""
         return float(size_bytes * self.mj_per_byte[source, target])
 
     @classmethod
-    def all_to_all(cls, link: Link, distances_mm: np.ndarray) -> Network:
-        """A link of its own between every two slots.
+    def all_to_all(cls, link: LinkType, distances_mm: np.ndarray) -> Network:
+        """Build a network with a separate link between every two slots.
 
         Args:
-            link: Of every pair.
-            distances_mm: [S, S]; 0 everywhere where places do not matter.
+            link: Type of every link.
+            distances_mm: Distances between slots, mm, [S, S].
 
         Raises:
-            InputError: Distances are not square, negative or not finite.
+            InputError: Distances are not a square matrix of finite numbers of at least 0.
         """
         distances = np.asarray(distances_mm, dtype=np.float64)
         if distances.ndim != 2 or distances.shape[0] != distances.shape[1]:
             raise InputError(f"`distances_mm` has the shape {distances.shape}; expected [S, S]")
         if not np.isfinite(distances).all() or (distances < 0.0).any():
-            raise InputError("`distances_mm` must be finite and not negative")
-        other = 1.0 - np.eye(len(distances))
+            raise InputError("`distances_mm` must be finite and at least 0")
+        off_diagonal = 1.0 - np.eye(len(distances))
         return cls(
-            fixed_ms=other * (link.latency_us + link.latency_us_per_mm * distances) / 1e3,
-            ms_per_byte=other * (1e3 / link.bandwidth),
-            mj_per_byte=other * (BITS * 1e-9) * (link.pj_per_bit + link.pj_per_bit_mm * distances),
+            fixed_ms=off_diagonal * (link.latency_us + link.latency_us_per_mm * distances) / 1e3,
+            ms_per_byte=off_diagonal * (1e3 / link.bandwidth),
+            mj_per_byte=off_diagonal
+            * (BITS_PER_BYTE * 1e-9)
+            * (link.pj_per_bit + link.pj_per_bit_mm * distances),
         )
 
     @classmethod
-    def of_links(
+    def from_links(
         cls,
-        slots: int,
-        links: Sequence[tuple[int, int, Link]],
+        num_slots: int,
+        links: Sequence[tuple[int, int, LinkType]],
         distances_mm: np.ndarray | None = None,
         *,
         typical_bytes: float = 1e6,
     ) -> Network:
-        """Links between some pairs, both ways each.
+        """Build a network from links between some pairs of slots, usable in both directions.
 
         Args:
-            slots: S.
-            links: (slot, slot, link).
-            distances_mm: [S, S]; 0 by default.
-            typical_bytes: What ways are chosen by.
+            num_slots: Number of slots, S.
+            links: Tuples (slot, slot, link type).
+            distances_mm: Distances between slots, mm, [S, S]; 0 by default.
+            typical_bytes: Message size for which routes are chosen.
 
         Raises:
-            InputError: A link names a slot that is not there, some slots cannot be reached (says which),
-                distances are of another number of slots, or `typical_bytes` is negative or not finite.
+            InputError: A link refers to a missing slot, a slot is unreachable, `distances_mm` has another
+                shape, or `typical_bytes` is negative or not finite.
             MissingExtraError: SciPy is missing.
         """
         sparse, graph = require("scipy.sparse", "codesign"), require("scipy.sparse.csgraph", "codesign")
-        distances = np.zeros((slots, slots)) if distances_mm is None else np.asarray(distances_mm, np.float64)
-        if distances.shape != (slots, slots):
-            raise InputError(f"`distances_mm` has the shape {distances.shape}; expected {(slots, slots)}")
+        distances = (
+            np.zeros((num_slots, num_slots)) if distances_mm is None else np.asarray(distances_mm, np.float64)
+        )
+        if distances.shape != (num_slots, num_slots):
+            raise InputError(
+                f"`distances_mm` has the shape {distances.shape}; expected {(num_slots, num_slots)}"
+            )
         if not 0.0 <= typical_bytes < math.inf:
-            raise InputError(f"`typical_bytes` (={typical_bytes}) must be finite and not negative")
+            raise InputError(f"`typical_bytes` (={typical_bytes}) must be finite and at least 0")
         direct = {}
         for a, b, link in links:
-            if not (0 <= a < slots and 0 <= b < slots) or a == b:
-                raise InputError(f"a link joins slots {a} and {b}; there are slots 0 to {slots - 1}")
-            whole = cls.all_to_all(link, distances)
+            if not (0 <= a < num_slots and 0 <= b < num_slots) or a == b:
+                raise InputError(f"a link connects slots {a} and {b}; expected slots 0 to {num_slots - 1}")
+            link_network = cls.all_to_all(link, distances)
             for s, t in ((a, b), (b, a)):
-                told = whole.fixed_ms[s, t], whole.ms_per_byte[s, t], whole.mj_per_byte[s, t]
-                if (s, t) not in direct or _time(told, typical_bytes) < _time(direct[s, t], typical_bytes):
-                    direct[s, t] = told
+                cost = (
+                    link_network.fixed_ms[s, t],
+                    link_network.ms_per_byte[s, t],
+                    link_network.mj_per_byte[s, t],
+                )
+                if (s, t) not in direct or _message_ms(cost, typical_bytes) < _message_ms(
+                    direct[s, t], typical_bytes
+                ):
+                    direct[s, t] = cost
         pairs = sorted(direct)
-        # As a sparse matrix: a dense one takes what is next to nothing for no link.
+        # Sparse, because a dense matrix treats tiny values as missing links.
         weights = sparse.csr_matrix(
             (
-                [max(_time(direct[pair], typical_bytes), np.finfo(float).tiny) for pair in pairs],
+                [max(_message_ms(direct[pair], typical_bytes), np.finfo(float).tiny) for pair in pairs],
                 ([s for s, _ in pairs], [t for _, t in pairs]),
             ),
-            shape=(slots, slots),
+            shape=(num_slots, num_slots),
         )
-        reach, before = graph.shortest_path(weights, directed=True, return_predecessors=True)
-        cut = [slot for slot in range(slots) if not np.isfinite(reach[0, slot])]
-        if cut:
+        path_ms, predecessors = graph.shortest_path(weights, directed=True, return_predecessors=True)
+        unreachable = [slot for slot in range(num_slots) if not np.isfinite(path_ms[0, slot])]
+        if unreachable:
             raise InputError(
-                f"no links lead from slot 0 to slots {', '.join(map(str, cut))}: add one, or leave them out"
+                f"slots {', '.join(map(str, unreachable))} are unreachable from slot 0; add links or remove "
+                "them"
             )
-        found = np.zeros((3, slots, slots))
-        for s in range(slots):
-            for t in range(slots):
-                at = t
-                while at != s:
-                    last = int(before[s, at])
-                    found[:, s, t] += direct[last, at]
-                    at = last
-        return cls(fixed_ms=found[0], ms_per_byte=found[1], mj_per_byte=found[2])
+        totals = np.zeros((3, num_slots, num_slots))
+        for s in range(num_slots):
+            for t in range(num_slots):
+                node = t
+                while node != s:
+                    previous = int(predecessors[s, node])
+                    totals[:, s, t] += direct[previous, node]
+                    node = previous
+        return cls(fixed_ms=totals[0], ms_per_byte=totals[1], mj_per_byte=totals[2])
 
 
-def _time(told: tuple[float, float, float], size_bytes: float) -> float:
-    return told[0] + size_bytes * told[1]
+def _message_ms(cost: tuple[float, float, float], size_bytes: float) -> float:
+    return cost[0] + size_bytes * cost[1]

@@ -1,10 +1,10 @@
-"""Which chip each slot holds: logits over chip types and *empty*, drawn by Gumbel-Softmax.
+"""Learnable chip types of slots (Gumbel-Softmax).
 
-Notation: S slots, T chip types; alpha [S, T + 1], rows add up to 1, the last column is *empty*.
+Notation: S slots, T chip types; alpha [S, T + 1] has rows that sum to 1, and its last column is "empty".
 
-Averaging specifications would make chips that nobody sells, so what a slot costs is the expectation of what
-the real types cost: sum_t alpha[s, t] * cost(type t). With `hard` the forward pass sees one type and
-gradients go through the probabilities (straight through).
+The cost of a slot is the expectation of the costs of the real types, sum_t alpha[s, t] * cost(type t), not
+the cost of a chip with averaged specifications. With `hard` the forward pass uses one type per slot, and
+gradients flow through the probabilities (straight-through estimator).
 
     Jang, Gu, Poole: Categorical Reparameterization with Gumbel-Softmax. ICLR 2017.
 """
@@ -25,15 +25,15 @@ EMPTY = "empty"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Specs:
-    """What slots hold on average: for people and logs, not for costs.
+class ExpectedSpecs:
+    """Expected specifications of the slots, for display only.
 
     Attributes:
         peak_flops: FLOP/s, [S].
         peak_bw: Bytes/s, [S].
-        mem_gb: [S].
-        area_mm2: [S].
-        tdp_w: [S].
+        mem_gb: GB, [S].
+        area_mm2: mm2, [S].
+        tdp_w: W, [S].
     """
 
     peak_flops: Tensor
@@ -44,53 +44,54 @@ class Specs:
 
 
 class ChipSlotConfig(nn.Module):
-    """S slots that each hold a chip of some type, or nothing.
+    """S slots that each contain a chip of some type, or no chip.
 
     Args:
-        chips: The T types.
-        slots: S.
-        tau: Temperature of the draw; lower is nearer to one type.
-        hard: Whether the forward pass sees one type.
-        first: Name of the type that slots lean to at first (`"empty"` is one); none by default.
-        lean: By how much, in logits.
+        chips: The T chip types.
+        num_slots: Number of slots, S.
+        tau: Temperature of the Gumbel-Softmax; lower is closer to one type.
+        hard: Whether the forward pass uses one type per slot.
+        initial_chip: Name of the type that the initial logits favor (`"empty"` is one); none by default.
+        initial_logit: Logit of that type; the others are 0.
 
     Raises:
-        InputError: No type, no slot, a temperature that is not positive, or an unknown `first`.
+        InputError: There are no types or slots, `tau` is not positive, or `initial_chip` is unknown.
     """
 
     def __init__(
         self,
         chips: Sequence[ChipType],
-        slots: int,
+        num_slots: int,
         *,
         tau: float = 1.0,
         hard: bool = True,
-        first: str | None = None,
-        lean: float = 2.0,
+        initial_chip: str | None = None,
+        initial_logit: float = 2.0,
     ) -> None:
         super().__init__()
-        if not chips or slots < 1 or not 0.0 < tau < math.inf:
+        if not chips or num_slots < 1 or not 0.0 < tau < math.inf:
             raise InputError(
-                f"`chips` (={len(chips)}) and `slots` (={slots}) must be at least 1, `tau` (={tau}) above 0"
+                f"`chips` (={len(chips)}) and `num_slots` (={num_slots}) must be at least 1, `tau` (={tau}) "
+                "above 0"
             )
-        self.chips, self.slots, self.tau, self.hard = tuple(chips), slots, tau, hard
-        logits = torch.zeros(slots, len(chips) + 1)
-        if first is not None:
+        self.chips, self.num_slots, self.tau, self.hard = tuple(chips), num_slots, tau, hard
+        logits = torch.zeros(num_slots, len(chips) + 1)
+        if initial_chip is not None:
             names = [*(chip.name for chip in chips), EMPTY]
-            if first not in names:
-                raise InputError(f"`first` (={first!r}) must be one of: {', '.join(names)}")
-            logits[:, names.index(first)] = lean
+            if initial_chip not in names:
+                raise InputError(f"`initial_chip` (={initial_chip!r}) must be one of: {', '.join(names)}")
+            logits[:, names.index(initial_chip)] = initial_logit
         self.logits = nn.Parameter(logits)
 
-    def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, Specs]:
-        """Draw what slots hold.
+    def forward(self, generator: torch.Generator | None = None) -> tuple[Tensor, ExpectedSpecs]:
+        """Sample the content of the slots.
 
         Args:
-            generator: What noise is drawn from; without one there is none, and alpha follows from the logits.
+            generator: Random generator of the Gumbel noise; without it there is no noise.
 
         Returns:
-            alpha [S, T + 1] (one type each with `hard`, whether or not there is noise; see `probabilities`),
-            and the specifications that slots have on average, empty ones counted as 0.
+            alpha [S, T + 1], one-hot with `hard`, and the expected specifications, with empty slots counted
+            as 0.
         """
         logits = self.logits
         if generator is not None:
@@ -99,58 +100,61 @@ class ChipSlotConfig(nn.Module):
             logits = logits + noise.to(logits)
         alpha = torch.softmax(logits / self.tau, dim=-1)
         if self.hard:
-            one = torch.zeros_like(alpha).scatter(-1, alpha.argmax(-1, keepdim=True), 1.0)
-            alpha = one + (alpha - alpha.detach())  # exactly one type in the forward pass
-        return alpha, self.specs(alpha)
+            one_hot = torch.zeros_like(alpha).scatter(-1, alpha.argmax(-1, keepdim=True), 1.0)
+            alpha = one_hot + (alpha - alpha.detach())  # one-hot in the forward pass
+        return alpha, self.expected_specs(alpha)
 
-    def specs(self, alpha: Tensor) -> Specs:
-        """Expected specifications, each [S]."""
+    def expected_specs(self, alpha: Tensor) -> ExpectedSpecs:
+        """Compute the expected specifications."""
 
         def mean(name: str) -> Tensor:
             values = [getattr(chip, name) for chip in self.chips]
             return alpha[:, :-1] @ torch.tensor(values, dtype=alpha.dtype)
 
-        return Specs(
+        return ExpectedSpecs(
             peak_flops=mean("peak_flops"), peak_bw=mean("peak_bw"), mem_gb=mean("mem_gb"),
             area_mm2=mean("area_mm2"), tdp_w=mean("tdp_w"),
         )  # fmt: skip
 
     @property
     def probabilities(self) -> Tensor:
-        """How likely a hard draw gives each slot each type, whatever the temperature, [S, T + 1]."""
-        # The largest of logits with Gumbel noise, divided by whatever, is distributed as their softmax.
+        """Probability that a hard sample selects each type, at any temperature, [S, T + 1]."""
+        # The argmax of logits with Gumbel noise follows their softmax, at any temperature.
         return torch.softmax(self.logits, dim=-1)
 
     def decode(self) -> list[ChipType | None]:
-        """The type that each slot most likely holds; None where that is to be empty."""
-        return [self.chips[at] if at < len(self.chips) else None for at in self.logits.argmax(-1).tolist()]
+        """Return the most likely type of each slot; None for an empty slot."""
+        return [
+            self.chips[index] if index < len(self.chips) else None
+            for index in self.logits.argmax(-1).tolist()
+        ]
 
-    def hold(self, chosen: Sequence[str | None], lean: float = 4.0) -> None:
-        """Set logits so that slots most likely hold these types.
+    def set_chips(self, chip_names: Sequence[str | None], logit: float = 4.0) -> None:
+        """Set the logits so that the slots most likely contain the given types.
 
         Args:
-            chosen: A name, or None for empty, for each slot.
-            lean: Logit of the chosen over the others.
+            chip_names: Name of the type of each slot; None for an empty slot.
+            logit: Logit of the given types; the others are 0.
 
         Raises:
-            InputError: As many names as slots are needed, each of a type that is there.
+            InputError: There is not one name per slot, or a name is unknown.
         """
         names = [chip.name for chip in self.chips]
-        unknown = sorted({str(name) for name in chosen if name is not None and name not in names})
-        if len(chosen) != self.slots or unknown:
+        unknown = sorted({str(name) for name in chip_names if name is not None and name not in names})
+        if len(chip_names) != self.num_slots or unknown:
             raise InputError(
-                f"`chosen` has {len(chosen)} names (unknown: {', '.join(unknown) or 'none'}); expected "
-                f"{self.slots}, each one of {', '.join(names)}, or None"
+                f"`chip_names` has {len(chip_names)} names (unknown: {', '.join(unknown) or 'none'}); "
+                f"expected {self.num_slots}, each one of {', '.join(names)}, or None"
             )
         with torch.no_grad():
             self.logits.zero_()
-            for slot, name in enumerate(chosen):
-                self.logits[slot, len(names) if name is None else names.index(name)] = lean
+            for slot, name in enumerate(chip_names):
+                self.logits[slot, len(names) if name is None else names.index(name)] = logit
 
     def count_loss(self, alpha: Tensor) -> Tensor:
-        """Chips that are there: sum over slots of 1 - alpha[:, empty]; a scalar."""
+        """Expected number of chips: sum over slots of 1 - alpha[:, empty]; a scalar."""
         return (1.0 - alpha[:, -1]).sum()
 
     def area_loss(self, alpha: Tensor) -> Tensor:
-        """Expected area, mm2; a scalar."""
-        return self.specs(alpha).area_mm2.sum()
+        """Expected total area, mm2; a scalar."""
+        return self.expected_specs(alpha).area_mm2.sum()

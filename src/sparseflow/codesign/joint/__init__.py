@@ -1,1 +1,1 @@
-"""Joint."""
+"""Joint training of model and hardware, its baselines, and the trace of its decisions."""

@@ -1,8 +1,7 @@
-"""Joint training against its baselines: the same seeds, the same epochs, the same rounds of the hardware."""
+"""Comparison of joint training with its baselines: same seeds, epochs and hardware rounds."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,180 +9,187 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sparseflow.codesign.design.config import Settings
+from sparseflow.codesign.design.config import CodesignConfig
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.joint.trainer import BASELINES, MODES, Designed, JointTrainer, Mode
+from sparseflow.codesign.joint.trainer import BASELINES, MODES, DesignResult, JointTrainer, Mode
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import write_json
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.parallel import map_unordered
+from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import round_robin_device
 from sparseflow.core.training.epoch_trainer import EpochTrainer
 from sparseflow.errors import InputError
 
-RESULTS = "designs.json"
-EQUAL_POINTS = 0.5
-"""Accuracies that differ by no more, in points, are taken as equal."""
+RESULTS_FILE = "designs.json"
+ACCURACY_TOLERANCE_POINTS = 0.5
+"""Accuracy difference that counts as equal, in percentage points."""
 
-MakeTask = Callable[[Mapping[str, Any], int, str], Any]
-"""Gives a context manager whose value is a `EpochTrainer`, from its settings, a seed and a device."""
-
-Progress = Callable[[str, float], None]
+TaskFactory = Callable[[Mapping[str, Any], int, str], Any]
+"""Creates a context manager of an `EpochTrainer` from task config, seed and device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    settings: Settings
-    make: MakeTask
+class _DesignJob:
+    config: CodesignConfig
+    make_task: TaskFactory
     mode: Mode
     seed: int
-    folder: Path
+    out_dir: Path
     device: str
 
 
-def compare(
-    settings: Settings,
-    make: MakeTask,
-    folder: Path | str,
+def compare_designs(
+    config: CodesignConfig,
+    make_task: TaskFactory,
+    out_dir: Path | str,
     *,
-    seeds: int = 5,
+    num_seeds: int = 5,
     modes: Sequence[Mode] = MODES,
     device: str = "cpu",
     workers: int = 1,
     progress: Progress | None = None,
-) -> dict[int, list[Designed]]:
-    """Run joint training and its baselines for several seeds; goes on where an earlier call was stopped.
+) -> dict[int, list[DesignResult]]:
+    """Run joint training and its baselines for several seeds; existing runs are resumed.
 
     Args:
-        settings: Of all runs.
-        make: Makes the task of a run; must be importable where there are several workers.
-        folder: Made when absent; each run has its own folder in it.
-        seeds: Runs of each, with seeds from 0.
-        modes: Which runs; a two-stage run brings the other baselines.
-        device: Where to train; `"cuda"` is every GPU in its turn.
-        workers: Runs at the same time, in processes of their own.
-        progress: Called with (what was done, fraction done).
+        config: Config of all runs.
+        make_task: Creates the task of a run; must be importable if there are several workers.
+        out_dir: Output directory; each run has its own subdirectory.
+        num_seeds: Runs per mode, with seeds from 0.
+        modes: Modes to run; a two-stage run includes the other baselines.
+        device: Training device; `"cuda"` cycles through all GPUs.
+        workers: Parallel processes.
+        progress: Progress callback.
 
     Returns:
         Seed -> its designs, in the order of `modes`.
 
     Raises:
-        InputError: `seeds` or `workers` is not positive, a setting cannot be used, or a folder holds another
-            run.
-        RunError: A run failed; those that ended are not done again by the next call.
+        InputError: An argument is out of range, or a directory contains another run.
+        RunError: A run failed; completed runs are not repeated by the next call.
     """
-    if seeds < 1:
-        raise InputError(f"`seeds` (={seeds}) must be at least 1")
-    root = Path(folder)
-    wanted: list[tuple[int, Mode]] = [(seed, mode) for seed in range(seeds) for mode in modes]
+    if num_seeds < 1:
+        raise InputError(f"`num_seeds` (={num_seeds}) must be at least 1")
+    root = Path(out_dir)
+    runs: list[tuple[int, Mode]] = [(seed, mode) for seed in range(num_seeds) for mode in modes]
     jobs = [
-        _Job(
-            settings=settings, make=make, mode=mode, seed=seed, folder=root / f"{mode}-{seed}",
+        _DesignJob(
+            config=config, make_task=make_task, mode=mode, seed=seed, out_dir=root / f"{mode}-{seed}",
             device=round_robin_device(device, number),
         )
-        for number, (seed, mode) in enumerate(wanted)
+        for number, (seed, mode) in enumerate(runs)
     ]  # fmt: skip
-    found: dict[int, list[Designed]] = {}
-    for at, designs in map_unordered(_run, jobs, workers=workers):
-        found[at] = designs
+    results: dict[int, list[DesignResult]] = {}
+    for index, designs in map_unordered(_run_job, jobs, workers=workers):
+        results[index] = designs
         if progress is not None:
-            told = ", ".join(f"{each.mode} {each.priced.energy_delay:.4g} mJ ms" for each in designs)
-            progress(f"seed {jobs[at].seed}: {told}", len(found) / len(jobs))
-    # In the order of the jobs, whichever of them ended first.
+            summary = ", ".join(f"{design.mode} {design.cost.energy_delay:.4g} mJ ms" for design in designs)
+            progress(f"seed {jobs[index].seed}: {summary}", len(results) / len(jobs))
+    # In the order of the jobs, which may differ from the order of completion.
     return {
-        seed: [each for at, job in enumerate(jobs) if job.seed == seed for each in found[at]]
-        for seed in range(seeds)
+        seed: [design for index, job in enumerate(jobs) if job.seed == seed for design in results[index]]
+        for seed in range(num_seeds)
     }
 
 
-def _run(job: _Job) -> list[Designed]:
-    told = job.settings.joint.model_dump() | {"seed": job.seed}
-    settings = Settings.model_validate(job.settings.model_dump(mode="json") | {"joint": told})
-    with job.make(settings.task, job.seed, job.device) as task:
+def _run_job(job: _DesignJob) -> list[DesignResult]:
+    joint = job.config.joint.model_dump() | {"seed": job.seed}
+    config = CodesignConfig.model_validate(job.config.model_dump(mode="json") | {"joint": joint})
+    with job.make_task(config.task, job.seed, job.device) as task:
         trained: EpochTrainer = task
-        return JointTrainer(trained, Hardware(settings), settings, job.folder, mode=job.mode).run()
+        return JointTrainer(trained, Hardware(config), config, job.out_dir, mode=job.mode).run()
 
 
-def results(
-    found: Mapping[int, Sequence[Designed]], settings: Settings, *, device: str, command: str
+def summarize_designs(
+    designs: Mapping[int, Sequence[DesignResult]], config: CodesignConfig, *, device: str, command: str
 ) -> dict[str, Any]:
-    """What the runs say, in JSON's types.
+    """Summarize the runs as JSON types.
 
     Args:
-        found: What `compare` gave.
-        settings: Of all runs.
-        device: Where they were trained.
-        command: What makes them again.
+        designs: Result of `compare_designs`.
+        config: Config of all runs.
+        device: Training device.
+        command: Command that reproduces the runs.
 
     Returns:
-        `modes`, a line for each way to a design: its accuracy and energy-delay product, means over seeds, and
-        the ratio of the latter to the two-stage baseline's, geometric mean over seeds with its interval;
-        `verdict`, a sentence, which names a winner only where its accuracy is not lower by more than
-        `EQUAL_POINTS`; `runs`, every design. Energy-delay products are in mJ ms.
+        `modes`: per mode accuracy and energy-delay product (means over seeds), and the ratio of the latter to
+        the two-stage baseline (geometric mean over seeds, with confidence interval); `verdict`: a sentence
+        that declares a winner only if its accuracy is not lower by more than `ACCURACY_TOLERANCE_POINTS`;
+        `runs`: all designs. Energy-delay products are in mJ ms.
     """
-    lines = []
-    of = {
-        mode: {seed: each for seed, designs in found.items() for each in designs if each.mode == mode}
+    rows = []
+    by_mode = {
+        mode: {seed: design for seed, results in designs.items() for design in results if design.mode == mode}
         for mode in ("joint", *BASELINES)
     }
-    base = of["two-stage"]
-    for mode, runs in of.items():
+    base = by_mode["two-stage"]
+    for mode, runs in by_mode.items():
         if not runs:
             continue
-        logs = [
-            math.log(each.priced.energy_delay / base[seed].priced.energy_delay)
-            for seed, each in runs.items()
+        log_ratios = [
+            math.log(design.cost.energy_delay / base[seed].cost.energy_delay)
+            for seed, design in runs.items()
             if seed in base
         ]
-        low, high = bootstrap_mean(logs) if len(logs) > 1 else (math.nan, math.nan)
-        lines.append(
+        low, high = bootstrap_mean(log_ratios) if len(log_ratios) > 1 else (math.nan, math.nan)
+        rows.append(
             {
-                "mode": mode, "seeds": len(runs), "accuracy": mean(each.accuracy for each in runs.values()),
-                "energy_delay": mean(each.priced.energy_delay for each in runs.values()),
-                "ratio": math.exp(mean(logs)) if logs else None,
-                "low": math.exp(low) if len(logs) > 1 else None,
-                "high": math.exp(high) if len(logs) > 1 else None,
-                "violations": sum(each.violations for each in runs.values()),
+                "mode": mode,
+                "seeds": len(runs),
+                "accuracy": mean(design.accuracy for design in runs.values()),
+                "energy_delay": mean(design.cost.energy_delay for design in runs.values()),
+                "ratio": math.exp(mean(log_ratios)) if log_ratios else None,
+                "low": math.exp(low) if len(log_ratios) > 1 else None,
+                "high": math.exp(high) if len(log_ratios) > 1 else None,
+                "violations": sum(design.violations for design in runs.values()),
             }
-        )  # fmt: skip
+        )
     return {
-        "environment": collect_environment(device), "command": command,
-        "settings": settings.model_dump(mode="json"),
-        "modes": lines, "verdict": _verdict({line["mode"]: line for line in lines}),
+        "environment": collect_environment(device),
+        "command": command,
+        "settings": config.model_dump(mode="json"),
+        "modes": rows,
+        "verdict": _verdict({row["mode"]: row for row in rows}),
         "runs": [
             {
-                "seed": seed, "mode": each.mode, "accuracy": each.accuracy, "violations": each.violations,
-                "energy_delay": each.priced.energy_delay, "chips": list(each.decision.chips),
-                "priced": asdict(each.priced),
+                "seed": seed,
+                "mode": design.mode,
+                "accuracy": design.accuracy,
+                "violations": design.violations,
+                "energy_delay": design.cost.energy_delay,
+                "chips": list(design.decision.chips),
+                "priced": asdict(design.cost),
             }
-            for seed, designs in found.items()
-            for each in designs
+            for seed, results in designs.items()
+            for design in results
         ],
-    }  # fmt: skip
+    }
 
 
-def _verdict(lines: Mapping[str, Mapping[str, Any]]) -> str:
-    if "joint" not in lines or "two-stage" not in lines:
-        return "Joint training and its two-stage baseline were not both run."
-    joint, base = lines["joint"], lines["two-stage"]
+def _verdict(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    if "joint" not in rows or "two-stage" not in rows:
+        return "Joint training or its two-stage baseline was not run."
+    joint, base = rows["joint"], rows["two-stage"]
     points = 100.0 * (joint["accuracy"] - base["accuracy"])
-    fair = "equal" if abs(points) <= EQUAL_POINTS else "not equal"
-    what = (
-        f"accuracies are {fair} ({points:+.2f} points); energy-delay is {joint['ratio']:.3f} of two-stage's"
+    equality = "equal" if abs(points) <= ACCURACY_TOLERANCE_POINTS else "not equal"
+    summary = (
+        f"accuracies are {equality} ({points:+.2f} points); the energy-delay product is "
+        f"{joint['ratio']:.3f} of the two-stage baseline's"
     )
     if joint["low"] is None:
-        return f"Of one seed nothing follows: {what}."
-    what = f"{what} ({joint['low']:.3f} to {joint['high']:.3f})"
+        return f"One seed is not enough for a conclusion: {summary}."
+    summary = f"{summary} ({joint['low']:.3f} to {joint['high']:.3f})"
     if joint["low"] <= 1.0 <= joint["high"]:
-        return f"Neither wins: {what}."
-    ahead = joint["high"] < 1.0
-    if (points if ahead else -points) < -EQUAL_POINTS:
-        return f"Neither wins, since what is less costs accuracy: {what}."
-    return f"{'Joint training' if ahead else 'The two-stage baseline'} wins: {what}."
+        return f"No winner: {summary}."
+    joint_is_lower = joint["high"] < 1.0
+    if (points if joint_is_lower else -points) < -ACCURACY_TOLERANCE_POINTS:
+        return f"No winner, because the lower energy-delay product has lower accuracy: {summary}."
+    return f"{'Joint training' if joint_is_lower else 'The two-stage baseline'} wins: {summary}."
 
 
-def write_results(folder: Path | str, told: Mapping[str, Any]) -> Path:
-    """Write `designs.json` into a folder; gives its path."""
-    path = Path(folder) / RESULTS
-    write_atomic(path, json.dumps(told, indent=1) + "\n")
+def write_results(out_dir: Path | str, results: Mapping[str, Any]) -> Path:
+    """Write `designs.json` and return its path."""
+    path = Path(out_dir) / RESULTS_FILE
+    write_json(path, results, indent=1)
     return path

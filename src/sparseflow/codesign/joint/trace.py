@@ -1,20 +1,19 @@
-"""The trace of a co-design: a JSON line for each epoch and round, from which objectives can be priced again.
+"""Trace of a joint training: one JSON line per epoch and round, sufficient to recompute all objectives.
 
-The first row says what the run is of: settings, chip library, reference, and the digest of a proxy of which a
-copy lies beside the trace. Each of the others holds
+The first row identifies the run: config, chip library, reference, and the digest of a proxy whose copy is in
+the same directory. Every other row contains
 
-    kind, mode        "epoch", "round" of hardware after the last epoch, or "end"; and whose
-    epoch, round      how many there have been
+    kind, mode        "epoch", "round" (of hardware, after the last epoch) or "end"; mode of the run
+    epoch, round      numbers of completed epochs and rounds
     accuracy          of the model, 0 to 1
     lambda_hw         weight of L_hw in that epoch
-    guard, numbers    state of the guard; means over the steps of the epoch
-    alpha             what slots hold in a draw without noise, one type each, [S, T + 1]; types are in the
-                      order of the settings' chips, the last is empty
-    probabilities     how likely a draw gives each slot each type, likewise
-    layers            of the model
-    decision, priced  what was decided, and what that costs
+    guard, numbers    state of the accuracy guard; mean training metrics of the epoch
+    alpha             one-hot chip types without noise, [S, T + 1], in the order of the config; last is empty
+    probabilities     probability of each type, [S, T + 1]
+    layers            layers of the model
+    decision, priced  the decision and its cost
 
-`replay` prices every decision again and compares: the same numbers must come out, to the last bit.
+`replay` recomputes the cost of every decision and compares it bit for bit.
 """
 
 from __future__ import annotations
@@ -23,110 +22,109 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import hardware_of
-from sparseflow.codesign.workload.layers import layers_of
+from sparseflow.codesign.design.saved_plan import hardware_from_record
+from sparseflow.codesign.workload.layers import parse_layers
 from sparseflow.core.journal import JsonLinesWriter, read_json_lines
 from sparseflow.errors import FileFormatError, InputError
 
-TRACE = "trace.jsonl"
+TRACE_FILE = "trace.jsonl"
 
 
-class Trace:
-    """The open end of a trace; a context manager.
+class TraceWriter:
+    """Appends rows to a trace; a context manager.
 
     Args:
-        path: The file. Its folder must exist.
-        rows: Rows that count; what comes after them was written by a run that was stopped before its
-            checkpoint, and is taken away.
+        path: The file; its directory must exist.
+        num_rows: Number of valid rows; later rows were written after the last checkpoint and are removed.
 
     Raises:
-        FileFormatError: There are fewer rows, or one is damaged.
-        RunError: Another process writes in the folder.
+        FileFormatError: There are fewer rows, or a row is damaged.
+        RunError: Another process writes to the directory.
     """
 
-    def __init__(self, path: Path, *, rows: int) -> None:
-        there = len(read_json_lines(path))
-        if there < rows:
+    def __init__(self, path: Path, *, num_rows: int) -> None:
+        num_existing = len(read_json_lines(path))
+        if num_existing < num_rows:
             raise FileFormatError(
-                f"{path} holds {there} rows, and the checkpoint beside it stands after {rows}: it was "
-                "cut short; restore it, or begin in another folder"
+                f"{path} has {num_existing} rows, but its checkpoint was saved after {num_rows}; restore "
+                "the trace or choose another directory"
             )
-        self.rows = rows
+        self.num_rows = num_rows
         self._writer = JsonLinesWriter(path)
-        self._writer.truncate(rows)
+        self._writer.truncate(num_rows)
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> TraceWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._writer.close()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add a row; it is on the disk when this returns."""
+        """Append a row and sync it to disk."""
         self._writer.write(row)
         self._writer.sync()
-        self.rows += 1
+        self.num_rows += 1
 
 
-def opened(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
-    """The hardware that a trace's decisions are priced by, and its rows.
+def read_trace(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
+    """Read the hardware and the rows of a trace.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: A row is damaged, the first does not say what the run was of, or there is no other.
+        InputError: The file does not exist.
+        FileFormatError: A row is damaged, or there are fewer than two.
         MissingExtraError: An optional package is missing.
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"there is no trace {file}; `sparseflow codesign train` writes one")
+        raise InputError(f"{file} does not exist; create a trace with `sparseflow codesign train`")
     rows = read_json_lines(file)
     if len(rows) < 2 or rows[0].get("kind") != "begin":
-        raise FileFormatError(f"{file} does not begin with what the run was of, and an epoch")
+        raise FileFormatError(f"{file} must start with the run's header and contain at least one more row")
     try:
-        return hardware_of(rows[0], file), rows
+        return hardware_from_record(rows[0], file), rows
     except FileFormatError as error:
         raise FileFormatError(f"{file}, first row: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """A row that was priced again.
+class ReplayedRow:
+    """A recomputed row.
 
     Attributes:
-        row: Its place in the trace, from 0.
-        recorded: The objective that it holds.
-        again: What it comes to now.
+        row: Index in the trace.
+        recorded: Recorded objective.
+        recomputed: Recomputed objective.
     """
 
     row: int
     recorded: float
-    again: float
+    recomputed: float
 
     @property
-    def same(self) -> bool:
-        """To the last bit."""
-        return self.recorded == self.again
+    def is_exact(self) -> bool:
+        """Whether both are equal bit for bit."""
+        return self.recorded == self.recomputed
 
 
-def replay(path: Path | str) -> list[Replayed]:
-    """Price every decision of a trace again, from nothing but the trace.
+def replay(path: Path | str) -> list[ReplayedRow]:
+    """Recompute the objective of every decision from the trace alone.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: A row is damaged, or the first does not say what the run was of.
+        InputError: The file does not exist.
+        FileFormatError: A row is damaged.
         MissingExtraError: An optional package is missing.
     """
-    hardware, rows = opened(path)
-    found = []
-    for place, row in enumerate(rows[1:], start=1):
+    hardware, rows = read_trace(path)
+    replayed = []
+    for index, row in enumerate(rows[1:], start=1):
         try:
-            layers, decision = layers_of(row["layers"]), Decision.from_dict(row["decision"])
-            hardware.check(layers, decision)
+            layers, decision = parse_layers(row["layers"]), HardwareDecision.from_dict(row["decision"])
+            hardware.check_decision(layers, decision)
             recorded = float(row["priced"]["objective"])
         except (InputError, LookupError, TypeError, ValueError) as error:
-            raise FileFormatError(f"{path}, row {place}, cannot be priced: {error}") from error
-        again = hardware.price(layers, decision).objective
-        found.append(Replayed(row=place, recorded=recorded, again=again))
-    return found
+            raise FileFormatError(f"{path}, row {index}: invalid: {error}") from error
+        recomputed = hardware.evaluate_cost(layers, decision).objective
+        replayed.append(ReplayedRow(row=index, recorded=recorded, recomputed=recomputed))
+    return replayed

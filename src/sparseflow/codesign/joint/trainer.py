@@ -1,30 +1,29 @@
-"""JointTrainer: model and hardware trained together (Version-C), and the baselines that it is held against.
+"""JointTrainer: trains model and hardware together (Version C), and its baselines.
 
-An epoch of joint training: the model's weights and gates take their steps with
+An epoch of joint training updates weights and gates with
 
     L_task + lambda_AST L_AST + lambda_hw L_hw
 
-(the task adds the first two); then the slots' logits alpha take theirs on L_hw alone; then chips are read
-off alpha, segments are mapped, chips are placed, and, every few epochs, layers may be split. Each discrete
-step is kept only if the objective falls. The guard (`guard.py`) decides whether the hardware counts at all.
+(the task provides the first two terms), then the slot logits alpha with L_hw alone. Then chips are decoded
+from alpha, segments mapped, chips placed and, every few epochs, layers split; each discrete change is kept
+only if the objective decreases. The accuracy guard controls lambda_hw.
 
-The first chips must hold the model with all of its gates open, so that whatever training makes of it runs on
-them: when gates open again, and it outgrows chips that were chosen since, the first ones are taken back.
+The initial chips must have memory for the model with all gates open, so that every state of the training fits
+on them. If the model outgrows chips selected later, training returns to the initial ones.
 
-A two-stage run trains the model first, without L_hw; the hardware then gets as many rounds as it would have
-had. On the model that it trained stand two more baselines: `mapping-only` keeps the first chips and places
-and decides mapping and splits; `layout-only` keeps the first chips and mapping and decides places.
+A two-stage run trains the model without L_hw first and then runs the same number of hardware rounds. Two
+further baselines use its model: `mapping-only` keeps the initial chips and positions, `layout-only` the
+initial chips and mapping.
 
-A run has a folder: `trace.jsonl`, a row for each epoch (and each round, and each design at the end), a
-checkpoint, and at the end `plan.json`. The same call goes on where one was stopped; with other settings, or
-another chip library or proxy behind them, it is refused.
+The output directory contains `trace.jsonl` (a row per epoch, round and final design), a checkpoint, and
+finally `plan.json`. The same call resumes a stopped run; another config, chip library or proxy is refused.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,18 +33,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.design.config import Settings
-from sparseflow.codesign.design.decision import Decision, Priced
+from sparseflow.codesign.design.config import CodesignConfig
+from sparseflow.codesign.design.decision import DecisionCost, HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import hardware_record, save_plan
+from sparseflow.codesign.design.saved_plan import hardware_to_record, save_plan
 from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.codesign.joint.accuracy_guard import AccuracyGuard
-from sparseflow.codesign.joint.hw_loss import Placement, compute_hw_loss
-from sparseflow.codesign.joint.trace import TRACE, Trace
+from sparseflow.codesign.joint.hw_loss import LayerAssignment, compute_hw_loss
+from sparseflow.codesign.joint.trace import TRACE_FILE, TraceWriter
 from sparseflow.codesign.partition.planner import log as planner_log
-from sparseflow.codesign.workload.layers import layer_records, number
+from sparseflow.codesign.workload.layers import layers_to_records, to_float
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.layers import LayerNode
+from sparseflow.core.progress import Progress
 from sparseflow.core.training import checkpoint
 from sparseflow.core.training.epoch_trainer import EpochTrainer
 from sparseflow.errors import InputError, RunError
@@ -54,31 +54,29 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["joint", "two-stage"]
 MODES: tuple[Mode, ...] = ("joint", "two-stage")
-MODEL = "model.safetensors"
-"""What the task saves of itself in a run's folder."""
+MODEL_FILE = "model.safetensors"
+"""File of the trained model in the output directory."""
 
 BASELINES = ("two-stage", "mapping-only", "layout-only")
-"""Designs of a two-stage run, itself first."""
-
-Progress = Callable[[str, float], None]
+"""Designs of a two-stage run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Designed:
-    """What a run gave.
+class DesignResult:
+    """Result of a run.
 
     Attributes:
-        mode: How it was found.
-        accuracy: Of the model, from 0 to 1.
-        decision: Of the hardware.
-        priced: What that costs, for the finished model.
-        violations: Epochs that the guard spent frozen.
+        mode: Joint training or a baseline.
+        accuracy: Accuracy of the model, from 0 to 1.
+        decision: The hardware decision.
+        cost: Its cost for the final model.
+        violations: Number of epochs in which the guard was frozen.
     """
 
     mode: str
     accuracy: float
-    decision: Decision
-    priced: Priced
+    decision: HardwareDecision
+    cost: DecisionCost
     violations: int
 
 
@@ -86,163 +84,169 @@ class JointTrainer:
     """Trains a task together with the hardware.
 
     Args:
-        task: The model in training.
-        hardware: What there is to build from.
-        settings: How.
-        folder: Of the run; made when absent.
-        mode: Joint, or a baseline.
+        task: The task.
+        hardware: Available hardware.
+        config: Config of the run.
+        out_dir: Output directory; created if absent.
+        mode: Joint training or the two-stage baseline.
 
     Raises:
-        InputError: An unknown mode, or the hardware was made with other settings.
+        InputError: The mode is unknown, or `hardware` has another config.
     """
 
     def __init__(
         self,
         task: EpochTrainer,
         hardware: Hardware,
-        settings: Settings,
-        folder: Path | str,
+        config: CodesignConfig,
+        out_dir: Path | str,
         *,
         mode: Mode = "joint",
     ) -> None:
         if mode not in MODES:
             raise InputError(f"`mode` (={mode!r}) must be one of: {', '.join(MODES)}")
-        if settings != hardware.settings:
-            raise InputError("`settings` are not those that `hardware` was made with")
-        self.task, self.hardware, self.settings, self.mode = task, hardware, settings, mode
-        self.folder = Path(folder)
+        if config != hardware.config:
+            raise InputError("`config` differs from the config of `hardware`")
+        self.task, self.hardware, self.config, self.mode = task, hardware, config, mode
+        self.out_dir = Path(out_dir)
         self.slots = ChipSlotConfig(
-            hardware.chips, hardware.slots, tau=settings.joint.tau[0], first=hardware.first.name
+            hardware.chips,
+            hardware.num_slots,
+            tau=config.joint.tau[0],
+            initial_chip=hardware.initial_chip.name,
         )
-        self.guard = AccuracyGuard(settings.guard_schedule())
-        self._optimizer = torch.optim.Adam(self.slots.parameters(), lr=settings.joint.alpha_rate)
-        self._first: Decision | None = None
-        self._decision: Decision | None = None
+        self.guard = AccuracyGuard(config.build_schedule())
+        self._optimizer = torch.optim.Adam(self.slots.parameters(), lr=config.joint.alpha_rate)
+        self._initial_decision: HardwareDecision | None = None
+        self._decision: HardwareDecision | None = None
         self._epoch = self._rounds = self._steps = self._draws = self._violations = 0
         self._accuracy = 0.0
 
-    def run(self, progress: Progress | None = None) -> list[Designed]:
-        """Train to the end, or go on where an earlier call in the same folder was stopped.
+    def run(self, progress: Progress | None = None) -> list[DesignResult]:
+        """Train to the end, resuming an earlier call with the same output directory.
 
         Args:
-            progress: Called with (what was done, fraction done).
+            progress: Progress callback.
 
         Returns:
-            The design; a two-stage run adds those of the other two baselines.
+            The design; a two-stage run adds those of the other baselines.
 
         Raises:
-            InputError: The folder holds another run, or one by another chip library or proxy; or the first
-                chips do not hold the model (says by how much).
-            FileFormatError: Its checkpoint or trace is damaged.
-            RunError: A loss is not finite, or the model grew beyond what it said it could be.
+            InputError: The directory contains another run, or the model does not fit on the initial chips.
+            FileFormatError: Checkpoint or trace is damaged.
+            RunError: A loss is not finite, or the model exceeds its size with open gates.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        of = {
-            "settings": self.settings.model_dump(mode="json"), "mode": self.mode,
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        fingerprint = {
+            "settings": self.config.model_dump(mode="json"), "mode": self.mode,
             "library": self.hardware.library.model_dump(mode="json"), "proxy": self.hardware.proxy.digest,
         }  # fmt: skip
-        state = checkpoint.load(self.folder, of)
-        with Trace(self.folder / TRACE, rows=0 if state is None else state["rows"]) as trace:
+        state = checkpoint.load(self.out_dir, fingerprint)
+        with TraceWriter(self.out_dir / TRACE_FILE, num_rows=0 if state is None else state["rows"]) as trace:
             if state is None:
-                self._begin(trace)
+                self._start(trace)
             else:
-                self._restore(state)
+                self._load_state(state)
             while self._epoch < self.task.epochs:
-                self._one_epoch(trace, progress)
-                checkpoint.save(self.folder, self._state(trace) | {"fingerprint": of})
-            # What joint training does after every epoch, the two-stage baseline does after the last.
-            rounds = self._rounds_in_all() if self.mode == "two-stage" else 0
-            while self._rounds < rounds:
-                # As warm in each round as joint training is in its own.
-                self._anneal((self.task.epochs - rounds + self._rounds) / max(1, self.task.epochs - 1))
+                self._run_epoch(trace, progress)
+                checkpoint.save(self.out_dir, self._state(trace) | {"fingerprint": fingerprint})
+            # The two-stage baseline runs the hardware rounds of joint training after the last epoch.
+            num_rounds = self._count_rounds() if self.mode == "two-stage" else 0
+            while self._rounds < num_rounds:
+                # Same temperatures as in the rounds of joint training.
+                self._set_temperature(
+                    (self.task.epochs - num_rounds + self._rounds) / max(1, self.task.epochs - 1)
+                )
                 self._rounds += 1
-                self._alpha_round()
-                self._decide(fine=self._rounds % self.settings.joint.plan_every == 0)
-                self._record(trace, "round")
-                checkpoint.save(self.folder, self._state(trace) | {"fingerprint": of})
+                self._update_alpha()
+                self._decide(use_fine_split=self._rounds % self.config.joint.plan_every == 0)
+                self._write_row(trace, "round")
+                checkpoint.save(self.out_dir, self._state(trace) | {"fingerprint": fingerprint})
                 if progress is not None:
-                    progress(f"hardware round {self._rounds} of {rounds}", self._rounds / rounds)
-            return self._end(trace, progress)
+                    progress(f"hardware round {self._rounds} of {num_rounds}", self._rounds / num_rounds)
+            return self._finalize(trace, progress)
 
-    def _begin(self, trace: Trace) -> None:
-        layers = self.task.export_model().describe_layers(self.hardware.batch)
-        self._first = self._decision = self.hardware.begin(layers)
+    def _start(self, trace: TraceWriter) -> None:
+        layers = self.task.export_model().describe_layers(self.hardware.batch_size)
+        self._initial_decision = self._decision = self.hardware.initial_decision(layers)
         try:
-            self.hardware.planned(self._in_training(), self._first, fine=False)
+            self.hardware.make_plan(
+                self._describe_training_layers(), self._initial_decision, use_fine_split=False
+            )
         except InputError as error:
             raise InputError(
-                f"the first chips hold the model as it is, but not with all of its gates open: {error}"
+                f"the model with all gates open does not fit on the initial chips: {error}"
             ) from error
         trace.write(
             {
-                "kind": "begin", "mode": self.mode, **hardware_record(self.hardware, self.folder),
-                "environment": collect_environment("cpu", seed=self.settings.joint.seed),
+                "kind": "begin", "mode": self.mode, **hardware_to_record(self.hardware, self.out_dir),
+                "environment": collect_environment("cpu", seed=self.config.joint.seed),
             }
         )  # fmt: skip
 
-    def _one_epoch(self, trace: Trace, progress: Progress | None) -> None:
+    def _run_epoch(self, trace: TraceWriter, progress: Progress | None) -> None:
         weight = self.guard.weight if self.mode == "joint" else 0.0
         epochs = self.task.epochs
 
-        def tell(what: str, fraction: float) -> None:
+        def report(message: str, fraction: float) -> None:
             if progress is not None:
-                progress(what, (self._epoch + fraction) / epochs)
+                progress(message, (self._epoch + fraction) / epochs)
 
-        self._anneal(self._epoch / max(1, epochs - 1))
-        extra = (lambda: self._pull(weight)) if weight > 0.0 else None
-        numbers = self.task.train_epoch(extra, tell)
+        self._set_temperature(self._epoch / max(1, epochs - 1))
+        extra = (lambda: self._weighted_hw_loss(weight)) if weight > 0.0 else None
+        numbers = self.task.train_epoch(extra, report)
         self._accuracy = self.task.evaluate_accuracy()
-        before = self.guard.frozen
+        was_frozen = self.guard.frozen
         self.guard.update(self._accuracy)
         self._epoch += 1
         if self.guard.frozen and self.mode == "joint":
             self._violations += 1
-        if self.guard.frozen != before and self.mode == "joint":
+        if self.guard.frozen != was_frozen and self.mode == "joint":
             log.warning(
-                "epoch %d: accuracy %.4f, reference %.4f: the hardware %s", self._epoch, self._accuracy,
-                self.guard.reference, "lets go" if self.guard.frozen else "counts again",
+                "epoch %d: accuracy %.4f, reference %.4f: hardware loss %s", self._epoch, self._accuracy,
+                self.guard.reference, "disabled" if self.guard.frozen else "enabled",
             )  # fmt: skip
-        if self.mode == "joint" and self.guard.may_decide:
+        if self.mode == "joint" and self.guard.allows_decisions:
             self._rounds += 1
-            self._alpha_round()
-            self._decide(fine=self._epoch % self.settings.joint.plan_every == 0)
-        self._record(trace, "epoch", numbers=dict(numbers), weight=weight)
+            self._update_alpha()
+            self._decide(use_fine_split=self._epoch % self.config.joint.plan_every == 0)
+        self._write_row(trace, "epoch", numbers=dict(numbers), weight=weight)
 
-    def _rounds_in_all(self) -> int:
-        """Rounds that a joint run has: one after each epoch from where the guard first lets it decide."""
-        return max(0, self.task.epochs - self.settings.guard_schedule().settle + 1)
+    def _count_rounds(self) -> int:
+        """Number of rounds of a joint run: one per epoch after warmup."""
+        return max(0, self.task.epochs - self.config.build_schedule().warmup_epochs + 1)
 
-    def _anneal(self, share: float) -> None:
-        first, last = self.settings.joint.tau
+    def _set_temperature(self, share: float) -> None:
+        first, last = self.config.joint.tau
         self.slots.tau = first * (last / first) ** share
 
-    def _pull(self, weight: float) -> Tensor:
-        """lambda_hw L_hw of the model as it is; 0 in steps that leave it out."""
+    def _weighted_hw_loss(self, weight: float) -> Tensor:
+        """lambda_hw L_hw of the current model; 0 in steps that skip it."""
         self._steps += 1
-        if self._steps % self.settings.joint.hw_every:
+        if self._steps % self.config.joint.hw_every:
             return torch.zeros(())
-        loss, _ = self._hw_loss(self.task.differentiable_layers(self.hardware.batch))
+        loss, _ = self._hw_loss(self.task.differentiable_layers(self.hardware.batch_size))
         return weight * loss
 
     def _hw_loss(self, layers: Any, layout: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._decision is not None
         self._draws += 1
-        random = np.random.default_rng([self.settings.joint.seed, self._draws])
+        random = np.random.default_rng([self.config.joint.seed, self._draws])
         generator = torch.Generator().manual_seed(int(random.integers(2**31)))
-        placement = Placement(
-            homes=self._decision.homes(layers), splits=self._decision.splits(layers),
-            mode=self.settings.mapping.mode,
+        assignment = LayerAssignment(
+            assignment=self._decision.assign_layers(layers), splits=self._decision.select_splits(layers),
+            mode=self.config.mapping.mode,
         )  # fmt: skip
         return compute_hw_loss(
-            layers, self.slots, placement, self.hardware.network(self._decision.positions_mm),
-            self.hardware.proxy, self.hardware.lambdas, self.hardware.zeros, generator=generator,
+            layers, self.slots, assignment, self.hardware.build_network(self._decision.positions_mm),
+            self.hardware.proxy, self.hardware.lambdas, self.hardware.required_reference, generator=generator,
             layout=layout,
         )  # fmt: skip
 
-    def _alpha_round(self) -> None:
-        """Steps of the slots' logits, the model and all that is discrete held still."""
-        layers = self._in_training()
-        for _ in range(self.settings.joint.alpha_steps):
+    def _update_alpha(self) -> None:
+        """Optimize the slot logits with model and decision fixed."""
+        layers = self._describe_training_layers()
+        for _ in range(self.config.joint.alpha_steps):
             assert self._decision is not None
             self._optimizer.zero_grad()
             alpha, _ = self.slots()
@@ -251,143 +255,168 @@ class JointTrainer:
             loss.backward()
             self._optimizer.step()
 
-    def _decide(self, *, fine: bool) -> None:
-        """Chips off alpha, then mapping, splits and places; each kept only if the objective falls."""
+    def _decide(self, *, use_fine_split: bool) -> None:
+        """Decode chips from alpha and update mapping, splits and positions where that lowers the
+        objective.
+        """
         hardware, model = self.hardware, self.task.export_model()
-        layers, orders = model.describe_layers(hardware.batch), hardware.orders(model)
-        before = self._fitted(layers)
+        layers, unit_orders = model.describe_layers(hardware.batch_size), hardware.make_unit_orders(model)
+        previous = self._fit_decision(layers)
         chips = tuple(None if chip is None else chip.name for chip in self.slots.decode())
-        fine = fine and self.settings.joint.use_fine_split
-        with _as_details():
-            now = hardware.better(layers, before, hardware.remap(layers, before, fine=fine, orders=orders))
-            tried = hardware.with_chips(layers, now, chips, fine=fine, orders=orders)
-            now = hardware.better(layers, now, tried)
-            now = self._decision = hardware.better(layers, now, hardware.replaced(layers, now))
-        held = Counter(chip for chip in now.chips if chip is not None)
-        split = [layers[at].name for at in now.splits(layers)]
+        use_fine_split = use_fine_split and self.config.joint.use_fine_split
+        with _log_planner_at_debug():
+            current = hardware.select_better(
+                layers,
+                previous,
+                hardware.remap(layers, previous, use_fine_split=use_fine_split, unit_orders=unit_orders),
+            )
+            candidate = hardware.replace_chips(
+                layers, current, chips, use_fine_split=use_fine_split, unit_orders=unit_orders
+            )
+            current = hardware.select_better(layers, current, candidate)
+            current = self._decision = hardware.select_better(
+                layers, current, hardware.optimize_placement(layers, current)
+            )
+        chip_counts = Counter(chip for chip in current.chips if chip is not None)
+        split = [layers[index].name for index in current.select_splits(layers)]
         log.info(
-            "round %d, epoch %d: objective %.6g -> %.6g; %s; %s", self._rounds, self._epoch,
-            hardware.price(layers, before).objective, hardware.price(layers, now).objective,
-            ", ".join(f"{count} {name}" for name, count in sorted(held.items())),
+            "round %d, epoch %d: objective %.6g -> %.6g; %s; %s",
+            self._rounds,
+            self._epoch,
+            hardware.evaluate_cost(layers, previous).objective,
+            hardware.evaluate_cost(layers, current).objective,
+            ", ".join(f"{count} {name}" for name, count in sorted(chip_counts.items())),
             f"split: {', '.join(split)}" if split else "rewrite_plan is None",
-        )  # fmt: skip
+        )
 
-    def _fitted(self, layers: Sequence[LayerNode]) -> Decision:
-        """The decision for layers as they are now; on the first chips where it holds them no longer."""
+    def _fit_decision(self, layers: Sequence[LayerNode]) -> HardwareDecision:
+        """Adapt the decision to the current layers; fall back to the initial chips if they do not fit."""
         hardware = self.hardware
-        assert self._first is not None and self._decision is not None
+        assert self._initial_decision is not None and self._decision is not None
         try:
-            return hardware.fitted(layers, self._decision)
+            return hardware.fit_to_layers(layers, self._decision)
         except InputError as error:
             log.warning(
-                "epoch %d: the model has outgrown its chips, back to the first: %s", self._epoch, error
+                "epoch %d: the model no longer fits on its chips; using the initial chips: %s",
+                self._epoch,
+                error,
             )
-        return self._on_first(layers)
+        return self._fit_initial(layers)
 
-    def _on_first(self, layers: Sequence[LayerNode]) -> Decision:
-        """The first decision for layers as they are now."""
-        assert self._first is not None
+    def _fit_initial(self, layers: Sequence[LayerNode]) -> HardwareDecision:
+        """Adapt the initial decision to the current layers."""
+        assert self._initial_decision is not None
         try:
-            return self.hardware.fitted(layers, self._first)
+            return self.hardware.fit_to_layers(layers, self._initial_decision)
         except InputError as error:
             raise RunError(
-                f"after epoch {self._epoch} the model is larger than with all of its gates open, and the "
-                f"first chips do not hold it: {error}"
+                f"after epoch {self._epoch} the model exceeds its size with open gates and does not "
+                f"fit on the initial chips: {error}"
             ) from error
 
-    def _in_training(self) -> list[LayerNode]:
-        """Layers with the operations that gates leave now, and the memory of open ones; in plain numbers."""
+    def _describe_training_layers(self) -> list[LayerNode]:
+        """Layers with the current FLOPs of the gates and the memory of open gates, as plain numbers."""
         return [
-            replace(layer, flops=number(layer.flops), bytes=number(layer.bytes))
-            for layer in self.task.differentiable_layers(self.hardware.batch)
+            replace(layer, flops=to_float(layer.flops), bytes=to_float(layer.bytes))
+            for layer in self.task.differentiable_layers(self.hardware.batch_size)
         ]
 
-    def _end(self, trace: Trace, progress: Progress | None) -> list[Designed]:
+    def _finalize(self, trace: TraceWriter, progress: Progress | None) -> list[DesignResult]:
         hardware, model = self.hardware, self.task.export_model()
-        layers = model.describe_layers(hardware.batch)
+        layers = model.describe_layers(hardware.batch_size)
         if progress is not None:
-            progress("deciding the hardware", 1.0)
-        orders, fine = hardware.orders(model), self.settings.joint.use_fine_split
-        with _as_details():
-            polished = hardware.polish(layers, self._fitted(layers), fine=fine, orders=orders)
-        polished, extra = hardware.concluded(layers, polished, fine=fine, orders=orders)
-        ends = {self.mode: polished}
+            progress("refining the hardware", 1.0)
+        unit_orders, use_fine_split = hardware.make_unit_orders(model), self.config.joint.use_fine_split
+        with _log_planner_at_debug():
+            refined = hardware.refine(
+                layers, self._fit_decision(layers), use_fine_split=use_fine_split, unit_orders=unit_orders
+            )
+        refined, extra = hardware.finalize(
+            layers, refined, use_fine_split=use_fine_split, unit_orders=unit_orders
+        )
+        decisions = {self.mode: refined}
         if self.mode == "two-stage":
-            first = self._on_first(layers)
-            with _as_details():
-                mapped = hardware.remap(layers, first, fine=fine, orders=orders)
-            ends["mapping-only"] = hardware.better(layers, first, mapped)
-            ends["layout-only"] = hardware.better(layers, first, hardware.replaced(layers, first))
-        found = []
-        for mode, decision in ends.items():
+            first = self._fit_initial(layers)
+            with _log_planner_at_debug():
+                mapped = hardware.remap(layers, first, use_fine_split=use_fine_split, unit_orders=unit_orders)
+            decisions["mapping-only"] = hardware.select_better(layers, first, mapped)
+            decisions["layout-only"] = hardware.select_better(
+                layers, first, hardware.optimize_placement(layers, first)
+            )
+        results = []
+        for mode, decision in decisions.items():
             self._decision = decision
-            priced = self._record(trace, "end", mode=mode)
-            found.append(
-                Designed(
-                    mode=mode, accuracy=self._accuracy, decision=decision, priced=priced,
+            cost = self._write_row(trace, "end", mode=mode)
+            results.append(
+                DesignResult(
+                    mode=mode, accuracy=self._accuracy, decision=decision, cost=cost,
                     violations=self._violations,
                 )
             )  # fmt: skip
         designs = [
-            asdict(each) | {"decision": each.decision.to_dict(), "energy_delay": each.priced.energy_delay}
-            for each in found
-        ]
-        save_plan(self.folder, hardware, layers, found[0].decision, extra=extra | {"designs": designs})
-        self.task.save(self.folder / MODEL)
-        return found
+            {
+                "mode": result.mode, "accuracy": result.accuracy, "decision": result.decision.to_dict(),
+                "priced": asdict(result.cost), "violations": result.violations,
+                "energy_delay": result.cost.energy_delay,
+            }
+            for result in results
+        ]  # fmt: skip
+        save_plan(self.out_dir, hardware, layers, results[0].decision, extra=extra | {"designs": designs})
+        self.task.save(self.out_dir / MODEL_FILE)
+        return results
 
-    def _record(
+    def _write_row(
         self,
-        trace: Trace,
+        trace: TraceWriter,
         kind: str,
         *,
         numbers: Mapping[str, float] | None = None,
         weight: float = 0.0,
         mode: str | None = None,
-    ) -> Priced:
-        layers = self.task.export_model().describe_layers(self.hardware.batch)
-        self._decision = self._fitted(layers)
-        priced = self.hardware.price(layers, self._decision)
+    ) -> DecisionCost:
+        layers = self.task.export_model().describe_layers(self.hardware.batch_size)
+        self._decision = self._fit_decision(layers)
+        cost = self.hardware.evaluate_cost(layers, self._decision)
         with torch.no_grad():
             alpha, _ = self.slots()
         trace.write(
             {
                 "kind": kind, "mode": mode or self.mode, "epoch": self._epoch, "round": self._rounds,
-                "accuracy": self._accuracy, "lambda_hw": weight, "guard": self.guard.state(),
+                "accuracy": self._accuracy, "lambda_hw": weight, "guard": self.guard.state_dict(),
                 "numbers": dict(numbers or {}),
                 "alpha": alpha.tolist(), "probabilities": self.slots.probabilities.tolist(),
-                "layers": layer_records(layers),
-                "decision": self._decision.to_dict(), "priced": asdict(priced),
+                "layers": layers_to_records(layers),
+                "decision": self._decision.to_dict(), "priced": asdict(cost),
             }
         )  # fmt: skip
-        return priced
+        return cost
 
-    def _state(self, trace: Trace) -> dict[str, Any]:
-        assert self._first is not None and self._decision is not None
+    def _state(self, trace: TraceWriter) -> dict[str, Any]:
+        assert self._initial_decision is not None and self._decision is not None
         return {
-            "rows": trace.rows, "task": self.task.state_dict(), "slots": self.slots.state_dict(),
-            "optimizer": self._optimizer.state_dict(), "guard": self.guard.state(),
-            "first": self._first.to_dict(), "decision": self._decision.to_dict(),
-            "reference": asdict(self.hardware.zeros),
+            "rows": trace.num_rows, "task": self.task.state_dict(), "slots": self.slots.state_dict(),
+            "optimizer": self._optimizer.state_dict(), "guard": self.guard.state_dict(),
+            "first": self._initial_decision.to_dict(), "decision": self._decision.to_dict(),
+            "reference": asdict(self.hardware.required_reference),
             "counts": [self._epoch, self._rounds, self._steps, self._draws, self._violations],
             "accuracy": self._accuracy, "tau": self.slots.tau,
         }  # fmt: skip
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.task.load_state_dict(state["task"])
         self.slots.load_state_dict(state["slots"])
         self.slots.tau = state["tau"]
         self._optimizer.load_state_dict(state["optimizer"])
-        self.guard.restore(state["guard"])
-        self._first = Decision.from_dict(state["first"])
-        self._decision = Decision.from_dict(state["decision"])
-        self.hardware.fix_reference(state["reference"])
+        self.guard.load_state_dict(state["guard"])
+        self._initial_decision = HardwareDecision.from_dict(state["first"])
+        self._decision = HardwareDecision.from_dict(state["decision"])
+        self.hardware.set_reference(state["reference"])
         self._epoch, self._rounds, self._steps, self._draws, self._violations = state["counts"]
         self._accuracy = state["accuracy"]
 
 
-class _Detail(logging.Filter):
-    """Makes messages details."""
+class _DebugFilter(logging.Filter):
+    """Changes the level of log records to DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
@@ -395,9 +424,9 @@ class _Detail(logging.Filter):
 
 
 @contextmanager
-def _as_details() -> Iterator[None]:
-    """Meanwhile what the planner tells of splits is for the debug log: there is a plan or two each epoch."""
-    detail = _Detail()
+def _log_planner_at_debug() -> Iterator[None]:
+    """Log the planner at DEBUG, because every epoch makes several plans."""
+    detail = _DebugFilter()
     planner_log.addFilter(detail)
     try:
         yield

@@ -1,15 +1,16 @@
-"""Where chips stand on the wafer: on sites, by quadratic assignment, and from there anywhere.
+"""Placement of chips on the wafer: quadratic assignment to sites, then continuous refinement.
 
 ::
 
     from sparseflow.codesign import layout
 
-    sites = layout.grid_sites(layout.Wafer(radius_mm=150), sizes_mm)
-    front = layout.pareto_front(sites, traffic_bytes, tdp_w, sigma_mm=layout.Package().spread_mm)
-    places = sites.positions_mm[front.best.assignment]
-    heat = layout.temperatures(sites.wafer, places, sizes_mm, tdp_w)
+    sites = layout.build_site_grid(layout.Wafer(radius_mm=150), sizes_mm)
+    sigma_mm = layout.ThermalPackage().spread_mm
+    front = layout.compute_pareto_front(sites, traffic_bytes, tdp_w, sigma_mm=sigma_mm)
+    positions = sites.positions_mm[front.best.assignment]
+    heat = layout.solve_temperatures(sites.wafer, positions, sizes_mm, tdp_w)
 
-The names below are loaded when they are first used.
+The exported names are imported on first access.
 """
 
 from __future__ import annotations
@@ -19,49 +20,55 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.codesign.layout.pareto import Front, Layout, pareto_front
-    from sparseflow.codesign.layout.qap.assignment import Assignment, assign
+    from sparseflow.codesign.layout.pareto import LayoutFront, SiteLayout, compute_pareto_front
+    from sparseflow.codesign.layout.qap.assignment import QapAssignment, assign
     from sparseflow.codesign.layout.qap.batch import assign_batch
-    from sparseflow.codesign.layout.qap.problem import Instance, cost, lower_bound, padded, read_qaplib
-    from sparseflow.codesign.layout.refinement import Refined, refine
-    from sparseflow.codesign.layout.sites import Sites, Wafer, grid_sites
-    from sparseflow.codesign.layout.thermal import Package, ThermalMap, temperatures
-    from sparseflow.codesign.layout.wafer import WaferLayout, Weights
+    from sparseflow.codesign.layout.qap.problem import (
+        QapInstance,
+        compute_cost,
+        gilmore_lawler_bound,
+        pad_flow,
+        read_qaplib,
+    )
+    from sparseflow.codesign.layout.refinement import RefineResult, refine_layout
+    from sparseflow.codesign.layout.sites import SiteGrid, Wafer, build_site_grid
+    from sparseflow.codesign.layout.thermal import ThermalMap, ThermalPackage, solve_temperatures
+    from sparseflow.codesign.layout.wafer import LayoutWeights, WaferLayout
 
 __all__ = [
-    "Assignment",
-    "Front",
-    "Instance",
-    "Layout",
-    "Package",
-    "Refined",
-    "Sites",
+    "LayoutFront",
+    "LayoutWeights",
+    "QapAssignment",
+    "QapInstance",
+    "RefineResult",
+    "SiteGrid",
+    "SiteLayout",
     "ThermalMap",
+    "ThermalPackage",
     "Wafer",
     "WaferLayout",
-    "Weights",
     "assign",
     "assign_batch",
-    "cost",
-    "grid_sites",
-    "lower_bound",
-    "padded",
-    "pareto_front",
+    "build_site_grid",
+    "compute_cost",
+    "compute_pareto_front",
+    "gilmore_lawler_bound",
+    "pad_flow",
     "read_qaplib",
-    "refine",
-    "temperatures",
+    "refine_layout",
+    "solve_temperatures",
 ]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "pareto": ["Front", "Layout", "pareto_front"],
-        "qap.assignment": ["Assignment", "assign"],
+        "pareto": ["LayoutFront", "SiteLayout", "compute_pareto_front"],
+        "qap.assignment": ["QapAssignment", "assign"],
         "qap.batch": ["assign_batch"],
-        "qap.problem": ["Instance", "cost", "lower_bound", "padded", "read_qaplib"],
-        "refinement": ["Refined", "refine"],
-        "sites": ["Sites", "Wafer", "grid_sites"],
-        "thermal": ["Package", "ThermalMap", "temperatures"],
-        "wafer": ["WaferLayout", "Weights"],
+        "qap.problem": ["QapInstance", "compute_cost", "gilmore_lawler_bound", "pad_flow", "read_qaplib"],
+        "refinement": ["RefineResult", "refine_layout"],
+        "sites": ["SiteGrid", "Wafer", "build_site_grid"],
+        "thermal": ["ThermalMap", "ThermalPackage", "solve_temperatures"],
+        "wafer": ["LayoutWeights", "WaferLayout"],
     },
 )

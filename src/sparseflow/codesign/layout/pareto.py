@@ -1,16 +1,16 @@
-"""Layouts between short ways and cool chips: a set of which none is better in both, and its knee.
+"""Pareto front of layouts between communication distance and heat.
 
-Chips i at distances d from each other cost
+Chips i at distances d cost
 
     L_comm  = sum over i, j of (T + Tᵀ)[i, j] · d[i, j]                          T: traffic, bytes
     L_therm = sum over i ≠ j of tdp[i] · tdp[j] · exp(-d[i, j] / sigma)
 
-Both are quadratic assignments of chips to sites, dummies on the sites that stay empty, and so is any weighted
-sum of them (a stack of two). i = j is left out of L_therm: it is the same for every layout. Both are divided
-by what a plain grid costs: the chips in the order given, row by row, on the sites nearest to the centre.
+Both are quadratic assignments of chips to sites, with dummies on empty sites, and so is any weighted sum (a
+stack of two). The diagonal of L_therm is omitted because it is constant. Both are relative to the plain grid:
+chips in the given order, row by row, on the central sites.
 
-For each weight w the search minimises (1 - w) · L_comm + w · L_therm, each weight from the layout that the
-last one found and from random ones. Every layout that any restart found is a candidate for the front.
+For each weight w the search minimizes (1 - w) · L_comm + w · L_therm, starting from the result of the
+previous weight and from random layouts. The layouts of all restarts are candidates for the front.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from typing import Any
 import numpy as np
 
 from sparseflow.codesign.layout.qap.assignment import assign
-from sparseflow.codesign.layout.qap.problem import padded
-from sparseflow.codesign.layout.sites import Sites
+from sparseflow.codesign.layout.qap.problem import pad_flow
+from sparseflow.codesign.layout.sites import SiteGrid
 from sparseflow.errors import InputError
 
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 DEFAULT_MOVES = 200
-"""Times the number of sites: moves of a restart by default. A tenth of what `assign` makes, since every
-search goes on from a neighbour's."""
+"""Default moves per restart and site: a tenth of those of `assign`, because searches start from neighbors."""
 
-_LEAST = 1e-3
-"""Weight that either objective keeps: at 0, of layouts that are alike in the other any would do."""
+_MIN_WEIGHT = 1e-3
+"""Minimum weight of either objective; breaks ties in the other."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
-    """Chips on sites, and what it costs.
+class SiteLayout:
+    """Chips on sites and their cost.
 
     Attributes:
         assignment: Site of each chip, int64, [S].
-        comm: L_comm, in that of the grid.
-        therm: L_therm, likewise.
-        weight: The weight of L_therm for which it was found; None for the grid.
+        comm: L_comm relative to the grid.
+        therm: L_therm relative to the grid.
+        weight: Weight of L_therm for which it was found; None for the grid.
     """
 
     assignment: np.ndarray
@@ -54,70 +53,70 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Front:
-    """Layouts of which none is better than another in both objectives.
+class LayoutFront:
+    """Layouts that no other layout dominates.
 
     Attributes:
-        layouts: By rising L_comm, and so by falling L_therm; no two cost the same.
-        knee: Which of them lies farthest below the line between the first and the last, both objectives
-            scaled to 0 … 1; so it gives up least of either. The first where there are fewer than three, or
-            where none lies below the line.
-        grid: The plain grid; it costs 1 and 1 (0 where there is no traffic, or one chip only).
-        scales: What L_comm (bytes · mm) and L_therm (W²) of the grid are; 1 where they are 0.
+        layouts: Sorted by ascending L_comm and descending L_therm, without duplicates.
+        knee: Index of the layout farthest below the line between the first and the last, with both objectives
+            scaled to 0 … 1. 0 for fewer than three layouts, or if none is below the line.
+        grid: The plain grid; it costs 1 and 1 (0 without traffic, or with one chip).
+        scales: L_comm (bytes · mm) and L_therm (W²) of the grid; 1 where they are 0.
     """
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[SiteLayout, ...]
     knee: int
-    grid: Layout
+    grid: SiteLayout
     scales: tuple[float, float]
 
     @property
-    def best(self) -> Layout:
-        """The knee."""
+    def best(self) -> SiteLayout:
+        """The layout at the knee."""
         return self.layouts[self.knee]
 
 
-def objectives(
-    sites: Sites, traffic_bytes: Any, tdp_w: Any, sigma_mm: float
+def build_objectives(
+    sites: SiteGrid, traffic_bytes: Any, tdp_w: Any, sigma_mm: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Flow and distance of L_comm and of L_therm, as quadratic assignments over all sites.
+    """Build the flow and distance matrices of L_comm and L_therm over all sites.
 
     Args:
         sites: M sites.
-        traffic_bytes: From each chip to each, [S, S].
+        traffic_bytes: Bytes from each chip to each other, [S, S].
         tdp_w: Power of each chip, W, [S].
-        sigma_mm: Distance over which chips warm each other.
+        sigma_mm: Thermal interaction length, mm.
 
     Returns:
-        Twice flow [M, M] and distance [M, M], float64; those of L_comm, then those of L_therm.
+        Pairs of flow [M, M] and distance [M, M], float64, of L_comm and of L_therm.
 
     Raises:
-        InputError: The arrays do not fit each other, hold what is no number or is negative, there are more
-            chips than sites, or sigma is not above 0.
+        InputError: Shapes differ, a value is negative or not finite, there are more chips than sites, or
+            sigma is not positive.
     """
     tdp, traffic = np.asarray(tdp_w, np.float64), np.asarray(traffic_bytes, np.float64)
     if tdp.ndim != 1 or not len(tdp) or traffic.shape != (len(tdp), len(tdp)):
         raise InputError(
-            f"powers of shape {tdp.shape} and traffic of shape {traffic.shape} do not fit; give [S] and "
+            f"`tdp_w` has shape {tdp.shape} and `traffic_bytes` {traffic.shape}; expected [S] and "
             "[S, S] for S chips"
         )
-    for name, values in (("powers", tdp), ("traffic", traffic)):
+    for name, values in (("tdp_w", tdp), ("traffic_bytes", traffic)):
         if not (np.isfinite(values) & (values >= 0.0)).all():
-            raise InputError(f"{name} must be finite and 0 or more; the least given is {np.min(values)}")
+            raise InputError(f"`{name}` must be finite and at least 0; its minimum is {np.min(values)}")
     if len(tdp) > len(sites):
-        raise InputError(
-            f"{len(tdp)} chips do not fit on {len(sites)} sites; use fewer chips or smaller ones"
-        )
+        raise InputError(f"{len(tdp)} chips do not fit on {len(sites)} sites; use fewer or smaller chips")
     if not 0.0 < sigma_mm < np.inf:
         raise InputError(f"`sigma_mm` (={sigma_mm}) must be above 0 and finite")
-    apart = sites.distances_mm
-    warm = np.exp(-apart / sigma_mm)
+    distances = sites.distances_mm
+    warm = np.exp(-distances / sigma_mm)
     np.fill_diagonal(warm, 0.0)
-    return (padded(traffic + traffic.T, len(sites)), apart), (padded(np.outer(tdp, tdp), len(sites)), warm)
+    return (pad_flow(traffic + traffic.T, len(sites)), distances), (
+        pad_flow(np.outer(tdp, tdp), len(sites)),
+        warm,
+    )
 
 
-def pareto_front(
-    sites: Sites,
+def compute_pareto_front(
+    sites: SiteGrid,
     traffic_bytes: Any,
     tdp_w: Any,
     *,
@@ -126,87 +125,97 @@ def pareto_front(
     method: str = "tabu",
     restarts: int = 2,
     iterations: int | None = None,
-    seconds: float | None = None,
+    budget_s: float | None = None,
     seed: int = 0,
-) -> Front:
-    """The layouts between the shortest ways and the coolest chips.
+) -> LayoutFront:
+    """Compute the Pareto front between shortest communication and lowest heat.
 
     Args:
         sites: M sites.
-        traffic_bytes: From each chip to each, [S, S].
+        traffic_bytes: Bytes from each chip to each other, [S, S].
         tdp_w: Power of each chip, W, [S].
-        sigma_mm: Distance over which chips warm each other; `Package.spread_mm` is a physical one.
-        weights: Weights of L_therm, each from 0 to 1; 0 and 1 stand for a thousandth off.
-        method: As in `assign`.
-        restarts: For each weight; the first goes on from what the last weight found.
-        iterations: As in `assign`; by default 200 for each site.
-        seconds: For the whole front.
-        seed: What the searches draw from.
+        sigma_mm: Thermal interaction length, mm; `ThermalPackage.spread_mm` is a physical one.
+        weights: Weights of L_therm from 0 to 1; 0 and 1 are moved inside by a thousandth.
+        method: See `assign`.
+        restarts: Restarts per weight; the first continues from the previous weight.
+        iterations: See `assign`; by default 200 per site.
+        budget_s: Time budget of the whole front, s.
+        seed: Random seed.
 
     Raises:
-        InputError: The arrays cannot be used (see `objectives`), or an argument is out of range.
-        MissingExtraError: Numba or scipy is not installed.
+        InputError: See `build_objectives`; or an argument is out of range.
+        MissingExtraError: Numba or SciPy is missing.
     """
     if not weights or not all(0.0 <= weight <= 1.0 for weight in weights):
         raise InputError(f"`weights` (={tuple(weights)}) must be one or more numbers from 0 to 1")
-    pairs = objectives(sites, traffic_bytes, tdp_w, sigma_mm)
+    pairs = build_objectives(sites, traffic_bytes, tdp_w, sigma_mm)
     chips = len(np.asarray(tdp_w))
-    plain = sites.middle(chips)
-    scales = _cost(pairs[0], plain) or 1.0, _cost(pairs[1], plain) or 1.0
+    grid_sites = sites.select_central(chips)
+    scales = _layout_cost(pairs[0], grid_sites) or 1.0, _layout_cost(pairs[1], grid_sites) or 1.0
     flow = np.stack([pair[0] / scale for pair, scale in zip(pairs, scales, strict=True)])
     distance = np.stack([pair[1] for pair in pairs])
 
-    def layout(assignment: np.ndarray, weight: float | None) -> Layout:
-        comm, therm = (_cost(pair, assignment) / scale for pair, scale in zip(pairs, scales, strict=True))
-        return Layout(assignment=assignment, comm=comm, therm=therm, weight=weight)
+    def make_layout(assignment: np.ndarray, weight: float | None) -> SiteLayout:
+        comm, therm = (
+            _layout_cost(pair, assignment) / scale for pair, scale in zip(pairs, scales, strict=True)
+        )
+        return SiteLayout(assignment=assignment, comm=comm, therm=therm, weight=weight)
 
-    rest = np.setdiff1d(np.arange(len(sites)), plain)
-    start = np.r_[plain, rest]
+    free_sites = np.setdiff1d(np.arange(len(sites)), grid_sites)
+    start = np.r_[grid_sites, free_sites]
     moves = DEFAULT_MOVES * len(sites) if iterations is None else iterations
-    grid = layout(plain, None)
-    found = [grid]
+    grid = make_layout(grid_sites, None)
+    candidates = [grid]
     for weight in sorted(weights):
-        kept = min(max(weight, _LEAST), 1.0 - _LEAST)
-        tried = assign(
-            flow * np.array([1.0 - kept, kept])[:, None, None], distance, method=method, restarts=restarts,
-            iterations=moves, seconds=None if seconds is None else seconds / len(weights), seed=seed,
+        clamped = min(max(weight, _MIN_WEIGHT), 1.0 - _MIN_WEIGHT)
+        result = assign(
+            flow * np.array([1.0 - clamped, clamped])[:, None, None],
+            distance,
+            method=method,
+            restarts=restarts,
+            iterations=moves,
+            budget_s=None if budget_s is None else budget_s / len(weights),
+            seed=seed,
             start=start,
-        )  # fmt: skip
-        start = tried.permutation
-        found += [layout(permutation[:chips], weight) for permutation in tried.permutations]
-    layouts = _undominated(found)
-    return Front(
-        layouts=layouts, knee=knee([(one.comm, one.therm) for one in layouts]), grid=grid, scales=scales
+        )
+        start = result.permutation
+        candidates += [make_layout(permutation[:chips], weight) for permutation in result.permutations]
+    layouts = _select_undominated(candidates)
+    return LayoutFront(
+        layouts=layouts,
+        knee=find_knee([(item.comm, item.therm) for item in layouts]),
+        grid=grid,
+        scales=scales,
     )
 
 
-def knee(costs: Sequence[tuple[float, float]]) -> int:
-    """Which point of a front lies farthest below the line from its first to its last.
+def find_knee(costs: Sequence[tuple[float, float]]) -> int:
+    """Index of the point farthest below the line from the first to the last point.
 
     Args:
-        costs: By rising first and falling second.
+        costs: Points with ascending first and descending second coordinate.
     """
     points = np.array(costs, np.float64)
     extent = points.max(0) - points.min(0)
     if len(points) < 3 or not (extent > 0.0).all():
         return 0
-    # Scaled so, the line goes from (0, 1) to (1, 0), and how far below it a point is grows with this.
+    # After scaling the line goes from (0, 1) to (1, 0), and this is proportional to the distance below it.
     below = 1.0 - ((points - points.min(0)) / extent).sum(1)
     return int(below.argmax()) if below.max() > 0.0 else 0
 
 
-def _undominated(found: Sequence[Layout]) -> tuple[Layout, ...]:
-    """Those than which no other is at least as good in both, by rising L_comm."""
-    kept: list[Layout] = []
-    for one in sorted(found, key=lambda one: (one.comm, one.therm)):
+def _select_undominated(candidates: Sequence[SiteLayout]) -> tuple[SiteLayout, ...]:
+    """Undominated layouts, sorted by ascending L_comm."""
+    front: list[SiteLayout] = []
+    for candidate in sorted(candidates, key=lambda layout: (layout.comm, layout.therm)):
         # By more than rounding, or mirror images of a layout would stand side by side.
-        if not kept or one.therm < kept[-1].therm * (1.0 - 1e-9):
-            kept.append(one)
-    return tuple(kept)
+        if not front or candidate.therm < front[-1].therm * (1.0 - 1e-9):
+            front.append(candidate)
+    return tuple(front)
 
 
-def _cost(pair: tuple[np.ndarray, np.ndarray], assignment: np.ndarray) -> float:
-    """What chips on these sites cost: dummies cost nothing."""
+def _layout_cost(pair: tuple[np.ndarray, np.ndarray], assignment: np.ndarray) -> float:
+    """Cost of chips on sites; dummies cost nothing."""
     flow, distance = pair
     chips = len(assignment)
     return float((flow[:chips, :chips] * distance[np.ix_(assignment, assignment)]).sum())

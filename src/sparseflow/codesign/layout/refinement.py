@@ -1,4 +1,4 @@
-"""From sites to anywhere: a few hundred steps of gradient descent that keep only what is legal and better."""
+"""Continuous refinement of a layout by gradient descent; only legal improvements are kept."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from sparseflow.codesign.layout.wafer import WaferLayout
 from sparseflow.errors import InputError
 
 CLEARANCE_MM = 0.02
-"""Room that steps keep beyond what is legal: a penalty only holds once chips are a little too close."""
+"""Additional clearance during optimization, because penalties act only after chips come too close."""
 
-STIFFENING = 1000.0
-"""Times which overlaps count more at the last step than at the first."""
+PENALTY_GROWTH = 1000.0
+"""Growth of the overlap penalty from the first to the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refined:
-    """What refining did.
+class RefineResult:
+    """Result of a refinement.
 
     Attributes:
-        before: Weighted sum of comm and therm at first.
-        after: At the end; below `before` or the same, or None if there was and is no legal layout.
-        was_legal: Whether the first layout was.
+        before: Weighted sum of comm and therm of the initial layout.
+        after: That of the final layout, at most `before`; None without a legal layout.
+        was_legal: Whether the initial layout was legal.
         improved: Whether the layout was changed.
-        steps: Steps made.
+        steps: Number of steps.
     """
 
     before: float
@@ -37,7 +37,7 @@ class Refined:
     steps: int
 
 
-def refine(
+def refine_layout(
     layout: WaferLayout,
     traffic_bytes: Tensor,
     tdp_w: Tensor,
@@ -45,20 +45,20 @@ def refine(
     present: Tensor | None = None,
     steps: int = 300,
     step_mm: float = 0.5,
-) -> Refined:
-    """Move chips a little, so that ways get shorter and hot chips come apart; the layout is changed in place.
+) -> RefineResult:
+    """Refine a layout in place by gradient descent.
 
-    Adam steps on all terms, with boundary and overlap counting ever more. Of all places on the way the legal
-    ones with the least weighted sum of comm and therm are kept, if that is less than at first; otherwise the
-    layout stays as it was. From a layout that is not legal, any legal one is an improvement.
+    Adam minimizes all terms with growing penalties for boundary and overlap. The legal positions with the
+    lowest weighted sum of comm and therm are kept if they improve the initial layout; otherwise it is
+    unchanged. Any legal layout improves an illegal one.
 
     Args:
         layout: The layout.
-        traffic_bytes: From each chip to each, [S, S].
+        traffic_bytes: Bytes from each chip to each other, [S, S].
         tdp_w: Power of each chip, W, [S].
-        present: Probability that a slot is not empty, [S]; see `WaferLayout.forward`.
-        steps: How many.
-        step_mm: About how far a chip moves in the first of them; they shrink to a twentieth.
+        present: Probability that a slot contains a chip, [S]; see `WaferLayout.forward`.
+        steps: Number of steps.
+        step_mm: Approximate movement in the first step, mm; decreases to a twentieth.
 
     Raises:
         InputError: A shape is wrong, or `steps` or `step_mm` is out of range.
@@ -67,44 +67,47 @@ def refine(
         raise InputError(
             f"`steps` (={steps}) must be at least 1 and `step_mm` (={step_mm}) above 0 and finite"
         )
-    weights, places = layout.weights, layout.positions_mm
+    weights, positions = layout.weights, layout.positions_mm
     traffic, tdp = traffic_bytes.detach(), tdp_w.detach()
-    there = None if present is None else present.detach()
+    occupancy = None if present is None else present.detach()
 
-    def worth() -> float:
+    def evaluate() -> float:
         with torch.no_grad():
-            terms = layout.terms(traffic, tdp, present=there)
+            terms = layout.compute_terms(traffic, tdp, present=occupancy)
             return float(weights.comm * terms["comm"] + weights.therm * terms["therm"])
 
-    was_legal, before = layout.legal(present=there), worth()
-    least = before if was_legal else math.inf
-    kept = first = places.detach().clone()
-    optimizer = torch.optim.Adam([places], lr=step_mm)
-    gradient = places.grad
+    was_legal, before = layout.is_legal(present=occupancy), evaluate()
+    best_cost = before if was_legal else math.inf
+    best_positions = initial_positions = positions.detach().clone()
+    optimizer = torch.optim.Adam([positions], lr=step_mm)
+    gradient = positions.grad
     try:
         for step in range(steps):
-            share = step / max(1, steps - 1)
-            optimizer.param_groups[0]["lr"] = step_mm * 0.05**share
+            progress = step / max(1, steps - 1)
+            optimizer.param_groups[0]["lr"] = step_mm * 0.05**progress
             optimizer.zero_grad()
-            terms = layout.terms(traffic, tdp, present=there, clearance_mm=CLEARANCE_MM)
-            stiff = STIFFENING**share
+            terms = layout.compute_terms(traffic, tdp, present=occupancy, clearance_mm=CLEARANCE_MM)
+            penalty = PENALTY_GROWTH**progress
             loss = (
-                stiff * (weights.boundary * terms["boundary"] + weights.overlap * terms["overlap"])
+                penalty * (weights.boundary * terms["boundary"] + weights.overlap * terms["overlap"])
                 + weights.comm * terms["comm"]
                 + weights.therm * terms["therm"]
             )
-            (places.grad,) = torch.autograd.grad(loss, [places])
+            (positions.grad,) = torch.autograd.grad(loss, [positions])
             optimizer.step()
-            found = worth()
-            # Judging is cheap, and whether a layout is legal is not.
-            if found < least and layout.legal(present=there):
-                least, kept = found, places.detach().clone()
+            cost = evaluate()
+            # The cheap comparison comes before the expensive legality check.
+            if cost < best_cost and layout.is_legal(present=occupancy):
+                best_cost, best_positions = cost, positions.detach().clone()
     finally:
         with torch.no_grad():
-            places.copy_(kept)
-        places.grad = gradient
-    improved = not torch.equal(kept, first)
-    return Refined(
-        before=before, after=least if math.isfinite(least) else None, was_legal=was_legal, improved=improved,
+            positions.copy_(best_positions)
+        positions.grad = gradient
+    improved = not torch.equal(best_positions, initial_positions)
+    return RefineResult(
+        before=before,
+        after=best_cost if math.isfinite(best_cost) else None,
+        was_legal=was_legal,
+        improved=improved,
         steps=steps,
-    )  # fmt: skip
+    )

@@ -1,9 +1,9 @@
-"""Where chips may stand on a circular wafer: a square grid of sites, all of one size.
+"""Sites for chips on a circular wafer: a square grid of equal sites.
 
-Chips are taken as circles around their diagonals, so that any may stand on any site, whichever way it is
-turned. The pitch is the largest diagonal and a margin on either side of it; a site counts if the largest chip
-on it stays a margin away from the wafer's edge. Of the four ways to lay the grid (its middle on a site,
-between two, or between four) the one with most sites is taken.
+Chips are treated as circles around their diagonals, so any chip fits on any site in any orientation. The
+pitch is the largest diagonal plus a margin on both sides; a site is valid if the largest chip on it keeps the
+margin to the edge. Of four grid offsets (center on a site, between two, or between four) the one with the
+most sites is used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from sparseflow.errors import InputError
 
-MOST_SITES = 2048
-"""More would make matrices of distances that no search gets through."""
+MAX_SITES = 2048
+"""Maximum number of sites; larger distance matrices are impractical to search."""
 
-_ROUNDING = 1e-9
-"""Share of the radius that a site may stand too far out: by rounding."""
+_RADIUS_TOLERANCE = 1e-9
+"""Relative rounding tolerance of the radius."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Wafer:
     """A circular wafer around the origin.
 
     Attributes:
-        radius_mm: Radius of what may be used.
-        margin_mm: Room to keep around every chip and to the edge.
+        radius_mm: Usable radius, mm.
+        margin_mm: Clearance around every chip and to the edge, mm.
     """
 
     radius_mm: float = 150.0
@@ -39,17 +39,17 @@ class Wafer:
         if not 0.0 < self.radius_mm < math.inf:
             raise InputError(f"`radius_mm` (={self.radius_mm}) must be above 0 and finite")
         if not 0.0 <= self.margin_mm < math.inf:
-            raise InputError(f"`margin_mm` (={self.margin_mm}) must be 0 or more, and finite")
+            raise InputError(f"`margin_mm` (={self.margin_mm}) must be at least 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sites:
+class SiteGrid:
     """Sites of a wafer, row by row from the top, each row from the left.
 
     Attributes:
         wafer: The wafer.
-        positions_mm: Centres, x and y, float64, [M, 2].
-        pitch_mm: Distance of neighbours.
+        positions_mm: Centers (x, y), mm, float64, [M, 2].
+        pitch_mm: Distance between neighbors, mm.
     """
 
     wafer: Wafer
@@ -61,35 +61,35 @@ class Sites:
 
     @property
     def distances_mm(self) -> np.ndarray:
-        """Distance of any two, float64, [M, M]."""
-        return distances_mm(self.positions_mm)
+        """Pairwise distances, mm, float64, [M, M]."""
+        return pairwise_distances_mm(self.positions_mm)
 
-    def middle(self, count: int) -> np.ndarray:
-        """The `count` sites nearest to the wafer's centre, row by row, int64, [count].
+    def select_central(self, count: int) -> np.ndarray:
+        """Select the `count` sites closest to the center, in row order, int64, [count].
 
         Raises:
-            InputError: There are not so many.
+            InputError: There are fewer sites.
         """
         if not 0 <= count <= len(self):
-            raise InputError(f"there are {len(self)} sites, and {count} are asked for")
-        # Rounded, so that sites of one ring are alike on every machine; they are then taken row by row.
-        far = np.round(np.hypot(*self.positions_mm.T) / self.pitch_mm, 6)
-        return np.sort(np.argsort(far, kind="stable")[:count])
+            raise InputError(f"`count` (={count}) exceeds the number of sites, {len(self)}")
+        # Rounded, so that equal distances tie on every machine; ties are resolved in row order.
+        distances = np.round(np.hypot(*self.positions_mm.T) / self.pitch_mm, 6)
+        return np.sort(np.argsort(distances, kind="stable")[:count])
 
 
-def grid_sites(wafer: Wafer, sizes_mm: Any, *, most: int | None = None) -> Sites:
-    """The sites of a wafer for given chips.
+def build_site_grid(wafer: Wafer, sizes_mm: Any, *, max_sites: int | None = None) -> SiteGrid:
+    """Build the sites of a wafer for given chips.
 
     Args:
         wafer: The wafer.
-        sizes_mm: Width and height of each chip, [S, 2], or the sides of square ones, [S].
-        most: Keep only so many sites, those nearest to the centre; by default all.
+        sizes_mm: Width and height of each chip, mm, [S, 2], or sides of square chips, [S].
+        max_sites: Keep only this many sites, closest to the center; all by default.
 
     Raises:
-        InputError: A size is not a positive number, there are more chips than sites, `most` is less than
-            there are chips, or there are more than 2048 sites and `most` is not given.
+        InputError: A size is not positive, there are fewer sites than chips, or there are more than
+            `MAX_SITES` sites and `max_sites` is not given.
     """
-    sizes = chip_sizes(sizes_mm)
+    sizes = parse_chip_sizes(sizes_mm)
     diagonal = float(np.hypot(*sizes.T).max())
     pitch, reach = diagonal + 2.0 * wafer.margin_mm, wafer.radius_mm - diagonal / 2.0 - wafer.margin_mm
     if reach < 0.0:
@@ -97,76 +97,80 @@ def grid_sites(wafer: Wafer, sizes_mm: Any, *, most: int | None = None) -> Sites
             f"a chip with a diagonal of {diagonal:.4g} mm and a margin of {wafer.margin_mm:.4g} mm does not "
             f"fit on a wafer with a radius of {wafer.radius_mm:.4g} mm; use smaller chips or a larger wafer"
         )
-    if most is not None and most < len(sizes):
-        raise InputError(f"`most` (={most}) leaves fewer sites than there are chips, {len(sizes)}")
-    if most is None and math.pi * reach * reach / (pitch * pitch) > 2.0 * MOST_SITES:
-        _refuse_many(math.pi * reach * reach / (pitch * pitch))
-    grids = [_grid(pitch, reach * (1.0 + _ROUNDING), x, y, most) for x in (0.0, 0.5) for y in (0.0, 0.5)]
+    if max_sites is not None and max_sites < len(sizes):
+        raise InputError(f"`max_sites` (={max_sites}) must be at least the number of chips, {len(sizes)}")
+    if max_sites is None and math.pi * reach * reach / (pitch * pitch) > 2.0 * MAX_SITES:
+        _raise_too_many_sites(math.pi * reach * reach / (pitch * pitch))
+    grids = [
+        _make_grid(pitch, reach * (1.0 + _RADIUS_TOLERANCE), x, y, max_sites)
+        for x in (0.0, 0.5)
+        for y in (0.0, 0.5)
+    ]
     positions = max(grids, key=len)
-    if most is None and len(positions) > MOST_SITES:
-        _refuse_many(len(positions))
+    if max_sites is None and len(positions) > MAX_SITES:
+        _raise_too_many_sites(len(positions))
     if len(positions) < len(sizes):
         raise InputError(
-            f"there are {len(sizes)} chips and {len(positions)} sites: so many with a pitch of {pitch:.4g} "
-            f"mm fit on a wafer with a radius of {wafer.radius_mm:.4g} mm; use fewer or smaller chips (the "
+            f"{len(sizes)} chips exceed the {len(positions)} sites that fit with a pitch of {pitch:.4g} "
+            f"mm on a wafer with a radius of {wafer.radius_mm:.4g} mm; use fewer or smaller chips (the "
             f"largest has a diagonal of {diagonal:.4g} mm), a smaller margin or a larger wafer"
         )
-    sites = Sites(wafer=wafer, positions_mm=positions, pitch_mm=pitch)
-    if most is None or most >= len(sites):
+    sites = SiteGrid(wafer=wafer, positions_mm=positions, pitch_mm=pitch)
+    if max_sites is None or max_sites >= len(sites):
         return sites
-    return Sites(wafer=wafer, positions_mm=positions[sites.middle(most)], pitch_mm=pitch)
+    return SiteGrid(wafer=wafer, positions_mm=positions[sites.select_central(max_sites)], pitch_mm=pitch)
 
 
-def chip_sizes(sizes_mm: Any) -> np.ndarray:
-    """Width and height of each chip, float64, [S, 2].
+def parse_chip_sizes(sizes_mm: Any) -> np.ndarray:
+    """Convert chip sizes to width and height, mm, float64, [S, 2].
 
     Args:
-        sizes_mm: [S, 2], or the sides of square chips, [S].
+        sizes_mm: [S, 2], or sides of square chips, [S].
 
     Raises:
-        InputError: There is no chip, the shape is another, or a size is not a positive number.
+        InputError: There are no chips, the shape is wrong, or a size is not positive.
     """
     try:
-        found = np.asarray(sizes_mm, np.float64)
+        sizes = np.asarray(sizes_mm, np.float64)
     except (TypeError, ValueError) as error:
-        raise InputError(f"sizes of chips must be numbers in mm: {error}") from error
-    if found.ndim == 1:
-        found = np.stack([found, found], 1)
-    if found.ndim != 2 or found.shape[1] != 2 or not len(found):
+        raise InputError(f"`sizes_mm` must contain numbers: {error}") from error
+    if sizes.ndim == 1:
+        sizes = np.stack([sizes, sizes], 1)
+    if sizes.ndim != 2 or sizes.shape[1] != 2 or not len(sizes):
         raise InputError(
-            f"sizes of chips have the shape {np.shape(sizes_mm)}; give [S, 2], or [S] for square ones, of at "
+            f"`sizes_mm` has shape {np.shape(sizes_mm)}; expected [S, 2], or [S] for square chips, with at "
             "least one chip"
         )
-    wrong = ~((found > 0.0) & np.isfinite(found)).all(1)
+    wrong = ~((sizes > 0.0) & np.isfinite(sizes)).all(1)
     if wrong.any():
         chip = int(np.flatnonzero(wrong)[0])
         raise InputError(
-            f"chip {chip} measures {found[chip, 0]:g} mm × {found[chip, 1]:g} mm; both must be above 0 and "
-            "finite"
+            f"chip {chip} has the size {sizes[chip, 0]:g} mm × {sizes[chip, 1]:g} mm; both must be above 0 "
+            "and finite"
         )
-    return found
+    return sizes
 
 
-def distances_mm(positions_mm: np.ndarray) -> np.ndarray:
-    """Distance of any two places, [M, M], of places [M, 2]."""
-    apart = positions_mm[:, None] - positions_mm[None, :]
-    return np.hypot(apart[..., 0], apart[..., 1])
+def pairwise_distances_mm(positions_mm: np.ndarray) -> np.ndarray:
+    """Pairwise distances of positions [M, 2], [M, M]."""
+    offsets = positions_mm[:, None] - positions_mm[None, :]
+    return np.hypot(offsets[..., 0], offsets[..., 1])
 
 
-def _grid(pitch: float, reach: float, x: float, y: float, most: int | None) -> np.ndarray:
-    """Centres within `reach` of the origin of a grid that is shifted by x and y pitches, [M, 2]."""
+def _make_grid(pitch: float, reach: float, x: float, y: float, max_sites: int | None) -> np.ndarray:
+    """Centers within `reach` of the origin of a grid shifted by x and y pitches, [M, 2]."""
     count = math.floor(reach / pitch) + 1
-    if most is not None:
-        # A square of so many is all that the nearest can need.
-        count = min(count, math.isqrt(most) + 2)
+    if max_sites is not None:
+        # The closest sites lie within a square of this size.
+        count = min(count, math.isqrt(max_sites) + 2)
     columns = (np.arange(-count - 1, count + 1) + x) * pitch
     rows = (np.arange(-count - 1, count + 1) + y)[::-1] * pitch
-    places = np.stack(np.meshgrid(columns, rows), -1).reshape(-1, 2)
-    return places[np.hypot(*places.T) <= reach]
+    positions = np.stack(np.meshgrid(columns, rows), -1).reshape(-1, 2)
+    return positions[np.hypot(*positions.T) <= reach]
 
 
-def _refuse_many(count: float) -> None:
+def _raise_too_many_sites(count: float) -> None:
     raise InputError(
-        f"there are about {count:.0f} sites, and {MOST_SITES} are the most; keep those in the middle with "
-        "`most`"
+        f"there are about {count:.0f} sites; expected at most {MAX_SITES}; keep the central ones with "
+        "`max_sites`"
     )

@@ -1,4 +1,4 @@
-"""A problem as compiled kernels read it: plain arrays, edges sorted by segment, memory in bytes."""
+"""Mapping problems as plain arrays for compiled kernels: edges sorted by segment, memory in bytes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.problem import MappingProblem
 
 
-class Tables(NamedTuple):
-    """Arrays of a problem; writable, so that one compiled kernel fits all.
+class ProblemArrays(NamedTuple):
+    """Arrays of a problem; writable, so that one compiled signature fits all problems.
 
     Attributes:
-        latency: float64 [K, S]; inf where a segment is not allowed on a slot, for whatever reason.
+        latency: ms, float64 [K, S]; inf where a segment is not allowed.
         memory: Bytes, int64 [K, S].
         limit: Bytes, int64 [S].
-        fixed: ms, float64 [S, S]; inf where slots are not connected.
-        per_byte: ms, float64 [S, S]; 0 where slots are not connected, so that no product is NaN.
-        in_start: Where the edges into each segment begin, int64 [K + 1].
-        in_end: The segment at the other end of each, int64 [E].
-        in_bytes: float64 [E].
-        out_start: Where the edges out of each segment begin, int64 [K + 1].
-        out_end: int64 [E].
-        out_bytes: float64 [E].
-        twin: The slot just before in number that is exactly alike, or -1, int64 [S].
+        fixed: ms, float64 [S, S]; inf between unconnected slots.
+        per_byte: ms, float64 [S, S]; 0 between unconnected slots, to avoid NaN products.
+        in_start: Start of the incoming edges of each segment, int64 [K + 1].
+        in_end: Source segment of each incoming edge, int64 [E].
+        in_bytes: Bytes of each incoming edge, float64 [E].
+        out_start: Start of the outgoing edges of each segment, int64 [K + 1].
+        out_end: Target segment of each outgoing edge, int64 [E].
+        out_bytes: Bytes of each outgoing edge, float64 [E].
+        equal_slot: Closest slot with a lower index that is interchangeable, or -1, int64 [S].
     """
 
     latency: np.ndarray
@@ -38,49 +38,51 @@ class Tables(NamedTuple):
     out_start: np.ndarray
     out_end: np.ndarray
     out_bytes: np.ndarray
-    twin: np.ndarray
+    equal_slot: np.ndarray
 
 
-def tables(problem: Problem) -> Tables:
-    """The tables of a problem."""
+def build_arrays(problem: MappingProblem) -> ProblemArrays:
+    """Convert a problem to arrays."""
     connected = problem.connected
     fixed = np.where(connected, problem.fixed_ms, np.inf)
     per_byte = np.where(connected, problem.ms_per_byte, 0.0)
     latency = np.where(problem.allowed, problem.latency_ms, np.inf)
     memory = np.where(problem.allowed, problem.memory_bytes, 0)
     limit = problem.limit_bytes.copy()
-    return Tables(
+    return ProblemArrays(
         latency,
         memory,
         limit,
         fixed,
         per_byte,
-        *_by(problem.dst, problem.src, problem),
-        *_by(problem.src, problem.dst, problem),
-        _twins(latency, memory, limit, fixed, per_byte),
+        *_group_edges(problem.dst, problem.src, problem),
+        *_group_edges(problem.src, problem.dst, problem),
+        _find_equal_slots(latency, memory, limit, fixed, per_byte),
     )
 
 
-def _by(key: np.ndarray, other: np.ndarray, problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _group_edges(
+    key: np.ndarray, other: np.ndarray, problem: MappingProblem
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     order = np.argsort(key, kind="stable")
-    start = np.searchsorted(key[order], np.arange(problem.segments + 1)).astype(np.int64)
+    start = np.searchsorted(key[order], np.arange(problem.num_segments + 1)).astype(np.int64)
     return start, other[order].copy(), problem.traffic_bytes[order].copy()
 
 
-def _twins(
+def _find_equal_slots(
     latency: np.ndarray, memory: np.ndarray, limit: np.ndarray, fixed: np.ndarray, per_byte: np.ndarray
 ) -> np.ndarray:
-    """Slots that can change places without anything else changing: alike is an equivalence."""
+    """Find interchangeable slots; the relation is an equivalence."""
     slots = len(limit)
-    twin = np.full(slots, -1, dtype=np.int64)
+    equal_slot = np.full(slots, -1, dtype=np.int64)
     for b in range(slots):
         for a in range(b - 1, -1, -1):
             same = limit[a] == limit[b] and np.array_equal(latency[:, a], latency[:, b])
             if same and np.array_equal(memory[:, a], memory[:, b]):
                 swapped = np.arange(slots)
                 swapped[[a, b]] = b, a
-                at = np.ix_(swapped, swapped)
-                if np.array_equal(fixed[at], fixed) and np.array_equal(per_byte[at], per_byte):
-                    twin[b] = a
+                index = np.ix_(swapped, swapped)
+                if np.array_equal(fixed[index], fixed) and np.array_equal(per_byte[index], per_byte):
+                    equal_slot[b] = a
                     break
-    return twin
+    return equal_slot

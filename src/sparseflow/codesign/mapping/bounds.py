@@ -1,18 +1,19 @@
-r"""A lower bound on the objective of every mapping, with multipliers that make it hold on branches, too.
+"""Lower bound of the mapping objective by Lagrangian relaxation; its multipliers also bound partial
+mappings.
 
-With u_s >= 0, sum u_s <= p (weight of the period) and v_s >= 0, w = weight of the sum:
+For u_s >= 0 with sum u_s <= p (weight of the period), v_s >= 0, and w = weight of the sum:
 
     objective >= sum_k min_s [(w + u_s) latency[k, s] + v_s memory[k, s]] - sum_s v_s limit_s
                  + (p - sum u_s) z0 + (w + min_s u_s) c0
 
-as the period is no less than any weighted mean of busy times, and memory no more than its limits. z0 =
-max_k min_s latency[k, s] is a bound on the period. c0 is communication that cannot be avoided: where memory
-needs m slots at least and edges tie the segments together into c pieces, m - c edges at least are cut. The
-formula holds for any multipliers, so nothing depends on how exactly they were computed; the best are the
-dual solution of the linear relaxation, in which segments can be divided (min p z + w sum; assignment, busy
-and memory rows). Transfers are left out of it: divided segments need none.
+The period is at least any weighted mean of busy times, and memory is at most its limits. z0 = max_k min_s
+latency[k, s] bounds the period. c0 bounds communication: if memory requires at least m slots and edges
+connect the segments into c components, at least m - c edges are cut. The formula holds for any multipliers,
+so their accuracy does not matter; the best ones are the dual solution of the linear relaxation with divisible
+segments (min p z + w sum; assignment, busy and memory rows). The relaxation omits transfers, because divided
+segments need none.
 
-What cannot be in a mapping better than a known one, as it alone would take longer, is left out first.
+Pairs that alone exceed the objective of a known mapping are excluded first.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from math import inf
 
 import numpy as np
 
-from sparseflow.codesign.mapping.objective import Goal
-from sparseflow.codesign.mapping.problem import BYTES_PER_MB, Problem
+from sparseflow.codesign.mapping.objective import MappingGoal
+from sparseflow.codesign.mapping.problem import BYTES_PER_MB, MappingProblem
 from sparseflow.core.extras import require
 
-MOST_PAIRS = 100_000
-"""(Segment, slot) pairs, for which the linear program takes a second or so; with more, all u are the same."""
+MAX_PAIRS = 100_000
+"""Maximum number of (segment, slot) pairs for the linear program (about 1 s); beyond it, all u are equal."""
 
 ROUNDING = 1e-12
-"""Bounds are lowered by what sums of floats may be off by: this share of all that was added and taken off,
-for each of the things that were; where memory is dear a bound is a small difference of large sums."""
+"""Relative rounding error per summand by which bounds are lowered; with expensive memory a bound is a
+small difference of large sums.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Bound:
-    """A lower bound and what it comes from.
+class LowerBound:
+    """A lower bound and its multipliers.
 
     Attributes:
-        value_ms: No mapping has a lower objective than this, or than the known one if that is lower.
+        value_ms: Lower bound of the objective, ms; at most the objective of the known mapping.
         busy_weights: u_s, float64 [S].
-        memory_weights: v_s, ms for each MB, float64 [S].
+        memory_weights: v_s, ms per MB, float64 [S].
     """
 
     value_ms: float
@@ -49,13 +51,15 @@ class Bound:
     memory_weights: np.ndarray
 
 
-def lower_bound(problem: Problem, goal: Goal, *, known_ms: float = inf) -> Bound:
-    """The bound of this module.
+def compute_lower_bound(
+    problem: MappingProblem, goal: MappingGoal, *, incumbent_ms: float = inf
+) -> LowerBound:
+    """Compute the bound of this module.
 
     Args:
-        problem: What is mapped.
-        goal: What is made small.
-        known_ms: Objective of a mapping that can run.
+        problem: The problem.
+        goal: The objective.
+        incumbent_ms: Objective of a feasible mapping, ms.
 
     Raises:
         MissingExtraError: SciPy is missing.
@@ -63,51 +67,53 @@ def lower_bound(problem: Problem, goal: Goal, *, known_ms: float = inf) -> Bound
     p, w = goal.period_weight, goal.serial_weight
     latency = np.where(problem.allowed, problem.latency_ms, inf)
     with np.errstate(invalid="ignore"):
-        latency[(p + w) * latency > known_ms * (1.0 + 1e-9)] = inf
+        latency[(p + w) * latency > incumbent_ms * (1.0 + 1e-9)] = inf
     usable = np.isfinite(latency)
     if not usable.any(axis=1).all():
-        # Nothing is better than what is known; or nothing can run at all.
-        zero = np.zeros(problem.slots)
-        return Bound(value_ms=known_ms, busy_weights=zero, memory_weights=zero)
+        # No mapping is better than the known one, or none is feasible.
+        zero = np.zeros(problem.num_slots)
+        return LowerBound(value_ms=incumbent_ms, busy_weights=zero, memory_weights=zero)
     z0 = float(latency.min(axis=1).max())
     u, v = _multipliers(problem, latency, z0, p, w)
     memory = problem.memory_bytes / BYTES_PER_MB
     limit = problem.limit_bytes / BYTES_PER_MB
-    c0 = unavoidable_ms(problem)
-    rounding = ROUNDING * (problem.segments + problem.slots + problem.edges)
+    c0 = min_communication_ms(problem)
+    rounding = ROUNDING * (problem.num_segments + problem.num_slots + problem.num_edges)
 
-    def value(u: np.ndarray, v: np.ndarray) -> float:
-        # An infinite latency must stay so where its weight is 0.
-        each = np.where(usable, (w + u) * np.where(usable, latency, 0.0) + v * memory, inf).min(axis=1)
-        rest = max(p - float(u.sum()), 0.0) * z0 + (w + float(u.min())) * c0
-        added, taken = float(each.sum()) + rest, float((v * limit).sum())
-        return added - taken - rounding * (added + taken)
+    def evaluate_bound(u: np.ndarray, v: np.ndarray) -> float:
+        # Infinite latencies must stay infinite if their weight is 0.
+        segment_costs = np.where(usable, (w + u) * np.where(usable, latency, 0.0) + v * memory, inf).min(
+            axis=1
+        )
+        constant = max(p - float(u.sum()), 0.0) * z0 + (w + float(u.min())) * c0
+        added, subtracted = float(segment_costs.sum()) + constant, float((v * limit).sum())
+        return added - subtracted - rounding * (added + subtracted)
 
-    none = np.zeros(problem.slots)
-    even = np.full(problem.slots, p / problem.slots)
+    none = np.zeros(problem.num_slots)
+    even = np.full(problem.num_slots, p / problem.num_slots)
     choices = ((u, v), (even, none), (none, none))
-    values = [value(*choice) for choice in choices]
+    values = [evaluate_bound(*choice) for choice in choices]
     best = int(np.argmax(values))
     u, v = choices[best]
-    return Bound(value_ms=min(max(values[best], 0.0), known_ms), busy_weights=u, memory_weights=v)
+    return LowerBound(value_ms=min(max(values[best], 0.0), incumbent_ms), busy_weights=u, memory_weights=v)
 
 
 def _multipliers(
-    problem: Problem, latency: np.ndarray, z0: float, p: float, w: float
+    problem: MappingProblem, latency: np.ndarray, z0: float, p: float, w: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Dual solution of the linear relaxation, cleaned so that the formula holds; even weights without one."""
+    """Dual solution of the linear relaxation, made feasible; uniform weights if it cannot be computed."""
     segments, slots = latency.shape
     limit = problem.limit_bytes
     at_k, at_s = np.nonzero(np.isfinite(latency))
     memory = problem.memory_bytes[at_k, at_s]
     binding = np.bincount(at_s, memory, slots) > limit
     even, none = np.full(slots, p / slots), np.zeros(slots)
-    if slots == 1 or len(at_k) > MOST_PAIRS or (p == 0.0 and not binding.any()):
+    if slots == 1 or len(at_k) > MAX_PAIRS or (p == 0.0 and not binding.any()):
         return even, none
     optimize, sparse = require("scipy.optimize", "codesign"), require("scipy.sparse", "codesign")
     pairs = np.arange(len(at_k))
     times = latency[at_k, at_s]
-    # Rows: busy of each slot, then memory of each slot as a share of its limit; the last column is z.
+    # Rows: busy time of each slot, then memory of each slot relative to its limit; the last column is z.
     share = memory / np.maximum(limit[at_s], 1)
     tight = binding[at_s]
     last = len(at_k)
@@ -134,26 +140,26 @@ def _multipliers(
     return u, dual[slots:] * BYTES_PER_MB / np.maximum(limit, 1)
 
 
-def unavoidable_ms(problem: Problem) -> float:
-    """Communication that no mapping avoids: c0 above."""
-    if problem.edges == 0 or problem.slots == 1:
+def min_communication_ms(problem: MappingProblem) -> float:
+    """Lower bound c0 of the communication time."""
+    if problem.num_edges == 0 or problem.num_slots == 1:
         return 0.0
-    needed = problem.least_bytes.sum()
-    room = np.cumsum(np.sort(problem.limit_bytes)[::-1])
-    least_slots = int(np.searchsorted(room, needed)) + 1
-    pieces, find = problem.segments, list(range(problem.segments))
+    needed = problem.min_bytes.sum()
+    capacity = np.cumsum(np.sort(problem.limit_bytes)[::-1])
+    min_slots = int(np.searchsorted(capacity, needed)) + 1
+    pieces, parent = problem.num_segments, list(range(problem.num_segments))
     for a, b in zip(problem.src.tolist(), problem.dst.tolist(), strict=True):
-        while find[a] != a:
-            find[a] = a = find[find[a]]
-        while find[b] != b:
-            find[b] = b = find[find[b]]
-        pieces, find[a] = pieces - (a != b), b
-    cut = least_slots - pieces
-    if cut <= 0 or least_slots > problem.slots:
+        while parent[a] != a:
+            parent[a] = a = parent[parent[a]]
+        while parent[b] != b:
+            parent[b] = b = parent[parent[b]]
+        pieces, parent[a] = pieces - (a != b), b
+    cut = min_slots - pieces
+    if cut <= 0 or min_slots > problem.num_slots:
         return 0.0
-    apart = problem.connected & ~np.eye(problem.slots, dtype=bool)
-    if not apart.any():
+    pairs = problem.connected & ~np.eye(problem.num_slots, dtype=bool)
+    if not pairs.any():
         return 0.0
-    fixed, per_byte = problem.fixed_ms[apart], problem.ms_per_byte[apart]
-    least = [float((fixed + size * per_byte).min()) for size in problem.traffic_bytes]
-    return sum(sorted(least)[:cut])
+    fixed, per_byte = problem.fixed_ms[pairs], problem.ms_per_byte[pairs]
+    min_ms = [float((fixed + size * per_byte).min()) for size in problem.traffic_bytes]
+    return sum(sorted(min_ms)[:cut])

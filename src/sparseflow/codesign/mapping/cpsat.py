@@ -1,12 +1,11 @@
-r"""OR-Tools CP-SAT: general, with a bound that rises until it meets the best mapping, or time is up.
+"""OR-Tools CP-SAT: any problem, with a lower bound that improves until the time limit.
 
-x[k, s] says that segment k is on slot s; y[e, a, b] that edge e leads from slot a to slot b, with
-sum_b y[e, a, b] = x[src, a] and sum_a y[e, a, b] = x[dst, b], which is tighter than products taken apart.
-CP-SAT counts in whole numbers: a tick is a share `1 / TICKS` of the known objective (or of the longest that
-any mapping can take), and every time is rounded down to ticks. So its bound, times the tick, holds for the
-real problem; and what it takes for the optimum is within (K + E) / TICKS of it. The weight of the sum is a
-fraction of whole numbers, rounded down, too. What alone would take longer than the known objective is left
-out.
+x[k, s] is 1 if segment k is on slot s; y[e, a, b] is 1 if edge e goes from slot a to slot b, with sum_b y[e,
+a, b] = x[src, a] and sum_a y[e, a, b] = x[dst, b], which is tighter than linearized products. CP-SAT uses
+integers: a tick is `1 / TICKS` of the known objective (or of the longest possible time), and all times are
+rounded down to ticks. The bound times the tick is therefore valid for the real problem, and the solution is
+within (K + E) / TICKS of the optimum. The weight of the sum is rounded down to a fraction of integers. Pairs
+that alone exceed the known objective are excluded.
 """
 
 from __future__ import annotations
@@ -16,116 +15,118 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.mapping.objective import Goal, evaluate
-from sparseflow.codesign.mapping.problem import Problem
-from sparseflow.codesign.mapping.search import Answer, Request
+from sparseflow.codesign.mapping.objective import MappingGoal, evaluate_mapping
+from sparseflow.codesign.mapping.problem import MappingProblem
+from sparseflow.codesign.mapping.search import MappingRequest, StrategyResult
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
 TICKS = 10**7
-MOST_VARIABLES = 400_000
+MAX_VARIABLES = 400_000
 
 
-def cpsat(request: Request) -> Answer:
-    """The best mapping by the end of the time, and a bound.
+def solve_cpsat(request: MappingRequest) -> StrategyResult:
+    """Find the best mapping within the time limit, and a lower bound.
 
     Raises:
-        InputError: There are more than `MOST_VARIABLES` variables.
+        InputError: The problem has more than `MAX_VARIABLES` variables.
         MissingExtraError: OR-Tools is missing.
     """
     cp = require("ortools.sat.python.cp_model", "codesign")
     problem, goal, start = request.problem, request.goal, request.start
-    variables = problem.segments * problem.slots + problem.edges * problem.slots**2
-    if variables > MOST_VARIABLES:
+    variables = problem.num_segments * problem.num_slots + problem.num_edges * problem.num_slots**2
+    if variables > MAX_VARIABLES:
         raise InputError(
-            f"{problem.segments} segments, {problem.edges} edges and {problem.slots} slots make {variables} "
-            f"variables for the strategy 'cpsat'; at most {MOST_VARIABLES} were expected: use 'local'"
+            f"{problem.num_segments} segments, {problem.num_edges} edges and {problem.num_slots} slots need "
+            f"{variables} variables; strategy 'cpsat' supports at most {MAX_VARIABLES}; use 'local'"
         )
-    known = inf if start is None else goal.objective_ms(evaluate(problem, start))
-    model = _Model(cp, problem)
-    unit_ms = model.minimise(goal, known)
+    incumbent_ms = inf if start is None else goal.objective_ms(evaluate_mapping(problem, start))
+    model = _CpSatModel(cp, problem)
+    unit_ms = model.minimize(goal, incumbent_ms)
     if start is not None:
         model.hint(start)
-    best, bound = known, request.lower_bound_ms
+    best, bound = incumbent_ms, request.lower_bound_ms
 
-    def found(mapping: np.ndarray) -> None:
+    def on_solution(mapping: np.ndarray) -> None:
         nonlocal best
-        best = min(best, goal.objective_ms(evaluate(problem, mapping)))
-        request.tell("cpsat", best, min(bound, best))
+        best = min(best, goal.objective_ms(evaluate_mapping(problem, mapping)))
+        request.report("cpsat", best, min(bound, best))
 
-    def proved(value: float) -> None:
+    def on_bound(value: float) -> None:
         nonlocal bound
         bound = max(bound, value * unit_ms)
-        request.tell("cpsat", best, min(bound, best))
+        request.report("cpsat", best, min(bound, best))
 
-    status, mapping, value = model.solve(request, found, proved)
+    status, mapping, value = model.solve(request, on_solution, on_bound)
     if status == cp.INFEASIBLE:
-        return Answer(mapping=None, none_exists=True)
-    if mapping is None or goal.objective_ms(evaluate(problem, mapping)) > known:
-        # The start may be better by less than ticks tell.
+        return StrategyResult(mapping=None, infeasible=True)
+    if mapping is None or goal.objective_ms(evaluate_mapping(problem, mapping)) > incumbent_ms:
+        # The start may be better within the resolution of ticks.
         mapping = start
     bound = max(request.lower_bound_ms, value * unit_ms)
     if mapping is not None:
-        bound = min(bound, goal.objective_ms(evaluate(problem, mapping)))
-    return Answer(mapping=mapping, lower_bound_ms=bound, finished=status == cp.OPTIMAL)
+        bound = min(bound, goal.objective_ms(evaluate_mapping(problem, mapping)))
+    return StrategyResult(mapping=mapping, lower_bound_ms=bound, finished=status == cp.OPTIMAL)
 
 
-def any_mapping(request: Request) -> Answer:
-    """Some mapping that can run, or the proof that there is none, or neither by the end of the time.
+def find_feasible_mapping(request: MappingRequest) -> StrategyResult:
+    """Find any feasible mapping or prove that there is none, within the time limit.
 
     Raises:
         MissingExtraError: OR-Tools is missing.
     """
     cp = require("ortools.sat.python.cp_model", "codesign")
-    model = _Model(cp, request.problem)
-    model.keep_connected()
+    model = _CpSatModel(cp, request.problem)
+    model.require_connected()
     status, mapping, _ = model.solve(request)
     none = status == cp.INFEASIBLE
-    return Answer(mapping=mapping, finished=none or mapping is not None, none_exists=none)
+    return StrategyResult(mapping=mapping, finished=none or mapping is not None, infeasible=none)
 
 
-class _Model:
-    """Segments, slots and memory; what else is asked is added."""
+class _CpSatModel:
+    """Model of assignment and memory; connectivity and objective are added by methods."""
 
-    def __init__(self, cp: Any, problem: Problem) -> None:
+    def __init__(self, cp: Any, problem: MappingProblem) -> None:
         self.cp, self.problem, self.model = cp, problem, cp.CpModel()
         self.hints: list[tuple[Any, tuple[int, ...]]] = []
         allowed, memory, limit = problem.allowed, problem.memory_bytes, problem.limit_bytes
-        # A common divisor changes nothing but the size of numbers.
+        # Divide by the common divisor to keep numbers small.
         divisor = max(int(np.gcd.reduce(memory[allowed], initial=0)), 1)
         self.x = {(k, s): self.model.new_bool_var(f"x{k},{s}") for k, s in np.argwhere(allowed).tolist()}
-        for k in range(problem.segments):
-            self.model.add_exactly_one(self.x[k, s] for s in range(problem.slots) if allowed[k, s])
-        for s in range(problem.slots):
-            there = [k for k in range(problem.segments) if allowed[k, s]]
-            held = self._sum([self.x[k, s] for k in there], [int(memory[k, s]) // divisor for k in there])
-            self.model.add(held <= int(limit[s]) // divisor)
+        for k in range(problem.num_segments):
+            self.model.add_exactly_one(self.x[k, s] for s in range(problem.num_slots) if allowed[k, s])
+        for s in range(problem.num_slots):
+            segments = [k for k in range(problem.num_segments) if allowed[k, s]]
+            memory_used = self._sum(
+                [self.x[k, s] for k in segments], [int(memory[k, s]) // divisor for k in segments]
+            )
+            self.model.add(memory_used <= int(limit[s]) // divisor)
 
     def _sum(self, variables: list[Any], factors: list[int]) -> Any:
         return self.cp.LinearExpr.weighted_sum(variables, factors)
 
-    def keep_connected(self) -> None:
-        """No edge leads between slots that are not connected."""
+    def require_connected(self) -> None:
+        """Forbid edges between unconnected slots."""
         for a, b in np.argwhere(~self.problem.connected).tolist():
             for u, v in zip(self.problem.src.tolist(), self.problem.dst.tolist(), strict=True):
                 if a != b and (u, a) in self.x and (v, b) in self.x:
                     self.model.add_bool_or(~self.x[u, a], ~self.x[v, b])
 
-    def minimise(self, goal: Goal, known: float) -> float:
-        """Add times and the objective; returns what one of it is, ms."""
+    def minimize(self, goal: MappingGoal, incumbent_ms: float) -> float:
+        """Add times and the objective; returns the duration of one objective unit, ms."""
         problem, model, weights = self.problem, self.model, goal.period_weight + goal.serial_weight
-        slots, connected = range(problem.slots), problem.connected
-        apart = [(a, b) for a in slots for b in slots if a != b and connected[a, b]]
+        slots, connected = range(problem.num_slots), problem.connected
+        slot_pairs = [(a, b) for a in slots for b in slots if a != b and connected[a, b]]
         transfers = {
             (e, a, b): float(problem.fixed_ms[a, b] + size * problem.ms_per_byte[a, b])
             for e, size in enumerate(problem.traffic_bytes.tolist())
-            for a, b in apart
+            for a, b in slot_pairs
         }
-        longest = known / weights
+        longest = incumbent_ms / weights
         if longest == inf:
             longest = float(np.where(problem.allowed, problem.latency_ms, 0.0).max(axis=1).sum())
-            for e in range(problem.edges):
-                longest += max((transfers[e, a, b] for a, b in apart), default=0.0)
+            for e in range(problem.num_edges):
+                longest += max((transfers[e, a, b] for a, b in slot_pairs), default=0.0)
         tick = longest / TICKS if longest > 0.0 else 1.0
 
         variables: list[list[Any]] = [[] for _ in slots]
@@ -135,7 +136,7 @@ class _Model:
             if time_ms > longest * (1.0 + 1e-9):
                 model.add(variable == 0)
             variables[slot].append(variable)
-            # Division must not round up past a whole number.
+            # The quotient must not be rounded up to the next integer.
             times[slot].append(max(floor(time_ms / tick - 1e-6), 0))
 
         for (k, s), variable in self.x.items():
@@ -156,31 +157,31 @@ class _Model:
                 for s, those in ends.items():
                     model.add(sum(those) == self.x[k, s])
         if goal.serial_weight > 0.0 and goal.period_weight > 0.0:
-            whole = min(max(ceil(1e3 / goal.serial_weight), 1), 10**6)
+            scale = min(max(ceil(1e3 / goal.serial_weight), 1), 10**6)
         else:
-            whole = 1
-        period, serial = round(goal.period_weight) * whole, floor(goal.serial_weight * whole + 1e-9)
+            scale = 1
+        period, serial = round(goal.period_weight) * scale, floor(goal.serial_weight * scale + 1e-9)
         z = model.new_int_var(0, TICKS + 1, "z")
         for s in slots:
             if goal.period_weight > 0.0:
                 model.add(self._sum(variables[s], times[s]) <= z)
-        every = [variable for those in variables for variable in those]
+        all_variables = [variable for literals in variables for variable in literals]
         summed = [serial * time for those in times for time in those]
-        model.minimize(self._sum([*every, z], [*summed, period]))
-        return tick / whole
+        model.minimize(self._sum([*all_variables, z], [*summed, period]))
+        return tick / scale
 
     def hint(self, mapping: np.ndarray) -> None:
-        """Where to begin."""
+        """Set the initial solution."""
         for (k, s), variable in self.x.items():
             self.model.add_hint(variable, int(mapping[k] == s))
         for variable, (u, a, v, b) in self.hints:
             self.model.add_hint(variable, int(mapping[u] == a and mapping[v] == b))
 
     def solve(
-        self, request: Request, found: Any = None, proved: Any = None
+        self, request: MappingRequest, on_solution: Any = None, on_bound: Any = None
     ) -> tuple[Any, np.ndarray | None, float]:
-        """Status, mapping if there is one, and bound on the objective in its own units."""
-        x, segments = self.x, self.problem.segments
+        """Return the status, the mapping if there is one, and the bound in objective units."""
+        x, segments = self.x, self.problem.num_segments
 
         def mapping(value: Any) -> np.ndarray:
             slot = np.full(segments, -1, dtype=np.int64)
@@ -191,15 +192,15 @@ class _Model:
 
         class Listener(self.cp.CpSolverSolutionCallback):
             def on_solution_callback(self) -> None:
-                found(mapping(self.boolean_value))
+                on_solution(mapping(self.boolean_value))
 
         solver = self.cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(request.seconds_left, 0.01)
+        solver.parameters.max_time_in_seconds = max(request.remaining_s, 0.01)
         solver.parameters.num_workers = request.workers
         solver.parameters.random_seed = request.seed % 2**31
-        if proved is not None:
-            solver.best_bound_callback = proved
-        status = solver.solve(self.model, None if found is None else Listener())
+        if on_bound is not None:
+            solver.best_bound_callback = on_bound
+        status = solver.solve(self.model, None if on_solution is None else Listener())
         assert status != self.cp.MODEL_INVALID, self.model.validate()
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return status, None, 0.0

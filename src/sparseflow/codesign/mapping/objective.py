@@ -1,15 +1,15 @@
-"""What a mapping is worth: the one definition that every strategy, bound and test goes by.
+"""Objective of a mapping, shared by all strategies, bounds and tests.
 
-A segment k on slot s takes `latency_ms[k, s]`. An edge from a segment on slot a to one on slot b takes
-`fixed_ms[a, b] + traffic_bytes * ms_per_byte[a, b]`, and nothing where a = b.
+Segment k on slot s takes `latency_ms[k, s]`. An edge from slot a to slot b takes `fixed_ms[a, b] +
+traffic_bytes * ms_per_byte[a, b]`, and 0 if a = b.
 
-- busy_s: latencies of the segments on slot s, and times of the edges that come into s (a receiver waits).
-- serial_ms: one sample through, nothing overlapping; the sum of busy_s over all slots.
-- period_ms: the largest busy_s; a pipeline full of samples gives a result each period.
-- objective_ms: `serial_ms` in the mode `"serial"`; `period_ms + serial_weight * serial_ms` in the mode
-  `"balanced"`. The weight is small: it decides among mappings with (nearly) the same period.
+- busy_s: latencies of the segments on slot s plus the times of incoming edges (the receiver waits).
+- serial_ms: latency of one sample without overlap, the sum of busy_s over all slots.
+- period_ms: the largest busy_s; a full pipeline completes one sample per period.
+- objective_ms: `serial_ms` in mode "serial"; `period_ms + serial_weight * serial_ms` in mode "balanced". The
+  small weight breaks ties between mappings with nearly the same period.
 
-The memory of segments on a slot is summed, in whole bytes, and must not exceed the limit.
+The memory of the segments on a slot is summed in bytes and must not exceed the limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from sparseflow.codesign.mapping.problem import BYTES_PER_MB, Problem
+from sparseflow.codesign.mapping.problem import BYTES_PER_MB, MappingProblem
 from sparseflow.errors import InputError
 
 Mode = Literal["balanced", "serial"]
@@ -30,16 +30,16 @@ SERIAL_WEIGHT = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Evaluation:
-    """What becomes of a mapping; times are infinite where it cannot run.
+class MappingEvaluation:
+    """Evaluation of a mapping; times are infinite if it cannot run.
 
     Attributes:
-        busy_ms: Of each slot, float64 [S].
-        serial_ms: One sample through.
-        period_ms: From one result to the next.
-        comm_ms: Of all transfers; part of `serial_ms`.
-        memory_mb: On each slot, float64 [S].
-        fits: Whether every segment may be where it is, and memory stays within limits.
+        busy_ms: Busy time of each slot, ms, float64 [S].
+        serial_ms: Latency of one sample, ms.
+        period_ms: Pipeline period, ms.
+        comm_ms: Sum of all transfer times, ms; part of `serial_ms`.
+        memory_mb: Memory on each slot, MB, float64 [S].
+        fits: Whether every segment is allowed on its slot and memory limits hold.
     """
 
     busy_ms: np.ndarray
@@ -51,20 +51,20 @@ class Evaluation:
 
     @property
     def feasible(self) -> bool:
-        """Whether it can run."""
+        """Whether the mapping can run."""
         return self.fits and isfinite(self.serial_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What is made small: `period_weight * period_ms + serial_weight * serial_ms`.
+class MappingGoal:
+    """Weights of the minimized objective `period_weight * period_ms + serial_weight * serial_ms`.
 
     Attributes:
         mode: `"balanced"` or `"serial"`.
-        tie_weight: What `serial_ms` weighs in the mode `"balanced"`.
+        tie_weight: Weight of `serial_ms` in mode `"balanced"`.
 
     Raises:
-        InputError: An unknown mode, or a weight that is negative or not finite.
+        InputError: The mode is unknown, or the weight is negative or not finite.
     """
 
     mode: Mode = "balanced"
@@ -74,7 +74,7 @@ class Goal:
         if self.mode not in MODES:
             raise InputError(f"`mode` (={self.mode!r}) must be one of: {', '.join(MODES)}")
         if not (isfinite(self.tie_weight) and self.tie_weight >= 0.0):
-            raise InputError(f"`serial_weight` (={self.tie_weight}) must be a finite number of 0 or above")
+            raise InputError(f"`serial_weight` (={self.tie_weight}) must be a finite number of at least 0")
 
     @property
     def period_weight(self) -> float:
@@ -84,59 +84,57 @@ class Goal:
     def serial_weight(self) -> float:
         return self.tie_weight if self.mode == "balanced" else 1.0
 
-    def objective_ms(self, found: Evaluation) -> float:
-        """What strategies compare; infinite where the mapping cannot run."""
-        if not found.feasible:
+    def objective_ms(self, evaluation: MappingEvaluation) -> float:
+        """Objective of a mapping, ms; infinite if it cannot run."""
+        if not evaluation.feasible:
             return float("inf")
-        return self.period_weight * found.period_ms + self.serial_weight * found.serial_ms
+        return self.period_weight * evaluation.period_ms + self.serial_weight * evaluation.serial_ms
 
-    def total_ms(self, found: Evaluation) -> float:
-        """`period_ms` or `serial_ms`."""
-        return found.period_ms if self.mode == "balanced" else found.serial_ms
+    def total_latency_ms(self, evaluation: MappingEvaluation) -> float:
+        """`period_ms` or `serial_ms`, depending on the mode."""
+        return evaluation.period_ms if self.mode == "balanced" else evaluation.serial_ms
 
 
-def evaluate(problem: Problem, mapping: Sequence[int] | np.ndarray) -> Evaluation:
-    """What becomes of a mapping.
+def evaluate_mapping(problem: MappingProblem, mapping: Sequence[int] | np.ndarray) -> MappingEvaluation:
+    """Evaluate a mapping.
 
     Args:
         problem: K segments, S slots.
-        mapping: Slot of each segment, K whole numbers.
+        mapping: Slot of each segment, K integers.
 
     Raises:
-        InputError: Not K whole numbers from 0 to S - 1.
+        InputError: The mapping does not consist of K integers from 0 to S - 1.
     """
-    slot = checked(problem, mapping)
-    each = np.arange(problem.segments)
+    slot = check_mapping(problem, mapping)
+    indices = np.arange(problem.num_segments)
     a, b = slot[problem.src], slot[problem.dst]
-    moved = a != b
-    a, b, into = a[moved], b[moved], b[moved]
+    crosses_slots = a != b
+    a, b, receiver = a[crosses_slots], b[crosses_slots], b[crosses_slots]
     with np.errstate(invalid="ignore"):
-        transfer = problem.fixed_ms[a, b] + problem.traffic_bytes[moved] * problem.ms_per_byte[a, b]
+        transfer = problem.fixed_ms[a, b] + problem.traffic_bytes[crosses_slots] * problem.ms_per_byte[a, b]
     transfer = np.where(problem.connected[a, b], transfer, np.inf)
-    latency = problem.latency_ms[each, slot]
-    busy = np.bincount(slot, latency, problem.slots) + np.bincount(into, transfer, problem.slots)
-    held = np.zeros(problem.slots, dtype=np.int64)
-    np.add.at(held, slot, problem.memory_bytes[each, slot])
-    return Evaluation(
+    latency = problem.latency_ms[indices, slot]
+    busy = np.bincount(slot, latency, problem.num_slots) + np.bincount(receiver, transfer, problem.num_slots)
+    memory_bytes = np.zeros(problem.num_slots, dtype=np.int64)
+    np.add.at(memory_bytes, slot, problem.memory_bytes[indices, slot])
+    return MappingEvaluation(
         busy_ms=busy,
         serial_ms=float(latency.sum() + transfer.sum()),
         period_ms=float(busy.max()),
         comm_ms=float(transfer.sum()),
-        memory_mb=held / BYTES_PER_MB,
-        fits=bool(problem.allowed[each, slot].all() and (held <= problem.limit_bytes).all()),
+        memory_mb=memory_bytes / BYTES_PER_MB,
+        fits=bool(problem.allowed[indices, slot].all() and (memory_bytes <= problem.limit_bytes).all()),
     )
 
 
-def checked(problem: Problem, mapping: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A mapping as int64 [K]. Raises InputError where it is not one."""
+def check_mapping(problem: MappingProblem, mapping: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Convert a mapping to int64 [K]. Raises InputError if it is invalid."""
     slot = np.asarray(mapping)
-    if slot.shape != (problem.segments,) or slot.dtype.kind not in "iu":
+    if slot.shape != (problem.num_segments,) or slot.dtype.kind not in "iu":
         raise InputError(
-            f"`mapping` has the shape {list(slot.shape)} and holds {slot.dtype}; expected the number of a "
-            f"slot for each of {problem.segments} segments"
+            f"`mapping` has shape {list(slot.shape)} and dtype {slot.dtype}; expected the index of a "
+            f"slot for each of {problem.num_segments} segments"
         )
-    if slot.min() < 0 or slot.max() >= problem.slots:
-        raise InputError(
-            f"`mapping` (={slot.tolist()}) must hold numbers of slots, from 0 to {problem.slots - 1}"
-        )
+    if slot.min() < 0 or slot.max() >= problem.num_slots:
+        raise InputError(f"`mapping` (={slot.tolist()}) must contain slots from 0 to {problem.num_slots - 1}")
     return slot.astype(np.int64)

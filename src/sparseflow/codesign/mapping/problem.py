@@ -1,7 +1,7 @@
-"""What is mapped onto what: K segments in the order they run, E edges between them, S slots with chips.
+"""The mapping problem: K segments in execution order, E edges between them, and S slots.
 
-A segment that cannot run on a slot takes an infinite time there; a slot without a chip has a limit of 0 MB;
-two slots that are not connected are infinitely far apart.
+A segment that cannot run on a slot has infinite latency there, an empty slot has a limit of 0 MB, and slots
+that are not connected have infinite transfer time.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 from sparseflow.errors import InputError
 
 BYTES_PER_MB = 1e6
-MOST_MB = 2**53 / BYTES_PER_MB
-NEVER = 2**63 - 1
-"""Bytes that nothing has."""
+MAX_MB = 2**53 / BYTES_PER_MB
+UNREACHABLE_BYTES = 2**63 - 1
+"""Memory of a segment that fits on no slot."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
-    """Segments, edges and slots. Arrays are copied, and cannot be written to.
+class MappingProblem:
+    """Segments, edges and slots. Arrays are copied and made read-only.
 
     Attributes:
-        latency_ms: How long each segment takes on each slot, float64 [K, S]; inf where it cannot run.
-        memory_mb: What it holds there, MB (1e6 bytes), float64 [K, S]; or [K], the same on all slots. inf
-            where it cannot be, whatever the limit.
-        limit_mb: What each slot can hold, float64 [S]; 0 where there is no chip, inf for no limit.
-        src: The segment that each edge leaves, int64 [E].
-        dst: The segment that it enters, int64 [E]; above `src`.
-        traffic_bytes: What goes over it for each sample or batch, float64 [E].
-        fixed_ms: What a message takes from slot to slot however little is sent, float64 [S, S]; diagonal 0.
-        ms_per_byte: What each byte adds, float64 [S, S]; diagonal 0. inf in either array: not connected.
+        latency_ms: Latency of each segment on each slot, ms, float64 [K, S]; inf where it cannot run.
+        memory_mb: Memory of each segment, MB (1e6 bytes), float64 [K, S], or [K] if the same on all slots;
+            inf where it never fits.
+        limit_mb: Memory of each slot, MB, float64 [S]; 0 without a chip, inf for no limit.
+        src: Source segment of each edge, int64 [E].
+        dst: Target segment of each edge, int64 [E]; greater than `src`.
+        traffic_bytes: Bytes per sample or batch on each edge, float64 [E].
+        fixed_ms: Transfer time of a message of any size, ms, float64 [S, S]; diagonal 0.
+        ms_per_byte: Additional time per byte, ms, float64 [S, S]; diagonal 0. inf in either: not connected.
 
     Raises:
-        InputError: A shape does not fit; a value is NaN, negative or infinite where it must not be; an edge
-            leads out of range, backwards or to itself.
+        InputError: A shape is wrong, a value is NaN, negative or infinite where it must not be, or an edge is
+            out of range or points backwards.
     """
 
     latency_ms: np.ndarray
@@ -50,113 +50,124 @@ class Problem:
     ms_per_byte: np.ndarray
 
     def __post_init__(self) -> None:
-        latency = _floats(self.latency_ms, "latency_ms")
+        latency = _to_floats(self.latency_ms, "latency_ms")
         if latency.ndim != 2 or 0 in latency.shape:
             raise InputError(
-                f"`latency_ms` has the shape {list(latency.shape)}; expected [segments, slots] with at least "
+                f"`latency_ms` has shape {list(latency.shape)}; expected [segments, slots] with at least "
                 "one of each"
             )
         segments, slots = latency.shape
-        memory = _floats(self.memory_mb, "memory_mb")
+        memory = _to_floats(self.memory_mb, "memory_mb")
         if memory.shape == (segments,):
             memory = np.repeat(memory[:, None], slots, axis=1)
-        traffic = _floats(self.traffic_bytes, "traffic_bytes")
+        traffic = _to_floats(self.traffic_bytes, "traffic_bytes")
         edges = len(traffic) if traffic.ndim == 1 else -1
-        whole = {
-            "latency_ms": _checked(latency, "latency_ms", (segments, slots)),
-            "memory_mb": _checked(memory, "memory_mb", (segments, slots)),
-            "limit_mb": _checked(_floats(self.limit_mb, "limit_mb"), "limit_mb", (slots,)),
-            "traffic_bytes": _checked(traffic, "traffic_bytes", (edges,), finite=True),
-            "fixed_ms": _checked(_floats(self.fixed_ms, "fixed_ms"), "fixed_ms", (slots, slots)),
-            "ms_per_byte": _checked(_floats(self.ms_per_byte, "ms_per_byte"), "ms_per_byte", (slots, slots)),
-            "src": _numbers(self.src, "src", edges),
-            "dst": _numbers(self.dst, "dst", edges),
+        arrays = {
+            "latency_ms": _check_array(latency, "latency_ms", (segments, slots)),
+            "memory_mb": _check_array(memory, "memory_mb", (segments, slots)),
+            "limit_mb": _check_array(_to_floats(self.limit_mb, "limit_mb"), "limit_mb", (slots,)),
+            "traffic_bytes": _check_array(traffic, "traffic_bytes", (edges,), finite=True),
+            "fixed_ms": _check_array(_to_floats(self.fixed_ms, "fixed_ms"), "fixed_ms", (slots, slots)),
+            "ms_per_byte": _check_array(
+                _to_floats(self.ms_per_byte, "ms_per_byte"), "ms_per_byte", (slots, slots)
+            ),
+            "src": _to_indices(self.src, "src", edges),
+            "dst": _to_indices(self.dst, "dst", edges),
         }
         for name in ("fixed_ms", "ms_per_byte"):
-            if np.diagonal(whole[name]).any():
-                at = int(np.flatnonzero(np.diagonal(whole[name]))[0])
+            if np.diagonal(arrays[name]).any():
+                index = int(np.flatnonzero(np.diagonal(arrays[name]))[0])
                 raise InputError(
-                    f"`{name}`[{at}, {at}] is {whole[name][at, at]:g}; expected 0, as nothing moves within "
-                    "a slot"
+                    f"`{name}`[{index}, {index}] is {arrays[name][index, index]:g}; expected 0 for "
+                    "transfers within a slot"
                 )
-        src, dst = whole["src"], whole["dst"]
+        src, dst = arrays["src"], arrays["dst"]
         wrong = np.flatnonzero((src < 0) | (src >= dst) | (dst >= segments))
         if len(wrong):
-            at = int(wrong[0])
+            index = int(wrong[0])
             raise InputError(
-                f"edge {at} leads from segment {src[at]} to segment {dst[at]}; expected from a lower number "
-                f"to a higher one, both from 0 to {segments - 1}: number segments in the order they run"
+                f"edge {index} goes from segment {src[index]} to segment {dst[index]}; expected from a "
+                f"lower index to a higher one, both from 0 to {segments - 1}, in execution order"
             )
-        if np.where(np.isfinite(memory), memory, 0.0).max(axis=1).sum() > MOST_MB:
+        if np.where(np.isfinite(memory), memory, 0.0).max(axis=1).sum() > MAX_MB:
             raise InputError(
-                f"`memory_mb` adds up to more than {MOST_MB:.3g} MB; expected MB, not bytes: divide by 1e6"
+                f"`memory_mb` adds up to more than {MAX_MB:.3g} MB; expected MB, not bytes (divide by 1e6)"
             )
-        for name, value in whole.items():
+        for name, value in arrays.items():
             value.setflags(write=False)
             object.__setattr__(self, name, value)
 
     @classmethod
-    def chain(cls, *, traffic_bytes: Any, **others: Any) -> Problem:
-        """Segments of which each feeds the next.
-
-        Args:
-            traffic_bytes: From each segment to the next, [K - 1].
-            others: The other attributes, but for `src` and `dst`.
-        """
-        ends = np.arange(1, len(others["latency_ms"]), dtype=np.int64)
-        return cls(src=ends - 1, dst=ends, traffic_bytes=traffic_bytes, **others)
+    def chain(
+        cls,
+        *,
+        latency_ms: Any,
+        memory_mb: Any,
+        limit_mb: Any,
+        traffic_bytes: Any,
+        fixed_ms: Any,
+        ms_per_byte: Any,
+    ) -> MappingProblem:
+        """Create a problem in which each segment feeds the next; `traffic_bytes` is [K - 1]."""
+        dst = np.arange(1, len(latency_ms), dtype=np.int64)
+        return cls(
+            latency_ms=latency_ms, memory_mb=memory_mb, limit_mb=limit_mb, src=dst - 1, dst=dst,
+            traffic_bytes=traffic_bytes, fixed_ms=fixed_ms, ms_per_byte=ms_per_byte,
+        )  # fmt: skip
 
     @property
-    def segments(self) -> int:
+    def num_segments(self) -> int:
         """K."""
         return self.latency_ms.shape[0]
 
     @property
-    def slots(self) -> int:
+    def num_slots(self) -> int:
         """S."""
         return self.latency_ms.shape[1]
 
     @property
-    def edges(self) -> int:
+    def num_edges(self) -> int:
         """E."""
         return len(self.src)
 
     @cached_property
     def memory_bytes(self) -> np.ndarray:
-        """`memory_mb` in whole bytes, rounded up, int64 [K, S]; 0 where it is infinite."""
+        """`memory_mb` in bytes, rounded up, int64 [K, S]; 0 where it is infinite."""
         finite = np.where(np.isfinite(self.memory_mb), self.memory_mb, 0.0)
-        # A thousandth of a byte is what decimal fractions of a MB are off by.
+        # Decimal fractions of a MB are exact up to a thousandth of a byte.
         return np.ceil(np.maximum(finite * BYTES_PER_MB - 1e-3, 0.0)).astype(np.int64)
 
     @cached_property
     def limit_bytes(self) -> np.ndarray:
-        """`limit_mb` in whole bytes, rounded down, int64 [S]; no more than all segments together can need."""
-        most = float(self.memory_bytes.max(axis=1).sum() + 1)
-        return np.floor(np.minimum(self.limit_mb * BYTES_PER_MB + 1e-3, most)).astype(np.int64)
+        """`limit_mb` in bytes, rounded down, int64 [S]; at most what all segments together can need."""
+        max_bytes = float(self.memory_bytes.max(axis=1).sum() + 1)
+        return np.floor(np.minimum(self.limit_mb * BYTES_PER_MB + 1e-3, max_bytes)).astype(np.int64)
 
     @cached_property
     def allowed(self) -> np.ndarray:
-        """Whether a segment can be on a slot if nothing else is, bool [K, S]."""
+        """Whether a segment fits alone on a slot and can run there, bool [K, S]."""
         fits = np.isfinite(self.memory_mb) & (self.memory_bytes <= self.limit_bytes)
         return np.isfinite(self.latency_ms) & fits & (self.limit_mb > 0.0)
 
     @cached_property
-    def least_bytes(self) -> np.ndarray:
-        """Memory of each segment on the allowed slot where it needs least, int64 [K]; `NEVER` without one."""
-        return np.where(self.allowed, self.memory_bytes, NEVER).min(axis=1)
+    def min_bytes(self) -> np.ndarray:
+        """Memory of each segment on its best allowed slot, int64 [K]; `UNREACHABLE_BYTES` if there is
+        none.
+        """
+        return np.where(self.allowed, self.memory_bytes, UNREACHABLE_BYTES).min(axis=1)
 
     @cached_property
     def connected(self) -> np.ndarray:
         """Whether one slot can send to another, bool [S, S]."""
         return np.isfinite(self.fixed_ms) & np.isfinite(self.ms_per_byte)
 
-    def restricted(self, slots: np.ndarray) -> Problem:
-        """The same segments with some of the slots.
+    def select_slots(self, slots: np.ndarray) -> MappingProblem:
+        """Restrict the problem to some slots.
 
         Args:
-            slots: Which, in the order they are to have, int64.
+            slots: Indices of the slots, in their new order, int64.
         """
-        return Problem(
+        return MappingProblem(
             latency_ms=self.latency_ms[:, slots],
             memory_mb=self.memory_mb[:, slots],
             limit_mb=self.limit_mb[slots],
@@ -168,89 +179,91 @@ class Problem:
         )
 
 
-def _floats(value: Any, name: str) -> np.ndarray:
+def _to_floats(value: Any, name: str) -> np.ndarray:
     try:
         return np.array(value, dtype=np.float64, order="C")
     except (TypeError, ValueError) as error:
         raise InputError(f"`{name}` is not an array of numbers: {error}") from None
 
 
-def _checked(array: np.ndarray, name: str, shape: tuple[int, ...], *, finite: bool = False) -> np.ndarray:
+def _check_array(array: np.ndarray, name: str, shape: tuple[int, ...], *, finite: bool = False) -> np.ndarray:
     if array.shape != shape:
         expected = [size if size >= 0 else "edges" for size in shape]
-        raise InputError(f"`{name}` has the shape {list(array.shape)}; expected {expected}")
+        raise InputError(f"`{name}` has shape {list(array.shape)}; expected {expected}")
     wrong = ~np.isfinite(array) if finite else np.isnan(array)
     wrong |= array < 0.0
     if wrong.any():
-        at = np.argwhere(wrong)[0].tolist()
-        wanted = "a finite number of 0 or above" if finite else "0 or above, or inf"
-        raise InputError(f"`{name}`{at} is {array[tuple(at)]:g}; expected {wanted}")
+        index = np.argwhere(wrong)[0].tolist()
+        requirement = "a finite number of at least 0" if finite else "at least 0, or inf"
+        raise InputError(f"`{name}`{index} is {array[tuple(index)]:g}; expected {requirement}")
     return array
 
 
-def _numbers(value: Any, name: str, edges: int) -> np.ndarray:
+def _to_indices(value: Any, name: str, edges: int) -> np.ndarray:
     array = np.array(value)
     if array.shape != (edges,):
         raise InputError(
-            f"`{name}` has the shape {list(array.shape)}; expected [{edges}], one for each of `traffic_bytes`"
+            f"`{name}` has shape {list(array.shape)}; expected [{edges}], one for each of `traffic_bytes`"
         )
     if array.size and array.dtype.kind not in "iu":
-        raise InputError(f"`{name}` holds {array.dtype}; expected whole numbers of segments")
+        raise InputError(f"`{name}` has dtype {array.dtype}; expected segment indices")
     return array.astype(np.int64)
 
 
-def check_possible(problem: Problem) -> None:
-    """Raise InputError where it is plain that no mapping can run; says by how much."""
+def check_feasible(problem: MappingProblem) -> None:
+    """Raise InputError if a segment or the sum of all segments exceeds the memory of the slots."""
     usable = problem.limit_mb > 0.0
     if not usable.any():
-        raise InputError(f"none of the {problem.slots} slots holds a chip: every `limit_mb` is 0")
+        raise InputError(f"all {problem.num_slots} slots are empty: every `limit_mb` is 0")
     runs = np.isfinite(problem.latency_ms) & usable
     for k in np.flatnonzero(~problem.allowed.any(axis=1)).tolist():
         if not runs[k].any():
             raise InputError(
-                f"segment {k} can run on none of the {int(usable.sum())} slots with a chip: its `latency_ms` "
-                "is infinite on all of them"
+                f"segment {k} cannot run on any of the {int(usable.sum())} slots with a chip: its "
+                "`latency_ms` is infinite on all of them"
             )
-        sizes = np.where(np.isfinite(problem.memory_mb[k]), problem.memory_bytes[k], NEVER)[runs[k]]
-        if sizes.min() == NEVER:
+        sizes = np.where(np.isfinite(problem.memory_mb[k]), problem.memory_bytes[k], UNREACHABLE_BYTES)[
+            runs[k]
+        ]
+        if sizes.min() == UNREACHABLE_BYTES:
             raise InputError(
-                f"segment {k} fits on none of the {int(runs[k].sum())} slots that can run it: its "
+                f"segment {k} does not fit on any of the {int(runs[k].sum())} slots that can run it: its "
                 "`memory_mb` is infinite on all of them"
             )
-        short = sizes - problem.limit_bytes[runs[k]]
-        at = int(short.argmin())
-        needed, room = problem.memory_mb[k, runs[k]][at], problem.limit_mb[runs[k]][at]
+        shortage = sizes - problem.limit_bytes[runs[k]]
+        index = int(shortage.argmin())
+        needed, capacity = problem.memory_mb[k, runs[k]][index], problem.limit_mb[runs[k]][index]
         raise InputError(
-            f"segment {k} needs {needed:g} MB and the largest slot that can run it has {room:g} MB: "
-            f"{_mb(int(short[at]))} too little; split the segment, or choose a larger chip"
+            f"segment {k} needs {needed:g} MB, but the largest slot that can run it has {capacity:g} MB: "
+            f"{_format_mb(int(shortage[index]))} are missing; split the segment or use a larger chip"
         )
-    short = int(problem.least_bytes.sum() - problem.limit_bytes[usable].sum())
-    if short > 0:
-        needed, room = _least_mb(problem).sum(), problem.limit_mb[usable].sum()
+    shortage = int(problem.min_bytes.sum() - problem.limit_bytes[usable].sum())
+    if shortage > 0:
+        needed, capacity = _min_mb(problem).sum(), problem.limit_mb[usable].sum()
         raise InputError(
-            f"{problem.segments} segments need {needed:g} MB and all {int(usable.sum())} slots with a chip "
-            f"have {room:g} MB: {_mb(short)} too little; choose more or larger chips"
+            f"{problem.num_segments} segments need {needed:g} MB, but all {int(usable.sum())} slots with a "
+            f"chip have {capacity:g} MB: {_format_mb(shortage)} are missing; use more or larger chips"
         )
 
 
-def impossible(problem: Problem) -> InputError:
-    """What to raise where the proof that there is no mapping has no plainer reason."""
-    needed, apart = _least_mb(problem), ~problem.connected
+def make_infeasible_error(problem: MappingProblem) -> InputError:
+    """Create the error for problems without a feasible mapping."""
+    needed, disconnected = _min_mb(problem), ~problem.connected
     network = ""
-    if apart.any():
-        a, b = np.argwhere(apart)[0].tolist()
-        network = f", and {int(apart.sum())} pairs of slots are not connected (such as {a} to {b})"
+    if disconnected.any():
+        a, b = np.argwhere(disconnected)[0].tolist()
+        network = f", and {int(disconnected.sum())} pairs of slots are not connected (such as {a} to {b})"
     return InputError(
-        f"no mapping can run: {problem.segments} segments of {needed.sum():g} MB in all, the largest of "
-        f"{needed.max():g} MB, cannot be shared out among {problem.slots} slots of "
-        f"{problem.limit_mb.sum():g} MB in all, the largest of {problem.limit_mb.max():g} MB{network}; cut "
-        "segments smaller, or choose larger chips"
+        f"no mapping is feasible: {problem.num_segments} segments of {needed.sum():g} MB in total, the "
+        f"largest with {needed.max():g} MB, do not fit on {problem.num_slots} slots with "
+        f"{problem.limit_mb.sum():g} MB in total, the largest with {problem.limit_mb.max():g} MB{network}; "
+        "use smaller segments or larger chips"
     )
 
 
-def _mb(lacking_bytes: int) -> str:
+def _format_mb(lacking_bytes: int) -> str:
     return f"{lacking_bytes / BYTES_PER_MB:.6g} MB"
 
 
-def _least_mb(problem: Problem) -> np.ndarray:
+def _min_mb(problem: MappingProblem) -> np.ndarray:
     return np.where(problem.allowed, problem.memory_mb, np.inf).min(axis=1)

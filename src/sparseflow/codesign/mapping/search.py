@@ -1,4 +1,4 @@
-"""What every way to map is given, and what it hands back."""
+"""Requests, results and progress of mapping searches."""
 
 from __future__ import annotations
 
@@ -8,116 +8,114 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparseflow.codesign.mapping.objective import Goal, evaluate
-from sparseflow.codesign.mapping.problem import Problem
+from sparseflow.codesign.mapping.objective import MappingGoal, evaluate_mapping
+from sparseflow.codesign.mapping.problem import MappingProblem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a search has come.
+class SearchProgress:
+    """Progress of a search.
 
     Attributes:
-        strategy: Which.
-        objective_ms: Of the best mapping so far; inf where there is none yet.
-        lower_bound_ms: No mapping is better than that.
-        seconds: Since the search began.
+        strategy: Name of the strategy.
+        objective_ms: Objective of the best mapping, ms; inf if there is none yet.
+        lower_bound_ms: Lower bound of the objective, ms.
+        elapsed_s: Time since the start, s.
     """
 
     strategy: str
     objective_ms: float
     lower_bound_ms: float
-    seconds: float
+    elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """A problem, and how to go about it.
+class MappingRequest:
+    """A problem and the limits of its search.
 
     Attributes:
-        problem: Every slot of it can hold something.
-        goal: What is made small.
-        time_limit_s: From `began` on; a strategy that looks at the time stops then with its best so far.
-        seed: Of everything random.
-        workers: Threads, where a strategy uses several.
-        start: A mapping that can run, int64 [K]; the answer is no worse.
-        lower_bound_ms: What is known already.
-        progress: Told now and then.
-        began: `time.perf_counter()` at the start.
+        problem: The problem; every slot can run some segment.
+        goal: The objective.
+        time_limit_s: Time limit from `start_s`, s; strategies then return their best mapping.
+        seed: Random seed.
+        workers: Threads, for strategies that use several.
+        start: A feasible mapping, int64 [K]; the result is never worse.
+        lower_bound_ms: Known lower bound, ms.
+        progress: Progress callback.
+        start_s: `time.perf_counter()` at the start.
     """
 
-    problem: Problem
-    goal: Goal
+    problem: MappingProblem
+    goal: MappingGoal
     time_limit_s: float
     seed: int = 0
     workers: int = 1
     start: np.ndarray | None = None
     lower_bound_ms: float = 0.0
-    progress: Callable[[Progress], None] | None = None
-    began: float = field(default_factory=time.perf_counter)
+    progress: Callable[[SearchProgress], None] | None = None
+    start_s: float = field(default_factory=time.perf_counter)
 
     @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self.began
+    def elapsed_s(self) -> float:
+        """Time since the start, s."""
+        return time.perf_counter() - self.start_s
 
     @property
-    def seconds_left(self) -> float:
-        return self.time_limit_s - self.seconds
+    def remaining_s(self) -> float:
+        return self.time_limit_s - self.elapsed_s
 
-    def tell(self, strategy: str, objective_ms: float, lower_bound_ms: float) -> None:
-        """Report progress, if anyone listens."""
+    def report(self, strategy: str, objective_ms: float, lower_bound_ms: float) -> None:
+        """Call the progress callback, if there is one."""
         if self.progress is not None:
             self.progress(
-                Progress(
+                SearchProgress(
                     strategy=strategy,
                     objective_ms=objective_ms,
                     lower_bound_ms=lower_bound_ms,
-                    seconds=self.seconds,
+                    elapsed_s=self.elapsed_s,
                 )
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
-    """What a strategy found.
+class StrategyResult:
+    """Result of a strategy.
 
     Attributes:
-        mapping: int64 [K]; None where it found none.
-        lower_bound_ms: On the objective of every mapping; 0 where the strategy proves nothing.
-        finished: Whether it came to its own end, not to that of its time.
-        none_exists: Whether it proved that no mapping can run.
+        mapping: int64 [K]; None if none was found.
+        lower_bound_ms: Proven lower bound of the objective, ms; 0 without a proof.
+        finished: Whether the strategy ended before the time limit.
+        infeasible: Whether the strategy proved that there is no feasible mapping.
     """
 
     mapping: np.ndarray | None
     lower_bound_ms: float = 0.0
     finished: bool = True
-    none_exists: bool = False
+    infeasible: bool = False
 
 
-PROVEN = 1e-9
-"""Gap below which a mapping counts as the optimum: what floating-point sums are off by."""
+OPTIMALITY_GAP = 1e-9
+"""Gap up to which a mapping counts as optimal, for floating-point rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mapping:
-    """A mapping that can run. Terms are defined in `objective`.
+class MappingResult:
+    """A feasible mapping. Terms are defined in `mapping.objective`.
 
     Attributes:
         mapping: Slot of each segment, [K].
-        per_slot_time: How long each slot is busy for a sample, ms, [S].
-        total_latency_ms: `period_ms` in the mode `"balanced"`, `serial_ms` in the mode `"serial"`.
-        serial_ms: One sample through, nothing overlapping.
-        period_ms: From one result to the next with the pipeline full.
-        comm_ms: Of all transfers; part of `serial_ms`.
-        memory_mb: On each slot, [S].
-        objective_ms: What was made small: `total_latency_ms`, and in the mode `"balanced"` the weighted
-            `serial_ms` besides.
-        lower_bound_ms: No mapping has a lower `objective_ms` than this (by more than a share of 1e-10, which
-            is what sums of floats may be off by).
-        gap: How far the objective may be from the best, as a share of it; 0 where it is proven.
-        strategy: What found it.
-        finished: False where the time ran out first: the best so far.
-        seconds: From the call to the answer, without what compiling takes the first time.
+        per_slot_time: Busy time of each slot, ms, [S].
+        total_latency_ms: `period_ms` in mode `"balanced"`, `serial_ms` in mode `"serial"`.
+        serial_ms: Latency of one sample without overlap, ms.
+        period_ms: Period of the full pipeline, ms.
+        comm_ms: Sum of all transfer times, ms; part of `serial_ms`.
+        memory_mb: Memory on each slot, MB, [S].
+        objective_ms: The minimized objective, ms.
+        lower_bound_ms: Lower bound of `objective_ms`, up to a relative rounding error of 1e-10.
+        gap: (objective - bound) / objective; 0 if the mapping is proven optimal.
+        strategy: Strategy that found the mapping.
+        finished: False if the time limit ended the search.
+        elapsed_s: Search time, s, without compilation.
     """
 
     mapping: list[int]
@@ -132,42 +130,42 @@ class Mapping:
     gap: float
     strategy: str
     finished: bool
-    seconds: float
+    elapsed_s: float
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing is better, by proof."""
-        return self.gap <= PROVEN
+        """Whether the mapping is proven optimal."""
+        return self.gap <= OPTIMALITY_GAP
 
     @classmethod
-    def of(
+    def from_mapping(
         cls,
-        problem: Problem,
-        goal: Goal,
+        problem: MappingProblem,
+        goal: MappingGoal,
         mapping: np.ndarray,
         *,
         lower_bound_ms: float,
         strategy: str,
         finished: bool,
-        seconds: float,
-    ) -> Mapping:
-        """A mapping with all that follows from it."""
-        found = evaluate(problem, mapping)
-        assert found.feasible, "a strategy returned a mapping that cannot run"
-        objective = goal.objective_ms(found)
+        elapsed_s: float,
+    ) -> MappingResult:
+        """Evaluate a mapping and build its result."""
+        evaluation = evaluate_mapping(problem, mapping)
+        assert evaluation.feasible, "a strategy returned a mapping that cannot run"
+        objective = goal.objective_ms(evaluation)
         bound = min(lower_bound_ms, objective)
         return cls(
             mapping=mapping.tolist(),
-            per_slot_time=found.busy_ms.tolist(),
-            total_latency_ms=goal.total_ms(found),
-            serial_ms=found.serial_ms,
-            period_ms=found.period_ms,
-            comm_ms=found.comm_ms,
-            memory_mb=found.memory_mb.tolist(),
+            per_slot_time=evaluation.busy_ms.tolist(),
+            total_latency_ms=goal.total_latency_ms(evaluation),
+            serial_ms=evaluation.serial_ms,
+            period_ms=evaluation.period_ms,
+            comm_ms=evaluation.comm_ms,
+            memory_mb=evaluation.memory_mb.tolist(),
             objective_ms=objective,
             lower_bound_ms=bound,
             gap=(objective - bound) / objective if objective > 0.0 else 0.0,
             strategy=strategy,
             finished=finished,
-            seconds=seconds,
+            elapsed_s=elapsed_s,
         )

@@ -1,16 +1,15 @@
-"""PartitionPlanner: which layers run where, and which of them are worth splitting over several slots.
+"""PartitionPlanner: maps layers to slots and splits layers over several slots where that pays off.
 
-1. Layers are gathered into coarse segments, the solver maps them to slots, and single moves of segments go on
-   as long as the objective falls. That is the coarse plan.
-2. With fine splits, layers that hold much of the work or of the traffic are candidates. For each, every
-   number of groups and the slots that are least taken up are tried; sizes are such that all parts end at the
-   same time, as far as whole units allow.
-3. The best split is accepted if the whole plan, evaluated anew and with its segments moved again, gains at
-   least `min_split_gain_ratio`; then the others are tried on top of it. Where none is left, that is the plan;
-   `rewrite_plan` is None where none was accepted.
+1. Layers are grouped into coarse segments, the solver maps them to slots, and single segments are moved while
+   that lowers the objective. The result is the coarse plan.
+2. With fine splits, layers with a large share of FLOPs or traffic are candidates. For each, all numbers of
+   groups on the least busy slots are evaluated, with sizes such that all parts end at about the same time.
+3. The best split is accepted if the full plan, with segments moved again, gains at least
+   `min_split_gain_ratio`; then the remaining candidates are evaluated on top of it. `rewrite_plan` is None if
+   no split was accepted.
 
-All that was tried is kept with its objective and gain. The log has the best of each layer in each round at
-INFO and everything else at DEBUG.
+All evaluated splits are recorded with objective and gain. The log contains the best split of each layer and
+round at INFO and all others at DEBUG.
 """
 
 from __future__ import annotations
@@ -25,20 +24,26 @@ import numpy as np
 from sparseflow.codesign.hardware.chips import ChipType
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
-from sparseflow.codesign.mapping import MappingSolver, Problem
-from sparseflow.codesign.partition.objective import ROUNDING_MB, Costs, HwStats, PartCosts, Weights
-from sparseflow.codesign.partition.split_search import (
-    Considered,
-    Found,
-    Orders,
-    PartitionConfig,
-    PricesParts,
-    SplitSearch,
-    Tried,
+from sparseflow.codesign.mapping import MappingProblem, MappingSolver
+from sparseflow.codesign.partition.objective import (
+    ROUNDING_MB,
+    HwStats,
+    LayerCosts,
+    ObjectiveWeights,
+    PartCosts,
 )
-from sparseflow.codesign.workload.layers import part_layer
-from sparseflow.codesign.workload.segments import SegmentGraph, coarse
-from sparseflow.codesign.workload.splits import RewritePlan, Split
+from sparseflow.codesign.partition.split_search import (
+    PartCostFunction,
+    PartialPlan,
+    PartitionConfig,
+    SplitDecision,
+    SplitEvaluation,
+    SplitSearch,
+    UnitOrders,
+)
+from sparseflow.codesign.workload.layers import slice_layer
+from sparseflow.codesign.workload.segments import SegmentGraph, build_balanced_chain
+from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
@@ -46,55 +51,55 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """What was decided.
+class PartitionPlan:
+    """Result of the planner.
 
     Attributes:
-        segments: Coarse ones, in order.
+        segments: Coarse segments, in order.
         mapping: Slot of each segment.
-        homes: Slot of each layer.
-        rewrite_plan: What is split; None where nothing is.
-        hw_stats: Of the whole plan.
-        coarse_stats: Without splits.
-        considered: The best split of each layer in each round.
-        tried: All splits that were evaluated, in order.
-        lower_bound_ms: No mapping of these segments without splits has a lower `total_latency_ms`.
+        assignment: Slot of each layer.
+        rewrite_plan: Accepted splits; None if there are none.
+        hw_stats: Cost of the plan.
+        coarse_stats: Cost without splits.
+        split_decisions: Decisions about the best split of each layer in each round.
+        lower_bound_ms: Lower bound of `total_latency_ms` for mappings of these segments without splits, ms.
         gap: (coarse latency - bound) / coarse latency.
-        finished: Whether the solver ended before its time was up.
-        part_costs: Layer -> what its parts cost.
-        weights: What counted.
+        finished: Whether the solver ended before its time limit.
+        weights: Weights of the objective.
+        part_costs: Layer -> cost of its parts.
+        split_evaluations: All evaluated splits, in order.
     """
 
     segments: SegmentGraph
     mapping: tuple[int, ...]
-    homes: tuple[int, ...]
+    assignment: tuple[int, ...]
     rewrite_plan: RewritePlan | None
     hw_stats: HwStats
     coarse_stats: HwStats
-    considered: tuple[Considered, ...]
+    split_decisions: tuple[SplitDecision, ...]
     lower_bound_ms: float
     gap: float
     finished: bool
-    weights: Weights
+    weights: ObjectiveWeights
     part_costs: Mapping[int, PartCosts] = field(default_factory=dict)
-    tried: tuple[Tried, ...] = ()
+    split_evaluations: tuple[SplitEvaluation, ...] = ()
 
     @property
-    def splits(self) -> dict[int, tuple[Split, PartCosts]]:
-        """Layer -> its split and what its parts cost."""
-        found = () if self.rewrite_plan is None else self.rewrite_plan.splits
-        return {split.layer: (split, self.part_costs[split.layer]) for split in found}
+    def splits(self) -> dict[int, tuple[LayerSplit, PartCosts]]:
+        """Layer -> its split and the cost of the parts."""
+        splits = () if self.rewrite_plan is None else self.rewrite_plan.splits
+        return {split.layer: (split, self.part_costs[split.layer]) for split in splits}
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Convert to JSON types."""
         return {
             "segments": [list(segment.layer_ids) for segment in self.segments.segments],
             "mapping": list(self.mapping),
             "rewrite_plan": None if self.rewrite_plan is None else self.rewrite_plan.to_dict(),
             "hw_stats": asdict(self.hw_stats),
             "coarse_stats": asdict(self.coarse_stats),
-            "considered": [asdict(each) for each in self.considered],
-            "tried": table_of(self.tried),
+            "considered": [asdict(decision) for decision in self.split_decisions],
+            "tried": evaluations_to_table(self.split_evaluations),
             "lower_bound_ms": self.lower_bound_ms,
             "gap": self.gap,
             "finished": self.finished,
@@ -103,63 +108,65 @@ class Plan:
 
 
 class PartitionPlanner:
-    """Plans for a model, some chips and what is between them.
+    """Plans a model on given chips and their network.
 
     Args:
-        mapping_solver: Maps coarse segments; its mode is the plan's.
-        hw_proxy: What layers and parts cost.
-        config: When a layer is split.
+        mapping_solver: Maps coarse segments; its mode is that of the plan.
+        hw_proxy: Predicts the cost of layers and parts.
+        config: Criteria for splits.
     """
 
     def __init__(
         self, mapping_solver: MappingSolver, hw_proxy: LayerHwProxy, config: PartitionConfig | None = None
     ) -> None:
         self.solver, self.proxy, self.config = mapping_solver, hw_proxy, config or PartitionConfig()
-        told = self.config
-        self.weights = Weights(
+        options = self.config
+        self.weights = ObjectiveWeights(
             mode=mapping_solver.goal.mode,
-            w_latency=told.w_latency,
-            w_comm=told.w_comm,
-            w_balance=told.w_balance,
+            w_latency=options.w_latency,
+            w_comm=options.w_comm,
+            w_balance=options.w_balance,
         )
 
-    def costs(self, layers: Sequence[LayerNode], chips: Sequence[ChipType | None], network: Network) -> Costs:
-        """What layers cost on slots.
+    def compute_costs(
+        self, layers: Sequence[LayerNode], chips: Sequence[ChipType | None], network: Network
+    ) -> LayerCosts:
+        """Predict the cost of each layer on each slot.
 
         Args:
-            layers: In order.
-            chips: What each slot holds; None where it is empty.
-            network: Between slots.
+            layers: All layers, in order.
+            chips: Chip of each slot; None for an empty slot.
+            network: Network between the slots.
 
         Raises:
-            InputError: Slots of `chips` and `network` differ, every slot is empty, or the model does not fit
-                into all of them together (says by how much).
+            InputError: The numbers of slots differ, all slots are empty, or the model exceeds the total
+                memory.
         """
-        there = [slot for slot, chip in enumerate(chips) if chip is not None]
-        if len(chips) != network.slots or not there:
+        occupied = [slot for slot, chip in enumerate(chips) if chip is not None]
+        if len(chips) != network.num_slots or not occupied:
             raise InputError(
-                f"{len(chips)} slots hold {len(there)} chips, and the network joins {network.slots} slots: "
-                "there must be as many slots, and a chip"
+                f"{len(chips)} slots with {len(occupied)} chips, but the network has {network.num_slots} "
+                "slots; expected equal numbers of slots and at least one chip"
             )
-        table = self.proxy.table(layers, [chip for chip in chips if chip is not None])
+        table = self.proxy.predict_table(layers, [chip for chip in chips if chip is not None])
         count = len(layers)
         latency = np.full((count, len(chips)), np.inf)
         power = np.zeros((count, len(chips)))
-        latency[:, there], power[:, there] = table["lat_ms"], table["power_w"]
-        found = Costs(
+        latency[:, occupied], power[:, occupied] = table["lat_ms"], table["power_w"]
+        costs = LayerCosts(
             layers=tuple(layers), latency_ms=latency, power_w=power,
             memory_mb=np.asarray(table["mem_mb"], np.float64).max(1),
             limit_mb=np.array([0.0 if chip is None else 1e3 * chip.mem_gb for chip in chips]),
             idle_w=np.array([0.0 if chip is None else chip.idle_w for chip in chips]),
             network=network,
         )  # fmt: skip
-        needed, held = float(found.memory_mb.sum()), float(found.limit_mb.sum())
-        if needed > held + ROUNDING_MB:
+        required, available = float(costs.memory_mb.sum()), float(costs.limit_mb.sum())
+        if required > available + ROUNDING_MB:
             raise InputError(
-                f"the model needs {needed:.6g} MB and all {len(there)} chips hold {held:.6g} MB: "
-                f"{needed - held:.6g} MB too little; take larger chips, or more of them"
+                f"the model needs {required:.6g} MB, but all {len(occupied)} chips have {available:.6g} MB: "
+                f"{required - available:.6g} MB are missing; use larger or more chips"
             )
-        return found
+        return costs
 
     def plan(
         self,
@@ -169,115 +176,128 @@ class PartitionPlanner:
         *,
         graph: SegmentGraph | None = None,
         use_fine_split: bool = True,
-        orders: Orders | None = None,
+        unit_orders: UnitOrders | None = None,
         start: Sequence[int] | None = None,
-    ) -> Plan:
-        """Decide.
+    ) -> PartitionPlan:
+        """Plan a model.
 
         Args:
-            layers: Of the model, in order.
-            chips: What each slot holds; None where it is empty.
-            network: Between slots.
-            graph: Coarse segments; made of as many as `config` says by default.
+            layers: All layers, in order.
+            chips: Chip of each slot; None for an empty slot.
+            network: Network between the slots.
+            graph: Coarse segments; by default balanced segments as in the config.
             use_fine_split: Whether layers may be split.
-            orders: Gives the units of a layer in the order that parts take them, home first; most important
-                first is what `LayeredModel`s offer. By default 0, 1, 2, …
-            start: A mapping to begin from.
+            unit_orders: Returns the units of a layer in the order in which parts take them, home first; by
+                default 0, 1, 2, …
+            start: Initial mapping.
 
         Raises:
-            InputError: The model does not fit (says by how much), or `graph` is of other layers.
+            InputError: The model does not fit, or `graph` does not contain its layers.
         """
-        costs = self.costs(layers, chips, network)
+        costs = self.compute_costs(layers, chips, network)
 
         def part_costs(layer: LayerNode, sizes: Sequence[int], slots: Sequence[int]) -> PartCosts:
-            return self.part_costs(layer, sizes, [chips[slot] for slot in slots])
+            return self.compute_part_costs(layer, sizes, [chips[slot] for slot in slots])
 
-        return self.decide(
-            costs, part_costs, graph=graph, use_fine_split=use_fine_split, orders=orders, start=start
+        return self.plan_from_costs(
+            costs,
+            part_costs,
+            graph=graph,
+            use_fine_split=use_fine_split,
+            unit_orders=unit_orders,
+            start=start,
         )
 
-    def decide(
+    def plan_from_costs(
         self,
-        costs: Costs,
-        part_costs: PricesParts,
+        costs: LayerCosts,
+        part_costs: PartCostFunction,
         *,
         graph: SegmentGraph | None = None,
         use_fine_split: bool = True,
-        orders: Orders | None = None,
+        unit_orders: UnitOrders | None = None,
         start: Sequence[int] | None = None,
-    ) -> Plan:
-        """Decide by costs from elsewhere, such as measured ones.
+    ) -> PartitionPlan:
+        """Plan a model from given costs, such as measured ones.
 
         Args:
-            costs: Of layers on slots.
-            part_costs: Gives what parts of a layer cost, from their sizes and slots.
-            graph: As in `plan`.
-            use_fine_split: As in `plan`.
-            orders: As in `plan`.
-            start: As in `plan`.
+            costs: Cost of each layer on each slot.
+            part_costs: Computes the cost of the parts of a layer from their sizes and slots.
+            graph: See `plan`.
+            use_fine_split: See `plan`.
+            unit_orders: See `plan`.
+            start: See `plan`.
 
         Raises:
-            InputError: The model does not fit (says by how much), or `graph` is of other layers.
+            InputError: The model does not fit, or `graph` does not contain its layers.
         """
-        graph = coarse(costs.layers, self.config.segments) if graph is None else graph
-        held = [layer for segment in graph.segments for layer in segment.layer_ids]
-        if held != list(range(len(costs.layers))):
+        graph = build_balanced_chain(costs.layers, self.config.segments) if graph is None else graph
+        layer_ids = [layer for segment in graph.segments for layer in segment.layer_ids]
+        if layer_ids != list(range(len(costs.layers))):
             raise InputError(
-                f"the segments hold {len(held)} layers (the highest is {max(held, default='none')}), and not "
-                f"each of 0 to {len(costs.layers) - 1} once and in order: they are of another model"
+                f"`graph` has {len(layer_ids)} layers (the last is {max(layer_ids, default='none')}); "
+                f"expected 0 to {len(costs.layers) - 1}, each once and in order"
             )
-        solved = self.solver.solve_mapping(problem_of(costs, graph), start=start)
+        result = self.solver.solve_mapping(build_mapping_problem(costs, graph), start=start)
         search = SplitSearch(costs, graph, self.weights, self.config, part_costs)
-        mapping, base = search.descend(solved.mapping, {})
-        found = Found(mapping=mapping, stats=base)
+        mapping, coarse_stats = search.improve_mapping(result.mapping, {})
+        partial = PartialPlan(mapping=mapping, stats=coarse_stats)
         if use_fine_split:
-            found = search.split(found, orders)
-        splits = found.splits
+            partial = search.accept_splits(partial, unit_orders)
+        splits = partial.splits
         rewrite = RewritePlan(splits=tuple(splits[layer][0] for layer in sorted(splits))) if splits else None
-        coarse_ms = base.total_latency_ms
-        # The solver's bound is on the period and a little of the way, which is no more than a period for each
-        # slot that is used.
+        coarse_ms = coarse_stats.total_latency_ms
+        # The solver bounds the period plus a small multiple of the serial time, which is at most one period
+        # per used slot.
         if self.weights.mode == "balanced":
             used = min(int((costs.limit_mb > 0.0).sum()), len(graph.segments))
-            bound = solved.lower_bound_ms / (1.0 + self.solver.goal.tie_weight * used)
+            bound = result.lower_bound_ms / (1.0 + self.solver.goal.tie_weight * used)
         else:
-            bound = solved.lower_bound_ms
+            bound = result.lower_bound_ms
         bound = min(bound, coarse_ms)
-        plan = Plan(
-            segments=graph, mapping=found.mapping, homes=search.homes(found.mapping), rewrite_plan=rewrite,
-            hw_stats=found.stats, coarse_stats=base, considered=found.considered, lower_bound_ms=bound,
-            gap=(coarse_ms - bound) / coarse_ms if coarse_ms > 0.0 else 0.0, finished=solved.finished,
-            weights=self.weights, part_costs={layer: parts for layer, (_, parts) in splits.items()},
-            tried=found.tried,
-        )  # fmt: skip
+        plan = PartitionPlan(
+            segments=graph,
+            mapping=partial.mapping,
+            assignment=search.assign_layers(partial.mapping),
+            rewrite_plan=rewrite,
+            hw_stats=partial.stats,
+            coarse_stats=coarse_stats,
+            split_decisions=partial.decisions,
+            lower_bound_ms=bound,
+            gap=(coarse_ms - bound) / coarse_ms if coarse_ms > 0.0 else 0.0,
+            finished=result.finished,
+            weights=self.weights,
+            part_costs={layer: parts for layer, (_, parts) in splits.items()},
+            split_evaluations=partial.evaluations,
+        )
         if use_fine_split:
-            _tell(plan)
+            _log_plan(plan)
         return plan
 
-    def part_costs(
+    def compute_part_costs(
         self, layer: LayerNode, sizes: Sequence[int], chips: Sequence[ChipType | None]
     ) -> PartCosts:
-        """What parts cost, each on its own chip.
+        """Predict the cost of the parts of a layer.
 
         Args:
-            layer: That is split.
+            layer: The split layer.
             sizes: Units of each part.
-            chips: What each part runs on.
+            chips: Chip of each part.
         """
         assert len(sizes) == len(chips) and None not in chips
-        parts = [part_layer(layer, size) for size in sizes]
-        found = self.proxy.predict_pairs(parts, [chip for chip in chips if chip is not None])
+        parts = [slice_layer(layer, size) for size in sizes]
+        prediction = self.proxy.predict_pairs(parts, [chip for chip in chips if chip is not None])
         return PartCosts(
-            latency_ms=tuple(found["lat_ms"].tolist()),
-            power_w=tuple(found["power_w"].tolist()),
-            memory_mb=tuple(found["mem_mb"].tolist()),
+            latency_ms=tuple(prediction["lat_ms"].tolist()),
+            power_w=tuple(prediction["power_w"].tolist()),
+            memory_mb=tuple(prediction["mem_mb"].tolist()),
         )
 
 
-def problem_of(costs: Costs, graph: SegmentGraph) -> Problem:
-    """What the solver maps: segments in place of layers."""
+def build_mapping_problem(costs: LayerCosts, graph: SegmentGraph) -> MappingProblem:
+    """Build the mapping problem of coarse segments."""
     groups = [list(segment.layer_ids) for segment in graph.segments]
-    return Problem(
+    return MappingProblem(
         latency_ms=np.stack([costs.latency_ms[group].sum(0) for group in groups]),
         memory_mb=np.array([costs.memory_mb[group].sum() for group in groups]),
         limit_mb=costs.limit_mb,
@@ -289,39 +309,44 @@ def problem_of(costs: Costs, graph: SegmentGraph) -> Problem:
     )
 
 
-def table_of(tried: Sequence[Tried]) -> dict[str, list[Any]]:
-    """Splits that were tried, in JSON's types: `columns`, and a row for each."""
-    columns = ["round", "layer", "sizes", "slots", "moved", "objective_after", "gain_ratio"]
-    return {"columns": columns, "rows": [[getattr(each, name) for name in columns] for each in tried]}
+def evaluations_to_table(evaluations: Sequence[SplitEvaluation]) -> dict[str, list[Any]]:
+    """Convert evaluated splits to JSON types: `columns` and `rows`."""
+    return {
+        "columns": ["round", "layer", "sizes", "slots", "moved", "objective_after", "gain_ratio"],
+        "rows": [
+            [item.round, item.layer, item.sizes, item.slots, item.segments_moved, item.objective_after,
+             item.gain_ratio]
+            for item in evaluations
+        ],
+    }  # fmt: skip
 
 
-def _tell(plan: Plan) -> None:
-    """Log what was decided and why."""
-    for each in plan.tried if log.isEnabledFor(logging.DEBUG) else ():
-        found = "cannot run, or does not fit"
-        if each.objective_after is not None and each.gain_ratio is not None:
-            found = f"objective {each.objective_after:.6g}, gain {100.0 * each.gain_ratio:.2f} %"
+def _log_plan(plan: PartitionPlan) -> None:
+    for item in plan.split_evaluations if log.isEnabledFor(logging.DEBUG) else ():
+        outcome = "infeasible"
+        if item.objective_after is not None and item.gain_ratio is not None:
+            outcome = f"objective {item.objective_after:.6g}, gain {100.0 * item.gain_ratio:.2f} %"
         log.debug(
-            "round %d: %s into %s on slots %s%s: %s", each.round, each.name, each.sizes, each.slots,
-            ", segments moved" if each.moved else "", found,
+            "round %d: %s into %s on slots %s%s: %s", item.round, item.name, item.sizes, item.slots,
+            ", segments moved" if item.segments_moved else "", outcome,
         )  # fmt: skip
-    for each in plan.considered:
+    for item in plan.split_decisions:
         log.info(
             "%s of %s into %s on slots %s: objective %.6g -> %.6g, gain %.2f %%",
-            "split" if each.accepted else "no split", each.name, each.sizes, each.slots,
-            each.objective_before, each.objective_after, 100.0 * each.gain_ratio,
+            "split" if item.accepted else "no split", item.name, item.sizes, item.slots,
+            item.objective_before, item.objective_after, 100.0 * item.gain_ratio,
         )  # fmt: skip
     if plan.rewrite_plan is None:
-        why = "no split gained enough" if plan.considered else "no split was looked at"
-        if plan.tried and not plan.considered:
-            why = "no split fits"
+        reason = "no split gained enough" if plan.split_decisions else "no split was evaluated"
+        if plan.split_evaluations and not plan.split_decisions:
+            reason = "no split is feasible"
         log.info(
-            "rewrite_plan is None: %s; the coarse plan stands (objective %.6g, %d splits tried)",
-            why, plan.coarse_stats.objective, len(plan.tried),
+            "rewrite_plan is None: %s; keeping the coarse plan (objective %.6g, %d splits evaluated)",
+            reason, plan.coarse_stats.objective, len(plan.split_evaluations),
         )  # fmt: skip
     else:
         log.info(
-            "%d layers split: objective %.6g, coarse %.6g; %d splits tried",
+            "%d layers split: objective %.6g, coarse %.6g; %d splits evaluated",
             len(plan.rewrite_plan.splits), plan.hw_stats.objective, plan.coarse_stats.objective,
-            len(plan.tried),
+            len(plan.split_evaluations),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Looking for splits that pay: candidates, their slots and sizes, and the whole plan evaluated with each."""
+"""Search for splits that pay off: candidates, slots and sizes, each evaluated with the full plan."""
 
 from __future__ import annotations
 
@@ -8,38 +8,45 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from sparseflow.codesign.partition.objective import Costs, HwStats, PartCosts, Weights, evaluate, feasible
-from sparseflow.codesign.workload.layers import number
+from sparseflow.codesign.partition.objective import (
+    HwStats,
+    LayerCosts,
+    ObjectiveWeights,
+    PartCosts,
+    evaluate_plan,
+    is_feasible,
+)
+from sparseflow.codesign.workload.layers import to_float
 from sparseflow.codesign.workload.segments import SegmentGraph
-from sparseflow.codesign.workload.splits import Split
+from sparseflow.codesign.workload.splits import LayerSplit
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
-Splits = Mapping[int, tuple[Split, PartCosts]]
-Orders = Callable[[int], Sequence[int]]
-PricesParts = Callable[[LayerNode, Sequence[int], Sequence[int]], PartCosts]
-"""What parts of a layer cost, from their sizes and slots."""
+LayerSplits = Mapping[int, tuple[LayerSplit, PartCosts]]
+UnitOrders = Callable[[int], Sequence[int]]
+PartCostFunction = Callable[[LayerNode, Sequence[int], Sequence[int]], PartCosts]
+"""Computes the cost of the parts of a layer from their sizes and slots."""
 
-_LEAST = 1e-12
-"""Relative; an objective that falls by less has not fallen."""
+_MIN_RELATIVE_DECREASE = 1e-12
+"""Relative decrease of the objective that counts as an improvement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
-    """When a layer is split; the names are those of configurations.
+    """Criteria for splits and weights of the objective; names are those of the config.
 
     Attributes:
-        w_latency: Of `total_latency_ms` in the objective.
-        w_comm: Of `comm_ms`.
-        w_balance: Of `imbalance_ms`.
-        min_split_gain_ratio: What a split must gain at least, (before - after) / before of the objective.
-        flops_ratio_thresh: A layer with this share of all operations is a candidate.
-        traffic_ratio_thresh: So is one with this share of all traffic between layers.
-        max_split_layers: Layers that are split at most.
-        max_groups_per_layer: Parts of a layer at most.
-        max_new_segments: Parts in all that splits may add.
-        segments: Coarse segments at most.
-        max_slots_tried: Slots among which those of a split's parts are looked for: the least taken up.
+        w_latency: Weight of `total_latency_ms`.
+        w_comm: Weight of `comm_ms`.
+        w_balance: Weight of `imbalance_ms`.
+        min_split_gain_ratio: Minimum gain of a split, (before - after) / before of the objective.
+        flops_ratio_thresh: Layers with this fraction of all FLOPs are candidates.
+        traffic_ratio_thresh: Layers with this fraction of all traffic are candidates.
+        max_split_layers: Maximum number of split layers.
+        max_groups_per_layer: Maximum number of parts per layer.
+        max_new_segments: Maximum number of additional parts in total.
+        segments: Maximum number of coarse segments.
+        max_slots_tried: Number of least busy slots considered for parts.
     """
 
     w_latency: float = 1.0
@@ -57,7 +64,7 @@ class PartitionConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not np.isfinite(value) or value < 0:
-                raise InputError(f"`{name}` (={value}) must be finite and not negative")
+                raise InputError(f"`{name}` (={value}) must be finite and at least 0")
         if self.max_groups_per_layer < 2 or self.segments < 1:
             raise InputError(
                 f"`max_groups_per_layer` (={self.max_groups_per_layer}) must be at least 2, `segments` "
@@ -66,19 +73,19 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
-    """A split that the whole plan was evaluated with.
+class SplitEvaluation:
+    """An evaluated split.
 
     Attributes:
-        round: From 1 on; each begins with what was accepted before it.
-        layer: Its place among the layers.
-        name: What the model calls it.
+        round: Round of the search, from 1; each starts from the splits accepted before.
+        layer: Index of the layer.
+        name: Name of the layer.
         sizes: Units of each part.
-        slots: Of each part.
-        moved: Whether segments were moved again to make room; that is done for the best of each number of
-            parts. Where it is False they are where they were.
-        objective_before: Of the plan without it.
-        objective_after: Of the plan with it; None where it cannot run or does not fit.
+        slots: Slot of each part.
+        segments_moved: Whether segments were moved to make room, which is done for the best split of each
+            number of parts.
+        objective_before: Objective of the plan without the split.
+        objective_after: Objective with the split; None if it is infeasible.
     """
 
     round: int
@@ -86,29 +93,31 @@ class Tried:
     name: str
     sizes: tuple[int, ...]
     slots: tuple[int, ...]
-    moved: bool
+    segments_moved: bool
     objective_before: float
     objective_after: float | None
 
     @property
     def gain_ratio(self) -> float | None:
-        """(before - after) / before; None where it cannot run or does not fit."""
-        return None if self.objective_after is None else _gain(self.objective_before, self.objective_after)
+        """(before - after) / before; None if the split is infeasible."""
+        return (
+            None if self.objective_after is None else _gain_ratio(self.objective_before, self.objective_after)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Considered:
-    """The best split of a layer in a round.
+class SplitDecision:
+    """Decision about the best split of a layer in a round.
 
     Attributes:
-        layer: Its place among the layers.
-        name: What the model calls it.
+        layer: Index of the layer.
+        name: Name of the layer.
         sizes: Units of each part.
-        slots: Of each part.
-        objective_before: Of the plan without it.
-        objective_after: Of the plan with it, its segments moved again.
+        slots: Slot of each part.
+        objective_before: Objective of the plan without the split.
+        objective_after: Objective with the split, after segments were moved.
         gain_ratio: (before - after) / before.
-        accepted: Whether it is in the plan.
+        accepted: Whether the plan contains the split.
     """
 
     layer: int
@@ -122,122 +131,126 @@ class Considered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan on the way.
+class PartialPlan:
+    """A plan during the search.
 
     Attributes:
         mapping: Slot of each segment.
-        stats: What it costs.
-        splits: Layer -> its split and what its parts cost.
-        considered: What was looked at for it: the best split of each layer in each round.
-        tried: All splits that were evaluated for it, in order.
+        stats: Cost of the plan.
+        splits: Layer -> its split and the cost of the parts.
+        decisions: Decisions about the best split of each layer in each round.
+        evaluations: All evaluated splits, in order.
     """
 
     mapping: tuple[int, ...]
     stats: HwStats
-    splits: Splits = field(default_factory=dict)
-    considered: tuple[Considered, ...] = ()
-    tried: tuple[Tried, ...] = ()
+    splits: LayerSplits = field(default_factory=dict)
+    decisions: tuple[SplitDecision, ...] = ()
+    evaluations: tuple[SplitEvaluation, ...] = ()
 
 
 class SplitSearch:
-    """Plans of one model on some slots.
+    """Searches plans of one model on given slots.
 
     Args:
-        costs: Of its layers.
-        graph: Its coarse segments.
-        weights: What counts.
-        config: When a layer is split.
-        part_costs: Gives what parts of a layer cost, from their sizes and slots.
+        costs: Cost of each layer on each slot.
+        graph: Coarse segments.
+        weights: Weights of the objective.
+        config: Criteria for splits.
+        part_costs: Computes the cost of parts.
     """
 
     def __init__(
         self,
-        costs: Costs,
+        costs: LayerCosts,
         graph: SegmentGraph,
-        weights: Weights,
+        weights: ObjectiveWeights,
         config: PartitionConfig,
-        part_costs: PricesParts,
+        part_costs: PartCostFunction,
     ) -> None:
         self._costs, self._graph, self._weights = costs, graph, weights
         self._config, self._part_costs = config, part_costs
-        self._segment = {layer: each.id for each in graph.segments for layer in each.layer_ids}
+        self._segment = {layer: segment.id for segment in graph.segments for layer in segment.layer_ids}
 
-    def homes(self, mapping: Sequence[int]) -> tuple[int, ...]:
+    def assign_layers(self, mapping: Sequence[int]) -> tuple[int, ...]:
         """Slot of each layer."""
         return tuple(mapping[self._segment[layer]] for layer in range(len(self._costs.layers)))
 
-    def stats(self, mapping: Sequence[int], splits: Splits) -> HwStats | None:
-        """What a plan costs; None where it cannot be."""
-        homes = self.homes(mapping)
-        if not feasible(self._costs, homes, splits):
+    def evaluate(self, mapping: Sequence[int], splits: LayerSplits) -> HwStats | None:
+        """Cost of a plan; None if it is infeasible."""
+        assignment = self.assign_layers(mapping)
+        if not is_feasible(self._costs, assignment, splits):
             return None
-        return evaluate(self._costs, homes, splits, self._weights)
+        return evaluate_plan(self._costs, assignment, splits, self._weights)
 
-    def descend(self, mapping: Sequence[int], splits: Splits) -> tuple[tuple[int, ...], HwStats]:
-        """Move single segments to other slots as long as that lowers the objective.
+    def improve_mapping(self, mapping: Sequence[int], splits: LayerSplits) -> tuple[tuple[int, ...], HwStats]:
+        """Move single segments to other slots while that lowers the objective.
 
-        Segments that hold a split layer stay: their parts were sized for where they are.
+        Segments with a split layer stay, because their parts were sized for their slot.
         """
-        now, best = list(mapping), self.stats(mapping, splits)
+        current, best = list(mapping), self.evaluate(mapping, splits)
         assert best is not None
-        fixed = {self._segment[layer] for layer in splits}
-        better = True
-        while better:
-            better = False
-            for segment in range(len(now)):
-                for slot in range(self._costs.slots):
-                    if segment in fixed or slot == now[segment]:
+        fixed_segments = {self._segment[layer] for layer in splits}
+        improved = True
+        while improved:
+            improved = False
+            for segment in range(len(current)):
+                for slot in range(self._costs.num_slots):
+                    if segment in fixed_segments or slot == current[segment]:
                         continue
-                    tried = [*now[:segment], slot, *now[segment + 1 :]]
-                    found = self.stats(tried, splits)
-                    if found is not None and _lower(found.objective, best.objective):
-                        now, best, better = tried, found, True
-        return tuple(now), best
+                    candidate = [*current[:segment], slot, *current[segment + 1 :]]
+                    stats = self.evaluate(candidate, splits)
+                    if stats is not None and _is_lower(stats.objective, best.objective):
+                        current, best, improved = candidate, stats, True
+        return tuple(current), best
 
-    def split(self, found: Found, orders: Orders | None) -> Found:
-        """Accept splits one by one, the best first, as long as one gains enough."""
-        config, considered, tried = self._config, list(found.considered), list(found.tried)
-        candidates = self.candidates()
-        while candidates and len(found.splits) < config.max_split_layers:
-            added = sum(len(split.slots) - 1 for split, _ in found.splits.values())
-            looked_at = []
+    def accept_splits(self, current: PartialPlan, unit_orders: UnitOrders | None) -> PartialPlan:
+        """Accept splits one at a time, best first, while the gain suffices."""
+        config, decisions, evaluations = self._config, list(current.decisions), list(current.evaluations)
+        candidates = self.find_candidates()
+        while candidates and len(current.splits) < config.max_split_layers:
+            num_added = sum(len(split.slots) - 1 for split, _ in current.splits.values())
+            proposals = []
             for layer in candidates:
-                best, evaluated = self._best(layer, found, config.max_new_segments - added, orders)
-                tried += evaluated
+                best, evaluated = self._find_best_split(
+                    layer, current, config.max_new_segments - num_added, unit_orders
+                )
+                evaluations += evaluated
                 if best is not None:
-                    looked_at.append((best.stats.objective, layer, best))
-            if not looked_at:
+                    proposals.append((best.stats.objective, layer, best))
+            if not proposals:
                 break
-            objective, chosen, best = min(looked_at, key=lambda each: each[:2])
-            before = found.stats.objective
-            enough = _gain(before, objective) >= config.min_split_gain_ratio and _lower(objective, before)
-            for after, layer, plan in looked_at:
+            objective, best_layer, best = min(proposals, key=lambda proposal: proposal[:2])
+            before = current.stats.objective
+            accepted = _gain_ratio(before, objective) >= config.min_split_gain_ratio and _is_lower(
+                objective, before
+            )
+            for after, layer, plan in proposals:
                 split = plan.splits[layer][0]
-                each = Considered(
+                item = SplitDecision(
                     layer=layer, name=self._costs.layers[layer].name, sizes=split.sizes, slots=split.slots,
-                    objective_before=before, objective_after=after, gain_ratio=_gain(before, after),
-                    accepted=enough and layer == chosen,
+                    objective_before=before, objective_after=after, gain_ratio=_gain_ratio(before, after),
+                    accepted=accepted and layer == best_layer,
                 )  # fmt: skip
-                considered.append(each)
-            if not enough:
+                decisions.append(item)
+            if not accepted:
                 break
-            found = best
-            candidates.remove(chosen)
-        return Found(
-            mapping=found.mapping, stats=found.stats, splits=found.splits, considered=tuple(considered),
-            tried=tuple(tried),
+            current = best
+            candidates.remove(best_layer)
+        return PartialPlan(
+            mapping=current.mapping, stats=current.stats, splits=current.splits, decisions=tuple(decisions),
+            evaluations=tuple(evaluations),
         )  # fmt: skip
 
-    def candidates(self) -> list[int]:
-        """Layers that hold enough of the work or of the traffic, and can be split."""
+    def find_candidates(self) -> list[int]:
+        """Indices of splittable layers with enough of the FLOPs or traffic."""
         layers, config = self._costs.layers, self._config
-        work = sum(number(layer.flops) for layer in layers)
+        work = sum(to_float(layer.flops) for layer in layers)
         traffic = sum(layer.traffic_out_bytes for layer in layers)
 
-        def holds(part: float, whole: float, least: float) -> bool:
-            # Nothing has no share of nothing.
-            return whole > 0.0 and part >= least * whole
+        def exceeds_share(value: float, total: float, threshold: float) -> bool:
+            # A total of 0 has no shares.
+            return total > 0.0 and value >= threshold * total
 
         return [
             layer.id
@@ -245,99 +258,98 @@ class SplitSearch:
             if layer.splittable
             and layer.units >= 2
             and (
-                holds(number(layer.flops), work, config.flops_ratio_thresh)
-                or holds(layer.traffic_out_bytes, traffic, config.traffic_ratio_thresh)
+                exceeds_share(to_float(layer.flops), work, config.flops_ratio_thresh)
+                or exceeds_share(layer.traffic_out_bytes, traffic, config.traffic_ratio_thresh)
             )
         ]
 
-    def _best(
-        self, layer: int, found: Found, room: int, orders: Orders | None
-    ) -> tuple[Found | None, list[Tried]]:
-        """The best plan that also splits this layer, its segments moved again, and all that was tried for it.
-
-        None in place of the plan where no split of the layer can run.
-        """
+    def _find_best_split(
+        self, layer: int, current: PartialPlan, max_new_parts: int, unit_orders: UnitOrders | None
+    ) -> tuple[PartialPlan | None, list[SplitEvaluation]]:
+        """The best plan that also splits this layer (None if infeasible), and all evaluated splits."""
         node, config = self._costs.layers[layer], self._config
-        home = self.homes(found.mapping)[layer]
-        order = list(range(node.units)) if orders is None else list(orders(layer))
-        evaluated: list[Tried] = []
-        best: dict[int, tuple[HwStats, Splits]] = {}
+        home = self.assign_layers(current.mapping)[layer]
+        order = list(range(node.units)) if unit_orders is None else list(unit_orders(layer))
+        evaluated: list[SplitEvaluation] = []
+        best: dict[int, tuple[HwStats, LayerSplits]] = {}
 
-        def note(split: Split, stats: HwStats | None, *, moved: bool) -> None:
+        def record(split: LayerSplit, stats: HwStats | None, *, moved: bool) -> None:
             evaluated.append(
-                Tried(
-                    round=1 + len(found.splits), layer=layer, name=node.name, sizes=split.sizes,
-                    slots=split.slots, moved=moved, objective_before=found.stats.objective,
+                SplitEvaluation(
+                    round=1 + len(current.splits), layer=layer, name=node.name, sizes=split.sizes,
+                    slots=split.slots, segments_moved=moved, objective_before=current.stats.objective,
                     objective_after=None if stats is None else stats.objective,
                 )
             )  # fmt: skip
 
-        for slots in self._slot_choices(
-            home, found, min(config.max_groups_per_layer - 1, room, node.units - 1)
+        for slots in self._enumerate_slots(
+            home, current, min(config.max_groups_per_layer - 1, max_new_parts, node.units - 1)
         ):
-            for sizes in self._sizes(node, slots):
-                split = Split(layer=layer, permutation=tuple(order), sizes=sizes, slots=slots)
-                splits = {**found.splits, layer: (split, self._part_costs(node, sizes, slots))}
-                stats = self.stats(found.mapping, splits)
-                note(split, stats, moved=False)
-                so_far = best.get(len(slots))
-                if stats is not None and (so_far is None or stats.objective < so_far[0].objective):
+            for sizes in self._compute_sizes(node, slots):
+                split = LayerSplit(layer=layer, permutation=tuple(order), sizes=sizes, slots=slots)
+                splits = {**current.splits, layer: (split, self._part_costs(node, sizes, slots))}
+                stats = self.evaluate(current.mapping, splits)
+                record(split, stats, moved=False)
+                incumbent = best.get(len(slots))
+                if stats is not None and (incumbent is None or stats.objective < incumbent[0].objective):
                     best[len(slots)] = stats, splits
-        # Segments make room for parts: the best number of groups is known only then.
+        # The best number of groups is only known after segments have made room for the parts.
         plans = []
         for _, splits in best.values():
-            mapping, stats = self.descend(found.mapping, splits)
-            note(splits[layer][0], stats, moved=True)
-            plans.append(Found(mapping=mapping, stats=stats, splits=splits))
-        return min(plans, key=lambda each: each.stats.objective, default=None), evaluated
+            mapping, stats = self.improve_mapping(current.mapping, splits)
+            record(splits[layer][0], stats, moved=True)
+            plans.append(PartialPlan(mapping=mapping, stats=stats, splits=splits))
+        return min(plans, key=lambda plan: plan.stats.objective, default=None), evaluated
 
-    def _slot_choices(self, home: int, found: Found, most: int) -> Iterator[tuple[int, ...]]:
-        """Home, and up to `most` others among those that are least taken up."""
-        there = [slot for slot in range(self._costs.slots) if slot != home and self._costs.limit_mb[slot] > 0]
-        there.sort(key=lambda slot: (found.stats.busy_ms[slot], slot))
-        for count in range(1, most + 1):
-            for others in itertools.combinations(there[: self._config.max_slots_tried], count):
-                yield (home, *others)
+    def _enumerate_slots(self, home: int, current: PartialPlan, max_others: int) -> Iterator[tuple[int, ...]]:
+        """The home slot with up to `max_others` of the least busy other slots."""
+        candidates = [
+            slot for slot in range(self._costs.num_slots) if slot != home and self._costs.limit_mb[slot] > 0
+        ]
+        candidates.sort(key=lambda slot: (current.stats.busy_ms[slot], slot))
+        for count in range(1, max_others + 1):
+            for other_slots in itertools.combinations(candidates[: self._config.max_slots_tried], count):
+                yield (home, *other_slots)
 
-    def _sizes(self, node: LayerNode, slots: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Units of each part: such that all end together, and even ones."""
+    def _compute_sizes(self, node: LayerNode, slots: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Candidate sizes of the parts: sizes with equal end times, and equal sizes."""
         costs, network = self._costs, self._costs.network
-        share = costs.latency_ms[node.id, list(slots)]
-        if not np.isfinite(share).all() or node.units < len(slots):
+        layer_ms = costs.latency_ms[node.id, list(slots)]
+        if not np.isfinite(layer_ms).all() or node.units < len(slots):
             return []
-        way = np.array(
+        transfer_ms = np.array(
             [
                 network.time_ms(slots[0], slot, node.split_in_bytes)
                 + network.time_ms(slot, slots[0], node.split_out_bytes)
                 for slot in slots
             ]
         )
-        if not np.isfinite(way).all():
+        if not np.isfinite(transfer_ms).all():
             return []
-        rate = 1.0 / np.maximum(share, 1e-12)  # wholes of the layer in a millisecond
-        # All end at T: sum over parts of (T - way) * rate = 1.
-        end = (1.0 + float(rate @ way)) / float(rate.sum())
-        wished = np.maximum((end - way) * rate, 0.0) * node.units
+        rate = 1.0 / np.maximum(layer_ms, 1e-12)  # layers per ms
+        # All parts end at T: sum of (T - transfer_ms) * rate = 1.
+        end_ms = (1.0 + float(rate @ transfer_ms)) / float(rate.sum())
+        targets = np.maximum((end_ms - transfer_ms) * rate, 0.0) * node.units
         even = np.full(len(slots), node.units / len(slots))
-        return list(dict.fromkeys((_whole(wished, node.units), _whole(even, node.units))))
+        return list(dict.fromkeys((_round_sizes(targets, node.units), _round_sizes(even, node.units))))
 
 
-def _whole(wished: np.ndarray, units: int) -> tuple[int, ...]:
-    """Whole numbers of at least 1 near what is wished, that add up to `units`."""
-    wished = wished * (units / wished.sum())  # what was cut off at 0 is more than there is
-    found = np.maximum(np.floor(wished), 1.0).astype(int)
-    while found.sum() != units:
-        short = found.sum() < units
-        left = wished - found
-        if not short:
-            left = np.where(found > 1, left, np.inf)
-        found[int(left.argmax() if short else left.argmin())] += 1 if short else -1
-    return tuple(found.tolist())
+def _round_sizes(targets: np.ndarray, units: int) -> tuple[int, ...]:
+    """Round to integers of at least 1 that sum to `units`."""
+    targets = targets * (units / targets.sum())  # clipping at 0 increased the sum
+    sizes = np.maximum(np.floor(targets), 1.0).astype(int)
+    while sizes.sum() != units:
+        too_few = sizes.sum() < units
+        residual = targets - sizes
+        if not too_few:
+            residual = np.where(sizes > 1, residual, np.inf)
+        sizes[int(residual.argmax() if too_few else residual.argmin())] += 1 if too_few else -1
+    return tuple(sizes.tolist())
 
 
-def _gain(before: float, after: float) -> float:
+def _gain_ratio(before: float, after: float) -> float:
     return (before - after) / before if before > 0.0 else 0.0
 
 
-def _lower(after: float, before: float) -> bool:
-    return after < before - _LEAST * abs(before)
+def _is_lower(after: float, before: float) -> bool:
+    return after < before - _MIN_RELATIVE_DECREASE * abs(before)

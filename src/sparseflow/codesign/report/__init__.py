@@ -1,1 +1,1 @@
-"""Report."""
+"""Report pages and figures of a co-design."""

@@ -1,4 +1,4 @@
-"""The page of a co-design: what was chosen, the pipeline, the wafer, where time and energy go."""
+"""Report page of a co-design: chips, pipeline, wafer, time and energy."""
 
 from __future__ import annotations
 
@@ -8,298 +8,269 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.design.decision import Decision
+from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import PLAN, load_plan
-from sparseflow.codesign.joint.trace import TRACE, opened
-from sparseflow.codesign.layout import temperatures
-from sparseflow.codesign.partition.objective import Costs, HwStats
-from sparseflow.codesign.partition.planner import Plan
-from sparseflow.codesign.report.timeline import gantt, play
-from sparseflow.codesign.report.wafer import front_picture, wafer_picture
-from sparseflow.codesign.workload.layers import layers_of
+from sparseflow.codesign.design.saved_plan import PLAN_FILE, load_plan
+from sparseflow.codesign.joint.trace import TRACE_FILE, read_trace
+from sparseflow.codesign.layout import solve_temperatures
+from sparseflow.codesign.partition.objective import HwStats, LayerCosts
+from sparseflow.codesign.partition.planner import PartitionPlan
+from sparseflow.codesign.report.timeline import plot_timeline, simulate_pipeline
+from sparseflow.codesign.report.wafer import plot_front, plot_wafer
+from sparseflow.codesign.workload.layers import parse_layers
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.report import (
-    Column,
-    Figure,
-    Headline,
-    Report,
-    Section,
-    Table,
-    plot_curves,
-    plot_stacked_bars,
-)
+from sparseflow.core.report import Page, plot_curves, plot_stacked_bars
 from sparseflow.errors import FileFormatError
 
-PAGE = "report.html"
-BOUNDS = ("lower_bound_ms", "gap", "finished")
-"""What `Hardware.concluded` tells of a mapping at its places."""
+PAGE_FILE = "report.html"
+BOUND_KEYS = ("lower_bound_ms", "gap", "finished")
+"""Results of `Hardware.finalize` about the mapping."""
 
-_ROW = {"mode", "accuracy", "lambda_hw", "guard", "layers", "decision", "priced"}
-"""What is shown of each row of a trace but the first."""
+_ROW_KEYS = {"mode", "accuracy", "lambda_hw", "guard", "layers", "decision", "priced"}
+"""Keys that the page needs from each row of a trace."""
 
 
 def write_page(
-    folder: Path | str,
+    out_dir: Path | str,
     hardware: Hardware,
     layers: Sequence[LayerNode],
-    decision: Decision,
+    decision: HardwareDecision,
     *,
     rows: Sequence[Mapping[str, Any]] = (),
-    told: Mapping[str, Any] | None = None,
+    details: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> Path:
-    """Write `report.html` into a folder; gives its path.
+    """Write `report.html` and return its path.
 
     Args:
-        folder: Where to write.
-        hardware: What a decision is priced by.
-        layers: Of the model.
-        decision: What was decided.
-        rows: Epochs, rounds and the end of a run, as its trace holds them; none for a plan without training.
-        told: What `Hardware.concluded` told, as far as it is known: splits that were considered, and bounds.
-        environment: Circumstances, as `core.environment` writes them.
-        command: What makes this page again.
+        out_dir: Output directory.
+        hardware: Evaluates the decision.
+        layers: Layers of the model.
+        decision: The decision.
+        rows: Rows of the trace after the first; none for a plan without training.
+        details: Result of `Hardware.finalize`, if known: decisions about splits, and bounds.
+        environment: Environment, see `core.environment`.
+        command: Command that reproduces the page.
     """
-    priced = hardware.price(layers, decision)
-    costs, plan = hardware.plan_of(layers, decision)
-    stats, played = priced.stats, play(costs, plan)
-    names = [f"{slot}: {chip or 'empty'}" for slot, chip in enumerate(decision.chips)]
-    sections = [
-        Section(title="What was chosen", items=[_chips(hardware, decision, costs, plan)]),
-        Section(
-            title="The pipeline",
-            text=[
-                f"One batch of {hardware.batch} alone takes {stats.serial_ms:.4g} ms. With many in flight, "
-                f"each slot does its own work in a fixed order; played through, one comes out every "
-                f"{played.period_ms:.4g} ms.",
-                _bound(stats.total_latency_ms, told or {}),
-            ],
-            items=[gantt(played, names), *_where(decision, costs, plan, names)],
-        ),
-        Section(title="The wafer", items=_wafer(hardware, layers, decision, costs, plan)),
-    ]
-    if told and told.get("considered"):
-        sections.append(Section(title="Splits that were considered", items=[_considered(told["considered"])]))
-    if rows:
-        sections.append(Section(title="The way there", items=_way(rows)))
-    page = Report(
-        title="Co-design: a model and its chips",
-        summary=f"{priced.chips} chips of {priced.area_mm2:.0f} mm2 run the model at "
-        f"{stats.total_latency_ms:.4g} ms and {stats.energy_mj:.4g} mJ a batch of {hardware.batch}.",
-        headlines=[
-            Headline(value=f"{stats.total_latency_ms:.4g} ms", label=f"latency ({plan.weights.mode})"),
-            Headline(value=f"{stats.energy_mj:.4g} mJ", label="energy a batch"),
-            Headline(value=f"{priced.energy_delay:.4g} mJ ms", label="energy-delay product"),
-            Headline(value=f"{priced.area_mm2:.0f} mm2", label=f"{priced.chips} chips"),
-        ],
-        sections=sections,
-        environment=environment or {},
+    cost = hardware.evaluate_cost(layers, decision)
+    costs, plan = hardware.to_plan(layers, decision)
+    stats, details = cost.stats, details or {}
+    page = Page(
+        "Co-design: a model and its chips",
+        f"{cost.chips} chips with {cost.area_mm2:.0f} mm2 run a batch of {hardware.batch_size} in "
+        f"{stats.total_latency_ms:.4g} ms with {stats.energy_mj:.4g} mJ.",
+        environment=environment,
         reproduce=command,
     )
-    return page.write(Path(folder) / PAGE)
+    page.headline(f"{stats.total_latency_ms:.4g} ms", f"latency ({plan.weights.mode})")
+    page.headline(f"{stats.energy_mj:.4g} mJ", "energy per batch")
+    page.headline(f"{cost.energy_delay:.4g} mJ ms", "energy-delay product")
+    page.headline(f"{cost.area_mm2:.0f} mm2", f"{cost.chips} chips")
+    page.section("Chips")
+    _add_chips(page, hardware, decision, costs, plan)
+    _add_pipeline(page, hardware, decision, costs, plan, details)
+    page.section("Wafer")
+    _add_wafer(page, hardware, layers, decision, costs, plan)
+    if details.get("considered"):
+        page.section("Evaluated splits")
+        _add_splits(page, details["considered"])
+    if rows:
+        page.section("Training")
+        _add_training(page, rows)
+    return page.write(Path(out_dir) / PAGE_FILE)
 
 
-def _chips(hardware: Hardware, decision: Decision, costs: Costs, plan: Plan) -> Table:
-    """What slots hold and have to do."""
-    rows = [
-        {
-            "slot": slot, "chip": chip.name, "priced": hardware.proxy.known(chip),
-            "layers": sum(home == slot for home in plan.homes),
-            "parts": sum(slot in split.slots[1:] for split, _ in plan.splits.values()),
-            "busy": plan.hw_stats.busy_ms[slot], "memory": plan.hw_stats.memory_mb[slot],
-            "limit": float(costs.limit_mb[slot]),
-            "x": decision.positions_mm[slot][0], "y": decision.positions_mm[slot][1],
-        }
-        for slot, chip in enumerate(hardware.held(decision))
-        if chip is not None
-    ]  # fmt: skip
-    return Table(
-        title="Chips",
-        columns=[
-            Column(key="slot", title="slot"), Column(key="chip", title="type"),
-            Column(key="priced", title="latencies are"), Column(key="layers", title="layers"),
-            Column(key="parts", title="parts of split layers"),
-            Column(key="busy", title="taken up, ms a batch"),
-            Column(key="memory", title="memory, MB", digits=1), Column(key="limit", title="of, MB", digits=0),
-            Column(key="x", title="x, mm", digits=1), Column(key="y", title="y, mm", digits=1),
-        ],
-        rows=rows,
-    )  # fmt: skip
-
-
-def write_comparison(folder: Path | str, told: Mapping[str, Any]) -> Path:
-    """Write `report.html` for several ways to a design; gives its path.
+def write_comparison(out_dir: Path | str, results: Mapping[str, Any]) -> Path:
+    """Write `report.html` for several designs and return its path.
 
     Args:
-        folder: Where to write.
-        told: What `compare.results` gave.
+        out_dir: Output directory.
+        results: Result of `summarize_designs`.
     """
-    titles = {
-        "mode": "found by", "seeds": "seeds", "accuracy": "accuracy, 0 to 1", "energy_delay": "mJ ms",
-        "ratio": "over two-stage", "low": "from", "high": "to", "violations": "epochs frozen",
+    page = Page(
+        "Joint training and its baselines",
+        results["verdict"],
+        environment=results["environment"],
+        reproduce=results["command"],
+    )
+    page.section("Designs")
+    columns = {
+        "mode": "mode", "seeds": "seeds", "accuracy": "accuracy, 0 to 1", "energy_delay": "mJ ms",
+        "ratio": "relative to two-stage", "low": "from", "high": "to", "violations": "frozen epochs",
     }  # fmt: skip
-    table = Table(
-        title="Energy-delay product",
-        columns=[Column(key=key, title=title) for key, title in titles.items()],
-        rows=[{key: line[key] for key in titles} for line in told["modes"]],
-        caption="Means over seeds; ratios are geometric means of those of the same seed, with 95 % bootstrap "
-        "intervals.",
-    )
-    page = Report(
-        title="Joint training against its baselines",
-        summary=told["verdict"],
-        sections=[Section(title="Designs", items=[table])],
-        environment=told["environment"],
-        reproduce=told["command"],
-    )
-    return page.write(Path(folder) / PAGE)
+    caption = "Means over seeds; ratios are geometric means over equal seeds, with 95 % bootstrap intervals."
+    page.table("Energy-delay product", results["modes"], columns=columns, caption=caption)
+    return page.write(Path(out_dir) / PAGE_FILE)
 
 
-def _bound(latency_ms: float, told: Mapping[str, Any]) -> str:
-    if not set(BOUNDS) <= set(told):
-        return "No bound of this mapping was computed."
-    how = "" if told["finished"] else " The solver ran out of time: a better mapping may be there."
-    return (
-        f"Without splits, no mapping of coarse segments to these chips takes less than "
-        f"{told['lower_bound_ms']:.4g} ms. Of what this one takes without splits, "
-        f"{100.0 * told['gap']:.2g} % lie above that; with them it takes {latency_ms:.4g} ms.{how}"
-    )
-
-
-def _where(decision: Decision, costs: Costs, plan: Plan, names: Sequence[str]) -> list[Figure]:
-    """Where latency and energy go, slot by slot."""
-    stats = plan.hw_stats
-    used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
-    energy, idle = _energy_mj(costs, plan), _idle_mj(costs, stats)
-    labels = [names[slot] for slot in used]
-    time = {
-        "computes": [stats.compute_ms[slot] for slot in used],
-        "receives or waits": [max(0.0, stats.busy_ms[slot] - stats.compute_ms[slot]) for slot in used],
-        "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
-    }
-    return [
-        plot_stacked_bars("Where time goes", labels, time, unit="ms a batch"),
-        plot_stacked_bars(
-            "Where energy goes", [*labels, "links"],
-            {
-                "computing": [*(float(energy[slot]) for slot in used), 0.0],
-                "waiting": [*(float(idle[slot]) for slot in used), 0.0],
-                "moving": [*(0.0 for _ in used), stats.comm_energy_mj],
-            },
-            unit="mJ a batch",
-        ),
-    ]  # fmt: skip
-
-
-def _wafer(
-    hardware: Hardware, layers: Sequence[LayerNode], decision: Decision, costs: Costs, plan: Plan
-) -> list[Figure]:
-    """The wafer with its traffic and heat, and what else it could be."""
-    drawn, stats = hardware.drawn(layers, decision), plan.hw_stats
-    power = (_energy_mj(costs, plan) + _idle_mj(costs, stats)) / stats.total_latency_ms
-    held = [slot for slot, name in enumerate(drawn.names) if name is not None]
-    wafer, places, sizes = (
-        hardware.places.wafer,
-        np.asarray(decision.positions_mm)[held],
-        drawn.sizes_mm[held],
-    )
-    return [
-        wafer_picture(
-            wafer, places, sizes, names=[f"{slot}: {drawn.names[slot]}" for slot in held],
-            traffic_bytes=drawn.traffic_bytes[np.ix_(held, held)],
-            heat=temperatures(wafer, places, sizes, power[held]), title="The wafer",
-            caption="Links are as wide as their traffic; colours are steady-state temperatures at the power "
-            "that the plan draws.",
-        ),
-        front_picture(hardware.places.front(drawn)),
-    ]  # fmt: skip
-
-
-def _energy_mj(costs: Costs, plan: Plan) -> np.ndarray:
-    """What computing takes on each slot for a batch, [S]."""
-    found = np.zeros(costs.slots)
-    for slot, took, power in _work(costs, plan):
-        found[slot] += took * power
-    return found
-
-
-def _idle_mj(costs: Costs, stats: HwStats) -> np.ndarray:
-    """What waiting takes on each slot for a batch, [S]."""
-    return np.maximum(stats.total_latency_ms - np.array(stats.compute_ms), 0.0) * costs.idle_w
-
-
-def _work(costs: Costs, plan: Plan) -> Iterator[tuple[int, float, float]]:
-    """Slot, milliseconds and watts of each layer and part."""
-    for at, home in enumerate(plan.homes):
-        if at in plan.splits:
-            split, parts = plan.splits[at]
-            yield from zip(split.slots, parts.latency_ms, parts.power_w, strict=True)
-        else:
-            yield home, float(costs.latency_ms[at, home]), float(costs.power_w[at, home])
-
-
-def _considered(considered: Sequence[Mapping[str, Any]]) -> Table:
-    titles = {
-        "name": "layer", "sizes": "units", "slots": "slots", "objective_before": "objective before",
-        "objective_after": "after", "gain_ratio": "gain", "accepted": "accepted",
-    }  # fmt: skip
-    return Table(
-        title="Splits",
-        columns=[Column(key=key, title=title) for key, title in titles.items()],
-        rows=[
-            {key: str(list(each[key])) if key in ("sizes", "slots") else each[key] for key in titles}
-            for each in considered
-        ],
-    )
-
-
-def _way(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """Accuracy, weight and figures over the rows of a trace."""
-    at = [float(place) for place in range(1, len(rows) + 1)]
-    first = rows[0]["priced"]
-    series = {
-        "objective": [row["priced"]["objective"] / first["objective"] for row in rows],
-        "latency": [
-            row["priced"]["stats"]["total_latency_ms"] / first["stats"]["total_latency_ms"] for row in rows
-        ],
-        "energy": [row["priced"]["stats"]["energy_mj"] / first["stats"]["energy_mj"] for row in rows],
-    }
-    training = {"accuracy": [row["accuracy"] for row in rows]}
-    if rows[0]["mode"] == "joint":
-        training["weight of the hardware"] = [row["lambda_hw"] for row in rows]
-        training["frozen"] = [float(row["guard"]["frozen"]) for row in rows]
-    return [
-        plot_curves("Accuracy", {name: (at, values) for name, values in training.items()},
-               x="epochs, then rounds", y="share"),
-        plot_curves("The hardware", {name: (at, values) for name, values in series.items()},
-               x="epochs, then rounds", y="over the first"),
-    ]  # fmt: skip
-
-
-def page_of_run(folder: Path | str, *, command: str = "") -> Path:
-    """Write the page of a run's folder from its trace and, once it has ended, its plan; gives its path.
+def write_run_page(run_dir: Path | str, *, command: str = "") -> Path:
+    """Write the page of a run from its trace and, if finished, its plan; returns its path.
 
     Raises:
         InputError: There is no trace.
-        FileFormatError: It is damaged, or the plan is.
+        FileFormatError: Trace or plan is damaged.
     """
-    trace, plan = Path(folder) / TRACE, Path(folder) / PLAN
-    hardware, rows = opened(trace)
-    for place, row in enumerate(rows[1:], start=1):
-        missing = sorted(_ROW - set(row))
+    trace, plan = Path(run_dir) / TRACE_FILE, Path(run_dir) / PLAN_FILE
+    hardware, rows = read_trace(trace)
+    for index, row in enumerate(rows[1:], start=1):
+        missing = sorted(_ROW_KEYS - set(row))
         if missing:
-            raise FileFormatError(f"{trace}, row {place}, holds no {', '.join(missing)}")
-    # The last rows of a two-stage run are of other baselines.
-    own = [row for row in rows[1:] if row["mode"] == rows[0].get("mode")]
-    if not own:
-        raise FileFormatError(f"{trace} holds no row of the run that it begins with, {rows[0].get('mode')}")
-    layers, decision = layers_of(own[-1]["layers"]), Decision.from_dict(own[-1]["decision"])
-    hardware.check(layers, decision)
+            raise FileFormatError(f"{trace}, row {index}: missing {', '.join(missing)}")
+    # The last rows of a two-stage run belong to other baselines.
+    run_rows = [row for row in rows[1:] if row["mode"] == rows[0].get("mode")]
+    if not run_rows:
+        raise FileFormatError(
+            f"{trace} contains no row with the mode of its first row, {rows[0].get('mode')}"
+        )
+    layers = parse_layers(run_rows[-1]["layers"])
+    decision = HardwareDecision.from_dict(run_rows[-1]["decision"])
+    hardware.check_decision(layers, decision)
     saved = load_plan(plan) if plan.is_file() else None
     return write_page(
-        folder, hardware, layers, decision, rows=own,
-        told=saved.extra if saved is not None and saved.decision == decision else None,
+        run_dir, hardware, layers, decision, rows=run_rows,
+        details=saved.extra if saved is not None and saved.decision == decision else None,
         environment=rows[0].get("environment"), command=command,
     )  # fmt: skip
+
+
+def _add_chips(
+    page: Page, hardware: Hardware, decision: HardwareDecision, costs: LayerCosts, plan: PartitionPlan
+) -> None:
+    rows = [
+        {
+            "slot": slot, "type": chip.name, "latencies are": hardware.proxy.get_source(chip),
+            "layers": plan.assignment.count(slot),
+            "parts of split layers": sum(slot in split.slots[1:] for split, _ in plan.splits.values()),
+            "busy, ms per batch": plan.hw_stats.busy_ms[slot],
+            "memory, MB": plan.hw_stats.memory_mb[slot], "available, MB": float(costs.limit_mb[slot]),
+            "x, mm": decision.positions_mm[slot][0], "y, mm": decision.positions_mm[slot][1],
+        }
+        for slot, chip in enumerate(hardware.get_chips(decision))
+        if chip is not None
+    ]  # fmt: skip
+    page.table("Chips", rows, digits={"memory, MB": 1, "available, MB": 0, "x, mm": 1, "y, mm": 1})
+
+
+def _add_pipeline(
+    page: Page,
+    hardware: Hardware,
+    decision: HardwareDecision,
+    costs: LayerCosts,
+    plan: PartitionPlan,
+    details: Mapping[str, Any],
+) -> None:
+    stats, timeline = plan.hw_stats, simulate_pipeline(costs, plan)
+    page.section(
+        "Pipeline",
+        f"One batch of {hardware.batch_size} alone takes {stats.serial_ms:.4g} ms. In a full pipeline, in "
+        "which each slot works in a fixed order, the simulation completes one batch every "
+        f"{timeline.period_ms:.4g} ms.",
+        _describe_bound(stats.total_latency_ms, details),
+    )
+    names = [f"{slot}: {chip or 'empty'}" for slot, chip in enumerate(decision.chips)]
+    page.figure(plot_timeline(timeline, names))
+    used = [slot for slot, chip in enumerate(decision.chips) if chip is not None]
+    labels = [names[slot] for slot in used]
+    time = {
+        "compute": [stats.compute_ms[slot] for slot in used],
+        "receive or wait": [max(0.0, stats.busy_ms[slot] - stats.compute_ms[slot]) for slot in used],
+        "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
+    }
+    page.figure(plot_stacked_bars("Time per slot", labels, time, unit="ms per batch"))
+    compute_mj, idle_mj = _compute_energy_mj(costs, plan), _idle_energy_mj(costs, stats)
+    energy = {
+        "compute": [*(float(compute_mj[slot]) for slot in used), 0.0],
+        "idle": [*(float(idle_mj[slot]) for slot in used), 0.0],
+        "transfer": [*(0.0 for _ in used), stats.comm_energy_mj],
+    }
+    page.figure(plot_stacked_bars("Energy per slot", [*labels, "links"], energy, unit="mJ per batch"))
+
+
+def _describe_bound(latency_ms: float, details: Mapping[str, Any]) -> str:
+    if not set(BOUND_KEYS) <= set(details):
+        return "No lower bound of this mapping was computed."
+    note = "" if details["finished"] else " The solver reached its time limit; a better mapping may exist."
+    return (
+        "Without splits, every mapping of the coarse segments to these chips takes at least "
+        f"{details['lower_bound_ms']:.4g} ms. The latency of this mapping without splits exceeds the bound "
+        f"by {100.0 * details['gap']:.2g} % of itself; with splits it is {latency_ms:.4g} ms.{note}"
+    )
+
+
+def _add_wafer(
+    page: Page,
+    hardware: Hardware,
+    layers: Sequence[LayerNode],
+    decision: HardwareDecision,
+    costs: LayerCosts,
+    plan: PartitionPlan,
+) -> None:
+    problem, stats = hardware.make_placement_problem(layers, decision), plan.hw_stats
+    power = (_compute_energy_mj(costs, plan) + _idle_energy_mj(costs, stats)) / stats.total_latency_ms
+    occupied = [slot for slot, name in enumerate(problem.names) if name is not None]
+    wafer, sizes = hardware.placer.wafer, problem.sizes_mm[occupied]
+    positions = np.asarray(decision.positions_mm)[occupied]
+    figure = plot_wafer(
+        wafer, positions, sizes, names=[f"{slot}: {problem.names[slot]}" for slot in occupied],
+        traffic_bytes=problem.traffic_bytes[np.ix_(occupied, occupied)],
+        heat=solve_temperatures(wafer, positions, sizes, power[occupied]), title="Wafer",
+        caption="Line width shows traffic, color the steady-state temperature at the mean power of the plan.",
+    )  # fmt: skip
+    page.figure(figure)
+    page.figure(plot_front(hardware.placer.compute_front(problem)))
+
+
+def _compute_energy_mj(costs: LayerCosts, plan: PartitionPlan) -> np.ndarray:
+    """Compute energy of each slot per batch, mJ, [S]."""
+    energy_mj = np.zeros(costs.num_slots)
+    for slot, time_ms, power_w in _iterate_work(costs, plan):
+        energy_mj[slot] += time_ms * power_w
+    return energy_mj
+
+
+def _idle_energy_mj(costs: LayerCosts, stats: HwStats) -> np.ndarray:
+    """Idle energy of each slot per batch, mJ, [S]."""
+    return np.maximum(stats.total_latency_ms - np.array(stats.compute_ms), 0.0) * costs.idle_w
+
+
+def _iterate_work(costs: LayerCosts, plan: PartitionPlan) -> Iterator[tuple[int, float, float]]:
+    """Yield slot, ms and W of each layer and part."""
+    for index, slot in enumerate(plan.assignment):
+        if index in plan.splits:
+            split, parts = plan.splits[index]
+            yield from zip(split.slots, parts.latency_ms, parts.power_w, strict=True)
+        else:
+            yield slot, float(costs.latency_ms[index, slot]), float(costs.power_w[index, slot])
+
+
+def _add_splits(page: Page, decisions: Sequence[Mapping[str, Any]]) -> None:
+    columns = {
+        "name": "layer", "sizes": "units", "slots": "slots", "objective_before": "objective before",
+        "objective_after": "after", "gain_ratio": "gain", "accepted": "accepted",
+    }  # fmt: skip
+    rows = [
+        {**decision, "sizes": str(list(decision["sizes"])), "slots": str(list(decision["slots"]))}
+        for decision in decisions
+    ]
+    page.table("Splits", rows, columns=columns)
+
+
+def _add_training(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
+    x = [float(index) for index in range(1, len(rows) + 1)]
+    first, stats = rows[0]["priced"], [row["priced"]["stats"] for row in rows]
+    costs = {
+        "objective": [row["priced"]["objective"] / first["objective"] for row in rows],
+        "latency": [row["total_latency_ms"] / stats[0]["total_latency_ms"] for row in stats],
+        "energy": [row["energy_mj"] / stats[0]["energy_mj"] for row in stats],
+    }
+    training = {"accuracy": [row["accuracy"] for row in rows]}
+    if rows[0]["mode"] == "joint":
+        training["hardware-loss weight"] = [row["lambda_hw"] for row in rows]
+        training["frozen"] = [float(row["guard"]["frozen"]) for row in rows]
+    for title, curves, y in (
+        ("Accuracy", training, "fraction"),
+        ("Hardware", costs, "relative to the first"),
+    ):
+        curves = {name: (x, values) for name, values in curves.items()}
+        page.figure(plot_curves(title, curves, x="epochs, then rounds", y=y))

@@ -1,4 +1,4 @@
-"""Pictures of a layout for a report: the wafer with its chips, links and heat, and the Pareto front."""
+"""Figures of a layout: the wafer with chips, links and heat, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflow.codesign.layout.pareto import Front
-from sparseflow.codesign.layout.sites import Wafer, chip_sizes, distances_mm
+from sparseflow.codesign.layout.pareto import LayoutFront
+from sparseflow.codesign.layout.sites import Wafer, pairwise_distances_mm, parse_chip_sizes
 from sparseflow.codesign.layout.thermal import ThermalMap
 from sparseflow.core.report.svg import (
     AFTER,
@@ -28,20 +28,20 @@ from sparseflow.errors import InputError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDEST_PT = 5.0
+_MAX_LINK_WIDTH_PT = 5.0
 """Width of the busiest link."""
 
-_FAINTEST = 0.01
-"""Share of the busiest link's traffic below which a link is not drawn."""
+_MIN_LINK_SHARE = 0.01
+"""Links with less traffic relative to the busiest are not drawn."""
 
-_LEVELS = 11
-"""Borders of colours."""
+_NUM_LEVELS = 11
+"""Number of contour levels."""
 
-_GRID = 72
-"""Points, each way, between which the borders of colours are drawn: more make a page heavy."""
+_NUM_GRID_POINTS = 72
+"""Contour resolution per axis; higher values make pages large."""
 
 
-def wafer_picture(
+def plot_wafer(
     wafer: Wafer,
     positions_mm: Any,
     sizes_mm: Any,
@@ -52,36 +52,36 @@ def wafer_picture(
     title: str = "Layout",
     caption: str = "",
 ) -> Figure:
-    """The wafer from above: chips as rectangles, links as wide as their traffic, temperatures beneath.
+    """Plot the wafer: chips as rectangles, links as wide as their traffic, temperatures in the background.
 
     Args:
         wafer: The wafer.
-        positions_mm: Centres of the chips, [S, 2].
-        sizes_mm: Width and height of each, [S, 2], or the sides of square ones, [S].
-        names: What each chip is called; its number by default.
-        traffic_bytes: From each chip to each, [S, S]; without it no links are drawn.
-        heat: Temperatures; see `thermal.temperatures`.
-        title: Heading.
-        caption: A sentence below it.
+        positions_mm: Centers of the chips, mm, [S, 2].
+        sizes_mm: Width and height of each chip, mm, [S, 2], or sides of square chips, [S].
+        names: Label of each chip; its index by default.
+        traffic_bytes: Bytes from each chip to each other, [S, S]; without it no links are drawn.
+        heat: Temperatures; see `layout.solve_temperatures`.
+        title: Title.
+        caption: Caption.
 
     Raises:
-        InputError: The arrays do not fit each other.
+        InputError: Shapes differ.
     """
-    sizes, positions = chip_sizes(sizes_mm), np.asarray(positions_mm, np.float64)
+    sizes, positions = parse_chip_sizes(sizes_mm), np.asarray(positions_mm, np.float64)
     chips = len(sizes)
     labels = [str(chip) for chip in range(chips)] if names is None else list(names)
     traffic = np.zeros((chips, chips)) if traffic_bytes is None else np.asarray(traffic_bytes, np.float64)
     if positions.shape != (chips, 2) or len(labels) != chips or traffic.shape != (chips, chips):
         raise InputError(
-            f"{title}: positions of shape {positions.shape}, {len(labels)} names and traffic of shape "
-            f"{traffic.shape} do not fit {chips} chips"
+            f"{title}: `positions_mm` has shape {positions.shape}, `names` {len(labels)} entries and "
+            f"`traffic_bytes` shape {traffic.shape} for {chips} chips"
         )
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import Circle, Rectangle
 
     with mpl.rc_context({**STYLE, "axes.grid": False}):
-        # Not through pyplot: it would choose a backend and keep every figure alive.
+        # pyplot would select a backend and keep every figure alive.
         figure = Canvas(figsize=(7.6 if heat is not None else 6.4, 6.2))
         axes = figure.add_subplot()
         edge = Circle((0.0, 0.0), wafer.radius_mm, fill=False, edgecolor=MUTED, linewidth=1.4)
@@ -93,13 +93,13 @@ def wafer_picture(
         busiest = float(both.max())
         for first, second in zip(*np.nonzero(np.triu(both)), strict=True):
             share = both[first, second] / busiest
-            if share >= _FAINTEST:
+            if share >= _MIN_LINK_SHARE:
                 axes.plot(
                     positions[[first, second], 0], positions[[first, second], 1], color=AFTER, alpha=0.75,
-                    linewidth=max(0.4, _WIDEST_PT * share), solid_capstyle="round",
+                    linewidth=max(0.4, _MAX_LINK_WIDTH_PT * share), solid_capstyle="round",
                 )  # fmt: skip
         for (x, y), (width, height), label in zip(positions, sizes, labels, strict=True):
-            # Paper beneath ink can be read on a light page and a dark one, whatever the heat.
+            # Dark text on a light box is readable on every background.
             chip = Rectangle(
                 (x - width / 2.0, y - height / 2.0), width, height, facecolor=PAPER, edgecolor=INK,
                 linewidth=1.0, alpha=0.82, zorder=3,
@@ -110,22 +110,22 @@ def wafer_picture(
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="mm")
         axes.tick_params(colors=MUTED)
         return from_matplotlib(
-            figure, title=title, alt=_wafer_words(wafer, positions, labels, both, heat), caption=caption
+            figure, title=title, alt=_describe_wafer(wafer, positions, labels, both, heat), caption=caption
         )
 
 
-def front_picture(front: Front, *, title: str = "Short ways or cool chips", caption: str = "") -> Figure:
-    """Every layout of a front as a dot, its knee and the plain grid marked.
+def plot_front(front: LayoutFront, *, title: str = "Communication and heat", caption: str = "") -> Figure:
+    """Plot all layouts of a Pareto front with its knee and the plain grid.
 
     Args:
         front: The front.
-        title: Heading.
-        caption: A sentence below it.
+        title: Title.
+        caption: Caption.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
-    comm, therm = ([getattr(one, name) for one in front.layouts] for name in ("comm", "therm"))
+    comm, therm = ([getattr(layout, name) for layout in front.layouts] for name in ("comm", "therm"))
     with mpl.rc_context(STYLE):
         figure = Canvas(figsize=(7.2, 4.4))
         axes = figure.add_subplot()
@@ -140,33 +140,33 @@ def front_picture(front: Front, *, title: str = "Short ways or cool chips", capt
         axes.set_ylabel("heat, plain grid = 1")
         axes.legend(loc="upper right")
         words = (
-            f"{len(front.layouts)} layouts of which none is better in both: communication from {comm[0]:.3g} "
-            f"to {comm[-1]:.3g} of the plain grid's, heat from {therm[0]:.3g} to {therm[-1]:.3g}. At the "
-            f"knee they are {front.best.comm:.3g} and {front.best.therm:.3g}; the plain grid is at "
+            f"{len(front.layouts)} undominated layouts: communication from {comm[0]:.3g} to {comm[-1]:.3g} "
+            f"and heat from {therm[0]:.3g} to {therm[-1]:.3g}, relative to the plain grid. At the knee they "
+            f"are {front.best.comm:.3g} and {front.best.therm:.3g}; the plain grid is at "
             f"{front.grid.comm:.3g} and {front.grid.therm:.3g}."
         )
         return from_matplotlib(figure, title=title, alt=words, caption=caption)
 
 
 def _draw_heat(axes: Axes, heat: ThermalMap, radius: float, edge: Any) -> None:
-    """Colours over the whole square, cut off along the circle."""
+    """Draw temperatures over the square, clipped to the wafer."""
     cell = float(heat.x_mm[1] - heat.x_mm[0])
-    around = np.linspace(-radius - cell, radius + cell, _GRID)
-    x, y = np.meshgrid(around, around)
-    # What lies beyond the cells has the temperature of the last cell on the way there.
+    grid = np.linspace(-radius - cell, radius + cell, _NUM_GRID_POINTS)
+    x, y = np.meshgrid(grid, grid)
+    # Points outside the cells get the temperature of the closest cell on the ray from the center.
     inward = np.minimum(1.0, (radius - cell) / np.maximum(np.hypot(x, y), cell))
     column, row = (
-        np.rint((inward * places - heat.x_mm[0]) / cell).astype(int).clip(0, len(heat.x_mm) - 1)
-        for places in (x, y)
+        np.rint((inward * coordinates - heat.x_mm[0]) / cell).astype(int).clip(0, len(heat.x_mm) - 1)
+        for coordinates in (x, y)
     )
     levels = np.linspace(
-        np.nanmin(heat.temperature_c), max(heat.peak_c, 1e-6 + np.nanmin(heat.temperature_c)), _LEVELS
+        np.nanmin(heat.temperature_c), max(heat.peak_c, 1e-6 + np.nanmin(heat.temperature_c)), _NUM_LEVELS
     )
-    drawn = axes.contourf(
-        around, around, heat.temperature_c[row, column], levels=levels, cmap="YlOrRd", zorder=0
+    contours = axes.contourf(
+        grid, grid, heat.temperature_c[row, column], levels=levels, cmap="YlOrRd", zorder=0
     )
-    drawn.set_clip_path(edge)
-    bar = axes.figure.colorbar(drawn, ax=axes, shrink=0.8, label="°C", format="%.3g")
+    contours.set_clip_path(edge)
+    bar = axes.figure.colorbar(contours, ax=axes, shrink=0.8, label="°C", format="%.3g")
     bar.outline.set_visible(False)
     hottest = np.unravel_index(np.nanargmax(heat.temperature_c), heat.temperature_c.shape)
     axes.plot(
@@ -176,17 +176,17 @@ def _draw_heat(axes: Axes, heat: ThermalMap, radius: float, edge: Any) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.0)
 
 
-def _wafer_words(
+def _describe_wafer(
     wafer: Wafer, positions: np.ndarray, labels: Sequence[str], both: np.ndarray, heat: ThermalMap | None
 ) -> str:
     words = [f"{len(labels)} chips on a wafer with a radius of {wafer.radius_mm:g} mm."]
     if both.any():
-        first, second = (int(place) for place in np.unravel_index(np.argmax(both), both.shape))
-        apart = distances_mm(positions)
-        mean = float((both * apart).sum() / both.sum())
+        first, second = (int(index) for index in np.unravel_index(np.argmax(both), both.shape))
+        distances = pairwise_distances_mm(positions)
+        mean = float((both * distances).sum() / both.sum())
         words.append(
             f"A byte travels {mean:.3g} mm on average; the busiest link, {labels[first]} to "
-            f"{labels[second]}, is {apart[first, second]:.3g} mm long."
+            f"{labels[second]}, is {distances[first, second]:.3g} mm long."
         )
     if heat is not None:
         hottest = int(np.argmax(heat.chip_peak_c))

@@ -1,4 +1,4 @@
-"""Layers gathered into segments, and what segments send each other: what a mapping places on slots."""
+"""Segments of consecutive layers and the traffic between them: the units that a mapping places on slots."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparseflow.codesign.workload.layers import number
+from sparseflow.codesign.workload.layers import to_float
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
-__all__ = ["Edge", "LayerNode", "Segment", "SegmentGraph", "chain", "coarse", "number"]
+__all__ = ["Edge", "LayerNode", "Segment", "SegmentGraph", "build_balanced_chain", "build_chain", "to_float"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Layers that run on one slot, one after the other.
+    """Consecutive layers that run on one slot.
 
     Attributes:
-        id: Its place in the graph.
-        layer_ids: Of its layers, ascending.
-        flops: Sum over layers.
-        bytes: Sum over layers.
-        weight_bytes: Sum over layers.
-        memory_bytes: All weights, and the most activations that a layer of it holds at a time.
-        traffic_in_bytes: Of the state that comes in.
-        traffic_out_bytes: Of the state that goes out.
+        id: Index in the graph.
+        layer_ids: Indices of the layers, ascending.
+        flops: Sum over the layers.
+        bytes: Bytes read and written, summed over the layers.
+        weight_bytes: Sum over the layers.
+        memory_bytes: All weights plus the largest activation memory of a layer.
+        traffic_in_bytes: Size of the input state.
+        traffic_out_bytes: Size of the output state.
     """
 
     id: int
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """What a segment sends another: `traffic_bytes` for each batch."""
+    """Traffic from segment `src` to segment `dst`, in bytes per batch."""
 
     src: int
     dst: int
@@ -50,10 +50,10 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentGraph:
-    """Segments in the order they run, and what flows between them.
+    """Segments in execution order and the traffic between them.
 
     Raises:
-        InputError: An edge names a segment that is not there, or leads backwards.
+        InputError: An edge refers to a missing segment or points backwards.
     """
 
     segments: tuple[Segment, ...]
@@ -63,25 +63,25 @@ class SegmentGraph:
         for edge in self.edges:
             if not 0 <= edge.src < edge.dst < len(self.segments):
                 raise InputError(
-                    f"an edge leads from segment {edge.src} to {edge.dst}; expected from a lower number to a "
+                    f"an edge goes from segment {edge.src} to {edge.dst}; expected from a lower index to a "
                     f"higher one, below {len(self.segments)}"
                 )
 
-    def traffic(self) -> np.ndarray:
-        """Bytes from each segment to each other, float64 [K, K]."""
-        found = np.zeros((len(self.segments), len(self.segments)))
+    def traffic_matrix(self) -> np.ndarray:
+        """Bytes from each segment to each other segment, float64 [K, K]."""
+        traffic_bytes = np.zeros((len(self.segments), len(self.segments)))
         for edge in self.edges:
-            found[edge.src, edge.dst] += edge.traffic_bytes
-        return found
+            traffic_bytes[edge.src, edge.dst] += edge.traffic_bytes
+        return traffic_bytes
 
 
-def gathered(id: int, layers: Sequence[LayerNode]) -> Segment:
-    """One segment of consecutive layers."""
+def merge_layers(id: int, layers: Sequence[LayerNode]) -> Segment:
+    """Merge consecutive layers into one segment."""
     return Segment(
         id=id,
         layer_ids=tuple(layer.id for layer in layers),
-        flops=sum(number(layer.flops) for layer in layers),
-        bytes=sum(number(layer.bytes) for layer in layers),
+        flops=sum(to_float(layer.flops) for layer in layers),
+        bytes=sum(to_float(layer.bytes) for layer in layers),
         weight_bytes=sum(layer.weight_bytes for layer in layers),
         memory_bytes=sum(layer.weight_bytes for layer in layers)
         + max(layer.memory_bytes - layer.weight_bytes for layer in layers),
@@ -90,64 +90,66 @@ def gathered(id: int, layers: Sequence[LayerNode]) -> Segment:
     )
 
 
-def chain(layers: Sequence[LayerNode], begins: Sequence[int]) -> SegmentGraph:
-    """Cut layers that run one after the other into segments.
+def build_chain(layers: Sequence[LayerNode], first_layers: Sequence[int]) -> SegmentGraph:
+    """Cut a chain of layers into segments.
 
     Args:
-        layers: All of them, in order.
-        begins: Place of the first layer of each segment, ascending, from 0.
+        layers: All layers, in order.
+        first_layers: Index of the first layer of each segment, ascending from 0.
 
     Raises:
-        InputError: There is no layer, or `begins` is not ascending from 0.
+        InputError: There are no layers, or `first_layers` does not ascend from 0.
     """
-    places = list(begins)
+    indices = list(first_layers)
     if (
         not layers
-        or not places
-        or places[0] != 0
-        or sorted(set(places)) != places
-        or places[-1] >= len(layers)
+        or not indices
+        or indices[0] != 0
+        or sorted(set(indices)) != indices
+        or indices[-1] >= len(layers)
     ):
         raise InputError(
-            f"`begins` (={places}) must ascend from 0 and stay below the number of layers (={len(layers)})"
+            f"`first_layers` (={indices}) must ascend from 0 and stay below the number of layers "
+            f"(={len(layers)})"
         )
-    ends = [*places[1:], len(layers)]
+    ends = [*indices[1:], len(layers)]
     segments = tuple(
-        gathered(at, layers[begin:end]) for at, (begin, end) in enumerate(zip(places, ends, strict=True))
+        merge_layers(index, layers[start:end])
+        for index, (start, end) in enumerate(zip(indices, ends, strict=True))
     )
     edges = tuple(
-        Edge(src=at, dst=at + 1, traffic_bytes=segment.traffic_out_bytes)
-        for at, segment in enumerate(segments[:-1])
+        Edge(src=index, dst=index + 1, traffic_bytes=segment.traffic_out_bytes)
+        for index, segment in enumerate(segments[:-1])
     )
     return SegmentGraph(segments=segments, edges=edges)
 
 
-def coarse(layers: Sequence[LayerNode], segments: int) -> SegmentGraph:
-    """Cut layers into at most so many consecutive segments, the largest of which has the fewest operations.
+def build_balanced_chain(layers: Sequence[LayerNode], max_segments: int) -> SegmentGraph:
+    """Cut layers into consecutive segments so that the largest segment has the fewest FLOPs.
 
     Args:
-        layers: In order.
-        segments: How many at most; fewer where there are fewer layers.
+        layers: All layers, in order.
+        max_segments: Maximum number of segments; there are never more segments than layers.
 
     Raises:
-        InputError: There is no layer, or `segments` is below 1.
+        InputError: There are no layers, or `max_segments` is below 1.
     """
-    if segments < 1 or not layers:
-        raise InputError(f"`segments` (={segments}) and layers (={len(layers)}) must be at least 1")
-    work = np.concatenate([[0.0], np.cumsum([number(layer.flops) for layer in layers])])
-    n, k = len(layers), min(segments, len(layers))
-    # best[j, i]: the largest of j segments of the first i layers, at its least.
+    if max_segments < 1 or not layers:
+        raise InputError(f"`max_segments` (={max_segments}) and layers (={len(layers)}) must be at least 1")
+    work = np.concatenate([[0.0], np.cumsum([to_float(layer.flops) for layer in layers])])
+    n, k = len(layers), min(max_segments, len(layers))
+    # best[j, i]: minimum over cuts of the largest of j segments of the first i layers.
     best = np.full((k + 1, n + 1), np.inf)
     last = np.zeros((k + 1, n + 1), dtype=np.int64)
     best[0, 0] = 0.0
     for j in range(1, k + 1):
         for i in range(j, n + 1):
-            begins = np.arange(j - 1, i)
-            costs = np.maximum(best[j - 1, begins], work[i] - work[begins])
-            at = int(costs.argmin())
-            best[j, i], last[j, i] = costs[at], begins[at]
-    begins, i = [], n
+            cuts = np.arange(j - 1, i)
+            costs = np.maximum(best[j - 1, cuts], work[i] - work[cuts])
+            index = int(costs.argmin())
+            best[j, i], last[j, i] = costs[index], cuts[index]
+    cuts, i = [], n
     for j in range(k, 0, -1):
         i = int(last[j, i])
-        begins.append(i)
-    return chain(layers, begins[::-1])
+        cuts.append(i)
+    return build_chain(layers, cuts[::-1])

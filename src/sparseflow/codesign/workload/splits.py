@@ -16,26 +16,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
-from sparseflow.core.config import describe_validation_error
+from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """One layer's parts.
+class LayerSplit:
+    """Distribution of one layer's units over slots.
 
     Attributes:
-        layer: Its place among the layers.
-        permutation: All of its units, group after group.
-        sizes: Units of each group.
-        slots: Of each group; the first is the layer's home.
+        layer: Index of the layer.
+        permutation: All units of the layer, group after group.
+        sizes: Number of units in each group.
+        slots: Slot of each group; the first is the layer's own slot.
 
     Raises:
-        InputError: Units are left out or named twice, sizes do not add up to them, or slots are not as many
-            as sizes, or the same twice; says of which layer.
+        InputError: The permutation is incomplete, the sizes do not add up to it, or the slots are not
+            distinct or not one per group.
     """
 
     layer: int
@@ -44,21 +44,21 @@ class Split:
     slots: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        whole = (self.layer, *self.permutation, *self.sizes, *self.slots)
-        if any(type(each) is not int for each in whole):
-            raise InputError(f"the split of layer {self.layer!r} must be made of whole numbers")
-        where, units = f"the split of layer {self.layer}", len(self.permutation)
+        values = (self.layer, *self.permutation, *self.sizes, *self.slots)
+        if any(type(value) is not int for value in values):
+            raise InputError(f"the split of layer {self.layer!r} must contain integers")
+        prefix, units = f"the split of layer {self.layer}", len(self.permutation)
         if self.layer < 0:
-            raise InputError(f"{where}: layers are numbered from 0")
+            raise InputError(f"{prefix}: the layer must be at least 0")
         wrong = sorted(set(range(units)) ^ set(self.permutation))
         if wrong:
             raise InputError(
-                f"{where}: `permutation` has {units} units and must name each from 0 to {units - 1} once; "
-                f"see {', '.join(map(str, wrong[:5]))}"
+                f"{prefix}: `permutation` has {units} units and must contain each from 0 to {units - 1} "
+                f"once; wrong: {', '.join(map(str, wrong[:5]))}"
             )
         if not self.sizes or min(self.sizes) < 1 or sum(self.sizes) != units:
             raise InputError(
-                f"{where}: `sizes` (={list(self.sizes)}) must be at least 1 each and add up to {units} units"
+                f"{prefix}: `sizes` (={list(self.sizes)}) must be at least 1 each and add up to {units} units"
             )
         if (
             len(self.slots) != len(self.sizes)
@@ -66,18 +66,18 @@ class Split:
             or min(self.slots) < 0
         ):
             raise InputError(
-                f"{where}: `slots` (={list(self.slots)}) must be {len(self.sizes)} different ones, numbered "
-                "from 0: one for each group"
+                f"{prefix}: `slots` (={list(self.slots)}) must be {len(self.sizes)} distinct slots, "
+                "one for each group"
             )
 
-    def groups(self) -> tuple[tuple[int, ...], ...]:
+    def unit_groups(self) -> tuple[tuple[int, ...], ...]:
         """Units of each group."""
-        ends = [sum(self.sizes[:at]) for at in range(len(self.sizes) + 1)]
-        return tuple(self.permutation[begin:end] for begin, end in pairwise(ends))
+        ends = [sum(self.sizes[:index]) for index in range(len(self.sizes) + 1)]
+        return tuple(self.permutation[start:end] for start, end in pairwise(ends))
 
 
-class _SplitEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _SplitRecord(StrictModel):
+    model_config = ConfigDict(strict=True)
 
     layer: int
     permutation: list[int]
@@ -85,33 +85,32 @@ class _SplitEntry(BaseModel):
     slots: list[int]
 
 
-class _PlanEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _RewritePlanRecord(StrictModel):
+    model_config = ConfigDict(strict=True)
 
-    splits: list[_SplitEntry]
+    splits: list[_SplitRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewritePlan:
-    """What is split.
-
-    Attributes:
-        splits: One a layer.
+    """All splits of a model, at most one per layer.
 
     Raises:
         InputError: A layer is split twice.
     """
 
-    splits: tuple[Split, ...]
+    splits: tuple[LayerSplit, ...]
 
     def __post_init__(self) -> None:
-        often = Counter(split.layer for split in self.splits)
-        twice = sorted(layer for layer, times in often.items() if times > 1)
-        if twice:
-            raise InputError(f"layer {twice[0]} is split {often[twice[0]]} times; once is all there can be")
+        counts = Counter(split.layer for split in self.splits)
+        duplicates = sorted(layer for layer, times in counts.items() if times > 1)
+        if duplicates:
+            raise InputError(
+                f"layer {duplicates[0]} is split {counts[duplicates[0]]} times; expected at most once"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types; `from_dict` reads them."""
         return {
             "splits": [
                 {
@@ -124,100 +123,100 @@ class RewritePlan:
 
     @classmethod
     def from_dict(cls, content: object) -> RewritePlan:
-        """What `to_dict` gave.
+        """Read what `to_dict` returned.
 
         Raises:
-            FileFormatError: A field is missing, unknown or of another type; says which.
-            InputError: A split cannot be; says of which layer.
+            FileFormatError: A field is missing, unknown or of another type.
+            InputError: A split is inconsistent.
         """
         try:
-            read = _PlanEntry.model_validate(content)
+            parsed = _RewritePlanRecord.model_validate(content)
         except ValidationError as error:
-            raise FileFormatError(
-                f"a rewrite plan cannot be read: {describe_validation_error(error)}"
-            ) from error
+            raise FileFormatError(f"invalid rewrite plan: {describe_validation_error(error)}") from error
         return cls(
             splits=tuple(
-                Split(
-                    layer=each.layer, permutation=tuple(each.permutation), sizes=tuple(each.sizes),
-                    slots=tuple(each.slots),
+                LayerSplit(
+                    layer=record.layer, permutation=tuple(record.permutation), sizes=tuple(record.sizes),
+                    slots=tuple(record.slots),
                 )
-                for each in read.splits
+                for record in parsed.splits
             )
         )  # fmt: skip
 
 
-def _other_units(split: Split, units: int) -> InputError:
+def unit_mismatch_error(split: LayerSplit, units: int) -> InputError:
     return InputError(
-        f"the split of layer {split.layer} has {len(split.permutation)} units and the layer {units}: the "
-        "plan is for another model"
+        f"the split of layer {split.layer} has {len(split.permutation)} units, but the layer has {units}; "
+        "the plan belongs to another model"
     )
 
 
-def check(layers: Sequence[LayerNode], plan: RewritePlan, homes: Sequence[int] | None = None) -> None:
-    """Whether a plan is one for these layers.
+def check_rewrite_plan(
+    layers: Sequence[LayerNode], plan: RewritePlan, assignment: Sequence[int] | None = None
+) -> None:
+    """Check that a plan fits the layers.
 
     Args:
-        layers: In order.
-        plan: What is split.
-        homes: Slot of each layer.
+        layers: All layers, in order.
+        plan: The splits.
+        assignment: Slot of each layer.
 
     Raises:
-        InputError: A split is of a layer that is not there, that cannot be split or has other units, or does
-            not begin at home; or slots are not as many as layers.
+        InputError: A split layer is missing, not splittable or has other units, a split does not start at the
+            layer's slot, or there is not one slot per layer.
     """
-    if homes is not None:
-        if len(homes) != len(layers):
-            raise InputError(f"{len(homes)} slots are given for {len(layers)} layers; expected one each")
-        if any(type(slot) is not int or slot < 0 for slot in homes):
-            raise InputError(f"slots (={list(homes)}) must be whole numbers from 0")
+    if assignment is not None:
+        if len(assignment) != len(layers):
+            raise InputError(f"`assignment` has {len(assignment)} slots for {len(layers)} layers")
+        if any(type(slot) is not int or slot < 0 for slot in assignment):
+            raise InputError(f"`assignment` (={list(assignment)}) must contain integers of at least 0")
     for split in plan.splits:
         if split.layer >= len(layers):
             raise InputError(
-                f"the plan splits layer {split.layer} and the last is {len(layers) - 1}: it is for another "
-                "model"
+                f"the plan splits layer {split.layer}, but the last layer is {len(layers) - 1}; it belongs "
+                "to another model"
             )
         node = layers[split.layer]
         if not node.splittable:
             raise InputError(f"layer {split.layer} ({node.name}) cannot be split")
         if node.units != len(split.permutation):
-            raise _other_units(split, node.units)
-        if homes is not None and homes[split.layer] != split.slots[0]:
+            raise unit_mismatch_error(split, node.units)
+        if assignment is not None and assignment[split.layer] != split.slots[0]:
             raise InputError(
-                f"the split of layer {split.layer} ({node.name}) begins at slot {split.slots[0]} and the "
-                f"layer is on slot {homes[split.layer]}: its first slot must be the layer's"
+                f"the split of layer {split.layer} ({node.name}) starts at slot {split.slots[0]}, but the "
+                f"layer is on slot {assignment[split.layer]}; both must be equal"
             )
 
 
-def plan_bytes(
-    layers: Sequence[LayerNode], homes: Sequence[int], plan: RewritePlan | None = None
+def compute_transfer_bytes(
+    layers: Sequence[LayerNode], assignment: Sequence[int], plan: RewritePlan | None = None
 ) -> dict[tuple[int, int], int]:
-    """What is moved for each batch.
+    """Compute the bytes that a batch moves between slots.
 
     Args:
-        layers: In order; they say how large a batch is.
-        homes: Slot of each layer.
-        plan: What is split.
+        layers: All layers, in order; they determine the batch size.
+        assignment: Slot of each layer.
+        plan: The splits.
 
     Returns:
-        (from slot, to slot) -> bytes; pairs that nothing moves between are left out.
+        (source slot, target slot) -> bytes; pairs without traffic are omitted.
 
     Raises:
-        InputError: See `check`.
+        InputError: See `check_rewrite_plan`.
     """
     plan = plan or RewritePlan(splits=())
-    check(layers, plan, homes)
-    found: Counter[tuple[int, int]] = Counter()
-    for layer, source, target in zip(layers, homes, homes[1:], strict=False):
+    check_rewrite_plan(layers, plan, assignment)
+    traffic: Counter[tuple[int, int]] = Counter()
+    for layer, source, target in zip(layers, assignment, assignment[1:], strict=False):
         if source != target:
-            found[source, target] += layer.traffic_out_bytes
+            traffic[source, target] += layer.traffic_out_bytes
     for split in plan.splits:
         node, home = layers[split.layer], split.slots[0]
         for slot, size in zip(split.slots[1:], split.sizes[1:], strict=True):
-            found[home, slot] += node.split_in_bytes
-            back = node.split_out_bytes
-            found[slot, home] += back * size // node.units if node.split_joins else back
-    return {pair: size for pair, size in found.items() if size}
+            traffic[home, slot] += node.split_in_bytes
+            output_bytes = node.split_out_bytes
+            traffic[slot, home] += output_bytes * size // node.units if node.split_joins else output_bytes
+    return {pair: size for pair, size in traffic.items() if size}
 
 
 """A split layer at home: others are asked for their parts, and meanwhile its own is computed."""

@@ -1,7 +1,8 @@
-"""Real sparsity: a model without what its gates close and its stages drop, which computes the same.
+"""Compaction: remove what a model prunes and keep its outputs.
 
-Tokens that a stage drops are gathered away, to a fixed number. Heads and channels whose gates are closed are
-cut out of the weights, and what is left is multiplied by its gate there. Closed blocks are removed.
+Tokens that a stage drops are removed by gathering a fixed number of tokens. Heads and channels with closed
+gates are removed from the weights, and the remaining gates are multiplied into the weights. Closed blocks are
+removed.
 """
 
 from __future__ import annotations
@@ -11,88 +12,87 @@ import copy
 import torch
 from torch import Tensor
 
-from sparseflow.pruning.model.blocks import Attention, Block, Perceptron
+from sparseflow.pruning.model.blocks import MLP, Attention, TransformerBlock
 from sparseflow.pruning.model.video_vit import VideoViT
 
 
 def compact(model: VideoViT) -> VideoViT:
-    """A smaller copy of a model, in evaluation mode.
+    """Return a smaller copy of a model, in evaluation mode.
 
     Args:
-        model: Left as it is. One that is compact already, or prunes nothing, gives a plain copy.
+        model: Not modified. A model that is compact already, or does not prune, is only copied.
 
     Returns:
-        Equal to `model.eval()` but for rounding. It can be trained further; its gates are gone.
+        A model with the outputs of `model.eval()` up to rounding. It has no gates and can be trained further.
     """
-    found = copy.deepcopy(model).eval()
-    found.compacted = True
+    compacted = copy.deepcopy(model).eval()
+    compacted.compacted = True
     if model.gates is None:
-        return found
+        return compacted
     with torch.no_grad():
-        gates = model.gates.values(hard=True)
-        for at, block in enumerate(found.blocks):
-            assert isinstance(block, Block)
-            _cut(block, {grain: gate[at] for grain, gate in gates.items()})
-    found.gates = None
-    return found
+        gates = model.gates.compute_gates(hard=True)
+        for index, block in enumerate(compacted.blocks):
+            assert isinstance(block, TransformerBlock)
+            _compact_block(block, {grain: gate_values[index] for grain, gate_values in gates.items()})
+    compacted.gates = None
+    return compacted
 
 
-def _cut(block: Block, gates: dict[str, Tensor]) -> None:
-    """Cut one block to what is open; nothing of it is left if its own gate is closed."""
-    whole = gates.get("block")
-    if whole is not None and whole == 0.0:
-        block.attention = block.perceptron = block.norm1 = block.norm2 = None
+def _compact_block(block: TransformerBlock, gates: dict[str, Tensor]) -> None:
+    block_gate = gates.get("block")
+    if block_gate is not None and block_gate == 0.0:
+        block.attention = block.mlp = block.norm1 = block.norm2 = None
         return
-    assert block.attention is not None and block.perceptron is not None
+    assert block.attention is not None and block.mlp is not None
     if "head" in gates:
-        block.attention = _cut_heads(block.attention, gates["head"])
+        block.attention = _compact_attention(block.attention, gates["head"])
     if "channel" in gates:
-        block.perceptron = _cut_channels(block.perceptron, gates["channel"])
-    if whole is not None:
-        for last in (block.attention.proj, block.perceptron.down):
-            last.weight.mul_(whole)
-            last.bias.mul_(whole)
+        block.mlp = _compact_mlp(block.mlp, gates["channel"])
+    if block_gate is not None:
+        for layer in (block.attention.proj, block.mlp.down):
+            layer.weight.mul_(block_gate)
+            layer.bias.mul_(block_gate)
 
 
-def _cut_heads(whole: Attention, gate: Tensor) -> Attention:
-    kept = gate.nonzero()[:, 0]
-    found = whole.slice_units(kept, bias=True)
-    found.proj.weight.unflatten(1, (-1, whole.head_dim)).mul_(gate[kept][:, None])
-    return found
+def _compact_attention(attention: Attention, gate_values: Tensor) -> Attention:
+    retained = gate_values.nonzero()[:, 0]
+    sliced = attention.slice_units(retained, bias=True)
+    sliced.proj.weight.unflatten(1, (-1, attention.head_dim)).mul_(gate_values[retained][:, None])
+    return sliced
 
 
-def _cut_channels(whole: Perceptron, gate: Tensor) -> Perceptron:
-    kept = gate.nonzero()[:, 0]
-    found = whole.slice_units(kept, bias=True)
-    found.down.weight.mul_(gate[kept])
-    return found
+def _compact_mlp(mlp: MLP, gate_values: Tensor) -> MLP:
+    retained = gate_values.nonzero()[:, 0]
+    sliced = mlp.slice_units(retained, bias=True)
+    sliced.down.weight.mul_(gate_values[retained])
+    return sliced
 
 
-def units(model: VideoViT) -> list[tuple[int, int]]:
-    """Heads and channels that each block has, (0, 0) where it was removed."""
-    found = []
+def list_units(model: VideoViT) -> list[tuple[int, int]]:
+    """Heads and channels of each block; (0, 0) for a removed block."""
+    units = []
     for block in model.blocks:
-        assert isinstance(block, Block)
-        if block.attention is None or block.perceptron is None:
-            found.append((0, 0))
+        assert isinstance(block, TransformerBlock)
+        if block.attention is None or block.mlp is None:
+            units.append((0, 0))
         else:
-            found.append((block.attention.heads, block.perceptron.up.out_features))
-    return found
+            units.append((block.attention.num_heads, block.mlp.up.out_features))
+    return units
 
 
-def shaped(model: VideoViT, wanted: list[tuple[int, int]]) -> VideoViT:
-    """A model as `compact` leaves it, with these heads and channels, weights still to be filled in."""
-    for block, (heads, channels) in zip(model.blocks, wanted, strict=True):
-        assert isinstance(block, Block)
-        attention, perceptron = block.attention, block.perceptron
-        assert attention is not None and perceptron is not None
-        if not heads:
-            block.attention = block.perceptron = block.norm1 = block.norm2 = None
+def resize_blocks(model: VideoViT, units: list[tuple[int, int]]) -> VideoViT:
+    """Give a model the heads and channels of a compact one, in place, with uninitialized weights."""
+    for block, (num_heads, channels) in zip(model.blocks, units, strict=True):
+        assert isinstance(block, TransformerBlock)
+        attention, mlp = block.attention, block.mlp
+        assert attention is not None and mlp is not None
+        if not num_heads:
+            block.attention = block.mlp = block.norm1 = block.norm2 = None
             continue
         dim, dropout = attention.proj.out_features, attention.out_dropout.p
         block.attention = Attention(
-            dim, heads, attention.head_dim, dropout=attention.dropout, out_dropout=dropout
+            dim, num_heads, attention.head_dim, dropout=attention.dropout, out_dropout=dropout
         )
-        block.perceptron = Perceptron(dim, channels, dropout=dropout)
+        block.mlp = MLP(dim, channels, dropout=dropout)
     model.gates, model.compacted = None, True
     return model.eval()

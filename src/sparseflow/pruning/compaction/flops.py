@@ -1,7 +1,7 @@
-"""How many operations a model takes for one clip.
+"""FLOPs of a model for one clip.
 
-Those of its matrix products, a multiplication and an addition counted as two. Everything else is of the order
-of a percent, and is left out, as is usual.
+Only matrix products are counted, with a multiply-add as two operations; all other operations are about one
+percent.
 """
 
 from __future__ import annotations
@@ -12,123 +12,129 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from sparseflow.pruning.model.blocks import Block
-from sparseflow.pruning.model.config import BY_HEADS
+from sparseflow.pruning.model.blocks import TransformerBlock
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.selectors import tokens as steps
+from sparseflow.pruning.selectors.tokens import count_kept_tokens
 
 Amount = TypeVar("Amount", int, Tensor)
-"""How many units there are; a tensor where gates say so."""
+"""Number of units; a tensor if gates determine it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockPass:
-    """What one block does in a forward pass over one clip.
+class BlockWork:
+    """Sizes of one block in the forward pass of one clip.
 
     Attributes:
-        at: Its number.
-        heads: Heads; 0 where the block was removed.
-        wide: Width of all heads together.
-        channels: Hidden channels; 0 where the block was removed.
-        staged: Whether a stage stands before it.
-        stage: Operations of what says which tokens stay.
-        front: Tokens in front of the grid's as the block begins, after its stage.
-        left: Tokens of the grid, likewise.
+        block: Index of the block.
+        num_heads: Heads; 0 in a removed block.
+        attention_width: Width of all heads together.
+        channels: Hidden channels; 0 in a removed block.
+        has_stage: Whether a stage precedes the block.
+        selection_flops: FLOPs of the token selector of that stage.
+        num_prefix: Prefix tokens at the input of the block, after its stage.
+        num_kept: Grid tokens at the input of the block, after its stage.
     """
 
-    at: int
-    heads: int
-    wide: int
+    block: int
+    num_heads: int
+    attention_width: int
     channels: int
-    staged: bool
-    stage: int
-    front: int
-    left: int
+    has_stage: bool
+    selection_flops: int
+    num_prefix: int
+    num_kept: int
 
     @property
-    def tokens(self) -> int:
-        """What its halves see."""
-        return self.front + self.left
+    def num_tokens(self) -> int:
+        return self.num_prefix + self.num_kept
 
 
-def passes(model: VideoViT, *, gone: bool) -> Iterator[BlockPass]:
-    """Blocks in order; `gone` says whether tokens that stages drop are."""
-    total = model.config.tokens
-    front, left = int(model.config.pool == "cls"), total
-    for at, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        staged, stage = model.ast is not None and at in model.ast.stages, 0
-        if model.ast is not None and staged:
-            kept = steps.count(model.ast.stages[at], total)
-            stage = _stage(model, block, left, kept, front)
-            front += int(model.ast.merge and model.ast.selector != "tome")
-            # ToMe has no mask: what it merges is merged.
-            left = kept if gone or model.ast.selector == "tome" else total
-        heads = 0 if block.attention is None else block.attention.heads
-        yield BlockPass(
-            at=at, heads=heads, wide=0 if block.attention is None else heads * block.attention.head_dim,
-            channels=0 if block.perceptron is None else block.perceptron.up.out_features,
-            staged=staged, stage=stage, front=front, left=left,
-        )  # fmt: skip
+def list_block_work(model: VideoViT, *, dropped: bool) -> Iterator[BlockWork]:
+    """Yield the work of each block; `dropped` says whether stages remove tokens or only mask them."""
+    total = model.config.num_tokens
+    num_prefix, num_kept = int(model.config.pool == "cls"), total
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, TransformerBlock)
+        has_stage, selection_flops = model.ast is not None and index in model.ast.stages, 0
+        if model.ast is not None and has_stage:
+            num_after = count_kept_tokens(model.ast.stages[index], total)
+            selection_flops = _count_selection_flops(model, block, num_kept, num_after, num_prefix)
+            num_prefix += int(model.ast.merge and model.ast.selector != "tome")
+            # ToMe merges tokens in every mode and has no mask.
+            num_kept = num_after if dropped or model.ast.selector == "tome" else total
+        attention, mlp = block.attention, block.mlp
+        yield BlockWork(
+            block=index,
+            num_heads=0 if attention is None else attention.num_heads,
+            attention_width=0 if attention is None else attention.num_heads * attention.head_dim,
+            channels=0 if mlp is None else mlp.up.out_features,
+            has_stage=has_stage,
+            selection_flops=selection_flops,
+            num_prefix=num_prefix,
+            num_kept=num_kept,
+        )
 
 
-def projections(tokens: int, dim: int, wide: Amount) -> Amount:
-    """Operations of an attention's two layers, with heads `wide` together."""
-    return 2 * tokens * dim * 4 * wide
+def projection_flops(num_tokens: int, dim: int, width: Amount) -> Amount:
+    """FLOPs of the linear layers of an attention whose heads have `width` together."""
+    return 2 * num_tokens * dim * 4 * width
 
 
-def products(tokens: int, wide: Amount) -> Amount:
-    """Operations of an attention's two products."""
-    return 2 * 2 * tokens * tokens * wide
+def attention_flops(num_tokens: int, width: Amount) -> Amount:
+    """FLOPs of the two matrix products of an attention."""
+    return 2 * 2 * num_tokens * num_tokens * width
 
 
-def perceptrons(tokens: int, dim: int, channels: Amount) -> Amount:
-    """Operations of a perceptron's two layers."""
-    return 2 * 2 * tokens * dim * channels
+def mlp_flops(num_tokens: int, dim: int, channels: Amount) -> Amount:
+    """FLOPs of the two linear layers of an MLP."""
+    return 2 * 2 * num_tokens * dim * channels
 
 
-def flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, int]:
-    """Operations of a forward pass over one clip, in evaluation mode.
+def count_flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, int]:
+    """Count the FLOPs of a forward pass of one clip in evaluation mode.
 
     Args:
         model: The model.
-        dropped: Whether tokens that stages drop are gone; by default, whether the model is compact. Where
-            they are only masked they cost as much as ever.
+        dropped: Whether stages remove tokens; by default, whether the model is compact. Masked tokens cost as
+            much as others.
 
     Returns:
-        `"patch"`, `"linear"` (projections of attention), `"attention"` (its two products), `"perceptron"`,
-        `"stage"` (what says which tokens stay), `"head"`, and `"total"`.
+        `"patch"`, `"linear"` (projections of attention), `"attention"` (its two products), `"mlp"`,
+        `"stage"` (token selectors), `"head"` and `"total"`.
     """
     config, dim = model.config, model.config.embed_dim
-    found = dict.fromkeys(("patch", "linear", "attention", "perceptron", "stage", "head"), 0)
-    found["patch"] = 2 * config.tokens * model.patch.in_features * dim
-    found["head"] = 2 * dim * config.num_classes
-    for each in passes(model, gone=model.compacted if dropped is None else dropped):
-        found["stage"] += each.stage
-        found["linear"] += projections(each.tokens, dim, each.wide)
-        found["attention"] += products(each.tokens, each.wide)
-        found["perceptron"] += perceptrons(each.tokens, dim, each.channels)
-    return found | {"total": sum(found.values())}
+    flops = dict.fromkeys(("patch", "linear", "attention", "mlp", "stage", "head"), 0)
+    flops["patch"] = 2 * config.num_tokens * model.patch.in_features * dim
+    flops["head"] = 2 * dim * config.num_classes
+    for work in list_block_work(model, dropped=model.compacted if dropped is None else dropped):
+        flops["stage"] += work.selection_flops
+        flops["linear"] += projection_flops(work.num_tokens, dim, work.attention_width)
+        flops["attention"] += attention_flops(work.num_tokens, work.attention_width)
+        flops["mlp"] += mlp_flops(work.num_tokens, dim, work.channels)
+    return flops | {"total": sum(flops.values())}
 
 
-def _stage(model: VideoViT, block: Block, left: int, kept: int, front: int) -> int:
-    """Of what says which tokens stay."""
+def _count_selection_flops(
+    model: VideoViT, block: TransformerBlock, num_before: int, num_after: int, num_prefix: int
+) -> int:
+    """FLOPs of the token selector of a stage that reduces the grid tokens to `num_after`."""
     assert model.ast is not None
     config, selector = model.config, model.ast.selector
     if selector == "ast":
         assert model.score is not None
         windows, cells = (len(model.score.get_buffer(name)) for name in ("windows", "cells"))
-        t, n = model.score.frames, model.score.patches
-        return 2 * config.embed_dim * t * n * (windows + cells)
-    if selector in BY_HEADS:
+        return 2 * config.embed_dim * model.score.num_frames * model.score.num_patches * (windows + cells)
+    if selector in ATTENTION_SELECTORS:
         assert block.attention is not None
-        wide = block.attention.heads * block.attention.head_dim
-        found = 2 * (front + left) * config.embed_dim * 3 * wide
+        width = block.attention.num_heads * block.attention.head_dim
+        num_tokens = num_prefix + num_before
+        flops = 2 * num_tokens * config.embed_dim * 3 * width
         if selector == "attention":
-            queries = 1 if config.pool == "cls" else front + left
-            return found + 2 * queries * (front + left) * wide
-        while left > kept:
-            found += 2 * (-(-left // 2)) * (left // 2) * block.attention.head_dim
-            left -= min(left - kept, left // 2)
-        return found
+            num_queries = 1 if config.pool == "cls" else num_tokens
+            return flops + 2 * num_queries * num_tokens * width
+        while num_before > num_after:
+            flops += 2 * (-(-num_before // 2)) * (num_before // 2) * block.attention.head_dim
+            num_before -= min(num_before - num_after, num_before // 2)
+        return flops
     return 0

@@ -1,15 +1,15 @@
-"""The layers of a VideoViT, and what each costs: operations, bytes, memory, and the state between them.
+"""Costs of the layers of a VideoViT: FLOPs, bytes, memory, and the state between layers.
 
-Notation: B clips, n tokens, C features, w = heads * head_dim, M hidden channels, e bytes a number.
+Notation: B clips, n tokens, C features, w = num_heads * head_dim, M hidden channels, e bytes per element.
 
-Between two layers goes only what later ones need: x [B, n, C]; where tokens stand, once some are gone and
-another stage will ask; ToMe's bias, where the next attention will use it, and its sizes, as long as a stage
-or the mean is to come.
+The state between two layers has only what later layers need: x [B, n, C]; token positions, if tokens were
+dropped and another stage follows; ToMe's attention bias, if the next attention uses it; ToMe's sizes, if
+another stage or mean pooling follows.
 
-Bytes are those of weights, of what comes in and goes out, and twice (written and read) those of what is
-between norms and products: a norm's output, queries, keys and values, what heads gather, hidden channels.
-Whatever can be done along with a product is taken to be. Memory is that of weights, and of the activations
-that are alive together when there are most of them; attention's own scores are not, kernels keep none.
+Bytes are the weights, inputs and outputs, plus twice (write and read) the intermediate results between norms
+and matrix products: normalized tokens, queries, keys and values, attention outputs and hidden channels.
+Element-wise operations count as fused with a product. Memory is the weights plus the largest set of live
+activations; attention scores are excluded because fused kernels do not store them.
 """
 
 from __future__ import annotations
@@ -21,191 +21,214 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.layers import PRECISIONS, LayerNode
-from sparseflow.errors import InputError, ModelError
-from sparseflow.pruning.compaction.flops import Amount, BlockPass, passes, perceptrons, products, projections
-from sparseflow.pruning.model.config import BY_HEADS
+from sparseflow.errors import ModelError
+from sparseflow.pruning.compaction.flops import (
+    Amount,
+    BlockWork,
+    attention_flops,
+    list_block_work,
+    mlp_flops,
+    projection_flops,
+)
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS
 from sparseflow.pruning.model.video_vit import VideoViT
 
-PLACE_BYTES = 8
+_POSITION_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One layer, whatever the batch.
+class VideoViTLayer:
+    """One layer of a VideoViT, independent of the batch size.
 
     Attributes:
         name: Such as `"blocks.3.attention"`.
         kind: One of `core.layers.LAYER_TYPES`.
-        block: The block that it is of, if it is of one.
-        stages: What is done first; those of removed blocks fall to the next layer that is left.
-        came: Tokens that come in.
-        front: Tokens in front of the grid's when it ends.
-        left: Tokens of the grid when it ends.
-        biased: Whether attention is towards sizes.
-        gives: Names of what goes on.
+        block: Work of its block; None for embedding and head.
+        stages: Stages that run before the layer, including those of removed blocks before it.
+        num_inputs: Tokens of the input.
+        num_prefix: Prefix tokens of the output.
+        num_kept: Grid tokens of the output.
+        has_size_bias: Whether attention is biased by ToMe's token sizes.
+        outputs: Names of the entries of the output state.
     """
 
     name: str
     kind: str
-    block: BlockPass | None = None
-    stages: tuple[BlockPass, ...] = ()
-    came: int
-    front: int
-    left: int
-    biased: bool = False
-    gives: tuple[str, ...] = ()
+    block: BlockWork | None = None
+    stages: tuple[BlockWork, ...] = ()
+    num_inputs: int
+    num_prefix: int
+    num_kept: int
+    has_size_bias: bool = False
+    outputs: tuple[str, ...] = ()
 
     @property
-    def tokens(self) -> int:
-        return self.front + self.left
+    def num_tokens(self) -> int:
+        return self.num_prefix + self.num_kept
 
     @property
     def width(self) -> int:
-        """Of heads together, or hidden channels; 0 where it has neither."""
+        """Width of all heads together, or hidden channels; 0 for layers that have neither."""
         if self.block is None:
             return 0
-        return self.block.wide if self.kind == "attention" else self.block.channels
+        return self.block.attention_width if self.kind == "attention" else self.block.channels
 
 
-def layers_of(model: VideoViT) -> tuple[Layer, ...]:
-    """Layers of a model whose stages drop or merge tokens, in order."""
+def list_layers(model: VideoViT) -> tuple[VideoViTLayer, ...]:
+    """List the layers, in order, of a model whose stages drop or merge tokens."""
     config = model.config
-    front, left = int(config.pool == "cls"), config.tokens
-    found = [Layer(name="embed", kind="embed", came=0, front=front, left=left)]
-    waiting: list[BlockPass] = []
-    for each in passes(model, gone=True):
-        if each.staged:
-            waiting.append(each)
-        if not each.heads:
+    num_prefix, num_kept = int(config.pool == "cls"), config.num_tokens
+    layers = [
+        VideoViTLayer(name="embed", kind="embed", num_inputs=0, num_prefix=num_prefix, num_kept=num_kept)
+    ]
+    pending_stages: list[BlockWork] = []
+    for work in list_block_work(model, dropped=True):
+        if work.has_stage:
+            pending_stages.append(work)
+        if not work.num_heads:
             continue
-        name = f"blocks.{each.at}"
-        attention = Layer(
-            name=f"{name}.attention", kind="attention", block=each, stages=tuple(waiting),
-            came=front + left, front=each.front, left=each.left,
+        attention = VideoViTLayer(
+            name=f"blocks.{work.block}.attention", kind="attention", block=work, stages=tuple(pending_stages),
+            num_inputs=num_prefix + num_kept, num_prefix=work.num_prefix, num_kept=work.num_kept,
         )  # fmt: skip
-        front, left, waiting = each.front, each.left, []
-        found += [
+        num_prefix, num_kept, pending_stages = work.num_prefix, work.num_kept, []
+        mlp = replace(
             attention,
-            replace(attention, name=f"{name}.perceptron", kind="mlp", stages=(), came=front + left),
-        ]
-    came = front + left
-    if waiting:
-        front, left = waiting[-1].front, waiting[-1].left
-    found.append(Layer(name="head", kind="head", stages=tuple(waiting), came=came, front=front, left=left))
-    return tuple(_with_state(model, found))
+            name=f"blocks.{work.block}.mlp",
+            kind="mlp",
+            stages=(),
+            num_inputs=num_prefix + num_kept,
+        )
+        layers += [attention, mlp]
+    num_inputs = num_prefix + num_kept
+    if pending_stages:
+        num_prefix, num_kept = pending_stages[-1].num_prefix, pending_stages[-1].num_kept
+    layers.append(
+        VideoViTLayer(
+            name="head", kind="head", stages=tuple(pending_stages), num_inputs=num_inputs,
+            num_prefix=num_prefix, num_kept=num_kept,
+        )
+    )  # fmt: skip
+    return tuple(_add_outputs(model, layers))
 
 
-def _with_state(model: VideoViT, layers: list[Layer]) -> list[Layer]:
-    """The same layers, each with what it gives."""
+def _add_outputs(model: VideoViT, layers: list[VideoViTLayer]) -> list[VideoViTLayer]:
+    """Fill in `has_size_bias` and `outputs`."""
     selector = None if model.ast is None else model.ast.selector
-    done, found = False, []
-    for at, layer in enumerate(layers):
-        later = layers[at + 1 :]
-        done = done or bool(layer.stages)
-        asked = any(each.stages for each in later)
-        gives = ["x"]
-        if asked and layer.left < model.config.tokens and selector not in BY_HEADS:
-            gives.append("place")
-        biased = done and selector == "tome"
-        following = next((each for each in later if each.kind == "attention"), None)
-        # A stage before that attention makes another.
-        if biased and following is not None and not following.stages:
-            gives.append("bias")
-        if biased and (asked or (model.config.pool == "mean" and later)):
-            gives.append("size")
-        found.append(replace(layer, biased=biased, gives=tuple(gives) if later else ("logits",)))
-    return found
+    any_stage, completed = False, []
+    for index, layer in enumerate(layers):
+        later = layers[index + 1 :]
+        any_stage = any_stage or bool(layer.stages)
+        stage_follows = any(other.stages for other in later)
+        outputs = ["x"]
+        if stage_follows and layer.num_kept < model.config.num_tokens and selector not in ATTENTION_SELECTORS:
+            outputs.append("positions")
+        has_size_bias = any_stage and selector == "tome"
+        next_attention = next((other for other in later if other.kind == "attention"), None)
+        # A stage before that attention replaces the bias.
+        if has_size_bias and next_attention is not None and not next_attention.stages:
+            outputs.append("attn_bias")
+        if has_size_bias and (stage_follows or (model.config.pool == "mean" and later)):
+            outputs.append("size")
+        completed.append(
+            replace(layer, has_size_bias=has_size_bias, outputs=tuple(outputs) if later else ("logits",))
+        )
+    return completed
 
 
-def precision(model: VideoViT) -> torch.dtype:
-    """The one dtype of its weights.
+def get_weight_dtype(model: VideoViT) -> torch.dtype:
+    """Return the common dtype of the weights.
 
     Raises:
-        ModelError: There are several, or it is none of `PRECISIONS`.
+        ModelError: Dtypes differ, or the dtype is not in `PRECISIONS`.
     """
-    dtypes = {each.dtype for each in model.parameters()}
-    if len(dtypes) != 1 or _name(next(iter(dtypes))) not in PRECISIONS:
-        names = ", ".join(sorted(map(_name, dtypes)))
-        raise ModelError(f"weights are of {names}; they must all be of one of: {', '.join(PRECISIONS)}")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or _format_dtype(next(iter(dtypes))) not in PRECISIONS:
+        names = ", ".join(sorted(map(_format_dtype, dtypes)))
+        raise ModelError(f"weights have the dtypes {names}; expected one of {', '.join(PRECISIONS)}")
     return dtypes.pop()
 
 
-def _name(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Costs:
-    """Figures of a model's layers, from what it is made of now: modules may be replaced later.
+class VideoViTCosts:
+    """Costs of the layers of a model, from its current architecture: modules may be replaced later.
 
     Args:
-        model: One whose stages drop or merge tokens, or are going to.
+        model: Model whose stages drop or merge tokens, now or after compaction.
 
     Attributes:
-        layers: In order.
+        layers: Layers in order.
 
     Raises:
-        ModelError: Its weights are of several dtypes, or of one that is none of `PRECISIONS`.
+        ModelError: The weights have several dtypes, or one that is not in `PRECISIONS`.
     """
 
     def __init__(self, model: VideoViT) -> None:
-        self.layers, self.dtype = layers_of(model), precision(model)
+        self.layers, self.dtype = list_layers(model), get_weight_dtype(model)
         config = self.config = model.config
         self.selector = None if model.ast is None else model.ast.selector
-        self.e = self.dtype.itemsize
-        # Scores, and what ToMe adds up, are never of half precision.
-        self.wide = max(4, self.e)
-        self.dim, self.classes, self.total = config.embed_dim, config.num_classes, config.tokens
+        self.element_bytes = self.dtype.itemsize
+        # Scores and ToMe's sums are at least float32.
+        self.wide_bytes = max(4, self.element_bytes)
+        self.dim, self.classes, self.total = config.embed_dim, config.num_classes, config.num_tokens
         self.pixels = config.num_frames * config.in_chans * config.img_size**2
 
-    def nodes(self, batch: int, gates: Mapping[str, Tensor] | None = None) -> tuple[LayerNode, ...]:
-        """What layers cost.
+    def make_nodes(self, batch: int, gates: Mapping[str, Tensor] | None = None) -> tuple[LayerNode, ...]:
+        """Compute the costs of all layers.
 
         Args:
             batch: B.
-            gates: Grain -> gates, as `UnitGates.values` gives them. With them operations and bytes are scalar
-                tensors: those of units and blocks times their gates.
+            gates: Grain -> gates from `UnitGates.compute_gates`. With gates, FLOPs and bytes are scalar
+                tensors, weighted by the gates of units and blocks.
 
         Raises:
-            InputError: `batch` is not a whole number of at least 1.
+            InputError: `batch` is not an integer of at least 1.
         """
-        if type(batch) is not int or batch < 1:
-            raise InputError(f"`batch` (={batch!r}) must be a whole number of at least 1")
-        found: list[LayerNode] = []
-        came = batch * self.pixels * self.e
-        for at, layer in enumerate(self.layers):
-            found.append(self._node(at, layer, batch, came, gates or {}))
-            came = found[-1].traffic_out_bytes
-        return tuple(found)
+        check_at_least(1, batch=batch)
+        nodes: list[LayerNode] = []
+        input_bytes = batch * self.pixels * self.element_bytes
+        for index, layer in enumerate(self.layers):
+            nodes.append(self._make_node(index, layer, batch, input_bytes, gates or {}))
+            input_bytes = nodes[-1].traffic_out_bytes
+        return tuple(nodes)
 
-    def _node(self, at: int, layer: Layer, batch: int, came: int, gates: Mapping[str, Tensor]) -> LayerNode:
-        """A layer that `came` bytes come into."""
-        block, weights = layer.block, self.e * self._weights(layer, layer.width)
+    def _make_node(
+        self, index: int, layer: VideoViTLayer, batch: int, input_bytes: int, gates: Mapping[str, Tensor]
+    ) -> LayerNode:
+        work, e = layer.block, self.element_bytes
+        weight_bytes = e * self._count_weights(layer, layer.width)
         width: Any = layer.width
         alive: Any = 1
-        if block is not None:
-            grain, each = ("head", self.config.head_dim) if layer.kind == "attention" else ("channel", 1)
+        if work is not None:
+            is_attention = layer.kind == "attention"
+            grain, unit_width = ("head", self.config.head_dim) if is_attention else ("channel", 1)
             if grain in gates:
-                width = each * gates[grain][block.at].sum()
-            alive = gates["block"][block.at] if "block" in gates else 1
-        flops, passing = alive * self._flops(layer, width), alive * self._passing(layer, width)
-        read = alive * self.e * self._weights(layer, width)
-        stages = [self._stage(layer, number) for number in range(len(layer.stages))]
-        held = max([self.e * self._held(layer), *(held for _, held in stages)])
-        heads = block.heads if block is not None and layer.kind == "attention" else 0
+                width = unit_width * gates[grain][work.block].sum()
+            alive = gates["block"][work.block] if "block" in gates else 1
+        flops = alive * self._count_flops(layer, width)
+        activations = alive * self._count_activations(layer, width)
+        weight_reads = alive * e * self._count_weights(layer, width)
+        stages = [self._count_stage_bytes(layer, number) for number in range(len(layer.stages))]
+        peak_bytes = max([e * self._count_peak_activations(layer), *(peak for _, peak in stages)])
         return LayerNode(
-            id=at, name=layer.name, layer_type=layer.kind,
-            flops=batch * (sum(each.stage for each in layer.stages) + flops),
-            bytes=read + batch * (sum(moved for moved, _ in stages) + self.e * passing),
-            weight_bytes=weights, memory_bytes=weights + batch * held, seq_len=layer.tokens,
-            embed_dim=self.dim, num_heads=heads,
+            id=index, name=layer.name, layer_type=layer.kind,
+            flops=batch * (sum(stage.selection_flops for stage in layer.stages) + flops),
+            bytes=weight_reads + batch * (sum(moved for moved, _ in stages) + e * activations),
+            weight_bytes=weight_bytes, memory_bytes=weight_bytes + batch * peak_bytes,
+            seq_len=layer.num_tokens, embed_dim=self.dim,
+            num_heads=work.num_heads if work is not None and layer.kind == "attention" else 0,
             mlp_ratio=layer.width / self.dim if layer.kind == "mlp" else 0.0,
-            precision=_name(self.dtype), batch=batch,
-            traffic_in_bytes=came, traffic_out_bytes=batch * self._state(layer), **self._split(layer, batch),
+            precision=_format_dtype(self.dtype), batch=batch,
+            traffic_in_bytes=input_bytes, traffic_out_bytes=batch * self._count_state_bytes(layer),
+            **self._describe_split(layer, batch),
         )  # fmt: skip
 
-    def _weights(self, layer: Layer, width: Amount) -> Amount:
-        """How many a layer has."""
+    def _count_weights(self, layer: VideoViTLayer, width: Amount) -> Amount:
         c, config = self.dim, self.config
         if layer.kind == "attention":
             return 2 * c + 3 * width * (c + 1) + c * (width + 1)
@@ -214,30 +237,30 @@ class Costs:
         if layer.kind == "head":
             return 2 * c + self.classes * (c + 1) + 0 * width
         t, h, w = config.grid
-        places = t * h * w if config.position == "joint" else t + h * w
-        return c * (self.pixels // self.total + 1 + places + int(config.pool == "cls")) + 0 * width
+        positions = t * h * w if config.position == "joint" else t + h * w
+        return c * (self.pixels // self.total + 1 + positions + int(config.pool == "cls")) + 0 * width
 
-    def _flops(self, layer: Layer, width: Amount) -> Amount:
-        n, c = layer.tokens, self.dim
+    def _count_flops(self, layer: VideoViTLayer, width: Amount) -> Amount:
+        n, c = layer.num_tokens, self.dim
         if layer.kind == "attention":
-            return projections(n, c, width) + products(n, width)
+            return projection_flops(n, c, width) + attention_flops(n, width)
         if layer.kind == "mlp":
-            return perceptrons(n, c, width)
+            return mlp_flops(n, c, width)
         return 2 * c * (self.pixels if layer.kind == "embed" else self.classes) + 0 * width
 
-    def _passing(self, layer: Layer, width: Amount) -> Amount:
-        """Numbers that are read and written, but for weights."""
-        n, c = layer.tokens, self.dim
+    def _count_activations(self, layer: VideoViTLayer, width: Amount) -> Amount:
+        """Elements read and written, without weights."""
+        n, c = layer.num_tokens, self.dim
         if layer.kind == "embed":
             return self.pixels + n * c + 0 * width
         if layer.kind == "head":
-            return layer.came * c + 2 * 2 * c + self.classes + 0 * width
-        between = n * c + (4 if layer.kind == "attention" else 1) * n * width
-        return layer.came * c + n * c + 2 * between
+            return layer.num_inputs * c + 2 * 2 * c + self.classes + 0 * width
+        intermediate = n * c + (4 if layer.kind == "attention" else 1) * n * width
+        return layer.num_inputs * c + n * c + 2 * intermediate
 
-    def _held(self, layer: Layer) -> int:
-        """Numbers that are alive together, when there are most."""
-        n, c, width = layer.tokens, self.dim, layer.width
+    def _count_peak_activations(self, layer: VideoViTLayer) -> int:
+        """Largest number of elements that are live at the same time."""
+        n, c, width = layer.num_tokens, self.dim, layer.width
         if layer.kind == "embed":
             return self.pixels + max(self.pixels + n * c, 3 * n * c)
         if layer.kind == "attention":
@@ -246,67 +269,68 @@ class Costs:
             return 2 * n * c + max(2 * n * width, n * width + n * c)
         return n * c + 2 * c + self.classes
 
-    def _stage(self, layer: Layer, number: int) -> tuple[int, int]:
-        """Bytes that a stage moves and holds; what comes in is the layer's."""
-        this, c = layer.stages[number], self.dim
-        before = layer.came if number == 0 else layer.stages[number - 1].tokens
-        moved, held = 2 * this.tokens * c * self.e, (before + this.tokens) * c * self.e
+    def _count_stage_bytes(self, layer: VideoViTLayer, number: int) -> tuple[int, int]:
+        """Bytes that a stage moves, without the input of the layer, and its peak memory."""
+        stage, c, e, wide = layer.stages[number], self.dim, self.element_bytes, self.wide_bytes
+        num_inputs = layer.num_inputs if number == 0 else layer.stages[number - 1].num_tokens
+        moved, peak = 2 * stage.num_tokens * c * e, (num_inputs + stage.num_tokens) * c * e
         if self.selector == "ast":
-            return moved, held + 2 * self.total * c * self.wide
-        if self.selector not in BY_HEADS:
-            return moved, held
-        looked_at = before * (c + 3 * this.wide) * self.e
+            return moved, peak + 2 * self.total * c * wide
+        if self.selector not in ATTENTION_SELECTORS:
+            return moved, peak
+        projected = num_inputs * (c + 3 * stage.attention_width) * e
         if self.selector == "tome":
-            alike = -(-before // 2) * (before // 2)
-            return moved + 2 * looked_at, held + looked_at + (before * c + alike) * self.wide
-        queries = 1 if self.config.pool == "cls" else before
-        scores = 2 * this.heads * queries * before * self.wide
-        return moved + 2 * looked_at, held + looked_at + scores
+            similarities = -(-num_inputs // 2) * (num_inputs // 2)
+            return moved + 2 * projected, peak + projected + (num_inputs * c + similarities) * wide
+        num_queries = 1 if self.config.pool == "cls" else num_inputs
+        scores = 2 * stage.num_heads * num_queries * num_inputs * wide
+        return moved + 2 * projected, peak + projected + scores
 
-    def _state(self, layer: Layer) -> int:
-        """Bytes of what goes on."""
-        size = {
-            "x": layer.tokens * self.dim * self.e,
-            "place": layer.left * PLACE_BYTES,
-            "bias": layer.tokens * self.wide,
-            "size": layer.left * self.wide,
-            "logits": self.classes * self.e,
+    def _count_state_bytes(self, layer: VideoViTLayer) -> int:
+        """Bytes of the output state of one clip."""
+        sizes = {
+            "x": layer.num_tokens * self.dim * self.element_bytes,
+            "positions": layer.num_kept * _POSITION_BYTES,
+            "attn_bias": layer.num_tokens * self.wide_bytes,
+            "size": layer.num_kept * self.wide_bytes,
+            "logits": self.classes * self.element_bytes,
         }
-        return sum(size[name] for name in layer.gives)
+        return sum(sizes[name] for name in layer.outputs)
 
-    def _split(self, layer: Layer, batch: int) -> dict[str, Any]:
-        """How it can be split."""
-        c, e = self.dim, self.e
+    def _describe_split(self, layer: VideoViTLayer, batch: int) -> dict[str, Any]:
+        """Fields of a `LayerNode` about splitting; empty if the layer cannot be split."""
+        c, e = self.dim, self.element_bytes
         if layer.kind == "embed":
-            units, sent, back = c, self.pixels * e, self.total * c * e
+            units, sent_bytes, returned_bytes = c, self.pixels * e, self.total * c * e
         elif layer.kind == "head":
-            units, sent, back = self.classes, c * e, self.classes * e
+            units, sent_bytes, returned_bytes = self.classes, c * e, self.classes * e
         else:
             assert layer.block is not None
-            attention = layer.kind == "attention"
-            units, sent = layer.block.heads if attention else layer.block.channels, layer.tokens * c * e
-            back = sent
-            sent += layer.tokens * self.wide if attention and layer.biased else 0
-        # A stage that looks at the heads of its block looks at all of them.
-        if units < 2 or (layer.kind == "attention" and layer.stages and self.selector in BY_HEADS):
+            is_attention = layer.kind == "attention"
+            units = layer.block.num_heads if is_attention else layer.block.channels
+            sent_bytes = returned_bytes = layer.num_tokens * c * e
+            sent_bytes += layer.num_tokens * self.wide_bytes if is_attention and layer.has_size_bias else 0
+        # An attention selector reads all heads of its block.
+        reads_heads = layer.kind == "attention" and layer.stages and self.selector in ATTENTION_SELECTORS
+        if units < 2 or reads_heads:
             return {}
         return {
-            "splittable": True, "units": units, "split_in_bytes": batch * sent,
-            "split_out_bytes": batch * back, "split_joins": layer.kind in ("embed", "head"),
+            "splittable": True, "units": units, "split_in_bytes": batch * sent_bytes,
+            "split_out_bytes": batch * returned_bytes, "split_joins": layer.kind in ("embed", "head"),
         }  # fmt: skip
 
 
-def held_by(model: VideoViT, layer: Layer) -> list[nn.Module | Tensor]:
-    """What a layer needs of a model: modules, and parameters and buffers of the model's own."""
-    found: list[Any] = []
+def list_layer_modules(model: VideoViT, layer: VideoViTLayer) -> list[nn.Module | Tensor]:
+    """Modules, parameters and buffers of a model that a layer needs."""
+    modules: list[Any] = []
     if layer.stages:
-        found += [model.score, getattr(model, "order", None)]
+        modules += [model.score, getattr(model, "order", None)]
     if layer.kind == "embed":
-        found += [model.patch, *model.parameters(recurse=False)]
+        modules += [model.patch, *model.parameters(recurse=False)]
     elif layer.kind == "head":
-        found += [model.norm, model.head]
+        modules += [model.norm, model.head]
     elif layer.block is not None:
-        block: Any = model.blocks[layer.block.at]
-        attention = layer.kind == "attention"
-        found += [block.norm1, block.attention] if attention else [block.norm2, block.perceptron]
-    return [each for each in found if each is not None]
+        block: Any = model.blocks[layer.block.block]
+        is_attention = layer.kind == "attention"
+        modules += [block.norm1, block.attention] if is_attention else [block.norm2, block.mlp]
+    return [module for module in modules if module is not None]

@@ -1,8 +1,8 @@
-"""A VideoViT layer by layer: what another wing plans for, cuts into parts, and runs on several devices.
+"""Layer-by-layer execution of a VideoViT, for planning, splitting and running it on several devices.
 
-Layers are `embed` (patches and their places), for each block that is left `blocks.i.attention` (the stage
-before it, where there is one, its norm, attention and the sum) and `blocks.i.perceptron`, and `head` (pool,
-norm and classifier). All of them, one after the other, do what `model(clips)` does.
+The layers are `embed` (patch embedding and positions); for each remaining block `blocks.i.attention` (with
+the stage before it, the norm and the residual sum) and `blocks.i.mlp`; and `head` (pooling, norm and
+classifier). Running all of them in order equals `model(clips)`.
 """
 
 from __future__ import annotations
@@ -16,144 +16,149 @@ from torch import Tensor, nn
 
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import ModelError
-from sparseflow.pruning.compaction.layer_costs import Costs, held_by
-from sparseflow.pruning.model.blocks import Attention, Block, Perceptron
+from sparseflow.pruning.compaction.layer_costs import VideoViTCosts, list_layer_modules
+from sparseflow.pruning.model.blocks import MLP, Attention, TransformerBlock
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.selectors.tokens import Tokens
+from sparseflow.pruning.selectors.tokens import TokenState
 
-_MODULES = {"embed": "patch", "attention": "attention", "mlp": "perceptron", "head": "head"}
-"""Kind of layer -> what the module that a split replaces is called."""
+_MODULE_NAMES = {"embed": "patch", "attention": "attention", "mlp": "mlp", "head": "head"}
+"""Kind of layer -> attribute of the module that a split replaces."""
 
 
-class Steps:
-    """A `core.layers.LayeredModel`.
+class LayeredVideoViT:
+    """A VideoViT as a `core.layers.LayeredModel`.
 
     Args:
-        model: In evaluation mode, with nothing that is only masked: dense, or what `compact` gave. It is not
-            copied: `replace` changes it.
+        model: Dense or compact model in evaluation mode. It is not copied: `replace_layer` modifies it.
 
     Raises:
-        ModelError: The model is in training mode, has gates, or only masks what its stages drop; or its
-            weights are of several dtypes.
+        ModelError: The model is in training mode, has gates, or only masks the tokens that its stages drop;
+            or its weights have several dtypes.
     """
 
     def __init__(self, model: VideoViT) -> None:
         if model.training:
-            raise ModelError("the model is in training mode; call its `eval()` first")
+            raise ModelError("the model is in training mode; call `model.eval()` first")
         if model.gates is not None:
-            raise ModelError("the model has gates that are still learning: `compact` it first")
-        masked = model.ast is not None and model.ast.stages and model.ast.selector != "tome"
-        if masked and not model.compacted:
-            raise ModelError("the model only masks what its stages drop: `compact` it first")
+            raise ModelError("the model has trainable gates; call `compact` first")
+        masks_tokens = model.ast is not None and model.ast.stages and model.ast.selector != "tome"
+        if masks_tokens and not model.compacted:
+            raise ModelError("the model masks tokens instead of dropping them; call `compact` first")
         self.model = model
-        self._costs = Costs(model)
+        self._costs = VideoViTCosts(model)
 
     def describe_layers(self, batch: int) -> tuple[LayerNode, ...]:
-        """Layers, in order, for batches of this size.
+        """Costs of the layers, in order, for batches of `batch` clips.
 
         Raises:
-            InputError: `batch` is not a whole number of at least 1.
+            InputError: `batch` is not an integer of at least 1.
         """
-        return self._costs.nodes(batch)
+        return self._costs.make_nodes(batch)
 
     def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
-        """The state before the first layer.
+        """Input state of the first layer.
 
         Raises:
-            SampleError: Clips do not fit the model; see `VideoViT.forward`.
+            SampleError: The clips do not fit the model; see `VideoViT.forward`.
         """
-        return {"samples": self.model.checked(samples)}
+        return {"samples": self.model.check_clips(samples)}
 
     def run_layer(self, layer: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state after a layer."""
-        model, this = self.model, self._costs.layers[layer]
-        if this.kind == "embed":
+        """Run a layer and return its output state."""
+        model, description = self.model, self._costs.layers[layer]
+        if description.kind == "embed":
             return {"x": model.embed(state["samples"]).x}
-        if this.stages or this.kind == "head":
-            tokens = self._tokens(layer, state)
-            for each in this.stages:
-                tokens = model.stage(tokens, each.at, {})
-            if this.kind == "head":
+        if description.stages or description.kind == "head":
+            tokens = self._make_token_state(layer, state)
+            for stage in description.stages:
+                tokens = model.apply_stage(tokens, stage.block, {})
+            if description.kind == "head":
                 return {"logits": model.classify(tokens)}
-            after = {name: getattr(tokens, name) for name in ("x", "place", "bias", "size")}
+            output = {name: getattr(tokens, name) for name in ("x", "positions", "attn_bias", "size")}
         else:
-            after = dict(state)
-        assert this.block is not None
-        block = model.blocks[this.block.at]
-        assert isinstance(block, Block)
-        if this.kind == "attention":
-            after["x"] = block.attend(after["x"], after.get("bias"))
+            output = dict(state)
+        assert description.block is not None
+        block = model.blocks[description.block.block]
+        assert isinstance(block, TransformerBlock)
+        if description.kind == "attention":
+            output["x"] = block.forward_attention(output["x"], output.get("attn_bias"))
         else:
-            after["x"] = block.perceive(after["x"])
-        return {name: after[name] for name in this.gives}
+            output["x"] = block.forward_mlp(output["x"])
+        return {name: output[name] for name in description.outputs}
 
-    def _tokens(self, layer: int, state: dict[str, Tensor]) -> Tokens:
-        """A state as stages take it; places that nobody asked for are made up."""
-        x, before = state["x"], self._costs.layers[layer - 1]
-        place = state.get("place")
-        if place is None:
-            place = torch.arange(before.left, device=x.device).expand(len(x), -1)
-        return Tokens(
-            x=x, front=before.front, place=place, bias=state.get("bias"), size=state.get("size")
+    def _make_token_state(self, layer: int, state: dict[str, Tensor]) -> TokenState:
+        """Convert a state to the input of a stage; positions that no stage reads are filled with a range."""
+        x, previous = state["x"], self._costs.layers[layer - 1]
+        positions = state.get("positions")
+        if positions is None:
+            positions = torch.arange(previous.num_kept, device=x.device).expand(len(x), -1)
+        return TokenState(
+            x=x, num_prefix=previous.num_prefix, positions=positions, attn_bias=state.get("attn_bias"),
+            size=state.get("size"),
         )  # fmt: skip
 
     def get_layer(self, layer: int) -> nn.Module:
-        """What a split replaces: attention, a perceptron, or the linear layer of patches or classes."""
-        owner, name = self._where(layer)
+        """Module that a split replaces: an attention, an MLP, or the linear layer of patches or classes."""
+        owner, name = self._find_module(layer)
         return getattr(owner, name)
 
     def unit_importance(self, layer: int) -> Tensor:
-        """How much each head, channel or column counts, by its weights, [units]; larger is more."""
+        """Importance of each head, channel or column by its weights, [units]; larger is more important."""
         module = self.get_layer(layer)
-        if isinstance(module, Attention | Perceptron):
+        if isinstance(module, Attention | MLP):
             return module.unit_importance()
         assert isinstance(module, nn.Linear), "the layer is split"
         return module.weight.detach().norm(dim=1)
 
     def replace_layer(self, layer: int, module: nn.Module) -> None:
-        """Put another module of the same call in its place."""
-        owner, name = self._where(layer)
+        """Replace the module that `get_layer` returns."""
+        owner, name = self._find_module(layer)
         setattr(owner, name, module)
 
-    def _where(self, layer: int) -> tuple[nn.Module, str]:
-        this = self._costs.layers[layer]
-        owner = self.model if this.block is None else self.model.blocks[this.block.at]
-        return owner, _MODULES[this.kind]
+    def _find_module(self, layer: int) -> tuple[nn.Module, str]:
+        """Owner and attribute name of the module of a layer."""
+        description = self._costs.layers[layer]
+        owner = self.model if description.block is None else self.model.blocks[description.block.block]
+        return owner, _MODULE_NAMES[description.kind]
 
-    def select_layers(self, layers: Sequence[int], device: torch.device | str) -> Steps:
-        """A copy that holds what these layers need, on a device, and can run no others."""
-        kept = {id(each) for layer in layers for each in held_by(self.model, self._costs.layers[layer])}
-        every = (each for layer in self._costs.layers for each in held_by(self.model, layer))
-        # What stands in the memo is taken as copied: to nothing.
-        gone = {id(each): None for each in every if id(each) not in kept}
-        found = copy.copy(self)
-        found.model = copy.deepcopy(self.model, gone).to(device)
-        return found
+    def select_layers(self, layers: Sequence[int], device: torch.device | str) -> LayeredVideoViT:
+        """Return a copy on `device` that holds and runs only the given layers."""
+        retained = {
+            id(module)
+            for layer in layers
+            for module in list_layer_modules(self.model, self._costs.layers[layer])
+        }
+        modules = (module for layer in self._costs.layers for module in list_layer_modules(self.model, layer))
+        # deepcopy takes objects in its memo for copied, here to None.
+        memo = {id(module): None for module in modules if id(module) not in retained}
+        selected = copy.copy(self)
+        selected.model = copy.deepcopy(self.model, memo).to(device)
+        return selected
 
 
-def differentiable_layers(model: VideoViT, batch: int) -> tuple[LayerNode, ...]:
-    """Layers of a model that is being trained, as they would be if it were compact, and its gates widths.
+def make_differentiable_layers(model: VideoViT, batch: int) -> tuple[LayerNode, ...]:
+    """Costs of the layers of a model in training as if it were compact, with gates as widths.
 
     Args:
-        model: With gates or without.
+        model: Model with or without gates.
         batch: Clips of a batch.
 
     Returns:
-        All layers of all blocks. Operations and bytes are float32 scalars on the CPU, with gradients to the
-        gates; weights, memory and traffic are those of whole blocks.
+        Layers of all blocks. FLOPs and bytes are float32 scalars on the CPU, differentiable in the gates;
+        weights, memory and traffic are those of full blocks.
 
     Raises:
-        InputError: `batch` is not a whole number of at least 1.
-        ModelError: Weights are of several dtypes.
+        InputError: `batch` is not an integer of at least 1.
+        ModelError: The weights have several dtypes.
     """
-    # On the CPU all of it: a GPU would be asked for hundreds of scalars.
-    gates = {} if model.gates is None else model.gates.values(hard=False)
-    gates = {grain: gate.cpu() for grain, gate in gates.items()}
+    # On the CPU: hundreds of scalar operations would each launch a GPU kernel.
+    gates = {} if model.gates is None else model.gates.compute_gates(hard=False)
+    gates = {grain: gate_values.cpu() for grain, gate_values in gates.items()}
 
-    def scalar(figure: float | Tensor) -> Tensor:
-        return torch.as_tensor(figure, dtype=torch.float32)
+    def to_scalar(value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float32)
 
     return tuple(
-        replace(each, flops=scalar(each.flops), bytes=scalar(each.bytes))
-        for each in Costs(model).nodes(batch, gates)
+        replace(node, flops=to_scalar(node.flops), bytes=to_scalar(node.bytes))
+        for node in VideoViTCosts(model).make_nodes(batch, gates)
     )

@@ -1,49 +1,61 @@
-"""A VideoViT in one file: weights as safetensors, what it is made of as JSON in their metadata."""
+"""Safetensors files of VideoViT models, with the architecture in the metadata."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.artifact import Artifact
 from sparseflow.errors import FileFormatError
-from sparseflow.pruning.compaction.compact import shaped, units
+from sparseflow.pruning.compaction.compact import list_units, resize_blocks
 from sparseflow.pruning.model.video_vit import VideoViT
 
-_MARK = {"sparseflow": "video-vit", "version": "1"}
+
+class VideoViTHeader(Artifact):
+    """Architecture of a saved model.
+
+    Attributes:
+        model: Constructor arguments of `VideoViT`.
+        units: Heads and channels of each block of a compact model; None for other models.
+    """
+
+    FORMAT: ClassVar[str] = "sparseflow.pruning.video-vit"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "train one with `sparseflow pruning train`"
+
+    model: dict[str, Any]
+    units: tuple[tuple[int, int], ...] | None
 
 
-def save(model: VideoViT, path: Path | str) -> None:
-    """Write a model, compact or not, in place of what is there.
+def save_model(model: VideoViT, path: Path | str) -> None:
+    """Write a model, compact or not, to a safetensors file.
 
     Raises:
         OSError: The file cannot be written.
     """
+    units = tuple(list_units(model)) if model.compacted else None
+    VideoViTHeader(model=model.to_dict(), units=units).save_tensors(Path(path), model.state_dict())
 
-    made = {"model": model.to_dict(), "units": units(model) if model.compacted else None}
-    save_tensors(path, model.state_dict(), _MARK | {"made": json.dumps(made)})
 
-
-def load(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
-    """Read a model that `save` wrote, in evaluation mode.
+def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> VideoViT:
+    """Read a file of `save_model` and return the model in evaluation mode.
 
     Raises:
-        InputError: There is no such file.
-        FileFormatError: It is something else, or damaged.
+        InputError: The file does not exist.
+        FileFormatError: The file has another format, or is damaged.
     """
-    metadata, weights = load_tensors(path, _MARK, "VideoViT")
+    header, weights = VideoViTHeader.load_tensors(path)
     try:
-        made = json.loads(metadata["made"])
-        model = VideoViT(**made["model"])
-        if made["units"] is not None:
-            model = shaped(model, [(int(heads), int(channels)) for heads, channels in made["units"]])
-        wrong = sorted(set(model.state_dict()) ^ set(weights))
-        if wrong:
-            raise ValueError(f"`{wrong[0]}` does not fit what it says that it is made of")
+        model = VideoViT(**header.model)
+        if header.units is not None:
+            model = resize_blocks(model, list(header.units))
+        mismatched = sorted(set(model.state_dict()) ^ set(weights))
+        if mismatched:
+            raise ValueError(f"`{mismatched[0]}` is not in both the file and the described architecture")
         model.to(weights["head.weight"].dtype).load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).split()) or repr(error)
-        raise FileFormatError(f"{path} is not a VideoViT that can be read: {text}") from error
+        raise FileFormatError(f"{path} is damaged: {text}; {VideoViTHeader.HINT}") from error
     return model.to(device).eval()

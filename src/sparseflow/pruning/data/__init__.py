@@ -1,1 +1,1 @@
-"""What classifiers of video are trained and judged on: UCF-101 in its official layout, and moving digits."""
+"""Datasets: video decoding, UCF-101, moving digits, and batches of clips."""

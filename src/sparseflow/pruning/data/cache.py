@@ -1,46 +1,77 @@
-"""Videos decoded beforehand: raw frames in files that are mapped into memory, so that training only reads.
+"""Cache of decoded videos: raw frames in memory-mapped files, so that training only reads.
 
 ::
 
-    index.jsonl                        first what the cache is, then a line a video
+    index.jsonl                        header, then one row per video
     Archery/v_Archery_g01_c01.npy      uint8, shape (frames, height, width, 3), RGB
 
-A file appears under its name when it is whole, so a build that was killed goes on where it stopped.
+A file gets its name after it is complete, so an interrupted build resumes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import PositiveInt, TypeAdapter
 
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_at_least, check_one_of
+from sparseflow.core.config import StrictModel
 from sparseflow.core.files import sync_dir
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.journal import Journal, read_journal
 from sparseflow.core.parallel import map_unordered
+from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.pruning.data.frame_counts import check_on_error
-from sparseflow.pruning.data.video import as_indices, decoded
+from sparseflow.pruning.data.frame_counts import ON_ERROR
+from sparseflow.pruning.data.video import check_indices, iterate_frames
 
-INDEX = "index.jsonl"
+INDEX_FILE = "index.jsonl"
 
-_MARK = {"format": "sparseflow.frames", "version": 1}
+
+class VideoCacheHeader(Artifact):
+    """Header of the index.
+
+    Attributes:
+        size: Shorter side of the frames, pixels; None keeps the size of the video.
+    """
+
+    FORMAT: ClassVar[str] = "sparseflow.pruning.video-cache"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "build a new cache with `build_cache` in another directory"
+
+    size: PositiveInt | None
+
+
+class _VideoRow(StrictModel):
+    name: str
+    frames: PositiveInt
+    height: PositiveInt
+    width: PositiveInt
+
+
+class _ErrorRow(StrictModel):
+    name: str
+    error: str
+
+
+_ROW_TYPE: TypeAdapter[_VideoRow | _ErrorRow] = TypeAdapter(_VideoRow | _ErrorRow)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedVideo:
-    """A video of a cache; reads like any other.
+    """A video of a cache; implements `video.Video`.
 
     Attributes:
-        path: Its file.
-        frames: How many it has.
-        height: Of a frame, in pixels.
-        width: Likewise.
+        path: File of the frames.
+        frames: Number of frames.
+        height: Height of a frame, pixels.
+        width: Width of a frame, pixels.
     """
 
     path: Path
@@ -49,159 +80,145 @@ class CachedVideo:
     width: int
 
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Some of its frames, in the order asked for; uint8, shape (n, height, width, 3), RGB.
+        """Read frames in the given order; uint8, shape (n, height, width, 3), RGB.
 
         Raises:
-            InputError: An index is no frame of the video.
-            FileFormatError: Its file is missing or is not what the index says.
+            InputError: An index is out of range.
+            FileFormatError: The file is missing or does not match the index.
         """
-        wanted = as_indices(indices, self.frames, self.path)
-        frames = _mapped(self.path)
+        checked = check_indices(indices, self.frames, self.path)
+        frames = _map_frames(self.path)
         if frames is None or frames.shape != (self.frames, self.height, self.width, 3):
             raise FileFormatError(
-                f"{self.path} is missing or damaged: {INDEX} promises {self.frames} frames of {self.height} "
-                f"× {self.width}; build the cache again"
+                f"{self.path} is missing or damaged: expected {self.frames} frames of {self.height} x "
+                f"{self.width} pixels; build the cache again"
             )
-        return frames[wanted]
+        return frames[checked]
 
 
 class VideoCache:
-    """A folder that `build_cache` filled; `cache[name]` is a video.
+    """A directory written by `build_cache`; `cache[name]` is a video.
 
     Attributes:
-        folder: Where it lies.
-        size: The shorter side of its frames, in pixels; None where they are as large as they were.
-        videos: Name -> video, in the order in which they were decoded.
-        skipped: Name of a video that is not there -> why.
+        path: Directory.
+        size: Shorter side of the frames, pixels; None for the size of the videos.
+        videos: Name -> video, in the order of decoding.
+        skipped: Name of a skipped video -> reason.
     """
 
-    def __init__(self, folder: Path, size: int | None, rows: Sequence[dict[str, Any]]) -> None:
-        self.folder = folder
+    def __init__(self, path: Path, size: int | None, rows: Sequence[_VideoRow | _ErrorRow]) -> None:
+        self.path = path
         self.size = size
         self.videos: dict[str, CachedVideo] = {}
         self.skipped: dict[str, str] = {}
         for row in rows:
-            name = row["name"]
-            if "error" in row:
-                self.skipped[name] = row["error"]
-            else:
-                shape = {key: row[key] for key in ("frames", "height", "width")}
-                self.videos[name] = CachedVideo(path=_file_of(folder, name), **shape)
-                # It may have been mended since it was skipped.
-                self.skipped.pop(name, None)
+            if isinstance(row, _ErrorRow):
+                self.skipped[row.name] = row.error
+                continue
+            self.videos[row.name] = CachedVideo(
+                path=_get_frames_path(path, row.name), frames=row.frames, height=row.height, width=row.width
+            )
+            # The video may have been repaired after it was skipped.
+            self.skipped.pop(row.name, None)
 
     @classmethod
-    def open(cls, folder: Path | str) -> VideoCache:
-        """A cache that was built.
+    def open(cls, path: Path | str) -> VideoCache:
+        """Open an existing cache.
 
         Raises:
-            InputError: There is none in the folder.
-            FileFormatError: Its index is damaged, or of something else.
+            InputError: The directory has no cache.
+            FileFormatError: The index is damaged or has another format.
         """
-        root = Path(folder)
-        rows = read_json_lines(root / INDEX)
-        if not rows:
-            raise InputError(f"{root} holds no cache of videos ({INDEX}); build one there first")
-        head, *rest = rows
-        if {key: head.get(key) for key in _MARK} != _MARK:
-            raise FileFormatError(
-                f"{root / INDEX} is not of a cache of videos, or of another version: {head}"
-            )
-        try:
-            return cls(root, head["size"], rest)
-        except (KeyError, TypeError) as error:
-            raise FileFormatError(f"{root / INDEX} has a line that lacks something: {error}") from error
+        root = Path(path)
+        header, rows = read_journal(root / INDEX_FILE, _ROW_TYPE, header_type=VideoCacheHeader)
+        if header is None:
+            raise InputError(f"{root} has no {INDEX_FILE}; build a video cache there first")
+        return cls(root, header.size, rows)
 
     def __contains__(self, name: object) -> bool:
         return name in self.videos
 
     def __getitem__(self, name: str) -> CachedVideo:
         if name not in self.videos:
-            why = self.skipped.get(name, "it was never asked for")
-            raise InputError(f"{self.folder} does not hold the video {name}: {why}")
+            reason = self.skipped.get(name, "it was not in the list of videos")
+            raise InputError(f"{self.path} does not contain the video {name}: {reason}")
         return self.videos[name]
 
 
 def build_cache(
     videos: Sequence[tuple[str, Path]],
-    folder: Path | str,
+    out_dir: Path | str,
     *,
     size: int | None,
     workers: int = 1,
     on_error: str = "raise",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> VideoCache:
-    """Decode videos into a cache, those that it does not hold yet.
+    """Decode the videos that a cache does not contain yet.
 
     Args:
-        videos: Name and path of each; the name becomes the path of its file.
-        folder: Where the cache lies or shall lie.
-        size: What the shorter side of frames shall be, in pixels; as it is when None.
-        workers: Processes that decode.
-        on_error: `"raise"`, or `"skip"` for a video that does not decode; it is tried again the next time.
-        progress: Called with how many of those to decode are done and their number.
+        videos: Name and path of each video; the name determines the path in the cache.
+        out_dir: Directory of the cache, created if absent.
+        size: Shorter side of the frames, pixels; None keeps the size of the video.
+        workers: Parallel processes.
+        on_error: `"raise"`, or `"skip"` for videos that do not decode; the next build tries them again.
+        progress: Called after each decoded video.
 
     Raises:
-        InputError: An argument is out of its range, a name leads out of the folder, or the folder holds a
+        InputError: An argument is out of range, a name leads out of the directory, or the directory has a
             cache of another size.
-        FileFormatError: A video does not decode and is not to be skipped, or the index is damaged.
-        RunError: Another process is building there.
+        FileFormatError: A video does not decode and `on_error` is `"raise"`, or the index is damaged.
+        RunError: Another process builds a cache in the directory.
     """
-    check_on_error(on_error)
+    check_one_of(ON_ERROR, on_error=on_error)
     _check_names([name for name, _ in videos])
-    if size is not None and size < 1:
-        raise InputError(f"`size` (={size}) must be at least 1 pixel, or None")
-    root = Path(folder)
+    if size is not None:
+        check_at_least(1, size=size)
+    root = Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
-    with closing(JsonLinesWriter(root / INDEX)) as index:
-        if not read_json_lines(root / INDEX):
-            index.write({**_MARK, "size": size})
-        cache = VideoCache.open(root)
-        if cache.size != size:
-            raise InputError(
-                f"{root} holds frames of size {cache.size} and {size} was asked for; name another folder"
-            )
-        todo = [(name, path) for name, path in videos if not _is_whole(cache, name)]
-        make = partial(_make, root=root, size=size, skip=on_error == "skip")
-        for done, (_, row) in enumerate(map_unordered(make, todo, workers=workers), start=1):
-            index.write(row)
+    with Journal(root / INDEX_FILE, _ROW_TYPE, header=VideoCacheHeader(size=size)) as index:
+        cache = VideoCache(root, size, index.rows)
+        pending = [(name, path) for name, path in videos if not _is_complete(cache, name)]
+        decode = partial(_decode_into_cache, root=root, size=size, skip=on_error == "skip")
+        for num_done, (_, row) in enumerate(map_unordered(decode, pending, workers=workers), start=1):
+            index.append(row)
             if progress is not None:
-                progress(done, len(todo))
-        index.sync()
-    return VideoCache.open(root)
+                progress(f"decoding videos, {num_done} of {len(pending)}", num_done / len(pending))
+        return VideoCache(root, size, index.rows)
 
 
-def _make(video: tuple[str, Path], *, root: Path, size: int | None, skip: bool) -> dict[str, Any]:
-    """Decode one video; gives its line of the index."""
+def _decode_into_cache(
+    video: tuple[str, Path], *, root: Path, size: int | None, skip: bool
+) -> _VideoRow | _ErrorRow:
     name, source = video
-    path = _file_of(root, name)
-    frames = _mapped(path)
-    # A file that is there without its line was finished just before its writer died.
+    path = _get_frames_path(root, name)
+    frames = _map_frames(path)
+    # A file without a row was completed just before its writer died.
     if frames is None:
         try:
-            frames = _write(path, source, size)
+            frames = _write_frames(path, source, size)
         except InputError as error:
             if not skip:
                 raise
-            return {"name": name, "error": str(error)}
-    count, height, width, _ = frames.shape
-    return {"name": name, "frames": count, "height": height, "width": width}
+            return _ErrorRow(name=name, error=str(error))
+    num_frames, height, width, _ = frames.shape
+    return _VideoRow(name=name, frames=num_frames, height=height, width=width)
 
 
-def _write(path: Path, source: Path, size: int | None) -> np.ndarray:
-    """Decode into a file, frame by frame, and rename it when it is whole."""
+def _write_frames(path: Path, source: Path, size: int | None) -> np.ndarray:
+    """Decode into a temporary file, frame by frame, and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             shape = (0,)
-            for count, frame in enumerate(decoded(source, size=size), start=1):
-                if count == 1:
+            for num_frames, frame in enumerate(iterate_frames(source, size=size), start=1):
+                if num_frames == 1:
                     _write_header(file, (0, *frame.shape))
-                # The decoder pads rows to its liking.
+                # The decoder may pad rows.
                 file.write(np.ascontiguousarray(frame).data)
-                shape = (count, *frame.shape)
-            # NumPy leaves room for the first axis to grow, so the header is as long as it was.
+                shape = (num_frames, *frame.shape)
+            # NumPy reserves space for a longer first axis, so the header keeps its length.
             file.seek(0)
             _write_header(file, shape)
             file.flush()
@@ -211,45 +228,43 @@ def _write(path: Path, source: Path, size: int | None) -> np.ndarray:
         temporary.unlink(missing_ok=True)
         raise
     sync_dir(path.parent)
-    frames = _mapped(path)
+    frames = _map_frames(path)
     assert frames is not None
     return frames
 
 
 def _write_header(file: Any, shape: tuple[int, ...]) -> None:
-    described = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, described)
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
-def _mapped(path: Path) -> np.ndarray | None:
-    """The frames of a file, mapped read-only; None where it is missing or is no file of frames."""
+def _map_frames(path: Path) -> np.ndarray | None:
+    """Frames of a file, mapped read-only; None if the file is missing or invalid."""
     try:
         frames = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-    sound = isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4
-    return np.asarray(frames) if sound and frames.shape[3] == 3 and frames.size else None
+    is_valid = isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4
+    return np.asarray(frames) if is_valid and frames.shape[3] == 3 and frames.size else None
 
 
-def _is_whole(cache: VideoCache, name: str) -> bool:
-    """Whether a video has both its line and its file."""
+def _is_complete(cache: VideoCache, name: str) -> bool:
+    """Whether a video has both a row and a file."""
     if name not in cache:
         return False
-    video, frames = cache[name], _mapped(_file_of(cache.folder, name))
+    video, frames = cache[name], _map_frames(_get_frames_path(cache.path, name))
     return frames is not None and frames.shape == (video.frames, video.height, video.width, 3)
 
 
-def _file_of(folder: Path, name: str) -> Path:
-    return folder / f"{name}.npy"
+def _get_frames_path(root: Path, name: str) -> Path:
+    return root / f"{name}.npy"
 
 
 def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"the video {twice} was named twice; name each once")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"video names must be unique, got {duplicate!r} twice")
     for name in names:
         path = Path(name)
         if not path.name or path.is_absolute() or ".." in path.parts or path.name != name.rpartition("/")[2]:
-            raise InputError(
-                f"the name of a video, {name!r}, must be a path below the cache, like 'Class/video'"
-            )
+            raise InputError(f"the video name {name!r} must be a relative path, such as 'Class/video'")

@@ -1,8 +1,8 @@
-"""The data that settings name: clips to learn from, in an order that a seed gives, and clips to judge by."""
+"""Datasets of a configuration: training clips in a seeded order, and test clips."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sparseflow.pruning.config import MovingDigitsSettings, Settings
+from sparseflow.core.progress import Progress
+from sparseflow.pruning.config import MovingDigitsConfig, PruningConfig
 from sparseflow.pruning.data.moving_digits import MovingDigits
 from sparseflow.pruning.data.ucf101 import UCF101
 
@@ -19,38 +20,38 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """Both sides of a data set; items are `{"clip": [T, C, H, W], "label", "video"}`.
+class VideoDataset:
+    """Training and test clips; items are `{"clip": [T, C, H, W], "label", "video"}`.
 
     Attributes:
-        train: Clips to learn from.
-        test: Clips to judge by, of other videos.
-        classes: Names, by label.
-        channels: Of a frame.
+        train: Training clips.
+        test: Test clips of other videos.
+        classes: Class names by label.
+        num_channels: Channels of a frame.
         epoch_clips: Clips of an epoch.
-        fresh: Whether every epoch has clips of its own, one epoch's after the other's.
+        new_clips_per_epoch: Whether each epoch has its own clips, stored epoch by epoch.
     """
 
     train: Dataset[dict[str, Any]]
     test: Dataset[dict[str, Any]]
     classes: tuple[str, ...]
-    channels: int
+    num_channels: int
     epoch_clips: int
-    fresh: bool
+    new_clips_per_epoch: bool
 
-    def order(self, epoch: int, seed: int) -> np.ndarray:
-        """Places of an epoch's clips in the order in which they are learnt from, int64."""
-        found = np.random.default_rng([seed, epoch]).permutation(self.epoch_clips)
-        return found + epoch * self.epoch_clips if self.fresh else found
+    def shuffle_epoch(self, epoch: int, seed: int) -> np.ndarray:
+        """Indices of the clips of an epoch in training order, int64."""
+        order = np.random.default_rng([seed, epoch]).permutation(self.epoch_clips)
+        return order + epoch * self.epoch_clips if self.new_clips_per_epoch else order
 
     def set_epoch(self, epoch: int) -> None:
-        """What is drawn for training clips is that epoch's from now on."""
+        """Select the random augmentations of an epoch."""
         if isinstance(self.train, UCF101):
             self.train.set_epoch(epoch)
 
 
-class _Frozen(Dataset[dict[str, Any]]):
-    """Clips that show their first frame over and over."""
+class _FrozenClips(Dataset[dict[str, Any]]):
+    """Clips that repeat their first frame."""
 
     def __init__(self, clips: MovingDigits) -> None:
         self._clips = clips
@@ -63,52 +64,54 @@ class _Frozen(Dataset[dict[str, Any]]):
         return item | {"clip": item["clip"][:1].expand_as(item["clip"]).contiguous()}
 
 
-def data_of(settings: Settings, *, progress: Callable[[int, int], None] | None = None) -> Data:
-    """The data of some settings.
+def load_video_dataset(config: PruningConfig, *, progress: Progress | None = None) -> VideoDataset:
+    """Open the dataset of a configuration.
 
     Raises:
-        InputError: A file is missing or a setting out of range.
+        InputError: A file is missing or a setting is out of range.
         FileFormatError: A list, a cache or a video is damaged.
         MissingExtraError: A package is missing.
     """
-    told, model = settings.data, settings.model
-    if isinstance(told, MovingDigitsSettings):
-        made = {
+    data, model = config.data, config.model
+    if isinstance(data, MovingDigitsConfig):
+        digits = {
             train: MovingDigits(
-                count=told.train_clips * settings.train.epochs if train else told.test_clips,
-                train=train, seed=settings.train.seed if train else 0, num_frames=model.num_frames,
-                size=model.img_size,
-                speed=told.speed, clutter=told.clutter, noise=told.noise,
+                num_clips=data.train_clips * config.train.epochs if train else data.test_clips,
+                train=train, seed=config.train.seed if train else 0, num_frames=model.num_frames,
+                size=model.img_size, speed=data.speed, clutter=data.clutter, noise=data.noise,
             )
             for train in (True, False)
         }  # fmt: skip
-        shown = {train: _Frozen(each) if told.frozen else each for train, each in made.items()}
-        return Data(
-            train=shown[True], test=shown[False], classes=MovingDigits.classes, channels=1,
-            epoch_clips=told.train_clips, fresh=True,
+        clips = {train: _FrozenClips(split) if data.frozen else split for train, split in digits.items()}
+        return VideoDataset(
+            train=clips[True], test=clips[False], classes=MovingDigits.classes, num_channels=1,
+            epoch_clips=data.train_clips, new_clips_per_epoch=True,
         )  # fmt: skip
-    both = {
+    splits = {
         train: UCF101(
-            lists=told.lists, split=told.split, train=train, videos=told.videos, cache=told.cache,
-            counts=told.counts, num_frames=model.num_frames, clip_lens=told.clip_lens,
-            stride_ratio=told.stride_ratio, size=model.img_size, on_error=told.on_error,
-            seed=settings.train.seed, progress=progress,
+            lists_dir=data.lists, split=data.split, train=train, videos_dir=data.videos, cache_dir=data.cache,
+            counts_path=data.counts, num_frames=model.num_frames, clip_lens=data.clip_lens,
+            stride_ratio=data.stride_ratio, size=model.img_size, on_error=data.on_error,
+            seed=config.train.seed, progress=progress,
         )
         for train in (True, False)
     }  # fmt: skip
-    return Data(
-        train=both[True], test=both[False], classes=tuple(both[True].classes), channels=3,
-        epoch_clips=len(both[True]), fresh=False,
+    return VideoDataset(
+        train=splits[True], test=splits[False], classes=tuple(splits[True].classes), num_channels=3,
+        epoch_clips=len(splits[True]), new_clips_per_epoch=False,
     )  # fmt: skip
 
 
-def batches(
-    clips: Dataset[dict[str, Any]], places: np.ndarray, size: int, *, workers: int, device: torch.device
+def load_batches(
+    clips: Dataset[dict[str, Any]],
+    indices: np.ndarray,
+    batch_size: int,
+    *,
+    workers: int,
+    device: torch.device,
 ) -> Iterator[Batch]:
-    """Clips in this order, `size` at a time; the last batch has what is left."""
-    groups = [places[first : first + size].tolist() for first in range(0, len(places), size)]
-    loader = DataLoader(
-        clips, batch_sampler=groups, num_workers=workers, pin_memory=device.type == "cuda"
-    )  # fmt: skip
+    """Yield batches of clips in the order of `indices`; the last batch may be smaller."""
+    groups = [indices[start : start + batch_size].tolist() for start in range(0, len(indices), batch_size)]
+    loader = DataLoader(clips, batch_sampler=groups, num_workers=workers, pin_memory=device.type == "cuda")
     for batch in loader:
         yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

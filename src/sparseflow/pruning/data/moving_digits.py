@@ -1,9 +1,9 @@
-"""Digits that move over clutter: clips whose label is the direction, of which no single frame says anything.
+"""Moving digits: synthetic clips whose label is the direction of motion, which no single frame shows.
 
-scikit-learn's 1,797 handwritten digits of 8 × 8 pixels move over a torus (what leaves on one side comes back
-on the other) in one of eight directions, above clutter that stands still and is made of pieces of other
-digits. Digit, start and clutter are drawn independently of the label, and the start uniformly, so that every
-frame taken alone has the same distribution for all labels.
+scikit-learn's 1,797 handwritten digits of 8 x 8 pixels move on a torus (a digit that leaves on one side
+re-enters on the other) in one of eight directions, over static clutter made of pieces of other digits. Digit,
+start and clutter are independent of the label, and the start is uniform, so that each frame on its own has
+the same distribution for all labels.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
 CLASSES = ("right", "up-right", "up", "up-left", "left", "down-left", "down", "down-right")
-"""By label: the direction is the label times 45°, from right, counter-clockwise."""
+"""Direction by label: label * 45 degrees counter-clockwise from right."""
 
-STEPS = np.array([(0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1), (1, 0), (1, 1)])
-"""By label: rows and columns that one step of speed 1 takes."""
+DIRECTIONS = np.array([(0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1), (1, 0), (1, 1)])
+"""Rows and columns of one step at speed 1, by label."""
 
-DIGIT = 8
-"""Side of a digit, in pixels."""
+DIGIT_SIZE = 8
+"""Side of a digit, pixels."""
 
-PIECE = 5
-"""Side of a piece of clutter, in pixels."""
+PIECE_SIZE = 5
+"""Side of a piece of clutter, pixels."""
 
 TRAIN_SHARE = 0.8
-"""Of the digits, those that training clips are made of; test clips are made of the others."""
+"""Fraction of the digits in training clips; test clips have the others."""
 
 _SPLIT_SEED = 1797
-_DRAWN_BEFORE_PIECES = 4
-_DRAWN_EACH_PIECE = 5
+_NUMBERS_PER_CLIP = 4
+"""Random numbers of a clip before those of its pieces: label, digit, row, column."""
+_NUMBERS_PER_PIECE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drawn:
-    """What a batch of B clips with P pieces of clutter each is made of; all integers.
+class _ClipParameters:
+    """Random parameters of a batch of B clips with P pieces of clutter each; integers.
 
     Attributes:
         labels: Shape (B,).
-        digits: Shape (B,): places among the digits of this side of the split.
-        starts: Shape (B, 2): row and column of the digit's corner in frame 0.
-        piece_digits: Shape (B, P): the digits that pieces are cut from.
-        piece_corners: Shape (B, P, 2): where in those.
-        piece_places: Shape (B, P, 2): where in the frame.
+        digits: Digit of each clip, an index into the digits of the split, shape (B,).
+        starts: Row and column of the digit's corner in frame 0, shape (B, 2).
+        piece_digits: Digits from which the pieces are cut, shape (B, P).
+        piece_corners: Corner of each piece in its digit, shape (B, P, 2).
+        piece_positions: Corner of each piece in the frame, shape (B, P, 2).
     """
 
     labels: np.ndarray
@@ -58,28 +60,28 @@ class _Drawn:
     starts: np.ndarray
     piece_digits: np.ndarray
     piece_corners: np.ndarray
-    piece_places: np.ndarray
+    piece_positions: np.ndarray
 
 
 class MovingDigits(Dataset[dict[str, Any]]):
-    """Clips of moving digits, made when asked for.
+    """Clips of moving digits, generated on access.
 
-    An item is `{"clip": float32 of shape (num_frames, in_chans, size, size), 0 is paper and 1 is ink, before
-    noise, "label": int, "video": its place}`. It depends on `seed`, `train` and its place alone.
+    An item is `{"clip": float32 of shape (num_frames, in_chans, size, size), 0 for background and 1 for ink
+    before noise, "label": int, "video": index}`. It depends only on `seed`, `train` and the index.
 
     Args:
-        count: How many clips there are.
-        train: Which side of the split of digits they are made of; the split is the same for every seed.
-        seed: Of all that is drawn.
-        num_frames: Of a clip.
-        size: Side of a frame, in pixels.
-        in_chans: 1, or 3 that are alike.
-        speed: Pixels that a step takes along each axis that it moves along.
-        clutter: Pieces of digits that stand still.
-        noise: Standard deviation of the Gaussian noise that is added to every pixel of every frame.
+        num_clips: Number of clips.
+        train: Use the training digits; the split of the digits is the same for every seed.
+        seed: Random seed.
+        num_frames: Frames of a clip.
+        size: Side of a frame, pixels.
+        in_chans: 1, or 3 equal channels.
+        speed: Pixels per frame along each axis of motion.
+        clutter: Number of static pieces of digits.
+        noise: Standard deviation of the Gaussian noise of each pixel.
 
     Raises:
-        InputError: An argument is out of its range.
+        InputError: An argument is out of range.
         MissingExtraError: scikit-learn is missing.
     """
 
@@ -88,7 +90,7 @@ class MovingDigits(Dataset[dict[str, Any]]):
     def __init__(
         self,
         *,
-        count: int,
+        num_clips: int,
         train: bool,
         seed: int = 0,
         num_frames: int = 8,
@@ -98,160 +100,153 @@ class MovingDigits(Dataset[dict[str, Any]]):
         clutter: int = 8,
         noise: float = 0.05,
     ) -> None:
-        if count < 1 or num_frames < 2 or size < 2 * DIGIT:
-            raise InputError(
-                f"`count` (={count}) must be at least 1, `num_frames` (={num_frames}) at least 2, `size` "
-                f"(={size}) at least {2 * DIGIT}"
-            )
-        if in_chans not in (1, 3):
-            raise InputError(f"`in_chans` (={in_chans}) must be 1 or 3")
+        check_at_least(1, num_clips=num_clips)
+        check_at_least(2, num_frames=num_frames)
+        check_at_least(2 * DIGIT_SIZE, size=size)
+        check_one_of((1, 3), in_chans=in_chans)
         # At half the side, right and left would be the same motion.
         if not 0 < speed < size / 2:
             raise InputError(f"`speed` (={speed}) must be at least 1 and below half of `size` (={size})")
-        if clutter < 0 or not 0 <= noise < float("inf") or seed < 0:
-            raise InputError(
-                f"`clutter` (={clutter}), `noise` (={noise}) and `seed` (={seed}) must not be negative"
-            )
-        self.count, self.train, self.seed = count, train, seed
+        check_at_least(0, clutter=clutter, seed=seed)
+        check_non_negative(noise=noise)
+        self.num_clips, self.train, self.seed = num_clips, train, seed
         self.num_frames, self.size, self.in_chans = num_frames, size, in_chans
         self.speed, self.clutter, self.noise = speed, clutter, noise
-        self.sources = source_digits(train=train)
-        self._digits = _images()[self.sources]
+        self.source_digits = split_digits(train=train)
+        self._digits = _load_digit_images()[self.source_digits]
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_clips
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        # What a DataLoader calls with all places of a batch.
-        made = self.batch(indices)
-        labels, videos = made["label"].tolist(), made["video"].tolist()
+        # A DataLoader calls this with all indices of a batch.
+        batch = self.make_batch(indices)
+        labels, videos = batch["label"].tolist(), batch["video"].tolist()
         return [
             {"clip": clip, "label": label, "video": video}
-            for clip, label, video in zip(made["clip"], labels, videos, strict=True)
+            for clip, label, video in zip(batch["clip"], labels, videos, strict=True)
         ]
 
-    def batch(
+    def make_batch(
         self, indices: Sequence[int] | np.ndarray, *, labels: Sequence[int] | np.ndarray | None = None
     ) -> dict[str, torch.Tensor]:
-        """Many clips at once.
+        """Generate several clips.
 
         Args:
-            indices: Places, n of them.
-            labels: Directions to move in, in place of those that were drawn; all else stays the same.
+            indices: Indices of n clips.
+            labels: Directions that replace the random ones; all else stays the same.
 
         Returns:
             `clip`, float32 of shape (n, num_frames, in_chans, size, size); `label` and `video`, int64 of
             shape (n,).
 
         Raises:
-            IndexError: A place is not there.
+            IndexError: An index is out of range.
             InputError: `labels` are not n labels.
         """
-        drawn, generators = self._draw(indices, labels)
+        parameters, generators = self._sample_parameters(indices, labels)
         shape = (len(generators), self.num_frames, self.size, self.size)
         noise = np.zeros(shape, np.float32)
         if self.noise:
-            for some, generator in zip(noise, generators, strict=True):
-                generator.standard_normal(out=some, dtype=np.float32)
+            for clip_noise, generator in zip(noise, generators, strict=True):
+                generator.standard_normal(out=clip_noise, dtype=np.float32)
             noise *= self.noise
-        clips = np.broadcast_to(self._background(drawn)[:, None], shape).copy()
-        at = self._digit_at(drawn)
-        clips[at] = np.maximum(clips[at], self._digits[drawn.digits][:, None])
+        clips = np.broadcast_to(self._draw_clutter(parameters)[:, None], shape).copy()
+        index = self._index_digit_pixels(parameters)
+        clips[index] = np.maximum(clips[index], self._digits[parameters.digits][:, None])
         clips += noise
         clip = torch.from_numpy(clips).unsqueeze(2)
         return {
             "clip": clip.expand(-1, -1, self.in_chans, -1, -1).contiguous(),
-            "label": torch.from_numpy(drawn.labels),
+            "label": torch.from_numpy(parameters.labels),
             "video": torch.from_numpy(np.array(indices, np.int64)),
         }
 
-    def moving_mask(self, index: int) -> torch.Tensor:
-        """Where the digit has ink; bool, shape (num_frames, size, size)."""
-        drawn, _ = self._draw([index], None)
+    def make_digit_mask(self, index: int) -> torch.Tensor:
+        """Mask of the ink of the digit; bool, shape (num_frames, size, size)."""
+        parameters, _ = self._sample_parameters([index], None)
         mask = np.zeros((1, self.num_frames, self.size, self.size), bool)
-        mask[self._digit_at(drawn)] = self._digits[drawn.digits][:, None] > 0
+        mask[self._index_digit_pixels(parameters)] = self._digits[parameters.digits][:, None] > 0
         return torch.from_numpy(mask[0])
 
-    def _draw(
+    def _sample_parameters(
         self, indices: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray | None
-    ) -> tuple[_Drawn, list[np.random.Generator]]:
-        """What clips are made of, and the generators that their noise is to be drawn from."""
+    ) -> tuple[_ClipParameters, list[np.random.Generator]]:
+        """Parameters of clips, and the generators for their noise."""
         for index in indices:
-            if not 0 <= index < self.count:
-                raise IndexError(f"there is no clip {index}; there are {self.count}")
+            if not 0 <= index < self.num_clips:
+                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
         generators = [np.random.default_rng([self.seed, int(self.train), int(index)]) for index in indices]
-        side, digits, cuts = self.size, len(self._digits), DIGIT - PIECE + 1
-        limits = [len(CLASSES), digits, side, side, *[digits, cuts, cuts, side, side] * self.clutter]
+        side, num_digits, num_corners = self.size, len(self._digits), DIGIT_SIZE - PIECE_SIZE + 1
+        piece_limits = [num_digits, num_corners, num_corners, side, side]
+        limits = [len(CLASSES), num_digits, side, side, *piece_limits * self.clutter]
         uniform = np.array([generator.random(len(limits)) for generator in generators])
         numbers = (uniform.reshape(-1, len(limits)) * limits).astype(np.int64)
-        pieces = numbers[:, _DRAWN_BEFORE_PIECES:].reshape(len(numbers), self.clutter, _DRAWN_EACH_PIECE)
-        chosen = numbers[:, 0].copy() if labels is None else _checked_labels(labels, len(numbers))
-        return (
-            _Drawn(
-                labels=chosen,
-                digits=numbers[:, 1],
-                starts=numbers[:, 2:4],
-                piece_digits=pieces[..., 0],
-                piece_corners=pieces[..., 1:3],
-                piece_places=pieces[..., 3:5],
-            ),
-            generators,
+        pieces = numbers[:, _NUMBERS_PER_CLIP:].reshape(len(numbers), self.clutter, _NUMBERS_PER_PIECE)
+        parameters = _ClipParameters(
+            labels=numbers[:, 0].copy() if labels is None else _check_labels(labels, len(numbers)),
+            digits=numbers[:, 1],
+            starts=numbers[:, 2:4],
+            piece_digits=pieces[..., 0],
+            piece_corners=pieces[..., 1:3],
+            piece_positions=pieces[..., 3:5],
         )
+        return parameters, generators
 
-    def _background(self, drawn: _Drawn) -> np.ndarray:
-        """The clutter; float32, shape (B, size, size)."""
-        clips = np.arange(len(drawn.labels))[:, None, None]
-        found = np.zeros((len(drawn.labels), self.size, self.size), np.float32)
+    def _draw_clutter(self, parameters: _ClipParameters) -> np.ndarray:
+        """Background of clips; float32, shape (B, size, size)."""
+        clips = np.arange(len(parameters.labels))[:, None, None]
+        background = np.zeros((len(parameters.labels), self.size, self.size), np.float32)
         for piece in range(self.clutter):
-            rows, cols = _square(drawn.piece_corners[:, piece], PIECE)
-            ink = self._digits[drawn.piece_digits[:, piece, None, None], rows, cols]
-            rows, cols = _square(drawn.piece_places[:, piece], PIECE)
-            at = (clips, rows % self.size, cols % self.size)
-            found[at] = np.maximum(found[at], ink)
-        return found
+            rows, cols = _index_squares(parameters.piece_corners[:, piece], PIECE_SIZE)
+            ink = self._digits[parameters.piece_digits[:, piece, None, None], rows, cols]
+            rows, cols = _index_squares(parameters.piece_positions[:, piece], PIECE_SIZE)
+            index = (clips, rows % self.size, cols % self.size)
+            background[index] = np.maximum(background[index], ink)
+        return background
 
-    def _digit_at(self, drawn: _Drawn) -> tuple[np.ndarray, ...]:
-        """The digit's pixels as an index of (B, T, size, size); it picks (B, T, 8, 8)."""
-        steps = STEPS[drawn.labels][:, None] * self.speed * np.arange(self.num_frames)[:, None]
-        rows, cols = _square(drawn.starts[:, None] + steps, DIGIT)
-        clips = np.arange(len(drawn.labels))[:, None, None, None]
+    def _index_digit_pixels(self, parameters: _ClipParameters) -> tuple[np.ndarray, ...]:
+        """Index of the digit's pixels in (B, T, size, size); selects (B, T, 8, 8)."""
+        steps = DIRECTIONS[parameters.labels][:, None] * self.speed * np.arange(self.num_frames)[:, None]
+        rows, cols = _index_squares(parameters.starts[:, None] + steps, DIGIT_SIZE)
+        clips = np.arange(len(parameters.labels))[:, None, None, None]
         frames = np.arange(self.num_frames)[:, None, None]
         return clips, frames, rows % self.size, cols % self.size
 
 
-def source_digits(*, train: bool) -> np.ndarray:
-    """Which of scikit-learn's digits clips are made of; int64, ascending.
+def split_digits(*, train: bool) -> np.ndarray:
+    """Indices of scikit-learn's digits in training or test clips; int64, ascending.
 
     Raises:
         MissingExtraError: scikit-learn is missing.
     """
-    order = np.random.default_rng(_SPLIT_SEED).permutation(len(_images()))
-    cut = round(TRAIN_SHARE * len(order))
-    return np.sort(order[:cut] if train else order[cut:])
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(_load_digit_images()))
+    num_train = round(TRAIN_SHARE * len(order))
+    return np.sort(order[:num_train] if train else order[num_train:])
 
 
 @cache
-def _images() -> np.ndarray:
+def _load_digit_images() -> np.ndarray:
     """scikit-learn's digits; float32, shape (1797, 8, 8), in [0, 1]."""
     images = require("sklearn.datasets", "pruning").load_digits().images
     return (images / 16).astype(np.float32)
 
 
-def _square(corners: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, shape (…, side, 1), and columns, (…, 1, side), of squares whose corners have shape (…, 2)."""
-    along = np.arange(side)
-    return corners[..., 0, None, None] + along[:, None], corners[..., 1, None, None] + along
+def _index_squares(corners: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (..., side, 1) and columns (..., 1, side) of squares with the given corners (..., 2)."""
+    offsets = np.arange(side)
+    return corners[..., 0, None, None] + offsets[:, None], corners[..., 1, None, None] + offsets
 
 
-def _checked_labels(labels: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
-    chosen = np.array(labels)
+def _check_labels(labels: Sequence[int] | np.ndarray, num_labels: int) -> np.ndarray:
+    array = np.array(labels)
     if (
-        chosen.shape != (count,)
-        or chosen.dtype.kind not in "iu"
-        or not np.isin(chosen, range(len(CLASSES))).all()
+        array.shape != (num_labels,)
+        or array.dtype.kind not in "iu"
+        or not np.isin(array, range(len(CLASSES))).all()
     ):
-        raise InputError(f"`labels` (={labels}) must be {count} integers from 0 to {len(CLASSES) - 1}")
-    return chosen.astype(np.int64)
+        raise InputError(f"`labels` (={labels}) must be {num_labels} integers from 0 to {len(CLASSES) - 1}")
+    return array.astype(np.int64)

@@ -1,37 +1,38 @@
-"""UCF-101's official lists: which videos train and which test, in each of three splits.
+"""Official train and test lists of UCF-101, three splits.
 
 ::
 
-    classInd.txt        `1 ApplyEyeMakeup`                                       a class a line, from 1
-    trainlist01.txt     `ApplyEyeMakeup/v_ApplyEyeMakeup_g08_c01.avi 1`          a video and its class
-    testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            a video
+    classInd.txt        `1 ApplyEyeMakeup`                                       number from 1 and class
+    trainlist01.txt     `ApplyEyeMakeup/v_ApplyEyeMakeup_g08_c01.avi 1`          video and class number
+    testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            video
 
-Videos of a group (`g08`) were cut from one recording, so a group that both trained and tested would make the
-test too easy: that is an error here.
+The videos of a group (`g08`) are parts of one recording. A group in both the training and the test list would
+leak training data into the test, and is an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import FileFormatError, InputError
 
-SPLITS = (1, 2, 3)
+SPLIT_NUMBERS = (1, 2, 3)
 
-_VIDEO = re.compile(r"v_(?P<name>.+)_g(?P<group>\d{2,})_c\d{2,}")
+_VIDEO_NAME = re.compile(r"v_(?P<name>.+)_g(?P<group>\d{2,})_c\d{2,}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class VideoEntry:
     """A video of a list.
 
     Attributes:
-        video: Its path below the folder of videos, without suffix: `"Archery/v_Archery_g08_c01"`.
-        label: Its class, from 0.
-        group: The recording that it was cut from: 8 of `g08`.
+        video: Path below the video directory, without suffix: `"Archery/v_Archery_g08_c01"`.
+        label: Class, from 0.
+        group: Group, such as 8 for `g08`.
     """
 
     video: str
@@ -40,127 +41,130 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """What trains and what tests.
+class DatasetSplit:
+    """A training list and a test list.
 
     Attributes:
-        classes: Their names; a label is a place in here.
-        train: In the order of the list.
-        test: In the order of the list.
+        classes: Class names by label.
+        train: Training videos in the order of the list.
+        test: Test videos in the order of the list.
     """
 
     classes: tuple[str, ...]
-    train: tuple[Entry, ...]
-    test: tuple[Entry, ...]
+    train: tuple[VideoEntry, ...]
+    test: tuple[VideoEntry, ...]
 
 
-def read_split(lists: Path | str, split: int) -> Split:
-    """One of the official splits, checked; the number of classes is whatever `classInd.txt` says.
+def read_split(lists_dir: Path | str, split: int) -> DatasetSplit:
+    """Read and check an official split; `classInd.txt` determines the number of classes.
 
     Args:
-        lists: The folder of `classInd.txt` and the lists (`ucfTrainTestlist`).
+        lists_dir: Directory of `classInd.txt` and the lists (`ucfTrainTestlist`).
         split: 1, 2 or 3.
 
     Raises:
-        InputError: There is no such split, or a file is missing.
-        FileFormatError: A line is malformed, names a class that is not there or a label of another class, a
-            video stands there twice, or a group is on both sides. The message names the file and the line.
+        InputError: The split is unknown, or a file is missing.
+        FileFormatError: A line is malformed or has an unknown class or the number of another class, a video
+            occurs twice, or a group is in both lists. The message has the file and the line.
     """
-    if split not in SPLITS:
-        raise InputError(f"`split` (={split!r}) must be one of {', '.join(map(str, SPLITS))}")
-    folder = Path(lists)
-    classes = _classes(folder / "classInd.txt")
-    labels = {name: label for label, name in enumerate(classes)}
-    seen: dict[str, str] = {}
-    sides: dict[tuple[int, int], tuple[str, str]] = {}
-    train = _entries(folder / f"trainlist{split:02}.txt", labels, seen, sides, labelled=True)
-    test = _entries(folder / f"testlist{split:02}.txt", labels, seen, sides, labelled=False)
-    return Split(classes=classes, train=train, test=test)
+    check_one_of(SPLIT_NUMBERS, split=split)
+    directory = Path(lists_dir)
+    classes = _read_classes(directory / "classInd.txt")
+    reader = _ListReader(labels={name: label for label, name in enumerate(classes)})
+    train = reader.read(directory / f"trainlist{split:02}.txt", has_labels=True)
+    test = reader.read(directory / f"testlist{split:02}.txt", has_labels=False)
+    return DatasetSplit(classes=classes, train=train, test=test)
 
 
-def _classes(path: Path) -> tuple[str, ...]:
+def _read_classes(path: Path) -> tuple[str, ...]:
     classes: list[str] = []
-    for where, line in _lines(path):
+    for location, line in _read_lines(path):
         number, _, name = line.partition(" ")
         name = name.strip()
         if not number.isdecimal() or not name or "/" in name or " " in name:
-            raise FileFormatError(f"{where}: {line!r} must be a number and a class, like '1 ApplyEyeMakeup'")
-        if int(number) != len(classes) + 1:
             raise FileFormatError(
-                f"{where}: class {name} has the number {number}; expected {len(classes) + 1}"
+                f"{location}: expected a number and a class such as '1 ApplyEyeMakeup', got {line!r}"
             )
+        if int(number) != len(classes) + 1:
+            raise FileFormatError(f"{location}: expected number {len(classes) + 1}, got {number}")
         if name in classes:
-            raise FileFormatError(f"{where}: class {name} stands there twice")
+            raise FileFormatError(f"{location}: duplicate class {name}")
         classes.append(name)
     if not classes:
-        raise FileFormatError(f"{path} names no class; expected lines like '1 ApplyEyeMakeup'")
+        raise FileFormatError(f"{path} has no classes; expected lines such as '1 ApplyEyeMakeup'")
     return tuple(classes)
 
 
-def _entries(
-    path: Path,
-    labels: dict[str, int],
-    seen: dict[str, str],
-    sides: dict[tuple[int, int], tuple[str, str]],
-    *,
-    labelled: bool,
-) -> tuple[Entry, ...]:
-    """The videos of a list.
+@dataclass(kw_only=True)
+class _ListReader:
+    """Reads the lists of a split and checks them against each other.
 
-    Args:
-        path: The list.
+    Attributes:
         labels: Class -> label.
-        seen: Video -> where it stood; added to.
-        sides: Class and group -> the list that it was in and where it first stood; added to.
-        labelled: Whether a class number follows each video.
+        locations: Video -> location of its line.
+        groups: Class and group -> list that has it, and location of its first line.
     """
-    entries = []
-    for where, line in _lines(path):
-        entry = _entry(where, line, labels, labelled=labelled)
-        if entry.video in seen:
-            raise FileFormatError(f"{where}: {entry.video} stood before at {seen[entry.video]}")
-        seen[entry.video] = where
-        side, before = sides.setdefault((entry.label, entry.group), (path.name, where))
-        if side != path.name:
-            raise FileFormatError(
-                f"{where}: group {entry.group} of {entry.video} trains already ({before}); a group must not "
-                "be on both sides of a split"
+
+    labels: dict[str, int]
+    locations: dict[str, str] = field(default_factory=dict)
+    groups: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+
+    def read(self, path: Path, *, has_labels: bool) -> tuple[VideoEntry, ...]:
+        entries = []
+        for location, line in _read_lines(path):
+            entry = _parse_entry(location, line, self.labels, has_label=has_labels)
+            if entry.video in self.locations:
+                raise FileFormatError(
+                    f"{location}: duplicate video {entry.video}, see {self.locations[entry.video]}"
+                )
+            self.locations[entry.video] = location
+            list_name, first_location = self.groups.setdefault(
+                (entry.label, entry.group), (path.name, location)
             )
-        entries.append(entry)
-    if not entries:
-        raise FileFormatError(f"{path} names no video")
-    return tuple(entries)
+            if list_name != path.name:
+                raise FileFormatError(
+                    f"{location}: group {entry.group} of {entry.video} is also in the training list "
+                    f"({first_location}); a group must not be in both lists"
+                )
+            entries.append(entry)
+        if not entries:
+            raise FileFormatError(f"{path} has no videos")
+        return tuple(entries)
 
 
-def _entry(where: str, line: str, labels: dict[str, int], *, labelled: bool) -> Entry:
-    video, *rest = line.split()
-    if len(rest) != labelled or any(not word.isdecimal() for word in rest):
-        expected = "a video and its class, like 'A/v_A_g08_c01.avi 1'" if labelled else "a video, and no more"
-        raise FileFormatError(f"{where}: {line!r} must be {expected}")
+def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label: bool) -> VideoEntry:
+    video, *numbers = line.split()
+    if len(numbers) != has_label or any(not number.isdecimal() for number in numbers):
+        expected = "a video and its class, such as 'A/v_A_g08_c01.avi 1'" if has_label else "one video"
+        raise FileFormatError(f"{location}: expected {expected}, got {line!r}")
     path = PurePosixPath(video).parent / PurePosixPath(video).stem
-    found = _VIDEO.fullmatch(path.name)
-    # Official names do not always agree in case: HandstandPushups/v_HandStandPushups_g01_c01.avi.
-    if len(path.parts) != 2 or found is None or found["name"].lower() != path.parent.name.lower():
-        raise FileFormatError(f"{where}: {video!r} is not named like 'Class/v_Class_g08_c01.avi'")
+    match = _VIDEO_NAME.fullmatch(path.name)
+    # Official names differ in case: HandstandPushups/v_HandStandPushups_g01_c01.avi.
+    if len(path.parts) != 2 or match is None or match["name"].lower() != path.parent.name.lower():
+        raise FileFormatError(
+            f"{location}: expected a name such as 'Class/v_Class_g08_c01.avi', got {video!r}"
+        )
     if path.parent.name not in labels:
-        raise FileFormatError(f"{where}: {path.parent.name!r} is no class of classInd.txt")
+        raise FileFormatError(f"{location}: unknown class {path.parent.name!r}; see classInd.txt")
     label = labels[path.parent.name]
-    if labelled and int(rest[0]) != label + 1:
-        raise FileFormatError(f"{where}: {path.parent.name} has the number {label + 1}, not {rest[0]}")
-    return Entry(video=str(path), label=label, group=int(found["group"]))
+    if has_label and int(numbers[0]) != label + 1:
+        raise FileFormatError(
+            f"{location}: expected number {label + 1} for {path.parent.name}, got {numbers[0]}"
+        )
+    return VideoEntry(video=str(path), label=label, group=int(match["group"]))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with where it stands."""
+def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the location and the text of each line that is not blank."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise InputError(
-            f"there is no {path}; name the folder that holds UCF-101's classInd.txt, trainlist0*.txt and "
+            f"{path} does not exist; expected a directory with UCF-101's classInd.txt, trainlist0*.txt and "
             "testlist0*.txt"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path} is not a list: {error}") from error
+        raise FileFormatError(f"{path} is not a readable list: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield f"{path}, line {number}", line.strip()

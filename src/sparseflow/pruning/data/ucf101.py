@@ -1,13 +1,13 @@
-"""UCF-101 as clips: windows of several lengths over every video of an official list.
+"""UCF-101 as clips: windows of several lengths over the videos of an official list.
 
-A clip is `num_frames` frames of one window. For training its start is shifted at random and its frames are
-cropped and mirrored, all alike; what is drawn depends on seed, epoch and place alone, so that the number of
-workers changes nothing. For tests nothing is drawn, and a video's score is the mean over its clips.
+A clip has `num_frames` frames of one window. In training its start is shifted and its frames are cropped and
+flipped at random; the randomness depends on seed, epoch and index only, so that the number of workers does
+not change the clips. In tests nothing is random, and the score of a video is the mean over its clips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,34 +16,36 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from sparseflow.core.checks import check_at_least, check_one_of
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 from sparseflow.pruning.data.cache import VideoCache
-from sparseflow.pruning.data.frame_counts import check_on_error, count_frames
+from sparseflow.pruning.data.frame_counts import ON_ERROR, count_frames
 from sparseflow.pruning.data.sampling import (
-    centre_crop,
-    crop_resized,
-    draw_crop,
-    frame_indices,
-    jittered,
-    normalised,
-    sliding_windows,
-    stride_of,
+    center_crop,
+    compute_stride,
+    crop_and_resize,
+    jitter_start,
+    list_sliding_windows,
+    normalize_clip,
+    sample_crop,
+    select_frames,
 )
-from sparseflow.pruning.data.splits import Entry, read_split
+from sparseflow.pruning.data.splits import VideoEntry, read_split
 from sparseflow.pruning.data.video import Video, find_video, open_video
 
-_NAMED = 3
-"""Missing videos that a message names."""
+_MAX_LISTED = 3
+"""Missing videos that an error message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class ClipWindow:
     """A window of a video.
 
     Attributes:
-        video: Place in `UCF101.entries`.
-        start: Its first frame.
-        clip_len: Its length, in frames.
+        video: Index in `UCF101.entries`.
+        start: First frame.
+        clip_len: Length, frames.
     """
 
     video: int
@@ -52,48 +54,48 @@ class Clip:
 
 
 class UCF101(Dataset[dict[str, Any]]):
-    """The clips of one side of a split.
+    """Clips of the training or the test list of a split.
 
-    An item is `{"clip": float32 of shape (num_frames, 3, size, size), normalised as for ImageNet, "label":
-    int, "video": int}`, where the video is a place in `entries`.
+    An item is `{"clip": float32 of shape (num_frames, 3, size, size), normalized as for ImageNet, "label":
+    int, "video": int}`; the video is an index in `entries`.
 
     Args:
-        lists: The folder of the official lists.
+        lists_dir: Directory of the official lists.
         split: 1, 2 or 3.
-        train: Whether to take the training list, else the test list.
-        videos: The folder of videos, files or folders of frames; not looked at with `cache`.
-        cache: A folder that `build_cache` filled, to read from in place of decoding.
-        counts: A file that remembers how many frames videos have, made when absent; without it they are
-            counted anew each time. Not looked at with `cache`.
-        num_frames: Of a clip.
-        clip_lens: Lengths of windows, in frames.
-        stride_ratio: From one window to the next, over the window's length.
-        size: Side of the square that a network sees, in pixels.
-        augment: Whether to shift, crop and mirror at random; as `train` says when None.
-        on_error: `"raise"`, or `"skip"` to leave out videos that are missing or do not decode.
-        seed: Of what is drawn.
-        progress: Called while frames are counted, with how many videos are done and their number.
+        train: Use the training list, otherwise the test list.
+        videos_dir: Directory of the videos, files or directories of frames; not used with `cache_dir`.
+        cache_dir: Directory of `build_cache`, to read decoded frames.
+        counts_path: File of frame counts, created if absent; without it frames are counted each time. Not
+            used with `cache_dir`.
+        num_frames: Frames of a clip.
+        clip_lens: Lengths of windows, frames.
+        stride_ratio: Stride divided by the length of the window.
+        size: Side of the square clips, pixels.
+        augment: Shift, crop and flip at random; `train` by default.
+        on_error: `"raise"`, or `"skip"` for videos that are missing or do not decode.
+        seed: Random seed.
+        progress: Called while frames are counted.
 
     Attributes:
-        classes: Names, by label.
-        entries: The videos that are there.
-        skipped: Name of a video that was left out -> why.
+        classes: Class names by label.
+        entries: Available videos.
+        skipped: Name of a skipped video -> reason.
 
     Raises:
-        InputError: An argument is out of its range, videos are missing, or none is left.
+        InputError: An argument is out of range, videos are missing, or no video is available.
         FileFormatError: A list is malformed, a video does not decode, or the cache is damaged. Reading an
-            item raises it, too, whatever `on_error` says.
+            item can raise it, too, even with `on_error="skip"`.
     """
 
     def __init__(
         self,
         *,
-        lists: Path | str,
+        lists_dir: Path | str,
         split: int,
         train: bool,
-        videos: Path | str | None = None,
-        cache: Path | str | None = None,
-        counts: Path | str | None = None,
+        videos_dir: Path | str | None = None,
+        cache_dir: Path | str | None = None,
+        counts_path: Path | str | None = None,
         num_frames: int = 8,
         clip_lens: Sequence[int] = (8, 16),
         stride_ratio: float = 0.5,
@@ -101,166 +103,170 @@ class UCF101(Dataset[dict[str, Any]]):
         augment: bool | None = None,
         on_error: str = "raise",
         seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        check_on_error(on_error)
-        if num_frames < 1 or size < 1 or seed < 0:
-            raise InputError(
-                f"`num_frames` (={num_frames}) and `size` (={size}) must be at least 1, `seed` (={seed}) at "
-                "least 0"
-            )
-        # Before frames are counted: that takes long.
-        sliding_windows(1, clip_lens, stride_ratio)
-        chosen = read_split(lists, split)
-        listed = chosen.train if train else chosen.test
-        if cache is not None:
-            found = _in_cache(VideoCache.open(cache), listed)
-        elif videos is not None:
-            found = _in_folder(Path(videos), listed, counts, on_error, progress)
+        check_one_of(ON_ERROR, on_error=on_error)
+        check_at_least(1, num_frames=num_frames, size=size)
+        check_at_least(0, seed=seed)
+        # Checks the arguments before frames are counted, which takes long.
+        list_sliding_windows(1, clip_lens, stride_ratio)
+        dataset_split = read_split(lists_dir, split)
+        listed = dataset_split.train if train else dataset_split.test
+        if cache_dir is not None:
+            available = _find_in_cache(VideoCache.open(cache_dir), listed)
+        elif videos_dir is not None:
+            available = _find_in_directory(Path(videos_dir), listed, counts_path, on_error, progress)
         else:
-            raise InputError("name the folder of `videos`, or a `cache` of them")
-        self.skipped = found.skipped
+            raise InputError("either `videos_dir` or `cache_dir` is required")
+        self.skipped = available.skipped
         if self.skipped and on_error == "raise":
-            raise _missing(self.skipped, len(listed))
-        self.classes = chosen.classes
-        self.entries: tuple[Entry, ...] = tuple(entry for entry in listed if entry.video in found.sources)
+            raise _make_missing_error(self.skipped, len(listed))
+        self.classes = dataset_split.classes
+        self.entries: tuple[VideoEntry, ...] = tuple(
+            entry for entry in listed if entry.video in available.sources
+        )
         if not self.entries:
-            raise InputError(f"all {len(listed)} videos of the list were left out: {_few(self.skipped)}")
-        self._sources = [found.sources[entry.video] for entry in self.entries]
-        windows = [sliding_windows(frames, clip_lens, stride_ratio) for _, frames in self._sources]
-        self._clips = np.array(
-            [(video, *window) for video, some in enumerate(windows) for window in some], np.int64
+            raise InputError(f"all {len(listed)} listed videos were skipped: {_format_skipped(self.skipped)}")
+        self._sources = [available.sources[entry.video] for entry in self.entries]
+        self._windows = np.array(
+            [
+                (video, *window)
+                for video, (_, frames) in enumerate(self._sources)
+                for window in list_sliding_windows(frames, clip_lens, stride_ratio)
+            ],
+            np.int64,
         )
         self.num_frames, self.stride_ratio, self.size, self.seed = num_frames, stride_ratio, size, seed
         self.augment = train if augment is None else augment
-        # Shared, so that workers that live on see it change.
+        # Shared memory, so that persistent workers see a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
-        return len(self._clips)
+        return len(self._windows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        clip = self.clip(index)
-        generator = self._generator(index)
-        frames = self._read(clip, self._indices(clip, generator))
+        window = self.get_window(index)
+        generator = self._make_generator(index)
+        frames = self._read_frames(window, self._select_frames(window, generator))
         if self.augment:
             height, width = frames.shape[1:3]
-            pixels = crop_resized(frames, draw_crop(height, width, generator), self.size)
+            pixels = crop_and_resize(frames, sample_crop(height, width, generator), self.size)
         else:
-            pixels = centre_crop(frames, self.size)
-        return {"clip": normalised(pixels), "label": self.entries[clip.video].label, "video": clip.video}
+            pixels = center_crop(frames, self.size)
+        return {
+            "clip": normalize_clip(pixels), "label": self.entries[window.video].label, "video": window.video
+        }  # fmt: skip
 
-    def clip(self, index: int) -> Clip:
-        """The window of an item, before it is shifted.
+    def get_window(self, index: int) -> ClipWindow:
+        """Window of an item, before the random shift.
 
         Raises:
-            IndexError: There is no such item.
+            IndexError: The index is out of range.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"there is no clip {index}; there are {len(self)}")
-        video, start, clip_len = self._clips[index].tolist()
-        return Clip(video=video, start=start, clip_len=clip_len)
+            raise IndexError(f"clip {index} does not exist; there are {len(self)}")
+        video, start, clip_len = self._windows[index].tolist()
+        return ClipWindow(video=video, start=start, clip_len=clip_len)
 
-    def indices(self, index: int) -> np.ndarray:
-        """Which frames of its video an item shows in this epoch; shape (num_frames,), int64."""
-        return self._indices(self.clip(index), self._generator(index))
+    def get_frame_indices(self, index: int) -> np.ndarray:
+        """Frames of an item in the current epoch; int64, shape (num_frames,)."""
+        return self._select_frames(self.get_window(index), self._make_generator(index))
 
     def set_epoch(self, epoch: int) -> None:
-        """What is drawn from now on is that epoch's, in workers that are running, too.
+        """Use the randomness of an epoch, also in running workers.
 
         Raises:
             InputError: `epoch` is negative.
         """
-        if epoch < 0:
-            raise InputError(f"`epoch` (={epoch}) must be at least 0")
+        check_at_least(0, epoch=epoch)
         self._epoch.fill_(epoch)
 
-    def _generator(self, index: int) -> np.random.Generator:
+    def _make_generator(self, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, int(self._epoch), int(index)])
 
-    def _indices(self, clip: Clip, generator: np.random.Generator) -> np.ndarray:
-        """The frames of a window; the first thing that is drawn for an item is its shift."""
-        frames = self._sources[clip.video][1]
-        start = clip.start
+    def _select_frames(self, window: ClipWindow, generator: np.random.Generator) -> np.ndarray:
+        """Frames of a window; its shift is the first random number of an item."""
+        frames = self._sources[window.video][1]
+        start = window.start
         if self.augment:
-            stride = stride_of(clip.clip_len, self.stride_ratio)
-            start = jittered(start, clip.clip_len, frames, stride, generator)
-        return frame_indices(start, clip.clip_len, self.num_frames, frames)
+            stride = compute_stride(window.clip_len, self.stride_ratio)
+            start = jitter_start(start, window.clip_len, frames, stride, generator)
+        return select_frames(start, window.clip_len, self.num_frames, frames)
 
-    def _read(self, clip: Clip, indices: np.ndarray) -> np.ndarray:
-        source, frames = self._sources[clip.video]
+    def _read_frames(self, window: ClipWindow, indices: np.ndarray) -> np.ndarray:
+        source, frames = self._sources[window.video]
         video: Video = open_video(source, frames=frames) if isinstance(source, Path) else source
         return video.read(indices)
 
 
-def video_average(logits: torch.Tensor, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of videos: the mean over each one's clips of their softmax.
+def average_by_video(logits: torch.Tensor, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Average the softmax of the clips of each video.
 
     Args:
-        logits: Shape (n, classes), floating point: a row a clip.
-        video: Shape (n,), integers: which video each clip is of, in any order.
+        logits: Logits of clips, floating point, shape (n, classes).
+        video: Video of each clip, integers, shape (n,), in any order.
 
     Returns:
-        Scores of shape (videos, classes), dtype of `logits`, whose rows sum to 1; and the videos, shape
-        (videos,), ascending.
+        Scores of shape (videos, classes) in the dtype of `logits`, with rows that sum to 1; and the videos,
+        ascending, shape (videos,).
 
     Raises:
-        InputError: The shapes or dtypes are others.
+        InputError: Shapes or dtypes differ from these.
     """
-    fits = logits.ndim == 2 and logits.is_floating_point() and video.shape == logits.shape[:1]
-    if not fits or video.is_floating_point() or video.dtype == torch.bool:
+    is_valid = logits.ndim == 2 and logits.is_floating_point() and video.shape == logits.shape[:1]
+    if not is_valid or video.is_floating_point() or video.dtype == torch.bool:
         raise InputError(
             f"`logits` ({logits.dtype}, shape {tuple(logits.shape)}) must be floats of shape (n, classes) "
             f"and `video` ({video.dtype}, shape {tuple(video.shape)}) integers of shape (n,)"
         )
-    videos, place, clips = torch.unique(video, return_inverse=True, return_counts=True)
-    sums = logits.new_zeros(len(videos), logits.shape[1]).index_add_(0, place, logits.softmax(dim=1))
-    return sums / clips.unsqueeze(1), videos
+    videos, index, num_clips = torch.unique(video, return_inverse=True, return_counts=True)
+    sums = logits.new_zeros(len(videos), logits.shape[1]).index_add_(0, index, logits.softmax(dim=1))
+    return sums / num_clips.unsqueeze(1), videos
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Name -> where to read it from and how many frames it has, and name -> why it cannot be read."""
+class _AvailableVideos:
+    """Name -> source and number of frames of available videos; name -> reason for the others."""
 
     sources: dict[str, tuple[Path | Video, int]]
     skipped: dict[str, str]
 
 
-def _in_cache(cache: VideoCache, listed: Sequence[Entry]) -> _Found:
+def _find_in_cache(cache: VideoCache, listed: Sequence[VideoEntry]) -> _AvailableVideos:
     names = [entry.video for entry in listed]
-    return _Found(
+    return _AvailableVideos(
         sources={name: (cache[name], cache[name].frames) for name in names if name in cache},
         skipped={
-            name: cache.skipped.get(name, f"not in {cache.folder}") for name in names if name not in cache
+            name: cache.skipped.get(name, f"not in {cache.path}") for name in names if name not in cache
         },
     )
 
 
-def _in_folder(
+def _find_in_directory(
     root: Path,
-    listed: Sequence[Entry],
-    counts: Path | str | None,
+    listed: Sequence[VideoEntry],
+    counts_path: Path | str | None,
     on_error: str,
-    progress: Callable[[int, int], None] | None,
-) -> _Found:
+    progress: Progress | None,
+) -> _AvailableVideos:
     paths = {entry.video: find_video(root, entry.video) for entry in listed}
     missing = {name: f"not in {root}" for name, path in paths.items() if path is None}
-    # Before frames are counted: that takes long.
+    # Before frames are counted, which takes long.
     if missing and on_error == "raise":
-        raise _missing(missing, len(listed))
-    there = [(name, path) for name, path in paths.items() if path is not None]
-    counted = count_frames(there, file=counts, on_error=on_error, progress=progress)
-    sources = {name: (path, counted.frames[name]) for name, path in there if name in counted.frames}
-    return _Found(sources=dict(sources), skipped={**missing, **counted.skipped})
+        raise _make_missing_error(missing, len(listed))
+    existing = [(name, path) for name, path in paths.items() if path is not None]
+    counts = count_frames(existing, counts_path=counts_path, on_error=on_error, progress=progress)
+    sources = {name: (path, counts.frames[name]) for name, path in existing if name in counts.frames}
+    return _AvailableVideos(sources=dict(sources), skipped={**missing, **counts.skipped})
 
 
-def _missing(skipped: dict[str, str], listed: int) -> InputError:
+def _make_missing_error(skipped: dict[str, str], num_listed: int) -> InputError:
     return InputError(
-        f"{len(skipped)} of {listed} listed videos cannot be read: {_few(skipped)}; get them, or leave them "
-        'out with on_error="skip"'
+        f"{len(skipped)} of {num_listed} listed videos cannot be read: {_format_skipped(skipped)}; download "
+        'them, or skip them with on_error="skip"'
     )
 
 
-def _few(skipped: dict[str, str]) -> str:
-    named = [f"{name} ({why})" for name, why in list(skipped.items())[:_NAMED]]
-    return ", ".join(named) + (", …" if len(skipped) > _NAMED else "")
+def _format_skipped(skipped: dict[str, str]) -> str:
+    videos = [f"{name} ({reason})" for name, reason in list(skipped.items())[:_MAX_LISTED]]
+    return ", ".join(videos) + (", …" if len(skipped) > _MAX_LISTED else "")

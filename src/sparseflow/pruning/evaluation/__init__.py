@@ -1,1 +1,1 @@
-"""Evaluation."""
+"""Evaluation: accuracy by clips and videos, throughput, and a latency model."""

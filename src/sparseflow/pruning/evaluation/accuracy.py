@@ -1,8 +1,7 @@
-"""Accuracy on clips and on videos, by the compact model."""
+"""Accuracy of the compact model over clips and over videos."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,36 +9,37 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from sparseflow.core.progress import Progress
 from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.data.datasets import batches
-from sparseflow.pruning.data.ucf101 import video_average
+from sparseflow.pruning.data.datasets import load_batches
+from sparseflow.pruning.data.ucf101 import average_by_video
 from sparseflow.pruning.model.video_vit import VideoViT
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Accuracy:
-    """What a model got right.
+class VideoAccuracy:
+    """Accuracy of a model, fractions from 0 to 1.
 
     Attributes:
-        clip_top1: Share of clips.
-        video_top1: Share of videos, by the mean of their clips' probabilities.
-        video_top5: Share of videos whose class is among the five most probable.
-        loss: Mean cross-entropy of clips.
-        right: A video -> whether its class was the most probable, bool, (videos,), ascending.
+        clip_top1: Top-1 accuracy over clips.
+        video_top1: Top-1 accuracy over videos, by the mean probabilities of their clips.
+        video_top5: Top-5 accuracy over videos.
+        loss: Mean cross-entropy over clips.
+        correct: Whether the top-1 prediction of each video is correct, bool, shape (videos,), by video index.
     """
 
     clip_top1: float
     video_top1: float
     video_top5: float
     loss: float
-    right: np.ndarray
+    correct: np.ndarray
 
     def to_dict(self) -> dict[str, float]:
-        """The shares and the loss."""
+        """Accuracies and loss."""
         return {name: getattr(self, name) for name in ("clip_top1", "video_top1", "video_top5", "loss")}
 
 
-def evaluate(
+def evaluate_accuracy(
     model: VideoViT,
     clips: Dataset[dict[str, Any]],
     *,
@@ -47,43 +47,42 @@ def evaluate(
     workers: int = 0,
     device: torch.device | str = "cpu",
     amp: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Accuracy:
-    """Judge a model; what it prunes is gone meanwhile, as it will be in use.
+    progress: Progress | None = None,
+) -> VideoAccuracy:
+    """Evaluate the compact version of a model.
 
     Args:
-        model: Left as it is.
+        model: Model, not modified.
         clips: Items `{"clip", "label", "video"}`.
-        batch_size: Clips of a call.
+        batch_size: Clips of a batch.
         workers: Processes that load clips.
-        device: Where to compute.
-        amp: Dtype of autocast; None for none.
-        progress: Called with (clips judged, clips).
+        device: Device of the evaluation.
+        amp: Dtype of autocast; None disables it.
+        progress: Called after each batch.
     """
     device = torch.device(device)
-    ready = compact(model).to(device)
-    count = len(clips)  # pyright: ignore[reportArgumentType]
-    found: dict[str, list[torch.Tensor]] = {"logits": [], "label": [], "video": []}
-    done = 0
+    compacted = compact(model).to(device)
+    num_clips = len(clips)  # pyright: ignore[reportArgumentType]
+    outputs: dict[str, list[torch.Tensor]] = {"logits": [], "label": [], "video": []}
+    num_done = 0
     with torch.inference_mode():
-        for batch in batches(clips, np.arange(count), batch_size, workers=workers, device=device):
+        for batch in load_batches(clips, np.arange(num_clips), batch_size, workers=workers, device=device):
             with torch.autocast(device.type, amp, enabled=amp is not None):
-                logits = ready(batch["clip"])
-            found["logits"].append(logits.float().cpu())
+                logits = compacted(batch["clip"])
+            outputs["logits"].append(logits.float().cpu())
             for name in ("label", "video"):
-                found[name].append(batch[name].cpu())
-            done += len(batch["label"])
+                outputs[name].append(batch[name].cpu())
+            num_done += len(batch["label"])
             if progress is not None:
-                progress(done, count)
-    logits, labels, videos = (torch.cat(found[name]) for name in ("logits", "label", "video"))
-    scores, names = video_average(logits, videos)
-    first = torch.zeros(int(names.max()) + 1, dtype=torch.int64).scatter(0, videos, labels)
-    wanted = first[names]
-    best = scores.topk(min(5, scores.shape[1]), dim=1).indices == wanted[:, None]
-    return Accuracy(
+                progress(f"evaluating clips, {num_done} of {num_clips}", num_done / num_clips)
+    logits, labels, videos = (torch.cat(outputs[name]) for name in ("logits", "label", "video"))
+    scores, indices = average_by_video(logits, videos)
+    video_labels = torch.zeros(int(indices.max()) + 1, dtype=torch.int64).scatter(0, videos, labels)[indices]
+    is_correct = scores.topk(min(5, scores.shape[1]), dim=1).indices == video_labels[:, None]
+    return VideoAccuracy(
         clip_top1=float((logits.argmax(1) == labels).float().mean()),
-        video_top1=float(best[:, 0].float().mean()),
-        video_top5=float(best.any(1).float().mean()),
+        video_top1=float(is_correct[:, 0].float().mean()),
+        video_top5=float(is_correct.any(1).float().mean()),
         loss=float(torch.nn.functional.cross_entropy(logits, labels)),
-        right=best[:, 0].numpy(),
+        correct=is_correct[:, 0].numpy(),
     )

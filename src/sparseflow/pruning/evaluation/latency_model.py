@@ -1,217 +1,221 @@
-"""What a model will take here, from what its blocks hold: a loss by which gates learn to keep a budget.
+"""Differentiable latency model of a VideoViT, and the loss for a latency budget.
 
-A block with S tokens, H heads of width d and M channels takes a + b S C H d + c S^2 H d + e S C M; what is
-outside of blocks takes a constant. The coefficients, none negative, are fitted to measured models with
-tokens, heads, channels and blocks cut at random. With gates in place of heads and channels it is
-differentiable.
+A block with S tokens, H heads of width d and M channels takes a + b S C H d + c S^2 H d + e S C M; the layers
+outside of blocks take a constant. The non-negative coefficients are fitted to measured models with randomly
+removed tokens, heads, channels and blocks. With sums of gates as numbers of heads and channels, the
+prediction is differentiable in the gates.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
+from sparseflow.core.artifact import Artifact
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import require
-from sparseflow.core.files import write_atomic
-from sparseflow.errors import FileFormatError, InputError
-from sparseflow.pruning.compaction.compact import shaped
-from sparseflow.pruning.evaluation.profile import dense, timed
-from sparseflow.pruning.model.blocks import Block
+from sparseflow.core.progress import Progress
+from sparseflow.errors import InputError
+from sparseflow.pruning.compaction.compact import resize_blocks
+from sparseflow.pruning.evaluation.profile import compare_latency, make_dense
+from sparseflow.pruning.model.blocks import TransformerBlock
 from sparseflow.pruning.model.config import ASTConfig
 from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
-from sparseflow.pruning.selectors import tokens as steps
+from sparseflow.pruning.selectors.tokens import count_kept_tokens
 
-_TERMS = ("outside", "block", "linear", "attention", "perceptron")
+_TERMS = ("outside", "block", "linear", "attention", "mlp")
+_MIN_MODELS = 8
+
+_FREE_FIELDS = ("drop_rate", "attn_drop", "drop_path_rate", "norm_eps", "final_norm_eps")
+"""Fields of `VideoViTConfig` that do not change the latency."""
 
 
-_FREE = ("drop_rate", "attn_drop", "drop_path_rate", "norm_eps", "final_norm_eps")
-"""What a model may be made of that costs nothing in use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyModel:
-    """Coefficients for one kind of model on one device.
+class VideoViTLatencyModel(Artifact):
+    """Latency coefficients for one architecture on one device.
 
     Attributes:
-        model: What it is made of but for what is cut: `VideoViTConfig`'s fields.
-        batch: Clips of a call.
-        coefficients: Milliseconds for each of what `_terms` gives, over what a dense model has of it.
-        dense_ms: What the dense model takes.
-        error: Median over measured models of |predicted - measured| / measured, each left out in its turn.
-        environment: Where it was measured.
+        model: Fields of `VideoViTConfig` of the dense architecture.
+        batch_size: Clips per call.
+        coefficients: Milliseconds of each term; a term is the fraction of the dense model's amount.
+        dense_ms: Latency of the dense model.
+        error: Median of |predicted - measured| / measured over the measured models, by leave-one-out.
+        environment: Environment of the measurement.
     """
 
+    FORMAT: ClassVar[str] = "sparseflow.pruning.latency-model"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "fit one with `sparseflow pruning profile --fit`"
+
     model: dict[str, Any]
-    batch: int
+    batch_size: int
     coefficients: dict[str, float]
     dense_ms: float
     error: float
     environment: dict[str, Any]
 
-    def predict(self, model: VideoViT) -> Tensor:
-        """Milliseconds of a model once it is compact, a scalar; gradients go to its gates.
-
-        Raises:
-            InputError: The model is made of other things.
-        """
-        mine = asdict(model.config).items()
-        differ = sorted(name for name, value in mine if name not in _FREE and self.model.get(name) != value)
-        if differ:
-            raise InputError(
-                f"this cost model is of a model with other {', '.join(differ)}: fit one for yours"
-            )
-        found = _terms(model)
-        return sum((self.coefficients[name] * found[name] for name in _TERMS), torch.zeros(()))
-
-    def save(self, path: Path | str) -> None:
-        """Write it as JSON, in place of what is there."""
-        write_atomic(Path(path), json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path | str) -> LatencyModel:
-        """Read what `save` wrote.
-
-        Raises:
-            InputError: There is no such file.
-            FileFormatError: It is something else.
-        """
-        file = Path(path)
-        if not file.is_file():
-            raise InputError(f"there is no file {file}; `sparseflow pruning profile --fit {file}` makes one")
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
         try:
-            found = cls(**json.loads(file.read_bytes()))
-            VideoViTConfig(**found.model)
-            if set(found.coefficients) != set(_TERMS):
-                raise ValueError(f"its coefficients are not {', '.join(_TERMS)}")
-        except (TypeError, ValueError) as error:
-            raise FileFormatError(f"{file} is not a cost model that can be read: {error}") from error
-        return found
+            VideoViTConfig(**self.model)
+        except (TypeError, InputError) as error:
+            raise ValueError(f"`model` is invalid: {error}") from error
+        if set(self.coefficients) != set(_TERMS):
+            raise ValueError(
+                f"`coefficients` must have the terms {', '.join(_TERMS)}, got {', '.join(self.coefficients)}"
+            )
+        return self
 
+    def predict(self, model: VideoViT) -> Tensor:
+        """Latency of a model after compaction, milliseconds, a scalar that is differentiable in the gates.
 
-def _terms(model: VideoViT) -> dict[str, Tensor]:
-    """What the formula multiplies, each over what a dense model has."""
-    config = model.config
-    total, depth = config.tokens, config.depth
-    gates = {} if model.gates is None else model.gates.values(hard=False)
-    device = model.head.weight.device
-    found = {name: torch.zeros((), device=device) for name in _TERMS}
-    found["outside"] = found["outside"] + 1.0
-    left = total
-    for at, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        if model.ast is not None and at in model.ast.stages:
-            left = steps.count(model.ast.stages[at], total)
-        if block.attention is None or block.perceptron is None:
-            continue
-        one = torch.ones((), device=device)
-        alive = gates["block"][at] if "block" in gates else one
-        heads = gates["head"][at].sum() if "head" in gates else one * block.attention.heads
-        channels = (
-            gates["channel"][at].sum() if "channel" in gates else one * block.perceptron.up.out_features
+        Raises:
+            InputError: The model has another architecture.
+        """
+        mismatched = sorted(
+            name
+            for name, value in asdict(model.config).items()
+            if name not in _FREE_FIELDS and self.model.get(name) != value
         )
-        share, heads, channels = left / total, heads / config.num_heads, channels / config.channels
-        found["block"] = found["block"] + alive / depth
-        found["linear"] = found["linear"] + alive * share * heads / depth
-        found["attention"] = found["attention"] + alive * share**2 * heads / depth
-        found["perceptron"] = found["perceptron"] + alive * share * channels / depth
-    return found
+        if mismatched:
+            raise InputError(
+                f"the latency model was fitted to another architecture: {', '.join(mismatched)}; fit a new "
+                "one with `sparseflow pruning profile --fit`"
+            )
+        terms = _compute_terms(model)
+        return sum((self.coefficients[name] * terms[name] for name in _TERMS), torch.zeros(()))
 
 
-def fit(
+def _compute_terms(model: VideoViT) -> dict[str, Tensor]:
+    """Amounts that the coefficients multiply, as fractions of those of the dense model."""
+    config = model.config
+    total, depth = config.num_tokens, config.depth
+    gates = {} if model.gates is None else model.gates.compute_gates(hard=False)
+    device = model.head.weight.device
+    scalar_one = torch.ones((), device=device)
+    terms = {name: torch.zeros((), device=device) for name in _TERMS}
+    terms["outside"] = terms["outside"] + 1.0
+    num_kept = total
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, TransformerBlock)
+        if model.ast is not None and index in model.ast.stages:
+            num_kept = count_kept_tokens(model.ast.stages[index], total)
+        if block.attention is None or block.mlp is None:
+            continue
+        alive = gates["block"][index] if "block" in gates else scalar_one
+        heads = gates["head"][index].sum() if "head" in gates else scalar_one * block.attention.num_heads
+        channels = (
+            gates["channel"][index].sum() if "channel" in gates else scalar_one * block.mlp.up.out_features
+        )
+        tokens = num_kept / total
+        heads, channels = heads / config.num_heads, channels / config.mlp_channels
+        terms["block"] = terms["block"] + alive / depth
+        terms["linear"] = terms["linear"] + alive * tokens * heads / depth
+        terms["attention"] = terms["attention"] + alive * tokens**2 * heads / depth
+        terms["mlp"] = terms["mlp"] + alive * tokens * channels / depth
+    return terms
+
+
+def fit_latency_model(
     model: VideoViT,
     *,
-    batch: int = 1,
+    batch_size: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    models: int = 24,
+    num_models: int = 24,
     rounds: int = 7,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> LatencyModel:
-    """Measure models with tokens, heads, channels and blocks cut at random, and fit the coefficients.
+    progress: Progress | None = None,
+) -> VideoViTLatencyModel:
+    """Measure models with randomly removed tokens, heads, channels and blocks, and fit the coefficients.
 
     Args:
-        model: Of the kind that is to be pruned; stages cost what its selector does.
-        batch: Clips of a call.
-        device: Where to measure.
-        dtype: Of weights and clips.
-        models: How many to measure; each in turns with the dense one.
-        rounds: Calls of each that are timed.
-        seed: What is drawn from.
-        progress: Called with (models measured, models).
+        model: Model of the architecture; stages use its token selector.
+        batch_size: Clips per call.
+        device: Device of the measurement.
+        dtype: Dtype of weights and clips.
+        num_models: Measured models, each timed against the dense one.
+        rounds: Timed calls of each model.
+        seed: Random seed.
+        progress: Called after each model.
 
     Raises:
-        InputError: Fewer than 8 models.
+        InputError: `num_models` is below 8.
         MissingExtraError: scikit-learn is missing.
     """
-    if models < 8:
-        raise InputError(f"`models` (={models}) must be at least 8: there are {len(_TERMS)} coefficients")
-    regression = require("sklearn.linear_model", "pruning").LinearRegression
-    random, whole = np.random.default_rng(seed), dense(model)
+    if num_models < _MIN_MODELS:
+        raise InputError(
+            f"`num_models` (={num_models}) must be at least {_MIN_MODELS} for {len(_TERMS)} coefficients"
+        )
+    require("sklearn.linear_model", "pruning")
+    generator, dense = np.random.default_rng(seed), make_dense(model)
     ratios, rows, dense_ms = [], [], []
-    for number in range(models):
-        cut = _cut(whole, model.ast, random)
-        found = timed(
-            {"dense": whole, "cut": cut}, baseline="dense", batch=batch, device=device, dtype=dtype,
-            rounds=rounds, warmup=2, seed=number,
+    for number in range(num_models):
+        pruned = _sample_pruned_model(dense, model.ast, generator)
+        comparison = compare_latency(
+            {"dense": dense, "pruned": pruned}, baseline="dense", batch_size=batch_size, device=device,
+            dtype=dtype, rounds=rounds, warmup=2, seed=number,
         )  # fmt: skip
-        ratios.append(1.0 / found.speedup("cut").median)
-        dense_ms.append(found.samples("dense").median_ms)
-        rows.append([float(value) for value in _terms(cut).values()])
+        ratios.append(1.0 / comparison.speedup("pruned").median)
+        dense_ms.append(comparison.samples("dense").median_ms)
+        rows.append([float(value) for value in _compute_terms(pruned).values()])
         if progress is not None:
-            progress(number + 1, models)
+            progress(f"fitting, {number + 1} of {num_models}", (number + 1) / num_models)
+    # The dense model itself.
     rows.append([1.0] * len(_TERMS))
     ratios.append(1.0)
     x, y, scale = np.array(rows), np.array(ratios), float(np.median(dense_ms))
-
-    def solved(some: Sequence[int]) -> np.ndarray:
-        # Relative errors count: each row is over what was measured.
-        return (
-            regression(positive=True, fit_intercept=False)
-            .fit(x[some] / y[some, None], np.ones(len(some)))
-            .coef_
-        )
-
-    every = list(range(len(y)))
-    errors = [abs(float(x[out] @ solved([at for at in every if at != out])) / y[out] - 1.0) for out in every]
-    return LatencyModel(
+    indices = list(range(len(y)))
+    errors = [
+        abs(float(x[index] @ _fit_coefficients(x, y, [other for other in indices if other != index]))
+            / y[index] - 1.0)
+        for index in indices
+    ]  # fmt: skip
+    coefficients = (scale * _fit_coefficients(x, y, indices)).tolist()
+    return VideoViTLatencyModel(
         model=asdict(model.config),
-        batch=batch,
-        coefficients=dict(zip(_TERMS, (scale * solved(every)).tolist(), strict=True)),
+        batch_size=batch_size,
+        coefficients=dict(zip(_TERMS, coefficients, strict=True)),
         dense_ms=scale,
         error=float(np.median(errors)),
         environment=collect_environment(device, seed=seed),
     )
 
 
-def _cut(whole: VideoViT, ast: ASTConfig | None, random: np.random.Generator) -> VideoViT:
-    """A model with a stage somewhere, and with heads, channels and blocks cut, as much as chance has it."""
-    config = whole.config
-    stage = int(random.integers(config.depth))
+def _fit_coefficients(x: np.ndarray, y: np.ndarray, indices: Sequence[int]) -> np.ndarray:
+    """Fit non-negative least squares of relative errors to the rows in `indices`."""
+    regression = require("sklearn.linear_model", "pruning").LinearRegression(
+        positive=True, fit_intercept=False
+    )
+    return regression.fit(x[indices] / y[indices, None], np.ones(len(indices))).coef_
+
+
+def _sample_pruned_model(dense: VideoViT, ast: ASTConfig | None, generator: np.random.Generator) -> VideoViT:
+    """A compact model with one random stage and randomly removed heads, channels and blocks."""
+    config = dense.config
+    stage = int(generator.integers(config.depth))
     base = ASTConfig(selector="uniform") if ast is None else ast
-    staged = replace(base, stages={stage: float(random.uniform(0.2, 1.0))}, keep={})
-    found = VideoViT(**{**whole.to_dict(), "use_ast_prune": True, "ast_cfg": staged})
-    heads = 1 + int(random.integers(config.num_heads))
-    channels = max(1, int(config.channels * random.uniform(0.1, 1.0)))
-    gone = random.random(config.depth) < random.choice([0.0, 0.25])
-    gone[stage] = False  # some selectors look at it
-    return shaped(found, [(0, 0) if each else (heads, channels) for each in gone])
+    ast_cfg = replace(base, stages={stage: float(generator.uniform(0.2, 1.0))}, keep={})
+    pruned = VideoViT(**{**dense.to_dict(), "use_ast_prune": True, "ast_cfg": ast_cfg})
+    num_heads = 1 + int(generator.integers(config.num_heads))
+    channels = max(1, int(config.mlp_channels * generator.uniform(0.1, 1.0)))
+    is_removed = generator.random(config.depth) < generator.choice([0.0, 0.25])
+    is_removed[stage] = False  # attention selectors read the block of their stage
+    return resize_blocks(pruned, [(0, 0) if removed else (num_heads, channels) for removed in is_removed])
 
 
-def over_budget(cost: LatencyModel, model: VideoViT, budget: float) -> Tensor:
-    """The loss: by how much of the budget the prediction is above it, squared; 0 below.
+def compute_budget_loss(latency_model: VideoViTLatencyModel, model: VideoViT, budget: float) -> Tensor:
+    """Squared relative excess of the predicted latency over the budget, a scalar; 0 below the budget.
 
     Args:
-        cost: Of this kind of model.
-        model: With gates.
-        budget: Share of what the dense model takes.
+        latency_model: Latency model of this architecture.
+        model: Model with gates.
+        budget: Fraction of the dense model's latency.
     """
-    return torch.relu(cost.predict(model) / (budget * cost.dense_ms) - 1.0) ** 2
+    excess = latency_model.predict(model) / (budget * latency_model.dense_ms) - 1.0
+    return torch.relu(excess) ** 2

@@ -1,4 +1,4 @@
-"""What pruning is worth here: a model dense, masked and compact, timed against each other."""
+"""Throughput of a model: dense, masked and compact, timed against each other."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from sparseflow.core.progress import Progress
 from sparseflow.core.timing import Comparison, compare
 from sparseflow.errors import InputError
 from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.compaction.flops import flops
+from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.model.video_vit import VideoViT
 
 DENSE, SOFT, MASKED, COMPACT = "dense", "soft masks", "hard masks", "compact"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What was measured.
+class VideoViTProfile:
+    """Result of `profile_video_vit`.
 
     Attributes:
-        batch: Clips of a call.
-        dtype: Of weights and clips.
-        compiled: Whether `torch.compile` compiled each.
-        flops: Candidate -> operations a clip.
-        error: Largest difference of the compact model's scores from those with hard masks, over the largest
-            score; both as they were timed.
+        batch_size: Clips per call.
+        dtype: Dtype of weights and clips.
+        compiled: Whether the models were compiled with `torch.compile`.
+        flops: Candidate -> FLOPs per clip.
+        error: Largest difference between the scores of the compact model and of the model with hard masks,
+            divided by the largest score; both as timed.
         comparison: Times, with `"dense"` as the baseline.
     """
 
-    batch: int
+    batch_size: int
     dtype: str
     compiled: bool
     flops: Mapping[str, int]
@@ -43,71 +43,76 @@ class Profile:
 
     def clips_per_s(self, name: str) -> float:
         """Throughput of a candidate by its median time."""
-        return self.batch * 1e3 / self.comparison.samples(name).median_ms
+        return self.batch_size * 1e3 / self.comparison.samples(name).median_ms
 
 
-def profile(
+def profile_video_vit(
     model: VideoViT,
     *,
-    batch: int = 8,
+    batch_size: int = 8,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     mode: str | None = None,
     rounds: int = 20,
     warmup: int = 3,
-    others: Mapping[str, VideoViT] | None = None,
+    extra_models: Mapping[str, VideoViT] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Profile:
+) -> VideoViTProfile:
     """Time a model without pruning, with masks, and compact, on random clips.
 
     Args:
-        model: One that prunes; left as it is.
-        batch: Clips of a call.
-        device: Where to measure.
-        dtype: Of weights and clips.
-        compiled: Whether to compile each with `torch.compile`, whole.
-        mode: Its mode.
-        rounds: Calls of each that are timed.
-        warmup: Calls of each before.
-        others: More models to time, each as it is.
-        seed: What clips, and the order of calls, are drawn from.
+        model: Model that prunes; not modified.
+        batch_size: Clips per call.
+        device: Device of the measurement.
+        dtype: Dtype of weights and clips.
+        compiled: Compile each model with `torch.compile` as one graph.
+        mode: Mode of `torch.compile`.
+        rounds: Timed calls of each model.
+        warmup: Untimed calls of each model.
+        extra_models: More models to time.
+        seed: Random seed of clips and of the order of calls.
         progress: Called after each round.
 
     Raises:
-        InputError: The model prunes nothing, or is compact already.
+        InputError: The model does not prune, or is compact already.
     """
-    if {DENSE, SOFT, MASKED, COMPACT} & set(others or {}):
-        raise InputError(f"`others` must have names of their own: {', '.join(others or {})}")
+    reserved = {DENSE, SOFT, MASKED, COMPACT} & set(extra_models or {})
+    if reserved:
+        raise InputError(f"`extra_models` has reserved names: {', '.join(sorted(reserved))}")
     if model.ast is None or model.compacted or not (model.ast.stages or model.ast.keep):
-        raise InputError("the model must be one that prunes and is not compact: there is nothing to compare")
-    models = {DENSE: dense(model)}
+        raise InputError(
+            "the model must prune and must not be compact; otherwise there is nothing to compare"
+        )
+    models = {DENSE: make_dense(model)}
     if model.ast.selector == "ast":
         models[SOFT] = model
-    models |= {MASKED: model, COMPACT: compact(model), **(others or {})}
-    work = _work(
-        models, batch=batch, device=device, dtype=dtype, compiled=compiled, mode=mode, seed=seed, soft={SOFT}
+    models |= {MASKED: model, COMPACT: compact(model), **(extra_models or {})}
+    calls = _make_calls(
+        models, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled, mode=mode, seed=seed,
+        training={SOFT},
+    )  # fmt: skip
+    masked, compacted = calls[MASKED]().float(), calls[COMPACT]().float()
+    error = float((masked - compacted).abs().max() / masked.abs().max())
+    comparison = compare(
+        calls, rounds=rounds, baseline=DENSE, warmup=warmup, device=device, seed=seed, progress=progress
     )
-    masked, cut = work[MASKED]().float(), work[COMPACT]().float()
-    error = float((masked - cut).abs().max() / masked.abs().max())
-    return Profile(
-        batch=batch,
+    return VideoViTProfile(
+        batch_size=batch_size,
         dtype=str(dtype).removeprefix("torch."),
         compiled=compiled,
-        flops={name: flops(each)["total"] for name, each in models.items()},
+        flops={name: count_flops(candidate)["total"] for name, candidate in models.items()},
         error=error,
-        comparison=compare(
-            work, rounds=rounds, baseline=DENSE, warmup=warmup, device=device, seed=seed, progress=progress
-        ),
+        comparison=comparison,
     )
 
 
-def timed(
+def compare_latency(
     models: Mapping[str, VideoViT],
     *,
     baseline: str,
-    batch: int = 8,
+    batch_size: int = 8,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
@@ -116,50 +121,52 @@ def timed(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Time models against each other on random clips, each as it is; arguments are those of `profile`.
+    """Time models against each other on random clips; for the arguments see `profile_video_vit`.
 
     Raises:
-        InputError: `baseline` is none of them.
+        InputError: `baseline` is not among the models.
     """
-    work = _work(models, batch=batch, device=device, dtype=dtype, compiled=compiled, mode=None, seed=seed)
+    calls = _make_calls(
+        models, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled, mode=None, seed=seed
+    )
     return compare(
-        work, rounds=rounds, baseline=baseline, warmup=warmup, device=device, seed=seed, progress=progress
+        calls, rounds=rounds, baseline=baseline, warmup=warmup, device=device, seed=seed, progress=progress
     )
 
 
-def _work(
+def _make_calls(
     models: Mapping[str, VideoViT],
     *,
-    batch: int,
+    batch_size: int,
     device: torch.device | str,
     dtype: torch.dtype,
     compiled: bool,
     mode: str | None,
     seed: int,
-    soft: Collection[str] = (),
+    training: Collection[str] = (),
 ) -> dict[str, Callable[[], Tensor]]:
-    """Calls of copies of the models on the same clips; those in `soft` are left to train."""
+    """Calls of copies of the models on the same clips; models in `training` run in training mode."""
     config = next(iter(models.values())).config
     generator = torch.Generator().manual_seed(seed)
-    shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
+    shape = (batch_size, config.num_frames, config.in_chans, config.img_size, config.img_size)
     clips = torch.randn(shape, generator=generator).to(device, dtype)
-    work: dict[str, Callable[[], Tensor]] = {}
-    for name, each in models.items():
-        placed = copy.deepcopy(each).to(device, dtype).train(name in soft)
-        ready: Any = torch.compile(placed, fullgraph=True, mode=mode) if compiled else placed
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, model in models.items():
+        model_copy = copy.deepcopy(model).to(device, dtype).train(name in training)
+        runner: Any = torch.compile(model_copy, fullgraph=True, mode=mode) if compiled else model_copy
 
-        def call(ready: Any = ready) -> Tensor:
+        def call(runner: Any = runner) -> Tensor:
             with torch.no_grad():
-                return ready(clips)
+                return runner(clips)
 
-        work[name] = call
-    return work
+        calls[name] = call
+    return calls
 
 
-def dense(model: VideoViT) -> VideoViT:
-    """The same model without anything pruned: no stages, and every gate open."""
-    made = model.to_dict() | {"use_ast_prune": False, "ast_cfg": None}
-    found = VideoViT(**made).to(model.head.weight)
+def make_dense(model: VideoViT) -> VideoViT:
+    """Return the same model without pruning: no stages, and all gates open."""
+    arguments = model.to_dict() | {"use_ast_prune": False, "ast_cfg": None}
+    dense = VideoViT(**arguments).to(model.head.weight)
     state = model.state_dict()
-    found.load_state_dict({name: state[name] for name in found.state_dict()})
-    return found.eval()
+    dense.load_state_dict({name: state[name] for name in dense.state_dict()})
+    return dense.eval()

@@ -1,1 +1,1 @@
-"""Model."""
+"""VideoViT: configuration, transformer blocks, gates, the model and pretrained weights."""

@@ -1,4 +1,4 @@
-"""A transformer's block: attention and a perceptron, each normalised first; units of both can be cut."""
+"""Pre-norm transformer block of attention and MLP; heads and hidden channels can be gated and sliced."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockGates:
-    """The gates of one block; None where a grain has none.
+    """Gates of one block; None for grains without gates.
 
     Attributes:
-        head: [heads].
+        head: [num_heads].
         channel: [channels].
-        block: A scalar.
+        block: Scalar.
     """
 
     head: Tensor | None = None
@@ -25,21 +25,21 @@ class BlockGates:
 
 
 class Attention(nn.Module):
-    """Self-attention of some heads.
+    """Multi-head self-attention.
 
     Args:
         dim: Width of a token.
-        heads: Heads; fewer than `dim // head_dim` where some were cut.
+        num_heads: Heads; fewer than `dim // head_dim` after pruning.
         head_dim: Width of a head.
-        dropout: Of attention, in training.
-        out_dropout: Of what is put out, in training.
-        bias: Whether the last layer has one.
+        dropout: Dropout of the attention weights.
+        out_dropout: Dropout of the output.
+        bias: Whether the output projection has a bias.
     """
 
     def __init__(
         self,
         dim: int,
-        heads: int,
+        num_heads: int,
         head_dim: int,
         *,
         dropout: float = 0.0,
@@ -47,98 +47,101 @@ class Attention(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.dropout = heads, head_dim, dropout
-        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
-        self.proj = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        self.qkv = nn.Linear(dim, 3 * num_heads * head_dim)
+        self.proj = nn.Linear(num_heads * head_dim, dim, bias=bias)
         self.out_dropout = nn.Dropout(out_dropout)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, gate_values: Tensor | None = None) -> Tensor:
         """Attend.
 
         Args:
             x: [B, S, dim].
-            bias: Added to attention towards each token, [B, S].
-            gate: What each head is multiplied by, [heads].
+            bias: Bias on attention towards each token, [B, S].
+            gate_values: Factor of each head, [num_heads].
         """
-        q, k, v = self._split(x)
-        added = None if bias is None else bias[:, None, None].to(q.dtype)
-        found = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=added, dropout_p=self.dropout if self.training else 0.0
+        q, k, v = self._project_qkv(x)
+        mask = None if bias is None else bias[:, None, None].to(q.dtype)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
         )
-        if gate is not None:
-            found = found * gate[:, None, None].to(found.dtype)
-        return self.out_dropout(self.proj(found.transpose(1, 2).flatten(2)))
+        if gate_values is not None:
+            out = out * gate_values[:, None, None].to(out.dtype)
+        return self.out_dropout(self.proj(out.transpose(1, 2).flatten(2)))
 
-    def received(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, first: bool) -> Tensor:
-        """How much attention each token gets, mean over heads, [B, S].
+    def compute_received_attention(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, first: bool
+    ) -> Tensor:
+        """Attention that each token receives, mean over heads and queries, [B, S].
 
         Args:
             x: [B, S, dim].
-            weight: What each token's own attention counts, [B, S]; by default all alike.
+            weight: Weight of each query, [B, S]; equal by default.
             bias: As in `forward`.
-            first: Only that of the first token, the class token, counts.
+            first: Use the first token (the class token) as the only query.
         """
-        q, k, _ = self._split(x)
+        q, k, _ = self._project_qkv(x)
         if first:
             q = q[:, :, :1]
-        at = (q @ k.transpose(-2, -1)).float() * self.head_dim**-0.5
+        logits = (q @ k.transpose(-2, -1)).float() * self.head_dim**-0.5
         if bias is not None:
-            at = at + bias[:, None, None].float()
-        found = at.softmax(-1)  # [B, heads, queries, S]
+            logits = logits + bias[:, None, None].float()
+        attention = logits.softmax(-1)  # [B, num_heads, queries, S]
         if first:
-            return found.mean(1)[:, 0]
+            return attention.mean(1)[:, 0]
         if weight is None:
-            return found.mean((1, 2))
-        return torch.einsum("bhqs,bq->bs", found, weight.float()) / found.shape[1]
+            return attention.mean((1, 2))
+        return torch.einsum("bhqs,bq->bs", attention, weight.float()) / attention.shape[1]
 
-    def keys(self, x: Tensor) -> Tensor:
-        """Keys, mean over heads, [B, S, head_dim]: what ToMe compares."""
-        return self._split(x)[1].mean(1)
+    def compute_mean_keys(self, x: Tensor) -> Tensor:
+        """Keys, mean over heads, [B, S, head_dim]; the features that ToMe compares."""
+        return self._project_qkv(x)[1].mean(1)
 
     @torch.no_grad()
     def slice_units(self, units: Tensor, *, bias: bool) -> Attention:
-        """Some heads only, with weights of their own; see `core.layers.Splittable`.
+        """Copy some of the heads; see `core.layers.Splittable`.
 
         Args:
-            units: Which heads, int64, [u].
-            bias: Whether the last layer's bias is in it.
+            units: Heads, int64, [u].
+            bias: Whether to keep the bias of the output projection.
         """
-        dim, size = self.proj.out_features, self.head_dim
-        found = Attention(
-            dim, len(units), size, dropout=self.dropout, out_dropout=self.out_dropout.p, bias=bias
+        dim, head_dim = self.proj.out_features, self.head_dim
+        sliced = Attention(
+            dim, len(units), head_dim, dropout=self.dropout, out_dropout=self.out_dropout.p, bias=bias
         ).to(self.proj.weight)  # fmt: skip
         for name in ("weight", "bias"):
             value: Tensor = getattr(self.qkv, name)
-            mine = value.view(3, self.heads, size, *value.shape[1:])[:, units]
-            getattr(found.qkv, name).copy_(mine.flatten(0, 2))
-        found.proj.weight.copy_(self.proj.weight.view(dim, self.heads, size)[:, units].flatten(1))
+            heads = value.view(3, self.num_heads, head_dim, *value.shape[1:])[:, units]
+            getattr(sliced.qkv, name).copy_(heads.flatten(0, 2))
+        sliced.proj.weight.copy_(self.proj.weight.view(dim, self.num_heads, head_dim)[:, units].flatten(1))
         if bias:
-            found.proj.bias.copy_(self.proj.bias)
-        return found.train(self.training)
+            sliced.proj.bias.copy_(self.proj.bias)
+        return sliced.train(self.training)
 
     @torch.no_grad()
     def unit_importance(self) -> Tensor:
-        """The norm of what each head makes of a token, its values' weights times its output's, [heads]."""
-        dim, size = self.proj.out_features, self.head_dim
-        values = self.qkv.weight.view(3, self.heads, size, -1)[2]
-        out = self.proj.weight.view(dim, self.heads, size).movedim(1, 0)
-        # |A B|^2 is the trace of (A^T A) (B B^T), both of a head's width.
+        """Frobenius norm of the product of each head's value and output weights, [num_heads]."""
+        dim, head_dim = self.proj.out_features, self.head_dim
+        values = self.qkv.weight.view(3, self.num_heads, head_dim, -1)[2]
+        out = self.proj.weight.view(dim, self.num_heads, head_dim).movedim(1, 0)
+        # |A B|^2 is the trace of (A^T A) (B B^T); both factors have the width of a head.
         return ((out.mT @ out) * (values @ values.mT)).sum((1, 2)).sqrt()
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, num_heads, S, head_dim]."""
         b, s, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(b, s, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         return q, k, v
 
 
-class Perceptron(nn.Module):
-    """Two layers with GELU between them.
+class MLP(nn.Module):
+    """Two linear layers with GELU between them.
 
     Args:
         dim: Width of a token.
         channels: Hidden channels.
-        dropout: Of both layers' outputs, in training.
-        bias: Whether the last layer has one.
+        dropout: Dropout after both layers.
+        bias: Whether the second layer has a bias.
     """
 
     def __init__(self, dim: int, channels: int, *, dropout: float = 0.0, bias: bool = True) -> None:
@@ -147,52 +150,52 @@ class Perceptron(nn.Module):
         self.down = nn.Linear(channels, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x: [B, S, dim]; gate: what each hidden channel is multiplied by, [channels]."""
+    def forward(self, x: Tensor, gate_values: Tensor | None = None) -> Tensor:
+        """Apply the MLP to `x` [B, S, dim]; `gate_values` [channels] is the factor of each hidden channel."""
         hidden = functional.gelu(self.up(x))
-        if gate is not None:
-            hidden = hidden * gate.to(hidden.dtype)
+        if gate_values is not None:
+            hidden = hidden * gate_values.to(hidden.dtype)
         return self.dropout(self.down(self.dropout(hidden)))
 
     @torch.no_grad()
-    def slice_units(self, units: Tensor, *, bias: bool) -> Perceptron:
-        """Some hidden channels only, with weights of their own; see `core.layers.Splittable`.
+    def slice_units(self, units: Tensor, *, bias: bool) -> MLP:
+        """Copy some of the hidden channels; see `core.layers.Splittable`.
 
         Args:
-            units: Which channels, int64, [u].
-            bias: Whether the last layer's bias is in it.
+            units: Channels, int64, [u].
+            bias: Whether to keep the bias of the second layer.
         """
-        found = Perceptron(
+        sliced = MLP(
             self.down.out_features, len(units), dropout=self.dropout.p, bias=bias
         ).to(self.down.weight)  # fmt: skip
-        found.up.weight.copy_(self.up.weight[units])
-        found.up.bias.copy_(self.up.bias[units])
-        found.down.weight.copy_(self.down.weight[:, units])
+        sliced.up.weight.copy_(self.up.weight[units])
+        sliced.up.bias.copy_(self.up.bias[units])
+        sliced.down.weight.copy_(self.down.weight[:, units])
         if bias:
-            found.down.bias.copy_(self.down.bias)
-        return found.train(self.training)
+            sliced.down.bias.copy_(self.down.bias)
+        return sliced.train(self.training)
 
     @torch.no_grad()
     def unit_importance(self) -> Tensor:
-        """The norm of each channel's weights in, times that of those out, [channels]."""
+        """Norm of the input weights times norm of the output weights of each channel, [channels]."""
         return self.up.weight.norm(dim=1) * self.down.weight.norm(dim=0)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), and then x + perceptron(norm(x)).
+class TransformerBlock(nn.Module):
+    """x + attention(norm1(x)), then x + mlp(norm2(x)).
 
     Args:
-        attention: None where the block was removed.
-        perceptron: None where the block was removed.
+        attention: None in a removed block.
+        mlp: None in a removed block.
         dim: Width of a token.
-        drop_path: Share of samples that a branch is left out for, in training.
-        eps: Of the norms.
+        drop_path: Probability that a branch is dropped for a sample in training.
+        eps: Epsilon of the layer norms.
     """
 
     def __init__(
         self,
         attention: Attention | None,
-        perceptron: Perceptron | None,
+        mlp: MLP | None,
         dim: int,
         *,
         drop_path: float = 0.0,
@@ -202,33 +205,36 @@ class Block(nn.Module):
         self.drop_path = drop_path
         self.norm1 = None if attention is None else nn.LayerNorm(dim, eps=eps)
         self.attention = attention
-        self.norm2 = None if perceptron is None else nn.LayerNorm(dim, eps=eps)
-        self.perceptron = perceptron
+        self.norm2 = None if mlp is None else nn.LayerNorm(dim, eps=eps)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None) -> Tensor:
-        """x: [B, S, dim]; bias: see `Attention.forward`."""
-        return self.perceive(self.attend(x, bias, gates), gates)
+        """Run both branches on `x` [B, S, dim]; for `bias` see `Attention.forward`."""
+        return self.forward_mlp(self.forward_attention(x, bias, gates), gates)
 
-    def attend(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None) -> Tensor:
-        """The first half; x as it is where the block was removed."""
+    def forward_attention(
+        self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None
+    ) -> Tensor:
+        """Add the attention branch; identity in a removed block."""
         if self.attention is None:
             return x
         assert self.norm1 is not None
         gates = gates or BlockGates()
-        return x + self._branch(self.attention(self.norm1(x), bias, gates.head), gates.block)
+        return x + self._scale_branch(self.attention(self.norm1(x), bias, gates.head), gates.block)
 
-    def perceive(self, x: Tensor, gates: BlockGates | None = None) -> Tensor:
-        """The second half; x as it is where the block was removed."""
-        if self.perceptron is None:
+    def forward_mlp(self, x: Tensor, gates: BlockGates | None = None) -> Tensor:
+        """Add the MLP branch; identity in a removed block."""
+        if self.mlp is None:
             return x
         assert self.norm2 is not None
         gates = gates or BlockGates()
-        return x + self._branch(self.perceptron(self.norm2(x), gates.channel), gates.block)
+        return x + self._scale_branch(self.mlp(self.norm2(x), gates.channel), gates.block)
 
-    def _branch(self, found: Tensor, gate: Tensor | None) -> Tensor:
-        if gate is not None:
-            found = found * gate.to(found.dtype)
+    def _scale_branch(self, branch: Tensor, gate_values: Tensor | None) -> Tensor:
+        """Apply the block gate and stochastic depth."""
+        if gate_values is not None:
+            branch = branch * gate_values.to(branch.dtype)
         if self.drop_path > 0.0 and self.training:
-            kept = 1.0 - self.drop_path
-            found = found * (found.new_empty(len(found), 1, 1).bernoulli_(kept) / kept)
-        return found
+            survival = 1.0 - self.drop_path
+            branch = branch * (branch.new_empty(len(branch), 1, 1).bernoulli_(survival) / survival)
+        return branch

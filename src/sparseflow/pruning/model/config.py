@@ -1,41 +1,43 @@
-"""What is pruned, and how: AST2.0-lite v2's settings, and those of its rivals."""
+"""Configuration of AST2.0-lite v2 and of the baseline token selectors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import Any
 
+from sparseflow.core.checks import check_non_negative, check_one_of, check_positive
 from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
 SELECTORS = ("ast", "random", "uniform", "tome", "attention")
-"""Who says which tokens stay: entropies; chance; every so many; ToMe (arXiv 2210.09461), which merges the
-most alike; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
+"""Token selectors: entropy score; random tokens; evenly spaced tokens; ToMe (arXiv 2210.09461), which merges
+similar tokens; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
 
-BY_HEADS = ("tome", "attention")
-"""Of these, those that look at the heads of a stage's block, so that none of them can be cut."""
+ATTENTION_SELECTORS = ("tome", "attention")
+"""Selectors that read the attention heads of the stage's block, so that no head may be pruned."""
 
-GRAINS = ("token", "head", "channel", "block")
+GATED_GRAINS = ("head", "channel", "block")
+
+_SCALARS = ("selector", "softness", "merge", "strength", "gate_init", "threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ASTConfig:
-    """AST2.0-lite v2.
+    """Configuration of AST2.0-lite v2.
 
     Attributes:
-        stages: Block -> share of all T * N tokens that are left when it begins; shares fall with the blocks.
+        stages: Block -> share of all T * N tokens that its input has; shares must not rise with the block.
         selector: One of `SELECTORS`.
-        score: What entropies make up the score of `"ast"`.
-        softness: Width of the soft mask that stands for a stage in training, sigmoid((score - threshold) /
-            softness), in units of the score. 0 drops tokens in training, too.
-        merge: Whether the mean of what a stage drops goes on as one more token.
-        keep: Grain -> share that `L_AST` drives towards, of `"head"`, `"channel"` (of perceptrons) and
-            `"block"`; what is not named has no gates.
-        strength: Weight of `L_AST`'s parts.
-        gate_init: Value of gates at first, above `threshold`.
-        threshold: Gates below it are closed where gates are hard.
+        score: Parameters of the `"ast"` score.
+        softness: Width of the soft mask of a stage in training, sigmoid((score - threshold) / softness), in
+            units of the score. 0 drops tokens in training, too.
+        merge: Whether the mean of the tokens that a stage drops becomes one more token.
+        keep: Grain -> target share of open gates, for `"head"`, `"channel"` (of MLPs) and `"block"`; other
+            grains have no gates.
+        strength: Weight of the terms of `L_AST`.
+        gate_init: Initial value of gates, above `threshold`.
+        threshold: Hard gates below it are closed.
 
     Raises:
         InputError: A value is out of range.
@@ -52,55 +54,58 @@ class ASTConfig:
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.selector not in SELECTORS:
-            raise InputError(f"`selector` (={self.selector!r}) must be one of: {', '.join(SELECTORS)}")
-        for name in ("softness", "strength", "gate_init", "threshold"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-                raise InputError(f"`{name}` (={value!r}) must be a finite number")
+        check_one_of(SELECTORS, selector=self.selector)
+        check_non_negative(softness=self.softness, strength=self.strength)
+        check_positive(gate_init=self.gate_init, threshold=self.threshold)
         if type(self.merge) is not bool:
             raise InputError(f"`merge` (={self.merge!r}) must be true or false")
-        before = 1.0
+        if not self.threshold < self.gate_init < 1.0:
+            raise InputError(
+                f"`gate_init` (={self.gate_init}) must be above `threshold` (={self.threshold}) and below 1"
+            )
+        self._check_stages()
+        self._check_keep()
+
+    def _check_stages(self) -> None:
         for block in self.stages:
             if type(block) is not int or block < 0:
-                raise InputError(f"`stages` names the block {block!r}; blocks are numbered from 0")
+                raise InputError(f"`stages` contains the block {block!r}; blocks are numbered from 0")
+        previous_share = 1.0
         for block, share in sorted(self.stages.items()):
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= before:
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not is_number or not 0.0 < share <= previous_share:
                 raise InputError(
-                    f"`stages` leaves a share of {share!r} at block {block}; it must be above 0 and at most "
-                    f"{before}, what is left before it"
+                    f"`stages` has the share {share!r} at block {block}; it must be above 0 and at most "
+                    f"{previous_share}, the share before it"
                 )
-            before = share
-        if self.selector in BY_HEADS and {"head", "block"} & set(self.keep):
+            previous_share = share
+
+    def _check_keep(self) -> None:
+        if self.selector in ATTENTION_SELECTORS and {"head", "block"} & set(self.keep):
             raise InputError(
-                f"`selector` {self.selector!r} looks at the heads of a stage's block: `keep` must not "
-                "name head or block"
+                f"`selector` (={self.selector!r}) reads the attention heads of its block; remove head and "
+                f"block from `keep` (={dict(self.keep)})"
             )
-        unknown = sorted(set(self.keep) - set(GRAINS[1:]))
+        unknown = sorted(set(self.keep) - set(GATED_GRAINS))
         if unknown:
-            raise InputError(f"`keep` names {', '.join(unknown)}; it may name: {', '.join(GRAINS[1:])}")
+            raise InputError(
+                f"`keep` has unknown grains: {', '.join(unknown)}; expected {', '.join(GATED_GRAINS)}"
+            )
         for grain, share in self.keep.items():
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
                 raise InputError(f"`keep` of {grain} (={share!r}) must be above 0 and at most 1")
-        if not 0.0 < self.threshold < self.gate_init < 1.0:
-            raise InputError(
-                f"`threshold` (={self.threshold}) and `gate_init` (={self.gate_init}) must be between 0 and "
-                "1, the first below the second"
-            )
-        if self.softness < 0.0 or self.strength < 0.0:
-            raise InputError(
-                f"`softness` (={self.softness}) and `strength` (={self.strength}) must not be negative"
-            )
 
-    def check(self, depth: int) -> None:
-        """Raise InputError where a stage stands at a block that a model of this depth lacks."""
+    def check_depth(self, depth: int) -> None:
+        """Raise InputError if a stage is at a block beyond the depth of a model."""
         if any(block >= depth for block in self.stages):
-            raise InputError(f"`stages` names block {max(self.stages)}; the last of {depth} is {depth - 1}")
+            raise InputError(
+                f"`stages` contains block {max(self.stages)}; the last of {depth} blocks is {depth - 1}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; `from_dict` reads them back."""
+        """Convert to JSON types."""
         return {
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in _SCALARS},
             "stages": {str(block): share for block, share in self.stages.items()},
             "score": asdict(self.score) | {"levels": list(self.score.levels)},
             "keep": dict(self.keep),
@@ -108,30 +113,27 @@ class ASTConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ASTConfig:
-        """What `to_dict` gave, or a part of it: the rest has its defaults.
+        """Parse the result of `to_dict` or a part of it; missing settings get their defaults.
 
         Raises:
-            InputError: A setting is unknown, or its value cannot be used.
+            InputError: A setting is unknown or invalid.
         """
         try:
-            given = dict(data)
-            if "stages" in given:
-                given["stages"] = {
+            arguments = dict(data)
+            if "stages" in arguments:
+                arguments["stages"] = {
                     int(block) if isinstance(block, str) else block: share
-                    for block, share in given["stages"].items()
+                    for block, share in arguments["stages"].items()
                 }
-            if "score" in given:
-                score = dict(given["score"])
+            if "score" in arguments:
+                score = dict(arguments["score"])
                 if "levels" in score:
                     score["levels"] = tuple(score["levels"])
-                given["score"] = ScoreConfig(**score)
-            if "keep" in given:
-                given["keep"] = dict(given["keep"])
-            return cls(**given)
+                arguments["score"] = ScoreConfig(**score)
+            if "keep" in arguments:
+                arguments["keep"] = dict(arguments["keep"])
+            return cls(**arguments)
         except InputError:
             raise
         except (AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"`ast_cfg` cannot be used: {error}") from error
-
-
-_PLAIN = ("selector", "softness", "merge", "strength", "gate_init", "threshold")
+            raise InputError(f"`ast_cfg` is invalid: {error}") from error

@@ -1,13 +1,13 @@
-"""Gates of heads, channels and blocks: what is learnt to be left out, and the loss that drives it.
+"""Learned gates of heads, channels and blocks, soft token masks, and the sparsity loss.
 
-A gate is the sigmoid of a logit. A unit is multiplied by its gate; where gates are hard, those below the
-threshold are 0 and the others keep their value, so that a network with hard gates can be cut to the units
-that are left, their gates multiplied into weights, and computes the same.
+A gate is the sigmoid of a logit, and a unit is multiplied by its gate. Hard gates below the threshold are 0
+and the others keep their value, so that `compact` can remove the closed units, multiply the remaining gates
+into the weights, and get the same outputs.
 
-`L_AST` is, for every grain, the mean squared distance of gates from where they are to be: at 1 those that are
-widest now, as many as are to be kept, and at 0 the others. A loss that only rewards open gates would open all
-of them, and one on their mean would leave all half open; this one is 0 where that share is open and the rest
-is closed.
+For each grain, `L_AST` is the mean squared distance of the gates from their targets: 1 for the widest gates,
+as many as the target share, and 0 for the others. A loss that only rewards open gates would open all of them,
+and a loss on their mean would leave all half open; this loss is 0 if the target share is open and the rest
+closed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparseflow.pruning.model.config import ASTConfig
+from sparseflow.pruning.model.config import GATED_GRAINS, ASTConfig
 
-_SPREAD = 0.05
-"""Standard deviation of first logits: were all alike, nothing but the task would tell them apart."""
+_INIT_STD = 0.05
+"""Standard deviation of the initial logits; equal logits could only be separated by the task loss."""
 
 
 class UnitGates(nn.Module):
-    """Logits of the grains that are gated.
+    """Logits of the gated grains.
 
     Args:
-        config: `keep` names the grains.
+        config: Configuration; `keep` lists the gated grains.
         depth: Blocks.
         heads: Heads of a block.
-        channels: Hidden channels of a block's perceptron.
+        channels: Hidden channels of a block's MLP.
 
     Attributes:
         logits: Grain -> logits: `"head"` [depth, heads], `"channel"` [depth, channels], `"block"` [depth].
@@ -41,76 +41,84 @@ class UnitGates(nn.Module):
         super().__init__()
         self.config = config
         shapes = {"head": (depth, heads), "channel": (depth, channels), "block": (depth,)}
-        middle = math.log(config.gate_init / (1.0 - config.gate_init))
+        mean = math.log(config.gate_init / (1.0 - config.gate_init))
         self.logits = nn.ParameterDict(
             {
-                grain: nn.Parameter(middle + _SPREAD * torch.randn(shapes[grain]))
-                for grain in shapes
+                grain: nn.Parameter(mean + _INIT_STD * torch.randn(shapes[grain]))
+                for grain in GATED_GRAINS
                 if grain in config.keep
             }
         )
 
-    def values(self, *, hard: bool) -> dict[str, Tensor]:
-        """Grain -> gates, shaped as its logits; hard ones below the threshold are 0.
+    def compute_gates(self, *, hard: bool) -> dict[str, Tensor]:
+        """Grain -> gates, shaped as the logits; hard gates below the threshold are 0.
 
-        The widest head and channel of a block stay open: it is for the block's own gate to close it.
-        Gradients pass through a closed gate as through an open one, so that it can open again.
+        The widest head and channel of each block stay open; only the gate of the block closes a whole block.
+        Gradients pass through closed gates as through open ones (straight-through), so that they can reopen.
         """
-        found = {}
+        gates = {}
         for grain, logits in self.logits.items():
-            gate = torch.sigmoid(logits)
+            gate_values = torch.sigmoid(logits)
             if hard:
-                stays = gate >= self.config.threshold
+                is_open = gate_values >= self.config.threshold
                 if grain != "block":
-                    stays = stays | (gate == gate.amax(1, keepdim=True))
-                gate = torch.where(stays, gate, gate - gate.detach())
-            found[grain] = gate
-        return found
+                    is_open = is_open | (gate_values == gate_values.amax(1, keepdim=True))
+                gate_values = torch.where(is_open, gate_values, gate_values - gate_values.detach())
+            gates[grain] = gate_values
+        return gates
 
     def loss(self) -> Tensor:
-        """Sum over grains of the mean of (gate - 1)^2 over those to keep and of gate^2 over the others."""
-        parts = []
+        """Sum over grains of the mean squared distance of the gates from their targets, a scalar."""
+        terms = []
         for grain, logits in self.logits.items():
-            gate = torch.sigmoid(logits).flatten()
-            kept = max(1, round(self.config.keep[grain] * len(gate)))
-            target = torch.zeros_like(gate).scatter(0, gate.topk(kept).indices, 1.0)
-            parts.append(((gate - target) ** 2).mean())
-        return torch.stack(parts).sum()
+            gate_values = torch.sigmoid(logits).flatten()
+            num_open = max(1, round(self.config.keep[grain] * len(gate_values)))
+            target = torch.zeros_like(gate_values).scatter(0, gate_values.topk(num_open).indices, 1.0)
+            terms.append(((gate_values - target) ** 2).mean())
+        return torch.stack(terms).sum()
 
-    def sparsity(self) -> dict[str, Tensor]:
-        """Grain -> share of gates that are closed where they are hard, scalars."""
+    def compute_sparsity(self) -> dict[str, Tensor]:
+        """Grain -> fraction of closed hard gates, scalars."""
         with torch.no_grad():
-            return {grain: (gate == 0.0).float().mean() for grain, gate in self.values(hard=True).items()}
+            return {
+                grain: (gate_values == 0.0).float().mean()
+                for grain, gate_values in self.compute_gates(hard=True).items()
+            }
 
 
-def soft_mask(score: Tensor, kept: int, softness: float) -> tuple[Tensor, Tensor]:
-    """The mask that stands for keeping the best, and its logarithm.
+def make_soft_mask(score: Tensor, num_kept: int, softness: float) -> tuple[Tensor, Tensor]:
+    """Compute a differentiable mask that keeps the highest scores, and its logarithm.
 
     Args:
-        score: [B, S]; -inf where nothing is left.
-        kept: How many have a mask above 0.5 in each sample.
-        softness: Width of the step.
+        score: [B, S]; -inf for tokens that are dropped already.
+        num_kept: Tokens of each sample with a mask above 0.5.
+        softness: Width of the sigmoid.
 
     Returns:
-        sigmoid((score - threshold) / softness) and its logarithm, [B, S]; the threshold lies halfway between
-        the sample's `kept`-th highest score and the next, so that a narrow step leaves what a hard one does.
+        sigmoid((score - threshold) / softness) and its logarithm, [B, S]. The threshold is halfway between
+        the `num_kept`-th highest score of the sample and the next one, so that the mask approaches the hard
+        mask as the softness approaches 0.
     """
-    highest = score.topk(min(kept + 1, score.shape[1]), dim=1).values
-    last = highest[:, kept - 1 : kept]
-    after = highest[:, kept:] if highest.shape[1] > kept else torch.full_like(last, float("-inf"))
-    threshold = torch.where(after.isfinite(), (last + after.nan_to_num(neginf=0.0)) / 2.0, last - 1.0)
-    at = (score - threshold) / softness
-    return torch.sigmoid(at), nn.functional.logsigmoid(at)
+    highest = score.topk(min(num_kept + 1, score.shape[1]), dim=1).values
+    lowest_kept = highest[:, num_kept - 1 : num_kept]
+    next_score = (
+        highest[:, num_kept:] if highest.shape[1] > num_kept else torch.full_like(lowest_kept, float("-inf"))
+    )
+    threshold = torch.where(
+        next_score.isfinite(), (lowest_kept + next_score.nan_to_num(neginf=0.0)) / 2.0, lowest_kept - 1.0
+    )
+    logits = (score - threshold) / softness
+    return torch.sigmoid(logits), nn.functional.logsigmoid(logits)
 
 
-def drive(gates: UnitGates | None, masks: Mapping[int, Tensor], config: ASTConfig) -> Tensor:
-    """`L_AST`: that of gates, and the squared distance of each stage's mean soft mask from its share.
+def compute_sparsity_loss(gates: UnitGates | None, masks: Mapping[int, Tensor], config: ASTConfig) -> Tensor:
+    """Compute `L_AST`: the gate loss plus the squared error of the mean soft mask of each stage, a scalar.
 
     Args:
-        gates: Gates of units, if there are any.
-        masks: Block -> soft mask, [B, S], of S tokens in all.
-        config: Shares and strength.
+        gates: Gates of units, if any.
+        masks: Block -> soft mask, [B, S].
+        config: Target shares and strength.
     """
-    parts = [] if gates is None else [gates.loss()]
-    parts += [(mask.mean() - config.stages[block]) ** 2 for block, mask in masks.items()]
-    return config.strength * torch.stack(parts).sum() if parts else torch.zeros(())
+    terms = [] if gates is None else [gates.loss()]
+    terms += [(mask.mean() - config.stages[block]) ** 2 for block, mask in masks.items()]
+    return config.strength * torch.stack(terms).sum() if terms else torch.zeros(())

@@ -1,12 +1,11 @@
-"""Weights of a ViT or a VideoMAE as transformers keeps them: read from files, and understood.
+"""Hugging Face weights of ViT and VideoMAE: reading files and identifying the architecture.
 
-Which of the two it is, and how it is made, is found out by names and shapes, and by `config.json` where there
-is one. Nothing is downloaded or unpickled.
+The architecture and its sizes follow from the names and shapes of the weights and from `config.json`, if
+there is one. Nothing is downloaded or unpickled.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,224 +16,230 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseflow.core.files import read_json
 from sparseflow.errors import FileFormatError, InputError
 
 VIT, VIDEOMAE = "ViT", "VideoMAE"
 KERNEL = "embeddings.patch_embeddings.projection.weight"
+CONFIG_FILE = "config.json"
 _EMBEDDINGS = {KERNEL, KERNEL.replace("weight", "bias")} | {
     f"embeddings.{name}" for name in ("cls_token", "mask_token", "position_embeddings")
 }
-_WEIGHTS, _INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_EPS = 1e-12
-"""Of layer norms, by transformers' defaults for both."""
-_LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
-_ALIASES = {
-    # transformers 4, and what every version writes; and what a ViT of transformers 5 has in memory.
+_WEIGHTS_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_DEFAULT_EPS = 1e-12
+"""Default epsilon of layer norms in transformers, for both architectures."""
+_LAYER_NAME = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
+_MODULE_NAMES = {
+    # transformers 4 and all files; and a ViT of transformers 5 in memory.
     "attention.attention.query": "q", "attention.q_proj": "q",
     "attention.attention.key": "k", "attention.k_proj": "k",
     "attention.attention.value": "v", "attention.v_proj": "v",
     "attention.output.dense": "attention.proj", "attention.o_proj": "attention.proj",
-    "intermediate.dense": "perceptron.up", "mlp.fc1": "perceptron.up",
-    "output.dense": "perceptron.down", "mlp.fc2": "perceptron.down",
+    "intermediate.dense": "mlp.up", "mlp.fc1": "mlp.up",
+    "output.dense": "mlp.down", "mlp.fc2": "mlp.down",
     "layernorm_before": "norm1", "layernorm_after": "norm2",
 }  # fmt: skip
-_PLACES = {
-    f"{name}.{kind}": f"{ours}.{kind}" for name, ours in _ALIASES.items() for kind in ("weight", "bias")
+_WEIGHT_NAMES = {
+    f"{hf_name}.{kind}": f"{name}.{kind}"
+    for hf_name, name in _MODULE_NAMES.items()
+    for kind in ("weight", "bias")
 }
-# VideoMAE in transformers 4, and so in files.
-_PLACES |= {"attention.attention.q_bias": "q.bias", "attention.attention.v_bias": "v.bias"}
-PLAIN = [name for name in dict.fromkeys(_PLACES.values()) if name[:2] not in ("q.", "k.", "v.")]
-"""Names of ours, in a layer, that take one weight as it is; queries, keys and values go into one together."""
-_NEEDED = [f"{part}.weight" for part in "qkv"] + PLAIN
+# VideoMAE in transformers 4, and therefore in files.
+_WEIGHT_NAMES |= {"attention.attention.q_bias": "q.bias", "attention.attention.v_bias": "v.bias"}
+COPIED_WEIGHTS = [
+    name for name in dict.fromkeys(_WEIGHT_NAMES.values()) if name[:2] not in ("q.", "k.", "v.")
+]
+"""Weights of a block that are copied unchanged; queries, keys and values are concatenated."""
+_REQUIRED_WEIGHTS = [f"{letter}.weight" for letter in "qkv"] + COPIED_WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Source:
-    """Weights that were understood.
+class HFWeights:
+    """Weights of an identified architecture.
 
     Attributes:
-        where: What to call them in a message.
+        source: Name of the source for messages.
         tensors: Name -> weight.
-        config: What `config.json` says; empty without one.
+        config: Content of `config.json`; empty without one.
         architecture: `VIT` or `VIDEOMAE`.
-        prefix: What stands before the encoder's names.
-        outer: What stands before the classifier's.
-        layers: For each layer, our name -> theirs.
+        prefix: Prefix of the encoder's names.
+        classifier_prefix: Prefix of the classifier's names.
+        layers: For each layer, name in VideoViT -> name in the source.
     """
 
-    where: str
+    source: str
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
     architecture: str
     prefix: str
-    outer: str
+    classifier_prefix: str
     layers: list[dict[str, str]]
 
-    def _told(self, name: str) -> Any:
+    def _get_config_number(self, name: str) -> Any:
         """A positive number of the configuration, or None."""
         value = self.config.get(name)
         if value is not None and (type(value) not in (int, float) or not value > 0):
-            raise InputError(f"`{name}` (={value!r}) in the configuration of {self.where} must be positive")
+            raise InputError(f"`{name}` (={value!r}) in the configuration of {self.source} must be positive")
         return value
 
     @property
     def eps(self) -> float:
-        return self._told("layer_norm_eps") or _EPS
+        return self._get_config_number("layer_norm_eps") or _DEFAULT_EPS
 
     @property
-    def heads(self) -> int | None:
-        return self._told("num_attention_heads")
+    def num_heads(self) -> int | None:
+        return self._get_config_number("num_attention_heads")
 
     @property
     def img_size(self) -> int | None:
-        """Height and width of frames, where they are alike and known."""
-        known = self.config.get("image_size")
-        if isinstance(known, (list, tuple)):
-            known = known[0] if len(set(known)) == 1 else None
-        if known is None and self.architecture == VIT:
+        """Height and width of frames; None if they are unknown or differ."""
+        size = self.config.get("image_size")
+        if isinstance(size, (list, tuple)):
+            size = size[0] if len(set(size)) == 1 else None
+        if size is None and self.architecture == VIT:
             kernel = self.tensors[self.prefix + KERNEL]
-            count = self.tensors[f"{self.prefix}embeddings.position_embeddings"].numel() // max(
-                1, len(kernel)
-            )
-            known = math.isqrt(max(0, count - 1)) * kernel.shape[-1]
-        return known
+            positions = self.tensors[f"{self.prefix}embeddings.position_embeddings"]
+            num_positions = positions.numel() // max(1, len(kernel))
+            size = math.isqrt(max(0, num_positions - 1)) * kernel.shape[-1]
+        return size
 
     def sizes(self) -> dict[str, int]:
-        """Arguments of a VideoViT that show in the weights, and `channels`."""
+        """Constructor arguments of VideoViT that follow from the shapes, and `mlp_channels`."""
         dim, chans, *tubelet, height, width = self.tensors[self.prefix + KERNEL].shape
         if height != width:
-            raise InputError(
-                f"{self.where} has patches of {height} x {width} pixels; VideoViT has square ones"
-            )
-        bias = self.tensors[self.layers[0]["perceptron.up.bias"]]
+            raise InputError(f"{self.source} has {height} x {width} patches; VideoViT needs square patches")
+        bias = self.tensors[self.layers[0]["mlp.up.bias"]]
         return {
             "embed_dim": dim, "depth": len(self.layers), "patch_size": height, "in_chans": chans,
-            "channels": bias.numel(), **({"tubelet_size": tubelet[0]} if tubelet else {}),
+            "mlp_channels": bias.numel(), **({"tubelet_size": tubelet[0]} if tubelet else {}),
         }  # fmt: skip
 
 
-def understood(source: Path | str | Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Source:
-    """Read weights and find out what they are.
+def open_hf_weights(source: Path | str | Mapping[str, Tensor], config: Mapping[str, Any] | None) -> HFWeights:
+    """Read weights and identify their architecture.
 
     Args:
-        source: A `.safetensors` file, a folder as transformers writes it, or a state dict.
-        config: What `config.json` would say; by default the one beside the file is read.
+        source: A `.safetensors` file, a directory written by transformers, or a state dict.
+        config: Content of `config.json`; by default the file next to the weights is read.
 
     Raises:
-        InputError: There is no such file, it is a pickle, or it holds neither a ViT nor a VideoMAE.
-        FileFormatError: A file is damaged, or no safetensors.
+        InputError: The file does not exist, is a pickle, or is neither a ViT nor a VideoMAE.
+        FileFormatError: A file is damaged or not a safetensors file.
     """
     if isinstance(source, Mapping):
-        where, tensors, beside = "the state dict", source, {}
-        if not all(isinstance(name, str) and isinstance(each, Tensor) for name, each in source.items()):
-            raise InputError("the state dict must map names to tensors; that of a module is `.state_dict()`")
+        name, tensors, file_config = "the state dict", source, {}
+        if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in source.items()):
+            raise InputError("the state dict must map names to tensors; pass `module.state_dict()`")
     elif isinstance(source, (str, os.PathLike)):
-        where, tensors, beside = _read(Path(source))
+        name, tensors, file_config = _read_source(Path(source))
     else:
-        raise InputError(f"`source` is a {type(source).__name__}; expected a path or a module's state dict")
-    return _parted(where, tensors, beside if config is None else config)
+        raise InputError(f"`source` is a {type(source).__name__}; expected a path or a state dict")
+    return _identify(name, tensors, file_config if config is None else config)
 
 
-def _read(path: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """What to call it, the weights of a file or a folder, and what `config.json` beside them says."""
+def _read_source(path: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    """Name, weights and `config.json` of a file or a directory."""
     if not path.exists():
         raise InputError(
-            f"there is no file or folder {path}. Nothing is downloaded here: get a model of the Hub by "
-            f"`hf download {path} --local-dir FOLDER`, and give that folder"
+            f"{path} does not exist. Models are not downloaded automatically: run "
+            f"`hf download {path} --local-dir DIR` and pass DIR"
         )
     file = path
     if path.is_dir():
-        inside = [path / name for name in (_WEIGHTS, _INDEX) if (path / name).is_file()]
-        pickled = sorted(each for each in path.iterdir() if each.suffix in _PICKLES)
-        if not inside and not pickled:
-            raise InputError(f"the folder {path} holds neither {_WEIGHTS} nor {_INDEX}")
-        file = inside[0] if inside else pickled[0]
-    if file.suffix.lower() in _PICKLES:
+        candidates = [path / name for name in (_WEIGHTS_FILE, _INDEX_FILE) if (path / name).is_file()]
+        pickles = sorted(file for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+        if not candidates and not pickles:
+            raise InputError(f"{path} contains neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
+        file = candidates[0] if candidates else pickles[0]
+    if file.suffix.lower() in _PICKLE_SUFFIXES:
         raise InputError(
-            f"{file} is a pickle, which may run any code when it is read; expected .safetensors. Convert it "
-            "by transformers, `CLASS.from_pretrained(FOLDER).save_pretrained(NEW)` with the model's own "
-            "class, and give NEW; or hand in the state dict of `torch.load(file, weights_only=True)`"
+            f"{file} is a pickle, which can run arbitrary code; expected .safetensors. Convert it with "
+            "transformers, `CLASS.from_pretrained(DIR).save_pretrained(NEW_DIR)` with the class of the "
+            "model, or pass the state dict of `torch.load(file, weights_only=True)`"
         )
-    tensors = _sharded(file) if file.name.endswith(".index.json") else _file(file)
-    beside = file.parent / CONFIG
-    config = _json(beside) if beside.is_file() else {}
+    tensors = _read_shards(file) if file.name.endswith(".index.json") else _read_safetensors(file)
+    config_file = file.parent / CONFIG_FILE
+    config = _read_json_object(config_file) if config_file.is_file() else {}
     return str(path), tensors, config if "model_type" in config else {}
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileFormatError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FileFormatError(f"{file} holds no JSON object")
-    return found
+def _read_json_object(file: Path) -> dict[str, Any]:
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise FileFormatError(f"{file} must contain a JSON object, got {type(content).__name__}")
+    return content
 
 
-def _sharded(index: Path) -> dict[str, Tensor]:
-    """The weights of all files that an index names."""
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
-        raise FileFormatError(f"{index} holds no `weight_map` of names to files")
-    found: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Weights of all files listed in an index."""
+    files = _read_json_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise FileFormatError(f"{index} has no `weight_map` from names to files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(files.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise FileFormatError(f"{index} names {name!r}; expected a .safetensors file of the same folder")
+            raise FileFormatError(
+                f"{index} lists {name!r}; expected a .safetensors file of the same directory"
+            )
         if not (index.parent / name).is_file():
-            raise InputError(f"{index} names {name}, which is not beside it: complete the folder")
-        found |= _file(index.parent / name)
-    absent = sorted(places.keys() - found.keys())
+            raise InputError(f"{index} lists {name}, which is missing; download it into the directory")
+        tensors |= _read_safetensors(index.parent / name)
+    absent = sorted(files.keys() - tensors.keys())
     if absent:
-        raise FileFormatError(f"{places[absent[0]]} lacks `{absent[0]}`, which {index} says is in it")
-    return found
+        raise FileFormatError(f"{files[absent[0]]} lacks `{absent[0]}`, which {index} lists")
+    return tensors
 
 
-def _file(file: Path) -> dict[str, Tensor]:
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise FileFormatError(f"{file} is no safetensors file that can be read: {error}") from error
+        raise FileFormatError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-def _parted(where: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Source:
-    """Find out what weights these are, by their names and shapes."""
+def _identify(source: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> HFWeights:
+    """Identify the architecture by the names and shapes of the weights."""
     kernels = [name for name in tensors if f".{name}".endswith(f".{KERNEL}")]
     prefix = kernels[0].removesuffix(KERNEL) if kernels else ""
-    classed = f"{prefix}embeddings.cls_token" in tensors
-    form = tensors[kernels[0]].ndim if len(kernels) == 1 else 0
-    architecture = {(4, True): VIT, (5, False): VIDEOMAE}.get((form, classed))
-    unknown = f"{where} holds neither a ViT nor a VideoMAE as transformers names them"
-    if architecture is None or (classed and f"{prefix}embeddings.position_embeddings" not in tensors):
+    has_cls_token = f"{prefix}embeddings.cls_token" in tensors
+    kernel_ndim = tensors[kernels[0]].ndim if len(kernels) == 1 else 0
+    architecture = {(4, True): VIT, (5, False): VIDEOMAE}.get((kernel_ndim, has_cls_token))
+    if architecture is None or (has_cls_token and f"{prefix}embeddings.position_embeddings" not in tensors):
         raise InputError(
-            f"{unknown}: expected one `{KERNEL}`, with `embeddings.cls_token` (ViT) or with 5 dimensions "
-            f"(VideoMAE), and got {', '.join(list(tensors)[:3]) or 'nothing'}, … What "
-            "`sparseflow.pruning.save` wrote is read by `load`"
+            f"{source} is neither a ViT nor a VideoMAE of transformers: expected one `{KERNEL}`, with "
+            "`embeddings.cls_token` (ViT) or with 5 dimensions (VideoMAE), got "
+            f"{', '.join(list(tensors)[:3]) or 'no tensors'}. Files of `save_model` are read by `load_model`"
         )
-    layers: dict[int, dict[str, str]] = {}
-    for name in tensors:
-        rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
-        if found := _LAYER.fullmatch(rest):
-            ours = _PLACES.get(found[2])
-            if ours is None:
-                raise InputError(f"{unknown}: VideoViT has no place for `{name}`")
-            layers.setdefault(int(found[1]), {})[ours] = name
-        elif rest.startswith("embeddings.") and rest not in _EMBEDDINGS:
-            raise InputError(f"{unknown}: VideoViT has no place for `{name}`")
-    for at in range(max(1, len(layers))):
-        absent = [each for each in _NEEDED if each not in layers.get(at, {})]
-        if absent:
-            theirs = next(name for name, ours in _PLACES.items() if ours == absent[0])
-            raise InputError(f"{unknown}: layer {at} lacks `{theirs}`")
-    return Source(
-        where=where,
+    return HFWeights(
+        source=source,
         tensors=tensors,
         config=config,
         architecture=architecture,
         prefix=prefix,
-        outer=re.sub(r"(^|\.)\w+\.$", r"\1", prefix),
-        layers=[layers[at] for at in sorted(layers)],
+        classifier_prefix=re.sub(r"(^|\.)\w+\.$", r"\1", prefix),
+        layers=_map_layers(source, tensors, prefix),
     )
+
+
+def _map_layers(source: str, tensors: Mapping[str, Tensor], prefix: str) -> list[dict[str, str]]:
+    """For each layer, map the names of VideoViT to the names of the source."""
+    layers: dict[int, dict[str, str]] = {}
+    for name in tensors:
+        suffix = name.removeprefix(prefix) if name.startswith(prefix) else ""
+        if match := _LAYER_NAME.fullmatch(suffix):
+            weight_name = _WEIGHT_NAMES.get(match[2])
+            if weight_name is None:
+                raise InputError(f"`{name}` of {source} has no counterpart in VideoViT")
+            layers.setdefault(int(match[1]), {})[weight_name] = name
+        elif suffix.startswith("embeddings.") and suffix not in _EMBEDDINGS:
+            raise InputError(f"`{name}` of {source} has no counterpart in VideoViT")
+    for index in range(max(1, len(layers))):
+        absent = [name for name in _REQUIRED_WEIGHTS if name not in layers.get(index, {})]
+        if absent:
+            hf_name = next(hf_name for hf_name, name in _WEIGHT_NAMES.items() if name == absent[0])
+            raise InputError(f"layer {index} of {source} lacks `{hf_name}`")
+    return [layers[index] for index in sorted(layers)]

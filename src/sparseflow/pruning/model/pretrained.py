@@ -1,19 +1,20 @@
-"""Trained weights for a VideoViT: those of a ViT or a VideoMAE, as Hugging Face's transformers keeps them.
+"""Pretrained weights of a Hugging Face ViT or VideoMAE for a VideoViT.
 
 ::
 
-    model = video_vit_for("videomae-base-finetuned-kinetics/", num_frames=16, num_classes=101)
-    loaded = load_pretrained(model, other.state_dict())   # what was taken, what was left
+    model = build_from_pretrained("videomae-base-finetuned-kinetics/", num_frames=16, num_classes=101)
+    result = load_pretrained(model, other.state_dict())   # used and unused weights
 
-Nothing is downloaded or unpickled, and transformers is not needed. A VideoViT of a VideoMAE's classes and
-sizes scores as that one does. One of a ViT does so with a single frame, and takes in all frames at once with
-more. Clips must be normalised as the source's `preprocessor_config.json` says.
+Nothing is downloaded or unpickled, and transformers is not needed. A VideoViT with the classes and sizes of a
+VideoMAE has the same outputs; with the sizes of a ViT and one frame it has the outputs of the ViT, and with
+more frames it attends to all frames at once. Clips must be normalized as in the source's
+`preprocessor_config.json`.
 
 | | ViT | VideoMAE |
 | --- | --- | --- |
-| patches | a 2-D kernel, spread evenly over the frames of a tubelet | a 3-D kernel of the same tubelets |
-| positions | one a patch, interpolated where sizes differ (bicubic); zeros a frame | fixed sines, computed |
-| class scores | from the class token | from the mean of the tokens, normalised by `fc_norm` |
+| patches | 2-D kernel, spread evenly over the frames of a tubelet | 3-D kernel of the same tubelets |
+| positions | one per patch, resized bicubically; zeros per frame | fixed sines, computed |
+| class scores | from the class token | from the mean of the tokens, normalized by `fc_norm` |
 """
 
 from __future__ import annotations
@@ -30,28 +31,36 @@ from torch.nn import functional
 
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
-from sparseflow.pruning.model.hf_weights import CONFIG, KERNEL, PLAIN, VIDEOMAE, VIT, Source, understood
+from sparseflow.pruning.model.hf_weights import (
+    CONFIG_FILE,
+    COPIED_WEIGHTS,
+    KERNEL,
+    VIDEOMAE,
+    VIT,
+    HFWeights,
+    open_hf_weights,
+)
 from sparseflow.pruning.model.video_vit import VideoViT
 
 _FC_NORM_EPS = 1e-5
-"""transformers leaves `fc_norm` torch's own, whatever `layer_norm_eps` says."""
+"""transformers keeps torch's default epsilon for `fc_norm`, whatever `layer_norm_eps` is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What became of trained weights.
+class PretrainedResult:
+    """Use of pretrained weights.
 
     Attributes:
         architecture: `"ViT"` or `"VideoMAE"`.
-        taken: Weights that were used, by the source's names.
-        left: Weights that were not -> why.
-        untouched: Parameters of the model that keep the values they had.
+        used: Names of the source's weights that were copied.
+        unused: Other weights of the source -> reason.
+        not_loaded: Parameters of the model that keep their values.
     """
 
     architecture: str
-    taken: tuple[str, ...]
-    left: Mapping[str, str]
-    untouched: tuple[str, ...]
+    used: tuple[str, ...]
+    unused: Mapping[str, str]
+    not_loaded: tuple[str, ...]
 
 
 def load_pretrained(
@@ -60,28 +69,28 @@ def load_pretrained(
     *,
     config: Mapping[str, Any] | None = None,
     head: bool = True,
-) -> Loaded:
-    """Fill a model with the weights of a ViT or a VideoMAE; nothing is changed if they do not fit.
+) -> PretrainedResult:
+    """Load the weights of a ViT or a VideoMAE into a model; the model is unchanged if they do not fit.
 
-    A VideoMAE needs `pool="mean"` and `position="joint"`, and both need their `norm_eps`, 1e-12 as a rule.
-    With `pool="mean"` there is no class token, and so a ViT's classifier is left. From a VideoMAE with
-    `fc_norm` the model takes that one's epsilon too, 1e-5, as its `final_norm_eps`.
+    A VideoMAE needs `pool="mean"` and `position="joint"`, and both architectures need their `norm_eps`,
+    usually 1e-12. With `pool="mean"` there is no class token, and the classifier of a ViT is not used. From a
+    VideoMAE with `fc_norm` the model also takes the epsilon of that norm, 1e-5, as its `final_norm_eps`.
 
     Args:
-        model: Not compact. What it prunes by, gates and score, is left as it is.
-        source: A `.safetensors` file, a folder as transformers writes it, sharded or not, or a state dict.
-        config: What `config.json` would say of a state dict; by default the one beside the file is read.
-            Without either, `num_heads` cannot be checked: it does not show in the weights.
-        head: Whether to take the classifier, if it has as many classes.
+        model: Model that is not compact. Its gates and score are not modified.
+        source: A `.safetensors` file, a directory written by transformers (sharded or not), or a state dict.
+        config: Content of `config.json`; by default the file next to the weights is read. Without a
+            configuration `num_heads` cannot be checked, because no shape depends on it.
+        head: Whether to load the classifier, if it has the same number of classes.
 
     Raises:
-        InputError: There is no such file, or it holds something else, or what does not fit the model.
-        FileFormatError: A file is damaged, or no safetensors.
+        InputError: The file does not exist or has other content, or the weights do not fit the model.
+        FileFormatError: A file is damaged or not a safetensors file.
     """
-    return _load(model, understood(source, config), head=head)
+    return _load(model, open_hf_weights(source, config), head=head)
 
 
-def video_vit_for(
+def build_from_pretrained(
     source: Path | str | Mapping[str, Tensor],
     *,
     num_frames: int,
@@ -89,253 +98,275 @@ def video_vit_for(
     use_ast_prune: bool = False,
     ast_cfg: Mapping[str, Any] | ASTConfig | None = None,
     tubelet_size: int | None = None,
+    img_size: int | None = None,
+    num_heads: int | None = None,
+    norm_eps: float | None = None,
+    pool: str | None = None,
+    position: str | None = None,
+    drop_rate: float = 0.0,
+    attn_drop: float = 0.0,
+    drop_path_rate: float = 0.0,
     config: Mapping[str, Any] | None = None,
-    **others: Any,
 ) -> VideoViT:
-    """A model of the size of a ViT or a VideoMAE, with its weights, in evaluation mode.
+    """Build a model of the size of a ViT or a VideoMAE with its weights, in evaluation mode.
 
-    A ViT gives one with `pool="cls"`, a VideoMAE one with `pool="mean"` and `position="joint"`. A classifier
-    for another number of classes is left out.
+    A classifier for another number of classes is not used.
 
     Args:
         source: See `load_pretrained`.
         num_frames: Frames of a clip.
         num_classes: Classes.
-        use_ast_prune: Whether anything is pruned.
+        use_ast_prune: Whether the model prunes.
         ast_cfg: See `VideoViT`.
-        tubelet_size: Frames of a token; by default VideoMAE's own, and 1 for a ViT.
-        config: See `load_pretrained`. Heads, and a VideoMAE's `img_size`, are known from it alone.
-        others: More arguments of `VideoViT`, such as `drop_path_rate`, another `img_size`, or `num_heads`.
+        tubelet_size: Frames of a token; by default that of the VideoMAE, and 1 for a ViT.
+        img_size: Height and width of frames; by default those of the source.
+        num_heads: Heads; by default from the configuration.
+        norm_eps: Epsilon of the layer norms; by default from the configuration.
+        pool: See `VideoViT`; by default `"cls"` for a ViT and `"mean"` for a VideoMAE.
+        position: See `VideoViT`; by default `"factored"` for a ViT and `"joint"` for a VideoMAE.
+        drop_rate: See `VideoViT`.
+        attn_drop: See `VideoViT`.
+        drop_path_rate: See `VideoViT`.
+        config: See `load_pretrained`. `num_heads`, and for a VideoMAE `img_size`, are known only from it.
 
     Raises:
-        InputError: As for `load_pretrained`, or `num_heads` or `img_size` is not known.
-        FileFormatError: A file is damaged, or no safetensors.
+        InputError: As for `load_pretrained`, or `num_heads` or `img_size` is unknown.
+        FileFormatError: A file is damaged or not a safetensors file.
     """
-    found = understood(source, config)
-    sizes = found.sizes()
-    channels, dim = sizes.pop("channels"), sizes["embed_dim"]
-    ratio = channels / max(1, dim)
-    made: dict[str, Any] = {
-        "mlp_ratio": ratio, "tubelet_size": 1, "norm_eps": found.eps, "num_heads": found.heads,
-        "img_size": found.img_size, "pool": "cls",
-    } | sizes  # fmt: skip
-    if found.architecture == VIDEOMAE:
-        made |= {"pool": "mean", "position": "joint"}
+    weights = open_hf_weights(source, config)
+    is_videomae = weights.architecture == VIDEOMAE
+    sizes: dict[str, Any] = {"tubelet_size": 1, **weights.sizes()}
     if tubelet_size is not None:
-        made["tubelet_size"] = tubelet_size
-    made |= others
-    for name in ("num_heads", "img_size"):
-        if made[name] is None:
+        sizes["tubelet_size"] = tubelet_size
+    for name, value in (
+        ("num_heads", weights.num_heads if num_heads is None else num_heads),
+        ("img_size", weights.img_size if img_size is None else img_size),
+    ):
+        if value is None:
             raise InputError(
-                f"`{name}` does not show in the weights of {found.where}, nor in a {CONFIG}: give `{name}`, "
-                "or `config`"
+                f"`{name}` is unknown: neither the weights of {weights.source} nor a {CONFIG_FILE} give it; "
+                f"pass `{name}` or `config`"
             )
+        sizes[name] = value
     model = VideoViT(
-        num_frames=num_frames, num_classes=num_classes, use_ast_prune=use_ast_prune, ast_cfg=ast_cfg, **made
+        num_frames=num_frames,
+        num_classes=num_classes,
+        mlp_ratio=sizes.pop("mlp_channels") / max(1, sizes["embed_dim"]),
+        use_ast_prune=use_ast_prune,
+        ast_cfg=ast_cfg,
+        norm_eps=weights.eps if norm_eps is None else norm_eps,
+        pool=pool or ("mean" if is_videomae else "cls"),
+        position=position or ("joint" if is_videomae else "factored"),
+        drop_rate=drop_rate,
+        attn_drop=attn_drop,
+        drop_path_rate=drop_path_rate,
+        **sizes,
     )
-    _load(model, found, head=True)
+    _load(model, weights, head=True)
     return model.eval()
 
 
-def _load(model: VideoViT, source: Source, *, head: bool) -> Loaded:
-    _check(model, source)
-    filling = _Filling(model, source)
-    filling.patches()
-    if source.architecture == VIT:
-        filling.learned_positions()
+def _load(model: VideoViT, weights: HFWeights, *, head: bool) -> PretrainedResult:
+    _check_model(model, weights)
+    converter = _WeightConverter(model, weights)
+    converter.convert_patches()
+    if weights.architecture == VIT:
+        converter.convert_learned_positions()
     else:
-        filling.sines()
-    for at in range(len(source.layers)):
-        filling.block(at)
-    eps = filling.norm()
-    filling.head(head)
+        converter.convert_sine_positions()
+    for index in range(len(weights.layers)):
+        converter.convert_block(index)
+    eps = converter.convert_norm()
+    converter.convert_head(enabled=head)
     with torch.no_grad():
-        model.load_state_dict(filling.found, strict=False)
+        model.load_state_dict(converter.converted, strict=False)
     model.norm.eps = eps
     model.config = replace(model.config, final_norm_eps=eps)
-    left = {name: "VideoViT has no place for it" for name in source.tensors if name not in filling.taken}
-    return Loaded(
-        architecture=source.architecture,
-        taken=tuple(name for name in source.tensors if name in filling.taken),
-        left=left | filling.left,
-        untouched=tuple(name for name, _ in model.named_parameters() if name not in filling.found),
+    unused = {name: "no counterpart in VideoViT" for name in weights.tensors if name not in converter.used}
+    return PretrainedResult(
+        architecture=weights.architecture,
+        used=tuple(name for name in weights.tensors if name in converter.used),
+        unused=unused | converter.unused,
+        not_loaded=tuple(name for name, _ in model.named_parameters() if name not in converter.converted),
     )
 
 
-def _check(model: VideoViT, source: Source) -> None:
-    """Raise unless the model is of the kind and size that the weights are of."""
-    ours, where = model.config, source.where
+def _check_model(model: VideoViT, weights: HFWeights) -> None:
+    """Raise InputError unless the model has the architecture and size of the weights."""
+    config, source = model.config, weights.source
     if model.compacted:
-        raise InputError("the model is compact: load weights before `compact`")
-    act = source.config.get("hidden_act", "gelu")
-    if act != "gelu":
-        raise InputError(
-            f"{where} was trained with `hidden_act` {act!r}; VideoViT has exact GELU, `gelu`, alone"
-        )
-    if source.architecture == VIDEOMAE:
-        for name, needed, why in (
+        raise InputError("the model is compact; load weights before `compact`")
+    activation = weights.config.get("hidden_act", "gelu")
+    if activation != "gelu":
+        raise InputError(f"`hidden_act` (={activation!r}) of {source} is not supported; expected 'gelu'")
+    if weights.architecture == VIDEOMAE:
+        for name, required, reason in (
             ("pool", "mean", "it has no class token"),
-            ("position", "joint", "its positions are sines over all tokens, no sum of two embeddings"),
+            ("position", "joint", "its sine positions are not a sum of two embeddings"),
         ):
-            if getattr(ours, name) != needed:
+            if getattr(config, name) != required:
                 raise InputError(
-                    f"{where} is a VideoMAE and the model has {name}={getattr(ours, name)!r}: construct it "
-                    f"with {name}={needed!r}, since {why}"
+                    f"{source} is a VideoMAE and the model has {name}={getattr(config, name)!r}: set "
+                    f"{name}={required!r}, because {reason}"
                 )
-    wanted: dict[str, Any] = dict(source.sizes())
-    if source.heads is not None:
-        wanted["num_heads"] = source.heads
-    wanted["norm_eps"] = source.eps
-    wrong = [
-        name for name, value in wanted.items() if not math.isclose(getattr(ours, name), value, rel_tol=1e-6)
+    expected: dict[str, Any] = dict(weights.sizes())
+    if weights.num_heads is not None:
+        expected["num_heads"] = weights.num_heads
+    expected["norm_eps"] = weights.eps
+    mismatched = [
+        name
+        for name, value in expected.items()
+        if not math.isclose(getattr(config, name), value, rel_tol=1e-6)
     ]
-    if not wrong:
+    if not mismatched:
         return
-    theirs = ", ".join(f"{name}={wanted[name]!r}" for name in wrong)
-    mine = ", ".join(f"{name}={getattr(ours, name)!r}" for name in wrong)
-    hint = " (`channels` are `embed_dim` * `mlp_ratio`)" if "channels" in wrong else ""
-    if "norm_eps" in wrong and "layer_norm_eps" not in source.config:
-        hint += " (`norm_eps` as a rule; where it is another, tell by `config={'layer_norm_eps': …}`)"
+    source_sizes = ", ".join(f"{name}={expected[name]!r}" for name in mismatched)
+    model_sizes = ", ".join(f"{name}={getattr(config, name)!r}" for name in mismatched)
+    hint = " (`mlp_channels` is `embed_dim` * `mlp_ratio`)" if "mlp_channels" in mismatched else ""
+    if "norm_eps" in mismatched and "layer_norm_eps" not in weights.config:
+        hint += " (the default of `norm_eps`; pass `config={'layer_norm_eps': ...}` for another value)"
     raise InputError(
-        f"{where} does not fit the model: it has {theirs}, and the model has {mine}{hint}. Construct the "
-        "model with what the weights have, or by `video_vit_for`"
+        f"{source} does not fit the model: it has {source_sizes}, the model has {model_sizes}{hint}. Change "
+        "the model, or use `build_from_pretrained`"
     )
 
 
-class _Filling:
-    """What a model is to be filled with, gathered weight by weight.
+class _WeightConverter:
+    """Converts the weights of a source, one part of the model at a time.
 
     Attributes:
-        state: The model's own weights.
-        found: The model's name -> value.
-        taken: The source's names that went into it.
-        left: The source's names that did not, where there is a reason to tell.
+        converted: Name in the model -> value.
+        used: Names of the source's weights that were converted.
+        unused: Names of the source's weights that cannot be used -> reason.
     """
 
-    def __init__(self, model: VideoViT, source: Source) -> None:
-        self.model, self.source = model, source
+    def __init__(self, model: VideoViT, weights: HFWeights) -> None:
+        self.model, self.weights = model, weights
         self.state = model.state_dict()
-        self.found: dict[str, Tensor] = {}
-        self.taken: set[str] = set()
-        self.left: dict[str, str] = {}
+        self.converted: dict[str, Tensor] = {}
+        self.used: set[str] = set()
+        self.unused: dict[str, str] = {}
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A weight of the source, in float32 at least, where the model is."""
-        value = self.source.tensors.get(name)
+    def _take(self, name: str, *shape: int) -> Tensor:
+        """A weight of the source on the device of the model, at least in float32."""
+        value = self.weights.tensors.get(name)
         if value is None:
-            raise InputError(f"{self.source.where} lacks `{name}`: its weights are not complete")
+            raise InputError(f"{self.weights.source} lacks `{name}`; the weights are incomplete")
         if tuple(value.shape) != shape or value.is_meta or not value.is_floating_point():
-            given = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+            actual = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
             raise InputError(
-                f"`{name}` of {self.source.where} is {given}; expected floating-point numbers {list(shape)}, "
-                "by its other weights and the model"
+                f"`{name}` of {self.weights.source} is {actual}; expected floating-point numbers of shape "
+                f"{list(shape)}"
             )
-        self.taken.add(name)
+        self.used.add(name)
         return value.detach().to(
             self.model.head.weight.device, torch.promote_types(value.dtype, torch.float32)
         )
 
-    def patches(self) -> None:
-        config, prefix = self.model.config, self.source.prefix
+    def convert_patches(self) -> None:
+        config, prefix = self.model.config, self.weights.prefix
         dim, frames, p = config.embed_dim, config.tubelet_size, config.patch_size
-        if self.source.architecture == VIT:
-            kernel = self.take(prefix + KERNEL, dim, config.in_chans, p, p)
+        if self.weights.architecture == VIT:
+            kernel = self._take(prefix + KERNEL, dim, config.in_chans, p, p)
             kernel = kernel[:, :, None].expand(-1, -1, frames, -1, -1) / frames
         else:
-            kernel = self.take(prefix + KERNEL, dim, config.in_chans, frames, p, p)
-        # `VideoViT.embed` flattens a patch as (channels, frames, rows, columns): as a kernel is.
-        self.found["patch.weight"] = kernel.flatten(1)
-        self.found["patch.bias"] = self.take(prefix + KERNEL.replace("weight", "bias"), dim)
+            kernel = self._take(prefix + KERNEL, dim, config.in_chans, frames, p, p)
+        # `VideoViT.embed` flattens a patch in the order of a kernel: channels, frames, rows, columns.
+        self.converted["patch.weight"] = kernel.flatten(1)
+        self.converted["patch.bias"] = self._take(prefix + KERNEL.replace("weight", "bias"), dim)
 
-    def learned_positions(self) -> None:
-        """A class token with its position, and a position for each patch, the same in all frames."""
-        config, inner = self.model.config, f"{self.source.prefix}embeddings."
+    def convert_learned_positions(self) -> None:
+        """Convert the class token with its position, and a position per patch, equal in all frames."""
+        config, inner = self.model.config, f"{self.weights.prefix}embeddings."
         t, h, w = config.grid
         name, dim = f"{inner}position_embeddings", config.embed_dim
-        shape = list(self.source.tensors[name].shape)
-        count = shape[1] if len(shape) == 3 else 0
-        side = math.isqrt(max(0, count - 1))
-        if side < 1 or side**2 != count - 1:
+        shape = list(self.weights.tensors[name].shape)
+        num_positions = shape[1] if len(shape) == 3 else 0
+        side = math.isqrt(max(0, num_positions - 1))
+        if side < 1 or side**2 != num_positions - 1:
             raise InputError(
-                f"`{name}` of {self.source.where} has the shape {shape}; expected "
-                f"[1, 1 + rows * columns, {dim}] with as many rows as columns: other grids cannot be told"
+                f"`{name}` of {self.weights.source} has the shape {shape}; expected "
+                f"[1, 1 + side * side, {dim}]: only square grids are supported"
             )
-        value = self.take(name, 1, count, dim)
-        token, space = value[:, :1], value[:, 1:]
+        value = self._take(name, 1, num_positions, dim)
+        cls_position, space = value[:, :1], value[:, 1:]
         if (side, side) != (h, w):
             grid = space.reshape(1, side, side, dim).permute(0, 3, 1, 2)
             grid = functional.interpolate(grid, (h, w), mode="bicubic", align_corners=False)
             space = grid.flatten(2).transpose(1, 2)
         if config.position == "joint":
-            self.found["position"] = space[:, None].expand(-1, t, -1, -1)
+            self.converted["position"] = space[:, None].expand(-1, t, -1, -1)
         else:
-            self.found["position_space"] = space[:, None]
-            self.found["position_time"] = space.new_zeros(1, t, 1, dim)
+            self.converted["position_space"] = space[:, None]
+            self.converted["position_time"] = space.new_zeros(1, t, 1, dim)
         if config.pool == "cls":
-            self.found["cls"] = token + self.take(f"{inner}cls_token", 1, 1, dim)
+            self.converted["cls"] = cls_position + self._take(f"{inner}cls_token", 1, 1, dim)
         else:
-            self.left[f"{inner}cls_token"] = 'the model has no class token: pool="mean"'
+            self.unused[f"{inner}cls_token"] = 'the model has no class token: pool="mean"'
 
-    def sines(self) -> None:
-        """VideoMAE's positions, which its weights do not hold: computed for the model's grid, as it does."""
+    def convert_sine_positions(self) -> None:
+        """Compute VideoMAE's fixed positions for the grid of the model."""
         t, h, w = self.model.config.grid
-        table = sines(t * h * w, self.model.config.embed_dim).view(1, t, h * w, -1)
-        self.found["position"] = table.to(self.model.head.weight.device)
-        name = f"{self.source.prefix}embeddings.position_embeddings"
-        if name in self.source.tensors:
-            self.left[name] = "fixed positions are computed"
+        table = make_sine_positions(t * h * w, self.model.config.embed_dim).view(1, t, h * w, -1)
+        self.converted["position"] = table.to(self.model.head.weight.device)
+        name = f"{self.weights.prefix}embeddings.position_embeddings"
+        if name in self.weights.tensors:
+            self.unused[name] = "fixed positions are computed"
 
-    def block(self, at: int) -> None:
-        theirs, dim = self.source.layers[at], self.model.config.embed_dim
-        for name in PLAIN:
-            ours = f"blocks.{at}.{name}"
-            self.found[ours] = self.take(theirs[name], *self.state[ours].shape)
-        weights = [self.take(theirs[f"{part}.weight"], dim, dim) for part in "qkv"]
+    def convert_block(self, index: int) -> None:
+        names, dim = self.weights.layers[index], self.model.config.embed_dim
+        for name in COPIED_WEIGHTS:
+            parameter = f"blocks.{index}.{name}"
+            self.converted[parameter] = self._take(names[name], *self.state[parameter].shape)
+        weights = [self._take(names[f"{letter}.weight"], dim, dim) for letter in "qkv"]
         biases = [
-            self.take(theirs[f"{part}.bias"], dim) if f"{part}.bias" in theirs else weight.new_zeros(dim)
-            for part, weight in zip("qkv", weights, strict=True)
+            self._take(names[f"{letter}.bias"], dim) if f"{letter}.bias" in names else weight.new_zeros(dim)
+            for letter, weight in zip("qkv", weights, strict=True)
         ]
-        self.found[f"blocks.{at}.attention.qkv.weight"] = torch.cat(weights)
-        self.found[f"blocks.{at}.attention.qkv.bias"] = torch.cat(biases)
+        self.converted[f"blocks.{index}.attention.qkv.weight"] = torch.cat(weights)
+        self.converted[f"blocks.{index}.attention.qkv.bias"] = torch.cat(biases)
 
-    def norm(self) -> float:
-        """The last norm, if there is one; its epsilon."""
-        source, dim = self.source, self.model.config.embed_dim
-        last, pooled = f"{source.prefix}layernorm", f"{source.outer}fc_norm"
-        mean = f"{pooled}.weight" in source.tensors and source.architecture == VIDEOMAE
-        chosen = pooled if mean else last
-        if source.architecture == VIDEOMAE and f"{chosen}.weight" not in source.tensors:
-            return source.eps  # trained without one, so that fine-tuning may begin with a fresh one
+    def convert_norm(self) -> float:
+        """Convert the final norm, if there is one, and return its epsilon."""
+        weights, dim = self.weights, self.model.config.embed_dim
+        fc_norm = f"{weights.classifier_prefix}fc_norm"
+        is_videomae = weights.architecture == VIDEOMAE
+        has_fc_norm = is_videomae and f"{fc_norm}.weight" in weights.tensors
+        name = fc_norm if has_fc_norm else f"{weights.prefix}layernorm"
+        if is_videomae and f"{name}.weight" not in weights.tensors:
+            return weights.eps  # pretrained without a final norm; fine-tuning starts with a new one
         for kind in ("weight", "bias"):
-            self.found[f"norm.{kind}"] = self.take(f"{chosen}.{kind}", dim)
-        return _FC_NORM_EPS if mean else source.eps
+            self.converted[f"norm.{kind}"] = self._take(f"{name}.{kind}", dim)
+        return _FC_NORM_EPS if has_fc_norm else weights.eps
 
-    def head(self, wanted: bool) -> None:
-        source, config = self.source, self.model.config
-        weight, bias = (f"{source.outer}classifier.{kind}" for kind in ("weight", "bias"))
-        if weight not in source.tensors:
+    def convert_head(self, *, enabled: bool) -> None:
+        """Convert the classifier, or record why it cannot be used."""
+        weights, config = self.weights, self.model.config
+        weight, bias = (f"{weights.classifier_prefix}classifier.{kind}" for kind in ("weight", "bias"))
+        if weight not in weights.tensors:
             return
-        classes = source.tensors[bias].numel() if bias in source.tensors else 0
-        if not wanted:
-            why = "head=False"
-        elif source.architecture == VIT and config.pool != "cls":
-            why = 'it reads the class token, which the model has not: pool="mean"'
-        elif source.architecture == VIDEOMAE and f"{source.outer}fc_norm.weight" not in source.tensors:
-            why = "it reads the first token, and the model the mean of all"
-        elif classes != config.num_classes:
-            why = f"it has {classes} classes, and the model {config.num_classes}"
+        num_classes = weights.tensors[bias].numel() if bias in weights.tensors else 0
+        has_fc_norm = f"{weights.classifier_prefix}fc_norm.weight" in weights.tensors
+        if not enabled:
+            reason = "head=False"
+        elif weights.architecture == VIT and config.pool != "cls":
+            reason = 'it reads the class token, which the model lacks: pool="mean"'
+        elif weights.architecture == VIDEOMAE and not has_fc_norm:
+            reason = "it reads the first token, the model pools all tokens"
+        elif num_classes != config.num_classes:
+            reason = f"it has {num_classes} classes, the model {config.num_classes}"
         else:
-            self.found["head.weight"] = self.take(weight, classes, config.embed_dim)
-            self.found["head.bias"] = self.take(bias, classes)
+            self.converted["head.weight"] = self._take(weight, num_classes, config.embed_dim)
+            self.converted["head.bias"] = self._take(bias, num_classes)
             return
-        self.left |= {name: why for name in (weight, bias) if name in source.tensors}
+        self.unused |= {name: reason for name in (weight, bias) if name in weights.tensors}
 
 
-def sines(tokens: int, dim: int) -> Tensor:
-    """VideoMAE's positions, [tokens, dim]: sines in even channels, cosines in odd ones.
+def make_sine_positions(num_tokens: int, dim: int) -> Tensor:
+    """VideoMAE's fixed positions, [num_tokens, dim]: sines in even channels, cosines in odd ones.
 
-    Source: Vaswani et al., Attention is all you need, 3.5, over the tokens of all frames in a row.
+    Source: Vaswani et al., Attention is all you need, section 3.5, over the tokens of all frames in order.
     """
     channel = torch.arange(dim, dtype=torch.float64)
-    angle = torch.arange(tokens, dtype=torch.float64)[:, None] / 10000.0 ** (2.0 * (channel // 2) / dim)
+    angle = torch.arange(num_tokens, dtype=torch.float64)[:, None] / 10000.0 ** (2.0 * (channel // 2) / dim)
     return torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()

@@ -1,1 +1,9 @@
-"""Selectors."""
+"""Token selectors: which tokens a stage keeps.
+
+- `ast`: AST2.0-lite v2, entropies over time, space and regions (kernels in `entropy/`).
+- `tome`: token merging.
+- `order`: fixed orders of the random and uniform selectors.
+- `tokens`: token state between blocks, and dropping or masking of tokens.
+
+The attention selector uses `model.blocks.Attention.compute_received_attention`.
+"""

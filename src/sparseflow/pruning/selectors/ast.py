@@ -1,53 +1,53 @@
-"""AST2.0-lite v2's score: which tokens of a video say much, from entropies in time, in space and in regions.
+"""AST2.0-lite v2 score: importance of tokens from entropies over time, space and regions.
 
-Notation: x is [B, T, N, C], T frames of N = h*w patches; p = softmax of x over C, a distribution a token.
+Notation: x is [B, T, N, C], T frames of N = h * w patches; p = softmax of x over C, one distribution per
+token.
 
-- Time. Level L has windows of ceil(T / L) frames that overlap; a window's entropy is that of the mean of its
-  p, one for each patch. A frame gets the mean of the windows that it is in: [B, T, N].
-- Space. Level L cuts the grid into L x L cells; a cell's entropy is that of the mean of its p, one for each
-  frame, and all of its patches get it: [B, T, N].
-- Regions. Every patch belongs to the nearest of R seeds, which are spread over the grid (Voronoi); a region
-  gets the mean time entropy inside it, frame by frame: [B, T, N].
+- Time: level L has overlapping windows of ceil(T / L) frames. The entropy of a window is that of its mean p,
+  for each patch. A frame gets the mean of its windows: [B, T, N].
+- Space: level L divides the grid into L x L cells. The entropy of a cell is that of its mean p, for each
+  frame, and all its patches get it: [B, T, N].
+- Regions: each patch belongs to the nearest of R seeds spread over the grid (Voronoi). A region gets the mean
+  time entropy of its patches, frame by frame: [B, T, N].
 
-Every map is scaled to [0, 1] within its sample, levels are averaged, and the score is a weighted sum. Windows
-are mapped back to their frames and cells to their patches, so that the score is one of (t, n) jointly.
+Each map is scaled to [0, 1] within its sample and levels are averaged; the score is a weighted sum of the
+three maps. With `measure="divergence"` the mean entropy of the members is subtracted from the entropy of
+their mean: the result is the Jensen-Shannon divergence, 0 if a window is constant.
 
-With `measure="divergence"` the mean entropy of the members is taken off that of their mean: what is left is
-the Jensen-Shannon divergence, 0 where a window holds the same thing throughout.
-
-Tokens that an earlier stage dropped are masked: means leave them out.
+Means exclude tokens that an earlier stage dropped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import isfinite
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
 from sparseflow.errors import InputError
-from sparseflow.pruning.selectors.entropy.reference import entropies
+from sparseflow.pruning.selectors.entropy.reference import compute_entropies
 
 Measure = Literal["entropy", "divergence"]
+MEASURES = ("entropy", "divergence")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
-    """What the score is made of.
+    """Parameters of the AST score.
 
     Attributes:
-        time: Weight of time entropy.
-        space: Weight of space entropy.
-        region: Weight of the regions' importance.
+        time: Weight of the time entropy.
+        space: Weight of the space entropy.
+        region: Weight of the region importance.
         levels: Levels of windows and cells.
-        overlap: Share of a window that it has in common with the next, from 0 to below 1.
-        regions: Seeds on the patch grid.
-        temperature: Of the softmax over channels.
-        measure: `"entropy"`, or `"divergence"`.
+        overlap: Fraction of a window shared with the next one, from 0 to below 1.
+        regions: Number of seeds on the patch grid.
+        temperature: Temperature of the softmax over channels.
+        measure: `"entropy"` or `"divergence"`.
 
     Raises:
         InputError: A value is out of range.
@@ -63,192 +63,188 @@ class ScoreConfig:
     measure: Measure = "entropy"
 
     def __post_init__(self) -> None:
-        for name in ("time", "space", "region", "overlap", "temperature"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-                raise InputError(f"`{name}` (={value!r}) must be a finite number")
-        weights = (self.time, self.space, self.region)
-        if min(weights) < 0.0 or not sum(weights) > 0.0:
+        check_non_negative(time=self.time, space=self.space, region=self.region, overlap=self.overlap)
+        check_positive(temperature=self.temperature)
+        check_at_least(1, regions=self.regions)
+        if not self.time + self.space + self.region > 0.0:
             raise InputError(
-                f"`time` (={self.time}), `space` (={self.space}) and `region` (={self.region}) must be 0 or "
-                "above, and one of them above 0"
+                f"one of `time` (={self.time}), `space` (={self.space}) and `region` (={self.region}) must "
+                "be above 0"
             )
         if (
             not isinstance(self.levels, tuple)
             or not self.levels
             or any(type(level) is not int or level < 1 for level in self.levels)
         ):
-            raise InputError(f"`levels` (={self.levels}) must be whole numbers of 1 and above")
-        if not 0.0 <= self.overlap < 1.0:
-            raise InputError(f"`overlap` (={self.overlap}) must be from 0 to below 1")
-        if type(self.regions) is not int or self.regions < 1 or not self.temperature > 0.0:
-            raise InputError(
-                f"`regions` (={self.regions}) must be a whole number of at least 1, and `temperature` "
-                f"(={self.temperature}) above 0"
-            )
-        if self.measure not in ("entropy", "divergence"):
-            raise InputError(f"`measure` (={self.measure!r}) must be entropy or divergence")
+            raise InputError(f"`levels` (={self.levels}) must be integers of at least 1")
+        if self.overlap >= 1.0:
+            raise InputError(f"`overlap` (={self.overlap}) must be below 1")
+        check_one_of(MEASURES, measure=self.measure)
 
 
-class Score(nn.Module):
-    """How much each token of a video says.
+class EntropyScore(nn.Module):
+    """Importance score of each token of a video.
 
     Args:
-        frames: T.
+        num_frames: T.
         grid: Rows and columns of patches; their product is N.
-        config: What the score is made of.
+        config: Parameters of the score.
     """
 
-    def __init__(self, frames: int, grid: tuple[int, int], config: ScoreConfig) -> None:
+    def __init__(self, num_frames: int, grid: tuple[int, int], config: ScoreConfig) -> None:
         super().__init__()
-        _find_kernels()
+        _load_kernels()
         self.config = config
-        self.frames, self.patches = frames, grid[0] * grid[1]
-        in_time = config.time > 0.0 or config.region > 0.0
-        parts = [_windows_matrix(frames, level, config.overlap) for level in config.levels if in_time]
-        cells = [_cells_matrix(grid, level) for level in config.levels if config.space > 0.0]
-        self._windows, self._cells = [len(part) for part in parts], [len(part) for part in cells]
-        whole = {
-            "windows": torch.cat([torch.zeros(0, frames), *parts]),
-            "cells": torch.cat([torch.zeros(0, self.patches), *cells]),
-            "regions": functional.one_hot(voronoi(grid, config.regions)).T.float(),
+        self.num_frames, self.num_patches = num_frames, grid[0] * grid[1]
+        uses_time = config.time > 0.0 or config.region > 0.0
+        windows = [
+            _make_window_matrix(num_frames, level, config.overlap) for level in config.levels if uses_time
+        ]
+        cells = [_make_cell_matrix(grid, level) for level in config.levels if config.space > 0.0]
+        self._windows_per_level = [len(level) for level in windows]
+        self._cells_per_level = [len(level) for level in cells]
+        buffers = {
+            "windows": torch.cat([torch.zeros(0, num_frames), *windows]),
+            "cells": torch.cat([torch.zeros(0, self.num_patches), *cells]),
+            "regions": functional.one_hot(assign_voronoi_regions(grid, config.regions)).T.float(),
         }
-        places = whole["cells"].nonzero()
-        whole["cell_patches"] = places[:, 1].int()
-        whole["cell_starts"] = functional.pad(whole["cells"].sum(1).cumsum(0), (1, 0)).int()
-        for name, value in whole.items():
-            # Those of 0 and 1 are exact in whatever dtype the model is cast to.
+        buffers["cell_patches"] = buffers["cells"].nonzero()[:, 1].int()
+        buffers["cell_starts"] = functional.pad(buffers["cells"].sum(1).cumsum(0), (1, 0)).int()
+        for name, value in buffers.items():
+            # Zeros and ones are exact in every dtype that the model is cast to.
             self.register_buffer(name, value, persistent=False)
 
-    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
-        """The score of every token; higher is more.
+    def forward(self, x: Tensor, retained: Tensor | None = None) -> Tensor:
+        """Score every token; higher is more important.
 
         Args:
-            x: Features, [B, T, N, C], of a floating dtype.
-            there: bool, [B, T, N]: tokens that are left; by default all. Scores of others mean nothing.
+            x: Features of a floating dtype, [B, T, N, C].
+            retained: Tokens that are still present, bool, [B, T, N]; all by default. The scores of other
+                tokens are undefined.
 
         Returns:
-            float32 (float64 for such features), [B, T, N].
+            [B, T, N], float32, or float64 for float64 features.
         """
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
-            of_windows, of_cells = self._entropies(x, there)
-            weight = None if there is None else there.to(of_windows.dtype)
-            found = torch.zeros_like(x[..., 0], dtype=of_windows.dtype)
-            if self._windows:
-                members = self.get_buffer("windows").to(found.dtype).split(self._windows)
+            window_entropy, cell_entropy = self._compute_entropies(x, retained)
+            weight = None if retained is None else retained.to(window_entropy.dtype)
+            score = torch.zeros_like(x[..., 0], dtype=window_entropy.dtype)
+            if self._windows_per_level:
+                members = self.get_buffer("windows").to(score.dtype).split(self._windows_per_level)
                 # A frame gets the mean of its windows.
-                in_time = _levels(
+                time_map = _average_levels(
                     [
-                        (member.T / member.sum(0)[:, None]) @ part
-                        for member, part in zip(members, of_windows.split(self._windows, 1), strict=True)
+                        (member.T / member.sum(0)[:, None]) @ entropy
+                        for member, entropy in zip(
+                            members, window_entropy.split(self._windows_per_level, 1), strict=True
+                        )
                     ],
                     weight,
                 )
-                found = found + config.time * in_time
+                score = score + config.time * time_map
                 if config.region > 0.0:
-                    found = found + config.region * self._region(in_time, weight)
-            if self._cells:
-                members = self.get_buffer("cells").to(found.dtype).split(self._cells)
-                parts = of_cells.split(self._cells, 2)
-                in_space = _levels(
-                    [part @ member for member, part in zip(members, parts, strict=True)], weight
+                    score = score + config.region * self._average_regions(time_map, weight)
+            if self._cells_per_level:
+                members = self.get_buffer("cells").to(score.dtype).split(self._cells_per_level)
+                entropies = cell_entropy.split(self._cells_per_level, 2)
+                space_map = _average_levels(
+                    [entropy @ member for member, entropy in zip(members, entropies, strict=True)], weight
                 )
-                found = found + config.space * in_space
-            return found
+                score = score + config.space * space_map
+            return score
 
-    def _entropies(self, x: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of all windows [B, W, N] and of all cells [B, T, K]."""
+    def _compute_entropies(self, x: Tensor, retained: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Entropies of all windows [B, W, N] and of all cells [B, T, K]."""
         config, divergence = self.config, self.config.measure == "divergence"
-        learns = x.requires_grad and torch.is_grad_enabled()
-        if _FUSED is not None and x.is_cuda and not learns and _FUSED.fits(x):
-            return _FUSED.entropies(
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        if _KERNELS is not None and x.is_cuda and not needs_grad and _KERNELS.supports_input(x):
+            return _KERNELS.compute_entropies(
                 x, self.get_buffer("windows").float(), self.get_buffer("cell_starts"),
-                self.get_buffer("cell_patches"), there, config.temperature, divergence,
+                self.get_buffer("cell_patches"), retained, config.temperature, divergence,
             )  # fmt: skip
-        return entropies(
+        return compute_entropies(
             x if x.dtype == torch.float64 else x.float(),
-            self.get_buffer("windows"), self.get_buffer("cells"), there,
+            self.get_buffer("windows"), self.get_buffer("cells"), retained,
             temperature=config.temperature, divergence=divergence,
         )  # fmt: skip
 
-    def _region(self, in_time: Tensor, there: Tensor | None) -> Tensor:
-        """[B, T, N]: mean of the time map over each patch's region, frame by frame."""
-        member = self.get_buffer("regions").to(in_time.dtype)
-        weight = torch.ones_like(in_time) if there is None else there
-        mean = ((in_time * weight) @ member.T) / (weight @ member.T).clamp_min(1.0)
-        return _scaled(mean @ member, there)
+    def _average_regions(self, time_map: Tensor, retained: Tensor | None) -> Tensor:
+        """Mean of the time map over the region of each patch, frame by frame, [B, T, N]."""
+        member = self.get_buffer("regions").to(time_map.dtype)
+        weight = torch.ones_like(time_map) if retained is None else retained
+        mean = ((time_map * weight) @ member.T) / (weight @ member.T).clamp_min(1.0)
+        return _scale_to_unit(mean @ member, retained)
 
 
-_FUSED: Any = None
-"""The kernels for a GPU, where there are one and Triton; looked for when a score is made."""
+_KERNELS: Any = None
+"""Module of the Triton kernels; loaded with the first score if there are a GPU and Triton."""
 
 
-def _find_kernels() -> None:
-    global _FUSED
-    if _FUSED is None and torch.cuda.is_available() and find_spec("triton") is not None:
+def _load_kernels() -> None:
+    global _KERNELS
+    if _KERNELS is None and torch.cuda.is_available() and find_spec("triton") is not None:
         from sparseflow.pruning.selectors.entropy import triton
 
-        _FUSED = triton
+        _KERNELS = triton
 
 
-def windows(frames: int, level: int, overlap: float) -> tuple[tuple[int, int], ...]:
-    """First frame and length of a level's windows; the last one ends with the last frame."""
-    length = -(-frames // level)
+def list_windows(num_frames: int, level: int, overlap: float) -> tuple[tuple[int, int], ...]:
+    """First frame and length of each window of a level; the last window ends with the last frame."""
+    length = -(-num_frames // level)
     step = max(1, round(length * (1.0 - overlap)))
-    starts = list(range(0, frames - length + 1, step))
-    if starts[-1] != frames - length:
-        starts.append(frames - length)
+    starts = list(range(0, num_frames - length + 1, step))
+    if starts[-1] != num_frames - length:
+        starts.append(num_frames - length)
     return tuple((start, length) for start in starts)
 
 
-def voronoi(grid: tuple[int, int], regions: int) -> Tensor:
-    """The region of every patch, int64, [N]; no more regions than patches.
+def assign_voronoi_regions(grid: tuple[int, int], num_regions: int) -> Tensor:
+    """Region of each patch, int64, [N]; at most one region per patch.
 
-    Seeds are the patch next to the middle, then always the patch farthest from all seeds so far.
+    The first seed is the patch next to the center; each further seed is the patch farthest from all seeds.
     """
     rows, cols = grid
-    at = torch.stack(
+    points = torch.stack(
         torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij"), dim=-1
     ).reshape(-1, 2).double()  # fmt: skip
-    middle = torch.tensor([(rows - 1) / 2, (cols - 1) / 2], dtype=torch.float64)
-    seed = int(((at - middle) ** 2).sum(-1).argmin())
-    distances = ((at - at[seed]) ** 2).sum(-1)[:, None]
-    while distances.shape[1] < min(regions, rows * cols):
+    center = torch.tensor([(rows - 1) / 2, (cols - 1) / 2], dtype=torch.float64)
+    seed = int(((points - center) ** 2).sum(-1).argmin())
+    distances = ((points - points[seed]) ** 2).sum(-1)[:, None]
+    while distances.shape[1] < min(num_regions, rows * cols):
         seed = int(distances.amin(1).argmax())
-        distances = torch.cat([distances, ((at - at[seed]) ** 2).sum(-1)[:, None]], 1)
+        distances = torch.cat([distances, ((points - points[seed]) ** 2).sum(-1)[:, None]], 1)
     return distances.argmin(1)
 
 
-def _levels(maps: list[Tensor], there: Tensor | None) -> Tensor:
-    """The mean of the levels' maps, each scaled."""
-    return torch.stack([_scaled(each, there) for each in maps]).mean(0)
+def _average_levels(maps: list[Tensor], retained: Tensor | None) -> Tensor:
+    return torch.stack([_scale_to_unit(level_map, retained) for level_map in maps]).mean(0)
 
 
-def _scaled(values: Tensor, there: Tensor | None) -> Tensor:
-    """To [0, 1] within each sample; 0 where all of a sample are alike, but for rounding."""
+def _scale_to_unit(values: Tensor, retained: Tensor | None) -> Tensor:
+    """Scale each sample to [0, 1]; a sample that is constant up to rounding becomes 0."""
     flat = values.flatten(1)
-    if there is None:
+    if retained is None:
         low, high = flat.amin(1), flat.amax(1)
     else:
-        gone = there.flatten(1) == 0.0
-        low = flat.masked_fill(gone, float("inf")).amin(1)
-        high = flat.masked_fill(gone, float("-inf")).amax(1)
+        dropped = retained.flatten(1) == 0.0
+        low = flat.masked_fill(dropped, float("inf")).amin(1)
+        high = flat.masked_fill(dropped, float("-inf")).amax(1)
     low, high = low[:, None, None], high[:, None, None]
     return (values - low) / (high - low).clamp_min(1e-4)
 
 
-def _windows_matrix(frames: int, level: int, overlap: float) -> Tensor:
-    """[W, T]: 1 where a frame is in a window."""
-    parts = windows(frames, level, overlap)
-    found = torch.zeros(len(parts), frames)
-    for at, (start, length) in enumerate(parts):
-        found[at, start : start + length] = 1.0
-    return found
+def _make_window_matrix(num_frames: int, level: int, overlap: float) -> Tensor:
+    """Membership of frames in windows, [W, T]."""
+    windows = list_windows(num_frames, level, overlap)
+    matrix = torch.zeros(len(windows), num_frames)
+    for index, (start, length) in enumerate(windows):
+        matrix[index, start : start + length] = 1.0
+    return matrix
 
 
-def _cells_matrix(grid: tuple[int, int], level: int) -> Tensor:
-    """[cells, N]: 1 where a patch is in a cell; no cell is empty."""
+def _make_cell_matrix(grid: tuple[int, int], level: int) -> Tensor:
+    """Membership of patches in cells, [K, N]; no cell is empty."""
     rows, cols = (torch.arange(size) * min(level, size) // size for size in grid)
     cell = (rows[:, None] * min(level, grid[1]) + cols).reshape(-1)
     return functional.one_hot(cell).T.float()

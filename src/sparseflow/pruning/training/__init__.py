@@ -1,1 +1,1 @@
-"""Training."""
+"""Training of VideoViT, alone or against baseline token selectors."""

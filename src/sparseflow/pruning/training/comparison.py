@@ -1,14 +1,15 @@
-"""AST2.0-lite v2 against its rivals at equal kept tokens: trained alike, judged alike, and timed together.
+"""Comparison of AST2.0-lite v2 with baseline token selectors at an equal number of kept tokens.
 
-A comparison's folder holds `accuracy.jsonl`, a row for each model and seed, and the folder of each training
-under the model's name. The same call goes on with a comparison that was stopped, in mid-training, too.
+All models are trained and evaluated alike, and timed together. The output directory has `accuracy.jsonl`, one
+row for each model and seed, and the directory of each training under the name of the model. The same call
+resumes an interrupted comparison, also in the middle of a training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,44 +19,47 @@ from typing import Any
 import torch
 
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import write_json
 from sparseflow.core.metrics import bootstrap_mean
+from sparseflow.core.progress import Progress
+from sparseflow.core.report import Page, plot_intervals
 from sparseflow.core.training.grid import GridCell, make_grid, run_grid
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.compaction.flops import flops
-from sparseflow.pruning.compaction.saved_model import load
-from sparseflow.pruning.config import Settings, settings_of
-from sparseflow.pruning.evaluation.profile import timed
-from sparseflow.pruning.model.config import BY_HEADS, SELECTORS
-from sparseflow.pruning.training.train import MODEL, train
+from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.compaction.saved_model import load_model
+from sparseflow.pruning.config import PruningConfig, parse_config
+from sparseflow.pruning.evaluation.profile import compare_latency
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
+from sparseflow.pruning.training.page import PAGE_FILE
+from sparseflow.pruning.training.task import MODEL_FILE
+from sparseflow.pruning.training.train import train
 
-Progress = Callable[[str, float], None]
-
-ROWS = "accuracy.jsonl"
+ROWS_FILE = "accuracy.jsonl"
+RESULTS_FILE = "comparison.json"
 DENSE, AST = "dense", "ast"
 ONE_FRAME = "one frame"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A model that takes part: its name, which is also its folder's, and how it is trained."""
+class ComparedModel:
+    """A model of the comparison: its name, which is also that of its directory, and its configuration."""
 
     name: str
-    settings: Settings
+    config: PruningConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A model trained with a seed.
+class SelectorRow:
+    """Result of one model with one seed.
 
     Attributes:
-        entry: Its name.
-        seed: Of weights, clips and their order.
-        settings: Digest of what it was trained by.
-        clip_top1: Share of test clips that it got right.
-        video_top1: Share of test videos.
-        stats: `ast_stats` of its last step.
+        entry: Name of the model.
+        seed: Random seed of weights and clips.
+        settings: Digest of the configuration.
+        clip_top1: Top-1 accuracy over test clips.
+        video_top1: Top-1 accuracy over test videos.
+        stats: `ast_stats` of the last step.
     """
 
     entry: str
@@ -66,200 +70,333 @@ class Row:
     stats: dict[str, float]
 
 
-def rivals(settings: Settings) -> list[Entry]:
-    """The dense model, and one for each selector, all else alike.
+@dataclass(frozen=True, kw_only=True)
+class AccuracySummary:
+    """Accuracy of a model over seeds, with 95 % bootstrap intervals of the mean.
+
+    Differences are paired by seed; they are None without the other model.
+
+    Attributes:
+        model: Name of the model.
+        seeds: Number of seeds.
+        accuracy: Mean top-1 accuracy over test videos.
+        over_dense: Mean difference to the dense model.
+        over_ast: Mean difference to AST.
+    """
+
+    model: str
+    seeds: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    over_dense: float | None = None
+    over_dense_low: float | None = None
+    over_dense_high: float | None = None
+    over_ast: float | None = None
+    over_ast_low: float | None = None
+    over_ast_high: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields that are not None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySummary:
+    """Latency of a compact model.
+
+    Attributes:
+        model: Name of the model.
+        gflops: GFLOP per clip.
+        latency_ms: Median latency per clip.
+        speedup: Median speedup over the dense model.
+        speedup_low: Lower end of its interval.
+        speedup_high: Upper end of its interval.
+        times_ms: Latency of each timed call.
+    """
+
+    model: str
+    gflops: float
+    latency_ms: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    times_ms: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return asdict(self)
+
+
+def list_selector_models(config: PruningConfig) -> list[ComparedModel]:
+    """List the dense model and one model for each selector, otherwise equal.
 
     Raises:
-        InputError: The settings prune nothing.
+        InputError: The configuration does not prune.
     """
-    if settings.mode == "dense":
-        raise InputError("`mode` is dense: there are no tokens to keep that models could be compared by")
-    found = [Entry(name=DENSE, settings=_changed(settings, mode="dense", latency=None))]
+    if config.mode == "dense":
+        raise InputError("`mode` (='dense') keeps all tokens; a comparison needs a mode that prunes")
+    models = [ComparedModel(name=DENSE, config=_update_config(config, mode="dense", latency=None))]
     for selector in SELECTORS:
-        ast: dict[str, Any] = dict(settings.ast) | {"selector": selector}
-        if selector in BY_HEADS:
-            keep: dict[str, float] = settings.ast.get("keep", {})
-            ast["keep"] = {name: share for name, share in keep.items() if name == "channel"}
-        found.append(Entry(name=selector, settings=_changed(settings, ast=ast)))
-    return found
+        ast: dict[str, Any] = dict(config.ast) | {"selector": selector}
+        if selector in ATTENTION_SELECTORS:
+            keep: dict[str, float] = config.ast.get("keep", {})
+            ast["keep"] = {grain: share for grain, share in keep.items() if grain == "channel"}
+        models.append(ComparedModel(name=selector, config=_update_config(config, ast=ast)))
+    return models
 
 
-def ablations(settings: Settings) -> list[Entry]:
-    """AST2.0-lite v2 without one of its parts; with divergences for entropies; and clips of one frame."""
-    parts: dict[str, dict[str, Any]] = {
+def list_ablations(config: PruningConfig) -> list[ComparedModel]:
+    """List AST without each of its parts, AST with divergences, and the dense model on one frame."""
+    score_changes: dict[str, dict[str, Any]] = {
         "no time": {"time": 0.0},
         "no space": {"space": 0.0},
         "no regions": {"region": 0.0},
         "one level": {"levels": [1]},
         "divergence": {"measure": "divergence"},
     }
-    found = []
-    for name, change in parts.items():
-        score = dict(settings.ast.get("score", {})) | change
-        ast = dict(settings.ast) | {"selector": AST, "score": score}
-        found.append(Entry(name=f"{AST}, {name}", settings=_changed(settings, ast=ast)))
-    if settings.data.kind == "moving_digits":
-        still = settings.data.model_dump() | {"frozen": True}
-        found.append(
-            Entry(name=ONE_FRAME, settings=_changed(settings, mode="dense", latency=None, data=still))
-        )
-    return found
+    models = []
+    for name, change in score_changes.items():
+        score = dict(config.ast.get("score", {})) | change
+        ast = dict(config.ast) | {"selector": AST, "score": score}
+        models.append(ComparedModel(name=f"{AST}, {name}", config=_update_config(config, ast=ast)))
+    if config.data.kind == "moving_digits":
+        frozen = config.data.model_dump() | {"frozen": True}
+        one_frame = _update_config(config, mode="dense", latency=None, data=frozen)
+        models.append(ComparedModel(name=ONE_FRAME, config=one_frame))
+    return models
 
 
-def _changed(settings: Settings, **changes: Any) -> Settings:
-    return settings_of(settings.model_dump(mode="json") | changes)
+def _update_config(config: PruningConfig, **changes: Any) -> PruningConfig:
+    return parse_config(config.model_dump(mode="json") | changes)
 
 
-def compare(
-    entries: Sequence[Entry],
-    folder: Path | str,
+def train_models(
+    models: Sequence[ComparedModel],
+    out_dir: Path | str,
     *,
-    seeds: int = 5,
+    num_seeds: int = 5,
     device: str = "cpu",
     workers: int = 1,
     progress: Progress | None = None,
-) -> list[Row]:
-    """Train and judge every model with every seed; gives all rows of the entries.
+) -> list[SelectorRow]:
+    """Train and evaluate every model with every seed.
 
     Args:
-        entries: The models.
-        folder: Made when absent.
-        seeds: Trainings of each, with seeds from 0.
-        device: Where to compute; `"cuda"` is every GPU in its turn.
-        workers: Trainings at the same time, in processes of their own.
-        progress: Called with (what was done, fraction done).
+        models: Models with unique names.
+        out_dir: Output directory, created if absent; an existing comparison is resumed.
+        num_seeds: Trainings of each model, with seeds from 0.
+        device: Device; `"cuda"` cycles through all GPUs.
+        workers: Parallel trainings, each in its own process.
+        progress: Called after each training.
 
     Raises:
-        InputError: Two entries share a name, there is no seed, or the folder holds one of them trained by
-            other settings.
-        FileFormatError: A line of the folder is damaged.
+        InputError: Names are not unique, there is no seed, or the directory has results of another
+            configuration.
+        FileFormatError: A row of the directory is damaged.
         RunError: A training failed.
     """
-    root = Path(folder)
-    digests = {entry.name: _digest(entry.settings) for entry in entries}
+    root = Path(out_dir)
+    digests = {model.name: _digest_config(model.config) for model in models}
 
-    def check_row(row: Mapping[str, Any]) -> None:
-        read = _read(row, root / ROWS)
-        if digests.get(read.entry, read.settings) != read.settings:
-            raise InputError(f"{root} holds {read.entry} trained by other settings; choose another directory")
+    def check_row(record: Mapping[str, Any]) -> None:
+        row = _parse_row(record, root / ROWS_FILE)
+        if digests.get(row.entry, row.settings) != row.settings:
+            raise InputError(
+                f"{root} has results of {row.entry} with another configuration; choose another directory"
+            )
 
-    cells = make_grid([(entry.name, entry) for entry in entries], num_seeds=seeds)
+    cells = make_grid([(model.name, model) for model in models], num_seeds=num_seeds)
     rows = run_grid(
-        partial(_run, root), cells, root / ROWS, check_row=check_row, device=device, workers=workers,
+        partial(_train_model, root), cells, root / ROWS_FILE, check_row=check_row, device=device,
+        workers=workers,
         describe=lambda row: f"{row['entry']}, seed {row['seed']}: {row['video_top1']:.1%}",
         progress=progress,
     )  # fmt: skip
-    return [_read(row, root / ROWS) for row in rows]
+    return [_parse_row(row, root / ROWS_FILE) for row in rows]
 
 
-def _digest(settings: Settings) -> str:
-    """Of what changes the weights, but for the seed."""
-    told = settings.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every", "seed"}})
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+def _digest_config(config: PruningConfig) -> str:
+    """Digest of the settings that determine the weights, without the seed."""
+    settings = config.model_dump(mode="json", exclude={"train": {"workers", "checkpoint_every", "seed"}})
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _run(folder: Path, cell: GridCell[Entry], device: str) -> dict[str, Any]:
-    settings = cell.config.settings
-    seeded = _changed(settings, train=settings.train.model_dump() | {"seed": cell.seed})
-    trained = train(seeded, training(folder, cell.name, cell.seed), device=device)
-    assert trained.accuracy is not None
+def _train_model(root: Path, cell: GridCell[ComparedModel], device: str) -> dict[str, Any]:
+    config = cell.config.config
+    seeded = _update_config(config, train=config.train.model_dump() | {"seed": cell.seed})
+    result = train(seeded, get_training_dir(root, cell.name, cell.seed), device=device)
+    assert result.accuracy is not None
     return {
-        "settings": _digest(settings),
-        "clip_top1": trained.accuracy.clip_top1,
-        "video_top1": trained.accuracy.video_top1,
-        "stats": dict(trained.stats),
+        "settings": _digest_config(config),
+        "clip_top1": result.accuracy.clip_top1,
+        "video_top1": result.accuracy.video_top1,
+        "stats": dict(result.stats),
     }
 
 
-def training(folder: Path, name: str, seed: int) -> Path:
-    """Where a comparison keeps a model's training."""
-    return folder / name.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
+def get_training_dir(root: Path, name: str, seed: int) -> Path:
+    """Directory of a training in the directory of a comparison."""
+    return root / name.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
 
 
-def _read(row: Mapping[str, Any], path: Path) -> Row:
+def _parse_row(record: Mapping[str, Any], path: Path) -> SelectorRow:
     try:
-        return Row(**row)
+        return SelectorRow(**record)
     except TypeError as error:
-        raise FileFormatError(f"{path}: a line is no result of a comparison ({error}); remove it") from error
+        raise FileFormatError(
+            f"{path}: a line is not a result of a comparison ({error}); remove it"
+        ) from error
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each model: accuracy on videos, and how much above the dense model and AST it is.
-
-    Differences are those of the same seed; intervals are 95 % bootstrap intervals of the mean over seeds.
-    """
-    found = []
-    of = {(row.entry, row.seed): row.video_top1 for row in rows}
+def summarize_accuracy(rows: Sequence[SelectorRow]) -> list[AccuracySummary]:
+    """Summarize the accuracy of each model over its seeds."""
+    accuracies = {(row.entry, row.seed): row.video_top1 for row in rows}
+    summaries = []
     for name in dict.fromkeys(row.entry for row in rows):
-        mine = {seed: value for (entry, seed), value in of.items() if entry == name}
-        line: dict[str, Any] = {
-            "model": name,
-            "seeds": len(mine),
-            **_interval(list(mine.values()), "accuracy"),
-        }
-        for base in (DENSE, AST):
-            gains = [value - of[base, seed] for seed, value in mine.items() if (base, seed) in of]
-            line |= _interval(gains, f"over_{base}") if gains else {}
-        found.append(line)
-    return found
+        by_seed = {seed: accuracy for (entry, seed), accuracy in accuracies.items() if entry == name}
+        fields = _summarize(list(by_seed.values()), "accuracy")
+        for baseline in (DENSE, AST):
+            differences = [
+                accuracy - accuracies[baseline, seed]
+                for seed, accuracy in by_seed.items()
+                if (baseline, seed) in accuracies
+            ]
+            if differences:
+                fields |= _summarize(differences, f"over_{baseline}")
+        summaries.append(AccuracySummary(model=name, seeds=len(by_seed), **fields))
+    return summaries
 
 
-def _interval(values: Sequence[float], name: str) -> dict[str, float]:
+def _summarize(values: Sequence[float], name: str) -> dict[str, float]:
     low, high = bootstrap_mean(values)
     return {name: mean(values), f"{name}_low": low, f"{name}_high": high}
 
 
-def latencies(
-    entries: Sequence[Entry],
-    folder: Path | str,
+def measure_latencies(
+    models: Sequence[ComparedModel],
+    out_dir: Path | str,
     *,
-    batch: int = 8,
+    batch_size: int = 8,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     rounds: int = 20,
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Time the compact models of the first seed in turns: a line for each, with operations a clip."""
-    root = Path(folder)
-    models = {entry.name: compact(load(training(root, entry.name, 0) / MODEL)) for entry in entries}
-    if DENSE not in models:
-        raise InputError("without the dense model there is nothing that the others could be timed against")
-    found = timed(
-        models, baseline=DENSE, batch=batch, device=device, dtype=dtype, compiled=compiled, rounds=rounds,
-        progress=progress,
+) -> list[LatencySummary]:
+    """Time the compact models of seed 0 against the dense model.
+
+    Args:
+        models: Trained models, among them the dense one.
+        out_dir: Directory of the comparison.
+        batch_size: Clips per call.
+        device: Device of the measurement.
+        dtype: Dtype of weights and clips.
+        compiled: Compile the models with `torch.compile`.
+        rounds: Timed calls of each model.
+        progress: Called after each round.
+
+    Raises:
+        InputError: The dense model is not among the models.
+    """
+    root = Path(out_dir)
+    compacted = {
+        model.name: compact(load_model(get_training_dir(root, model.name, 0) / MODEL_FILE))
+        for model in models
+    }
+    if DENSE not in compacted:
+        raise InputError(f"the model {DENSE!r} is required as the baseline, got {', '.join(compacted)}")
+    comparison = compare_latency(
+        compacted, baseline=DENSE, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled,
+        rounds=rounds, progress=progress,
     )  # fmt: skip
     return [
-        {
-            "model": name,
-            "gflops": flops(model)["total"] / 1e9,
-            "latency_ms": found.samples(name).median_ms / batch,
-            "speedup": found.speedup(name).median,
-            "speedup_low": found.speedup(name).low,
-            "speedup_high": found.speedup(name).high,
-            "times_ms": list(found.times_ms[name]),
-        }
-        for name, model in models.items()
+        LatencySummary(
+            model=name,
+            gflops=count_flops(model)["total"] / 1e9,
+            latency_ms=comparison.samples(name).median_ms / batch_size,
+            speedup=comparison.speedup(name).median,
+            speedup_low=comparison.speedup(name).low,
+            speedup_high=comparison.speedup(name).high,
+            times_ms=list(comparison.times_ms[name]),
+        )
+        for name, model in compacted.items()
     ]
 
 
 def write_results(
-    folder: Path | str,
-    rows: Sequence[Row],
-    times: Sequence[Mapping[str, Any]],
+    out_dir: Path | str,
+    rows: Sequence[SelectorRow],
+    latencies: Sequence[LatencySummary],
     *,
-    settings: Settings,
+    config: PruningConfig,
     device: str,
     command: str,
-) -> dict[str, Any]:
-    """Write `comparison.json` into a comparison's folder; gives what it holds."""
-    told = {
-        "environment": collect_environment(device),
+) -> Path:
+    """Write `comparison.json` and `report.html` of a comparison; return the path of the report.
+
+    Args:
+        out_dir: Directory of the comparison.
+        rows: Results of the trainings.
+        latencies: Latencies of the models; may be empty.
+        config: Configuration of the comparison.
+        device: Device of trainings and measurements.
+        command: Command line that repeats the comparison.
+    """
+    root = Path(out_dir)
+    summaries, environment = summarize_accuracy(rows), collect_environment(device)
+    record = {
+        "environment": environment,
         "command": command,
-        "settings": settings.model_dump(mode="json"),
-        "models": summary(rows),
-        "latency": [dict(line) for line in times],
+        "settings": config.model_dump(mode="json"),
+        "models": [summary.to_dict() for summary in summaries],
+        "latency": [latency.to_dict() for latency in latencies],
         "rows": [asdict(row) for row in rows],
     }
-    write_atomic(Path(folder) / "comparison.json", json.dumps(told) + "\n")
-    return told
+    write_json(root / RESULTS_FILE, record)
+    return _build_page(summaries, latencies, environment, command).write(root / PAGE_FILE)
+
+
+def _build_page(
+    summaries: Sequence[AccuracySummary],
+    latencies: Sequence[LatencySummary],
+    environment: Mapping[str, Any],
+    command: str,
+) -> Page:
+    best = max(summaries, key=lambda summary: summary.accuracy)
+    page = Page(
+        "AST2.0-lite v2 and baseline token selectors",
+        f"Highest accuracy: {best.model}, {best.accuracy:.2%}.",
+        environment=environment,
+        reproduce=command,
+    )
+    page.section(
+        "Accuracy",
+        "All models are trained alike and keep the same number of tokens, except for the dense model. "
+        "Differences are paired by seed.",
+    )
+    page.figure(
+        plot_intervals(
+            "Accuracy on test videos",
+            [summary.model for summary in summaries],
+            [summary.accuracy for summary in summaries],
+            [summary.accuracy_low for summary in summaries],
+            [summary.accuracy_high for summary in summaries],
+            unit="top-1 accuracy",
+            caption="Mean over seeds, with 95 % bootstrap intervals.",
+        )
+    )
+    accuracy_columns = {
+        "model": "model", "seeds": "seeds", "accuracy": "accuracy", "accuracy_low": "from",
+        "accuracy_high": "to", "over_dense": "over dense", "over_dense_low": "from", "over_dense_high": "to",
+        "over_ast": "over AST", "over_ast_low": "from", "over_ast_high": "to",
+    }  # fmt: skip
+    page.table("Accuracy", [asdict(summary) for summary in summaries], columns=accuracy_columns, digits=4)
+    page.section("Cost")
+    cost_columns = {
+        "model": "model", "gflops": "GFLOP per clip", "latency_ms": "ms per clip", "speedup": "over dense",
+        "speedup_low": "from", "speedup_high": "to",
+    }  # fmt: skip
+    rows = [latency.to_dict() for latency in latencies]
+    page.table("Cost of the compact models", rows, columns=cost_columns, digits=3)
+    return page

@@ -1,4 +1,4 @@
-"""A training of a VideoViT as a task that others drive: see `core.training.epoch_trainer`."""
+"""Training of a VideoViT driven one epoch at a time; see `core.training.epoch_trainer`."""
 
 from __future__ import annotations
 
@@ -12,89 +12,89 @@ import torch
 from torch import Tensor
 
 from sparseflow.core.layers import LayerNode
+from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import init_distributed
 from sparseflow.pruning.compaction.compact import compact
-from sparseflow.pruning.compaction.layered_model import Steps, differentiable_layers
-from sparseflow.pruning.compaction.saved_model import save
-from sparseflow.pruning.config import Settings
-from sparseflow.pruning.data.datasets import Data, data_of
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT, make_differentiable_layers
+from sparseflow.pruning.compaction.saved_model import save_model
+from sparseflow.pruning.config import PruningConfig
+from sparseflow.pruning.data.datasets import VideoDataset, load_video_dataset
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.task import Training
+from sparseflow.pruning.training.task import VideoTrainingTask
 
 
-class VideoTask:
-    """Trains a VideoViT epoch by epoch; a context manager, since it keeps torch's generator for itself.
+class VideoEpochTrainer:
+    """An `EpochTrainer` of a VideoViT; a context manager that restores torch's random state.
 
     Args:
-        settings: Model, data and how to train.
-        device: Where to compute.
-        data: Data to use in place of what the settings name.
+        config: Model, dataset and training.
+        device: Device.
+        data: Dataset that replaces that of the configuration.
 
     Raises:
-        InputError: A setting cannot be used.
+        InputError: A setting is invalid.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        config: PruningConfig,
         *,
         device: torch.device | str = "cpu",
-        data: Data | None = None,
+        data: VideoDataset | None = None,
     ) -> None:
-        self.epochs = settings.train.epochs
-        self._open = ExitStack()
-        mine = self._open.enter_context(init_distributed(device))
-        self._open.enter_context(torch.random.fork_rng(devices=mine.cuda_devices))
-        self._run = Training(settings, data_of(settings) if data is None else data, None, mine)
+        self.epochs = config.train.epochs
+        self._stack = ExitStack()
+        context = self._stack.enter_context(init_distributed(device))
+        self._stack.enter_context(torch.random.fork_rng(devices=context.cuda_devices))
+        data = load_video_dataset(config) if data is None else data
+        self._task = VideoTrainingTask(config, data, None, context)
 
-    def __enter__(self) -> VideoTask:
+    def __enter__(self) -> VideoEpochTrainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._stack.close()
 
     @property
     def model(self) -> VideoViT:
-        """The model that is being trained."""
-        return self._run.model
+        """Model in training."""
+        return self._task.model
 
     def train_epoch(
-        self,
-        extra_loss: Callable[[], Tensor] | None = None,
-        progress: Callable[[str, float], None] | None = None,
+        self, extra_loss: Callable[[], Tensor] | None = None, progress: Progress | None = None
     ) -> Mapping[str, float]:
-        """Train for one epoch more; means over its steps."""
-        run, rows = self._run, []
-        epoch = run.step // run.epoch_steps
-        for batch in run.clips(epoch):
-            numbers = run.advance(batch, None if extra_loss is None else lambda _: extra_loss())
-            rows.append(numbers)
+        """Train for one more epoch and return the means of the metrics over its steps."""
+        task, rows = self._task, []
+        epoch = task.step // task.epoch_steps
+        for batch in task.load_epoch(epoch):
+            metrics = task.train_batch(batch, None if extra_loss is None else lambda _: extra_loss())
+            rows.append(metrics)
             if progress is not None:
-                progress(f"epoch {epoch + 1} of {self.epochs}, loss {numbers['loss']:.4f}",
-                         len(rows) / run.epoch_steps)  # fmt: skip
+                message = f"epoch {epoch + 1} of {self.epochs}, loss {metrics['loss']:.4f}"
+                progress(message, len(rows) / task.epoch_steps)
         names = rows[-1] if rows else {}
         return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
     def evaluate_accuracy(self) -> float:
-        """Share of test videos that are right."""
-        return self._run.judge().video_top1
+        """Top-1 accuracy over test videos."""
+        return self._task.evaluate_test_set().video_top1
 
     def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Layers, whose figures follow the gates."""
-        return differentiable_layers(self.model, batch)
+        """Layers with FLOPs and bytes that are differentiable in the gates."""
+        return make_differentiable_layers(self.model, batch)
 
-    def export_model(self) -> Steps:
-        """The compact model."""
-        return Steps(compact(self.model))
+    def export_model(self) -> LayeredVideoViT:
+        """Compact copy of the model."""
+        return LayeredVideoViT(compact(self.model))
 
     def save(self, path: Path) -> None:
-        """Write the compact model; `saved.load` reads it."""
-        save(compact(self.model), path)
+        """Write the compact model for `load_model`."""
+        save_model(compact(self.model), path)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
-        return self._run.state_dict()
+        """Training state."""
+        return self._task.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._run.load_state_dict(state)
+        """Restore what `state_dict` returned."""
+        self._task.load_state_dict(state)

@@ -1,10 +1,9 @@
-"""Training a VideoViT dense, with AST2.0-lite v2, or within a budget of latency; by one process or several.
+"""Training of a VideoViT: dense, with AST2.0-lite v2, or for a latency budget; on one or several processes.
 
-A training has a folder: `losses.jsonl` (and TensorBoard's files), a checkpoint every so many steps and at the
-end of each epoch, `model.safetensors`, and `report.html`, which is there after the first epoch. The same
-call goes on where one was stopped, and gives the very weights that an unbroken one would have given (on a
-CPU; on a GPU but for the order in which it adds): what a step draws depends on the seed and the step's number
-alone.
+The output directory has `settings.json`, `losses.jsonl`, TensorBoard files, a checkpoint at regular steps and
+after each epoch, `report.html` after the first epoch, and `model.safetensors`. The same call resumes an
+interrupted training with the same weights as an uninterrupted one: bitwise on a CPU, up to the summation
+order on a GPU.
 """
 
 from __future__ import annotations
@@ -16,71 +15,71 @@ from pathlib import Path
 import torch
 
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.progress import Progress
+from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.loop import fit
-from sparseflow.pruning.config import Settings
-from sparseflow.pruning.data.datasets import Data, data_of
-from sparseflow.pruning.evaluation.accuracy import Accuracy
-from sparseflow.pruning.evaluation.latency_model import LatencyModel
+from sparseflow.pruning.config import PruningConfig
+from sparseflow.pruning.data.datasets import VideoDataset, load_video_dataset
+from sparseflow.pruning.evaluation.accuracy import VideoAccuracy
+from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.page import write_page
-from sparseflow.pruning.training.task import MODEL as MODEL
-from sparseflow.pruning.training.task import Training
+from sparseflow.pruning.training.page import write_training_page
+from sparseflow.pruning.training.task import VideoTrainingTask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
-    """What a training gave.
+class VideoTrainResult:
+    """Result of a training.
 
     Attributes:
-        model: The model.
-        accuracy: On the test side; None in processes but the first.
+        model: Trained model, in evaluation mode.
+        accuracy: Accuracy on the test clips; None on processes other than the first.
         stats: `ast_stats` of the last step.
     """
 
     model: VideoViT
-    accuracy: Accuracy | None
+    accuracy: VideoAccuracy | None
     stats: Mapping[str, float]
 
 
 def train(
-    settings: Settings,
-    folder: Path | str,
+    config: PruningConfig,
+    out_dir: Path | str,
     *,
     device: torch.device | str = "cpu",
-    data: Data | None = None,
+    data: VideoDataset | None = None,
     progress: Progress | None = None,
-) -> Trained:
-    """Train a model, or go on where an earlier call in the same folder was stopped.
+) -> VideoTrainResult:
+    """Train a model, or resume a training.
 
     Args:
-        settings: Model, data and how to train.
-        folder: Made when absent.
-        device: Where to compute; `"cuda"` with torchrun is each process' own GPU.
-        data: Data to use in place of what the settings name.
-        progress: Called with (what was done, fraction done).
+        config: Model, dataset and training.
+        out_dir: Output directory, created if absent; an existing training is resumed.
+        device: Device; `"cuda"` under torchrun is the GPU of the local rank.
+        data: Dataset that replaces that of the configuration.
+        progress: Called after each step.
 
     Raises:
-        InputError: A setting cannot be used, or the folder holds another training, or is a file.
-        FileFormatError: The checkpoint, the history or the data is damaged.
-        RunError: The loss is no longer finite (the last checkpoint is kept), or another process trains in
-            the folder.
+        InputError: A setting is invalid, or the directory has another training or is a file.
+        FileFormatError: The checkpoint, the history or the dataset is damaged.
+        RunError: The loss is not finite (the last checkpoint is kept), or another process trains in the
+            directory.
     """
-    cost = None if settings.latency is None else LatencyModel.load(settings.latency.model)
+    latency_model = None if config.latency is None else VideoViTLatencyModel.load(config.latency.model)
     if data is None:
-        counting = (
-            None if progress is None else lambda n, total: progress(f"counting frames, {n} of {total}", 0.0)
-        )
-        data = data_of(settings, progress=counting)
-    environment = collect_environment(str(device), seed=settings.train.seed)
+        data = load_video_dataset(config, progress=subrange(progress, 0.0, 0.0))
+    environment = collect_environment(str(device), seed=config.train.seed)
 
     def update_page(root: Path) -> None:
-        write_page(root, environment)
+        write_training_page(root, environment)
 
-    run = fit(
-        lambda context: Training(settings, data, cost, context, environment), folder, device=device,
-        checkpoint_every=settings.train.checkpoint_every, eval_kind="test",
-        settings=settings.model_dump(mode="json"),
-        write_page=update_page, progress=progress,
-    )  # fmt: skip
-    return Trained(model=run.model.eval(), accuracy=run.accuracy, stats=run.stats())
+    task = fit(
+        lambda context: VideoTrainingTask(config, data, latency_model, context, environment),
+        out_dir,
+        device=device,
+        checkpoint_every=config.train.checkpoint_every,
+        eval_kind="test",
+        settings=config.model_dump(mode="json"),
+        write_page=update_page,
+        progress=progress,
+    )
+    return VideoTrainResult(model=task.model.eval(), accuracy=task.accuracy, stats=task.get_stats())

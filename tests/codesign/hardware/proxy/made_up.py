@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from sparseflow.codesign.hardware.proxy import DeviceSpec, Grid, LayerConfig, Point
+from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerConfig, LayerGrid, LayerPoint
 from sparseflow.core.layers import LayerNode
 
 GPU = DeviceSpec(
@@ -21,12 +21,12 @@ def node(kind: str = "mlp", precision: str = "bfloat16", batch: int = 8, inner: 
     return LayerConfig(
         layer_type=kind, precision=precision, batch=batch, seq_len=196, embed_dim=768, inner=inner,
         head_dim=head_dim,
-    ).node()  # fmt: skip
+    ).to_node()  # fmt: skip
 
 
 def latency_ms(config: LayerConfig) -> float:
     """Products in whole waves of tiles, bytes at four fifths of the rate, and three launches."""
-    layer, c = config.node(), config.embed_dim
+    layer, c = config.to_node(), config.embed_dim
     rows = config.batch * config.seq_len
     peak = GPU.rate(config.precision) / 100 * 0.7
     products = {
@@ -48,26 +48,26 @@ def latency_ms(config: LayerConfig) -> float:
     return 1e3 * (seconds + float(layer.bytes) / (0.8 * GPU.peak_bw)) + 0.006
 
 
-def points(count: int, *, noise: float = 0.02, seed: int = 0, power: bool = True) -> list[Point]:
+def points(count: int, *, noise: float = 0.02, seed: int = 0, power: bool = True) -> list[LayerPoint]:
     """What was measured there, with some noise."""
     random = np.random.default_rng(seed)
-    found = []
-    for at, config in enumerate(Grid(precisions=("float32", "bfloat16")).draw(count, seed)):
-        layer = config.node()
-        took = latency_ms(config) * math.exp(random.normal(0.0, noise))
-        compute = 1e3 * float(layer.flops) / GPU.rate(config.precision) / took
-        memory = 1e3 * float(layer.bytes) / GPU.peak_bw / took
+    rows = []
+    for index, config in enumerate(LayerGrid(precisions=("float32", "bfloat16")).sample(count, seed)):
+        layer = config.to_node()
+        elapsed_ms = latency_ms(config) * math.exp(random.normal(0.0, noise))
+        compute = 1e3 * float(layer.flops) / GPU.rate(config.precision) / elapsed_ms
+        memory = 1e3 * float(layer.bytes) / GPU.peak_bw / elapsed_ms
         watts = 60.0 + 440.0 * min(1.0, 0.1 + 0.7 * compute + 0.3 * memory)
-        found.append(
-            Point(
+        rows.append(
+            LayerPoint(
                 layer=layer,
                 device=GPU,
                 mode="graph",
-                lat_ms=took,
-                samples_ms=(took, took),
+                lat_ms=elapsed_ms,
+                samples_ms=(elapsed_ms, elapsed_ms),
                 mem_mb=1.1 * layer.memory_bytes / 1e6,
-                power_w=watts if power and at % 4 == 0 else None,
+                power_w=watts if power and index % 4 == 0 else None,
                 environment="here",
             )
         )
-    return found
+    return rows

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sparseflow.codesign.hardware.chips import read_library
-from sparseflow.codesign.hardware.proxy import DeviceSpec, device_here
+from sparseflow.codesign.hardware.proxy import DeviceSpec, measure_device
 from sparseflow.codesign.hardware.proxy import device as module
 from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import FileFormatError, InputError
@@ -15,18 +15,18 @@ from tests.codesign.hardware.proxy.made_up import GPU
 
 
 def test_a_chip_of_the_library_is_a_device() -> None:
-    chip = read_library().chip("h200")
-    found = DeviceSpec.of(chip, cores=132)
-    assert (found.name, found.peak_flops, found.tdp_w, found.cores) == ("h200", chip.peak_flops, 700, 132)
-    assert found.rate("float32") == found.rate("bfloat16") == chip.peak_flops
-    assert DeviceSpec.of(found) is found
+    chip = read_library().get_chip("h200")
+    spec = DeviceSpec.from_chip(chip, cores=132)
+    assert (spec.name, spec.peak_flops, spec.tdp_w, spec.cores) == ("h200", chip.peak_flops, 700, 132)
+    assert spec.rate("float32") == spec.rate("bfloat16") == chip.peak_flops
+    assert DeviceSpec.from_chip(spec) is spec
 
 
 def test_measured_ceilings_say_the_rate_of_each_precision() -> None:
     ceilings = Ceilings(flops_per_s={"float32": 5e13, "tf32": 3e14, "bfloat16": 7e14}, bytes_per_s=4e12)
-    found = DeviceSpec.measured(ceilings, name="here", mem_gb=141.0, tdp_w=700.0)
-    assert (found.peak_flops, found.peak_bw) == (7e14, 4e12)
-    assert found.rate("float32") == 5e13 and found.rate("float16") == 7e14
+    result = DeviceSpec.from_ceilings(ceilings, name="here", mem_gb=141.0, tdp_w=700.0)
+    assert (result.peak_flops, result.peak_bw) == (7e14, 4e12)
+    assert result.rate("float32") == 5e13 and result.rate("float16") == 7e14
 
 
 def test_a_device_survives_json() -> None:
@@ -51,38 +51,38 @@ class Counter:
     """A clock, and a counter of energy that moves every 50 ms, by 20 J while something runs."""
 
     def __init__(self) -> None:
-        self.now, self.calls = 100.0, 0
+        self.current_time, self.calls = 100.0, 0
 
     def work(self) -> None:
-        self.now += 0.02
+        self.current_time += 0.02
         self.calls += 1
 
     def energy_j(self, device: object) -> float:
-        return 5000.0 + 20.0 * int(self.now / 0.05 + 1e-6)
+        return 5000.0 + 20.0 * int(self.current_time / 0.05 + 1e-6)
 
 
 def test_power_is_energy_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter()
     monkeypatch.setattr(module.nvml, "read_energy_j", counter.energy_j)
-    monkeypatch.setattr(module.time, "monotonic", lambda: counter.now)
-    found = module.mean_power_w(counter.work, "cuda", 1.0)
-    assert found == pytest.approx(400.0, rel=0.05) and counter.calls in (50, 51)
+    monkeypatch.setattr(module.time, "monotonic", lambda: counter.current_time)
+    result = module.measure_power_w(counter.work, "cuda", 1.0)
+    assert result == pytest.approx(400.0, rel=0.05) and counter.calls in (50, 51)
     # Too short for the counter to move twice.
-    assert module.mean_power_w(counter.work, "cuda", 0.05) is None
+    assert module.measure_power_w(counter.work, "cuda", 0.05) is None
 
 
 def test_where_nothing_counts_there_is_no_power() -> None:
-    assert module.mean_power_w(lambda: pytest.fail("called"), "cpu", 1.0) is None
+    assert module.measure_power_w(lambda: pytest.fail("called"), "cpu", 1.0) is None
 
 
 def test_ceilings_make_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Ceilings(flops_per_s={"float32": 1e11, "bfloat16": 2e11}, bytes_per_s=1e10)
-    monkeypatch.setattr(module, "measure_ceilings", lambda device: told)
-    found = device_here("cpu", tdp_w=65.0)
-    assert (found.peak_flops, found.peak_bw, found.tdp_w, found.idle_w) == (2e11, 1e10, 65.0, 0.0)
-    assert found.rate("float32") == 1e11 and found.cores is not None and found.mem_gb > 0.0
+    record = Ceilings(flops_per_s={"float32": 1e11, "bfloat16": 2e11}, bytes_per_s=1e10)
+    monkeypatch.setattr(module, "measure_ceilings", lambda device: record)
+    spec = measure_device("cpu", tdp_w=65.0)
+    assert (spec.peak_flops, spec.peak_bw, spec.tdp_w, spec.idle_w) == (2e11, 1e10, 65.0, 0.0)
+    assert spec.rate("float32") == 1e11 and spec.cores is not None and spec.mem_gb > 0.0
 
 
 def test_on_a_cpu_somebody_must_say_what_it_draws() -> None:
     with pytest.raises(InputError, match="`tdp_w`"):
-        device_here("cpu")
+        measure_device("cpu")

@@ -20,40 +20,40 @@ def read(layer, device=GPU) -> dict[str, float]:
 
 def test_the_layer_and_the_device_say_what_they_are() -> None:
     layer = node("attention", inner=12)
-    found = read(layer)
-    assert found["log10_flops"] == pytest.approx(math.log10(float(layer.flops)))
-    assert found["log10_bytes"] == pytest.approx(math.log10(float(layer.bytes)))
-    assert found["log10_peak_flops"] == pytest.approx(math.log10(4e14))
-    assert found["log10_peak_bw"] == pytest.approx(math.log10(2e12))
-    assert [found[f"is_{kind}"] for kind in ("embed", "attention", "mlp", "head")] == [0, 1, 0, 0]
-    assert [found[f"is_{each}"] for each in ("float64", "float32", "bfloat16", "float16")] == [0, 0, 1, 0]
-    assert found["embed_dim/1024"] == 0.75 and found["num_heads/16"] == 0.75
-    assert found["seq_len/1024"] == pytest.approx(196 / 1024) and found["mlp_ratio/4"] == 0.0
-    assert found["log2_batch/8"] == 3 / 8
+    result = read(layer)
+    assert result["log10_flops"] == pytest.approx(math.log10(float(layer.flops)))
+    assert result["log10_bytes"] == pytest.approx(math.log10(float(layer.bytes)))
+    assert result["log10_peak_flops"] == pytest.approx(math.log10(4e14))
+    assert result["log10_peak_bw"] == pytest.approx(math.log10(2e12))
+    assert [result[f"is_{kind}"] for kind in ("embed", "attention", "mlp", "head")] == [0, 1, 0, 0]
+    assert [result[f"is_{item}"] for item in ("float64", "float32", "bfloat16", "float16")] == [0, 0, 1, 0]
+    assert result["embed_dim/1024"] == 0.75 and result["num_heads/16"] == 0.75
+    assert result["seq_len/1024"] == pytest.approx(196 / 1024) and result["mlp_ratio/4"] == 0.0
+    assert result["log2_batch/8"] == 3 / 8
     assert read(node("mlp"))["mlp_ratio/4"] == 1.0
 
 
 @pytest.mark.parametrize(("kind", "inner"), [("embed", 16), ("attention", 5), ("mlp", 1000), ("head", 101)])
 def test_products_follow_from_the_operations(kind: str, inner: int) -> None:
-    wanted = {"embed": 3 * 16**2, "attention": 5 * 64}.get(kind, inner)
-    found = read(node(kind, inner=inner))
-    assert 10 ** found["log10_inner"] == pytest.approx(wanted)
+    expected = {"embed": 3 * 16**2, "attention": 5 * 64}.get(kind, inner)
+    result = read(node(kind, inner=inner))
+    assert 10 ** result["log10_inner"] == pytest.approx(expected)
     # Heads that were cut do not change the width of those that are left.
-    assert found["head_dim/128"] == pytest.approx(0.5 if kind == "attention" else 0.0)
+    assert result["head_dim/128"] == pytest.approx(0.5 if kind == "attention" else 0.0)
 
 
 def test_tiles_and_waves_are_counted() -> None:
     # 8 * 196 = 1568 rows are 13 tiles, 3072 columns 24: 312 tiles on 100 multiprocessors, 4 waves for 3.12.
-    found = read(node("mlp"))
-    assert found["log2_waves_first/8"] == pytest.approx(math.log2(3.12) / 8)
-    assert found["lost_waves_first"] == pytest.approx(math.log2(4 / 3.12))
-    assert found["lost_rows"] == pytest.approx(math.log2(13 * 128 / 1568)) and found["lost_columns"] == 0.0
-    assert found["unaligned_8"] == found["unaligned_64"] == 0.0
+    result = read(node("mlp"))
+    assert result["log2_waves_first/8"] == pytest.approx(math.log2(3.12) / 8)
+    assert result["lost_waves_first"] == pytest.approx(math.log2(4 / 3.12))
+    assert result["lost_rows"] == pytest.approx(math.log2(13 * 128 / 1568)) and result["lost_columns"] == 0.0
+    assert result["unaligned_8"] == result["unaligned_64"] == 0.0
     assert read(node("mlp", inner=3000))["unaligned_64"] == 1.0
     assert read(node("mlp", inner=3001))["unaligned_8"] == 1.0
     # 13 * 6 tiles for the way back are less than one wave.
     seconds = (4 * 768 + 1 * 3072) * 2 * 128 * 128 * 100
-    assert found["log10_tiled"] == pytest.approx(math.log10(seconds / float(node("mlp").flops)))
+    assert result["log10_tiled"] == pytest.approx(math.log10(seconds / float(node("mlp").flops)))
     # Where nobody knows the multiprocessors, nothing is said about them.
     silent = read(node("mlp"), replace(GPU, cores=None))
     assert silent["log2_waves_first/8"] == silent["lost_waves_first"] == silent["log10_tiled"] == 0.0
@@ -69,28 +69,28 @@ def test_heads_are_padded_to_what_kernels_have() -> None:
 @pytest.mark.parametrize(("kind", "inner"), [("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)])
 def test_gradients_go_to_operations_and_bytes(kind: str, inner: int) -> None:
     layer = node(kind, inner=inner)
-    at = torch.tensor([float(layer.flops) / 1e9, float(layer.bytes) / 1e6], dtype=torch.float64)
+    index = torch.tensor([float(layer.flops) / 1e9, float(layer.bytes) / 1e6], dtype=torch.float64)
 
     def smooth(x: torch.Tensor) -> torch.Tensor:
-        found = build_layer_features(replace(layer, flops=1e9 * x[0], bytes=1e6 * x[1]), GPU)
-        return found[: FEATURES.index("head_dim/128")]  # what follows counts tiles, and is a constant
+        result = build_layer_features(replace(layer, flops=1e9 * x[0], bytes=1e6 * x[1]), GPU)
+        return result[: FEATURES.index("head_dim/128")]  # what follows counts tiles, and is a constant
 
-    assert torch.autograd.gradcheck(smooth, at.requires_grad_())
-    whole = build_layer_features(replace(layer, flops=1e9 * at[0], bytes=1e6 * at[1]), GPU)
+    assert torch.autograd.gradcheck(smooth, index.requires_grad_())
+    features = build_layer_features(replace(layer, flops=1e9 * index[0], bytes=1e6 * index[1]), GPU)
     weights = torch.arange(1.0, len(FEATURES) + 1.0)
-    (gradient,) = torch.autograd.grad((weights * whole).sum(), at)
+    (gradient,) = torch.autograd.grad((weights * features).sum(), index)
     assert bool(torch.isfinite(gradient).all()) and bool((gradient != 0.0).all())
-    assert torch.allclose(whole.detach(), build_layer_features(layer, GPU), rtol=0.0, atol=1e-12)
+    assert torch.allclose(features.detach(), build_layer_features(layer, GPU), rtol=0.0, atol=1e-12)
 
 
 def test_a_layer_of_which_gates_leave_nothing_can_be_read() -> None:
     for kind, inner in (("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)):
-        gone = replace(node(kind, inner=inner), flops=torch.zeros((), requires_grad=True), bytes=0.0)
-        found = build_layer_features(gone, GPU)
-        assert bool(torch.isfinite(found).all())
-        found.sum().backward()
-        assert isinstance(gone.flops, torch.Tensor) and gone.flops.grad is not None
-        assert bool(torch.isfinite(gone.flops.grad))
+        removed = replace(node(kind, inner=inner), flops=torch.zeros((), requires_grad=True), bytes=0.0)
+        features = build_layer_features(removed, GPU)
+        assert bool(torch.isfinite(features).all())
+        features.sum().backward()
+        assert isinstance(removed.flops, torch.Tensor) and removed.flops.grad is not None
+        assert bool(torch.isfinite(removed.flops.grad))
 
 
 def test_every_chip_of_the_library_can_be_read() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseflow.codesign.hardware.proxy import Point, PointFile, read_points, write_points
+from sparseflow.codesign.hardware.proxy import LayerPoint, LayerPointFile, read_points, write_points
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.codesign.hardware.proxy.made_up import GPU, points
 
@@ -24,34 +24,34 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_points_are_read_back(file: Path) -> None:
-    some = points(6)
-    with PointFile(file) as opened:
+    subset = points(6)
+    with LayerPointFile(file) as opened:
         name = opened.add_environment({"seed": 1})
         assert opened.add_environment({"seed": 1}) == name != opened.add_environment({"seed": 2})
-        for point in some:
+        for point in subset:
             opened.add(point)
     assert os.listdir(file.parent) == ["points.parquet"]
-    found = read_points(file)
-    assert list(found.points) == some and found.environments[name] == {"seed": 1}
-    assert found.devices == {"made-up": GPU} and some[1].power_w is None
+    result = read_points(file)
+    assert list(result.points) == subset and result.environments[name] == {"seed": 1}
+    assert result.devices == {"made-up": GPU} and subset[1].power_w is None
 
 
 def test_more_can_be_added_later(file: Path) -> None:
-    some = points(6)
-    write_points(file, some[:3], {"a": {"seed": 0}})
-    with PointFile(file) as opened:
-        assert some[0] in opened and some[3] not in opened
-        for point in some[3:]:
+    subset = points(6)
+    write_points(file, subset[:3], {"a": {"seed": 0}})
+    with LayerPointFile(file) as opened:
+        assert subset[0] in opened and subset[3] not in opened
+        for point in subset[3:]:
             opened.add(point)
         opened.close()
         with pytest.raises(RunError, match="closed"):
             opened.add(points(7)[6])
-    found = read_points(file)
-    assert list(found.points) == some and found.environments == {"a": {"seed": 0}}
+    result = read_points(file)
+    assert list(result.points) == subset and result.environments == {"a": {"seed": 0}}
 
 
 def test_a_closed_file_without_points_leaves_nothing(file: Path) -> None:
-    PointFile(file).close()
+    LayerPointFile(file).close()
     assert os.listdir(file.parent) == [] and read_points(file, missing_ok=True).points == ()
     with pytest.raises(InputError):
         read_points(file)
@@ -61,9 +61,9 @@ def test_a_closed_file_without_points_leaves_nothing(file: Path) -> None:
 
 WRITER = """
 import sys, time
-from sparseflow.codesign.hardware.proxy import PointFile
+from sparseflow.codesign.hardware.proxy.points import LayerPointFile
 from tests.codesign.hardware.proxy.made_up import points
-file = PointFile(sys.argv[1])
+file = LayerPointFile(sys.argv[1])
 for point in points(5):
     file.add(point)
 print("added", flush=True)
@@ -87,27 +87,27 @@ def test_a_killed_writer_loses_nothing(file: Path) -> None:
     with (file.parent / "points.jsonl").open("ab") as journal:
         journal.write(b'{"point": {"torn')
     assert list(read_points(file).points) == points(5)
-    with PointFile(file) as opened:
+    with LayerPointFile(file) as opened:
         assert list(opened.points) == points(5)
         opened.add(points(6)[5])
     assert list(read_points(file).points) == points(6) and not (file.parent / "points.jsonl").exists()
 
 
 def test_a_kill_between_the_two_files_counts_nothing_twice(file: Path) -> None:
-    some = points(4)
-    opened = PointFile(file)
-    for point in some:
+    subset = points(4)
+    opened = LayerPointFile(file)
+    for point in subset:
         opened.add(point)
-    write_points(file, some)  # as closing does, before the journal goes
-    assert list(read_points(file).points) == some
+    write_points(file, subset)  # as closing does, before the journal goes
+    assert list(read_points(file).points) == subset
     opened.close()
-    assert list(read_points(file).points) == some
+    assert list(read_points(file).points) == subset
 
 
 @pytest.mark.usefixtures("refused_at_once")
 def test_only_one_process_writes(file: Path) -> None:
-    with PointFile(file), pytest.raises(RunError):
-        PointFile(file)
+    with LayerPointFile(file), pytest.raises(RunError):
+        LayerPointFile(file)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_only_one_process_writes(file: Path) -> None:
 def test_what_is_no_measurement_is_refused(file: Path, name: str, value: object) -> None:
     good, other = points(2)
     wrong = replace(other, **{name: value})  # pyright: ignore[reportArgumentType]
-    with PointFile(file) as opened:
+    with LayerPointFile(file) as opened:
         opened.add(good)
         with pytest.raises(InputError, match=rf"1.*`{name}"):
             opened.add(wrong)
@@ -131,24 +131,24 @@ def test_what_is_no_measurement_is_refused(file: Path, name: str, value: object)
 
 
 def test_nothing_is_there_twice(file: Path) -> None:
-    one, two = points(2)
-    with PointFile(file) as opened:
-        opened.add(one)
+    first, two = points(2)
+    with LayerPointFile(file) as opened:
+        opened.add(first)
         with pytest.raises(InputError, match="already"):
-            opened.add(replace(one, lat_ms=5.0))
+            opened.add(replace(first, lat_ms=5.0))
         # In another mode, or as a layer of another name, it is another point.
-        opened.add(replace(one, mode="eager"))
-        opened.add(replace(one, layer=replace(one.layer, name="blocks.0.mlp")))
+        opened.add(replace(first, mode="eager"))
+        opened.add(replace(first, layer=replace(first.layer, name="blocks.0.mlp")))
         with pytest.raises(InputError):
             opened.add(replace(two, device=replace(GPU, tdp_w=400.0)))
     assert len(read_points(file).points) == 3
 
 
 def test_a_configuration_has_no_name() -> None:
-    one, two = points(2)
-    renamed = replace(one, layer=replace(one.layer, name="blocks.0.mlp", id=7))
-    assert one.configuration == renamed.configuration != two.configuration
-    assert one.key != renamed.key
+    first, two = points(2)
+    renamed = replace(first, layer=replace(first.layer, name="blocks.0.mlp", id=7))
+    assert first.config_key == renamed.config_key != two.config_key
+    assert first.key != renamed.key
 
 
 def test_other_files_are_refused(file: Path) -> None:
@@ -160,22 +160,24 @@ def test_other_files_are_refused(file: Path) -> None:
         read_points(file)
     pq.write_table(pa.table({"a": [1]}), file)
     with pytest.raises(FileFormatError):
-        PointFile(file)
-    about = json.dumps({"format": "sparseflow-layer-points-1", "devices": [], "environments": {}})
-    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"sparseflow": about}), file)
+        LayerPointFile(file)
+    metadata = json.dumps({"format": "sparseflow-layer-points-1", "devices": [], "environments": {}})
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"sparseflow": metadata}), file)
     with pytest.raises(FileFormatError):
         read_points(file)
     # A file that was refused is not locked.
     file.unlink()
-    PointFile(file).close()
+    LayerPointFile(file).close()
 
 
 def test_gated_layers_are_kept_as_numbers(file: Path) -> None:
     import torch
 
-    one = points(1)[0]
-    gated = replace(one.layer, flops=torch.tensor(float(one.layer.flops), requires_grad=True))
-    with PointFile(file) as opened:
-        opened.add(replace(one, layer=gated))
-    (found,) = read_points(file).points
-    assert isinstance(found, Point) and found.layer.flops == pytest.approx(float(one.layer.flops), rel=1e-6)
+    first = points(1)[0]
+    gated = replace(first.layer, flops=torch.tensor(float(first.layer.flops), requires_grad=True))
+    with LayerPointFile(file) as opened:
+        opened.add(replace(first, layer=gated))
+    (result,) = read_points(file).points
+    assert isinstance(result, LayerPoint) and result.layer.flops == pytest.approx(
+        float(first.layer.flops), rel=1e-6
+    )

@@ -15,15 +15,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.hardware.proxy import DeviceSpec, Grid, fit, profiling, read_points
-from sparseflow.codesign.hardware.proxy.profiling import Measuring, device_held, profile_grid, profile_model
+from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerGrid, fit_proxy, profiling, read_points
+from sparseflow.codesign.hardware.proxy.profiling import (
+    ProfileConfig,
+    profile_grid,
+    profile_model,
+    read_device,
+)
 from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LAYER_TYPES, LayeredModel, LayerNode
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 
 HERE = DeviceSpec(name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2)
-QUICK = Measuring(repeats=3, warmup=1, sample_ms=0.0)
-SMALL = Grid(batch=(1, 2), seq_len=(16, 64), embed_dim=(64, 128), rows=128, flops=1e8)
+QUICK = ProfileConfig(repeats=3, warmup=1, sample_ms=0.0)
+SMALL = LayerGrid(batch=(1, 2), seq_len=(16, 64), embed_dim=(64, 128), rows=128, flops=1e8)
 
 
 class Tiny:
@@ -40,13 +45,24 @@ class Tiny:
     def describe_layers(self, batch: int) -> Sequence[LayerNode]:
         return [
             LayerNode(
-                id=at, name=f"part.{at}", layer_type=kind, flops=torch.tensor(384.0 * batch), bytes=4000.0,
-                weight_bytes=4 * sum(p.numel() for p in self.parts[at].parameters()), memory_bytes=5000,
-                seq_len=1, embed_dim=16, num_heads=int(kind == "attention"), mlp_ratio=float(kind == "mlp"),
-                precision="float32", batch=batch, traffic_in_bytes=64 * batch, traffic_out_bytes=64 * batch,
+                id=index,
+                name=f"part.{index}",
+                layer_type=kind,
+                flops=torch.tensor(384.0 * batch),
+                bytes=4000.0,
+                weight_bytes=4 * sum(p.numel() for p in self.parts[index].parameters()),
+                memory_bytes=5000,
+                seq_len=1,
+                embed_dim=16,
+                num_heads=int(kind == "attention"),
+                mlp_ratio=float(kind == "mlp"),
+                precision="float32",
+                batch=batch,
+                traffic_in_bytes=64 * batch,
+                traffic_out_bytes=64 * batch,
             )
-            for at, kind in enumerate(LAYER_TYPES)
-        ]  # fmt: skip
+            for index, kind in enumerate(LAYER_TYPES)
+        ]
 
     def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
         return {"x": samples}
@@ -73,49 +89,55 @@ class Tiny:
 
 
 def test_a_grid_is_measured(tmp_path: Path) -> None:
-    file, done = tmp_path / "points.parquet", []
-    found = profile_grid(
-        file, HERE, points=10, grid=SMALL, how=QUICK, seed=1, progress=lambda *told: done.append(told)
+    file, fractions = tmp_path / "points.parquet", []
+    points = profile_grid(
+        file,
+        HERE,
+        num_points=10,
+        grid=SMALL,
+        config=QUICK,
+        seed=1,
+        progress=lambda _, fraction: fractions.append(fraction),
     )
-    assert done[0] == (1, 10) and done[-1] == (10, 10) and len(found) == 10
-    held = read_points(file)
-    assert list(held.points) == found
-    assert [point.layer.name for point in found] == [each.name for each in SMALL.draw(10, seed=1)]
-    for point in found:
+    assert fractions[0] == 0.1 and fractions[-1] == 1.0 and len(points) == 10
+    contents = read_points(file)
+    assert list(contents.points) == points
+    assert [point.layer.name for point in points] == [item.name for item in SMALL.sample(10, seed=1)]
+    for point in points:
         assert point.mode == "eager" and point.provenance == "measured" and len(point.samples_ms) >= 3
         assert min(point.samples_ms) <= point.lat_ms <= max(point.samples_ms)
         # On a CPU nothing counts memory or energy.
         assert point.mem_provenance == "analytic" and point.power_w is None
         assert point.mem_mb == pytest.approx(point.layer.memory_bytes / 1e6)
-        assert held.environments[point.environment]["seed"] == 1
-    assert fit(found, folds=0).known(HERE) == "measured"
+        assert contents.environments[point.environment]["seed"] == 1
+    assert fit_proxy(points, num_folds=0).get_source(HERE) == "measured"
 
 
 def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "points.parquet"
-    first = profile_grid(file, HERE, points=6, grid=SMALL, how=QUICK)
-    second = profile_grid(file, HERE, points=8, grid=SMALL, how=QUICK)
+    first = profile_grid(file, HERE, num_points=6, grid=SMALL, config=QUICK)
+    second = profile_grid(file, HERE, num_points=8, grid=SMALL, config=QUICK)
     assert second[:6] == first and len(second) == 8
     monkeypatch.setattr(profiling, "measure", lambda *_, **__: pytest.fail("measured again"))
-    assert profile_grid(file, HERE, points=8, grid=SMALL, how=QUICK) == second
+    assert profile_grid(file, HERE, num_points=8, grid=SMALL, config=QUICK) == second
     # Nor is anything begun after the time is up.
-    assert profile_grid(file, HERE, points=20, grid=SMALL, how=QUICK, budget_s=0.0) == second
+    assert profile_grid(file, HERE, num_points=20, grid=SMALL, config=QUICK, budget_s=0.0) == second
     monkeypatch.undo()
     with pytest.raises(InputError):
-        profile_grid(file, replace(HERE, tdp_w=60.0), points=9, grid=SMALL, how=QUICK)
+        profile_grid(file, replace(HERE, tdp_w=60.0), num_points=9, grid=SMALL, config=QUICK)
 
 
 def test_a_device_is_what_the_file_says(tmp_path: Path) -> None:
     file = tmp_path / "points.parquet"
-    assert device_held(file) is None
-    profile_grid(file, HERE, points=2, grid=SMALL, how=QUICK)
-    assert device_held(file) is None  # points of a device of another name
-    mine = replace(HERE, name=describe_device("cpu").name)
-    profile_grid(file, mine, points=2, grid=SMALL, how=QUICK)
-    assert device_held(file) == mine
+    assert read_device(file) is None
+    profile_grid(file, HERE, num_points=2, grid=SMALL, config=QUICK)
+    assert read_device(file) is None  # points of a device of another name
+    own_part = replace(HERE, name=describe_device("cpu").name)
+    profile_grid(file, own_part, num_points=2, grid=SMALL, config=QUICK)
+    assert read_device(file) == own_part
     file.write_bytes(b"no points")
     with pytest.raises(FileFormatError):
-        device_held(file)
+        read_device(file)
 
 
 KILLED = """
@@ -123,10 +145,10 @@ import os, signal, sys
 import torch
 from tests.codesign.hardware.proxy.test_profiling import HERE, QUICK, SMALL
 from sparseflow.codesign.hardware.proxy.profiling import profile_grid
-def stop(done, of):
-    if done == 4:
+def stop(message, fraction):
+    if fraction == 0.5:
         os.kill(os.getpid(), signal.SIGKILL)
-profile_grid(sys.argv[1], HERE, points=8, grid=SMALL, how=QUICK, progress=stop)
+profile_grid(sys.argv[1], HERE, num_points=8, grid=SMALL, config=QUICK, progress=stop)
 """
 
 
@@ -138,34 +160,40 @@ def test_a_kill_loses_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, str(file)], env=os.environ | {"PYTHONPATH": path}, capture_output=True
     )
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-    kept = read_points(file).points
-    assert len(kept) == 4 and not file.exists()
-    assert tuple(profile_grid(file, HERE, points=8, grid=SMALL, how=QUICK)[:4]) == kept
+    points = read_points(file).points
+    assert len(points) == 4 and not file.exists()
+    assert tuple(profile_grid(file, HERE, num_points=8, grid=SMALL, config=QUICK)[:4]) == points
     assert len(read_points(file).points) == 8
 
 
 def test_a_model_is_measured_layer_by_layer(tmp_path: Path) -> None:
     file, model = tmp_path / "points.parquet", Tiny()
     samples = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
-    found = profile_model(file, model, samples, HERE, how=QUICK)
-    assert [point.layer.name for point in found] == [f"part.{at}" for at in range(4)]
-    assert all(point.layer.batch == 3 and isinstance(point.layer.flops, float) for point in found)
+    points = profile_model(file, model, samples, HERE, config=QUICK)
+    assert [point.layer.name for point in points] == [f"part.{index}" for index in range(4)]
+    assert all(point.layer.batch == 3 and isinstance(point.layer.flops, float) for point in points)
     model.ran.clear()
     # What is there is only run, once, for the state that it leaves.
-    assert profile_model(file, model, samples, HERE, how=QUICK) == found
+    assert profile_model(file, model, samples, HERE, config=QUICK) == points
     assert model.ran == [0, 1, 2, 3]
 
 
 def test_true_float32_and_the_setting_is_put_back(tmp_path: Path) -> None:
     before = torch.get_float32_matmul_precision()
-    seen = []
+    visited = []
     try:
         torch.set_float32_matmul_precision("high")
         profile_grid(
-            tmp_path / "points.parquet", HERE, points=1, grid=SMALL, how=QUICK,
-            progress=lambda *_: seen.append((torch.get_float32_matmul_precision(), torch.is_grad_enabled())),
-        )  # fmt: skip
-        assert seen == [("highest", False)] and torch.get_float32_matmul_precision() == "high"
+            tmp_path / "points.parquet",
+            HERE,
+            num_points=1,
+            grid=SMALL,
+            config=QUICK,
+            progress=lambda *_: visited.append(
+                (torch.get_float32_matmul_precision(), torch.is_grad_enabled())
+            ),
+        )
+        assert visited == [("highest", False)] and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -175,32 +203,32 @@ def test_a_layer_that_fails_is_named(tmp_path: Path) -> None:
     model.parts[2] = nn.Linear(9, 9)
     file = tmp_path / "points.parquet"
     with pytest.raises(RunError, match=r"part\.2"):
-        profile_model(file, model, torch.zeros(2, 12), HERE, how=QUICK)
+        profile_model(file, model, torch.zeros(2, 12), HERE, config=QUICK)
     assert len(read_points(file).points) == 2
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        profile_grid(tmp_path / "points.parquet", HERE, points=1, how=Measuring(mode="graph"))
+        profile_grid(tmp_path / "points.parquet", HERE, num_points=1, config=ProfileConfig(mode="graph"))
     with pytest.raises(DeviceError, match="99"):
-        profile_grid(tmp_path / "points.parquet", HERE, points=1, device="cuda:99")
+        profile_grid(tmp_path / "points.parquet", HERE, num_points=1, device="cuda:99")
     wrongs: tuple[dict[str, Any], ...] = (
-        {"mode": "fast"}, {"repeats": 0}, {"warmup": 0}, {"most_calls": 0}, {"power_every": -1},
+        {"mode": "fast"}, {"repeats": 0}, {"warmup": 0}, {"max_calls": 0}, {"power_every": -1},
         {"power_s": 0.0}, {"sample_ms": -1.0},
     )  # fmt: skip
     for wrong in wrongs:
         with pytest.raises(InputError, match=next(iter(wrong))):
-            Measuring(**wrong)
+            ProfileConfig(**wrong)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_on_a_gpu_memory_is_measured(tmp_path: Path, mode: str) -> None:
-    grid = Grid(precisions=("float32", "bfloat16", "float16"), rows=4096, flops=1e11)
-    how = Measuring(mode=mode, repeats=3, power_every=8, power_s=0.3)
+    grid = LayerGrid(precisions=("float32", "bfloat16", "float16"), rows=4096, flops=1e11)
+    config = ProfileConfig(mode=mode, repeats=3, power_every=8, power_s=0.3)
     file = tmp_path / "points.parquet"
-    found = profile_grid(file, HERE, points=24, device="cuda", grid=grid, how=how)
-    assert len(found) == 24 and list(read_points(file).points) == found
-    for point in found:
+    points = profile_grid(file, HERE, num_points=24, device="cuda", grid=grid, config=config)
+    assert len(points) == 24 and list(read_points(file).points) == points
+    for point in points:
         assert point.mode == mode and point.mem_provenance == "measured"
         assert 0.2 < point.mem_mb / (point.layer.memory_bytes / 1e6) < 5.0

@@ -27,11 +27,11 @@ def test_it_says_nothing_before_it_has_learned() -> None:
 
 def test_it_learns() -> None:
     model, (x, y) = LayerProxyModel(), data(200)
-    model.learn(x, y)
-    new, wanted = data(100, seed=1)
+    model.fit(x, y)
+    new, expected = data(100, seed=1)
     inside = ((new >= x.min(0).values) & (new <= x.max(0).values)).all(-1)
-    found = model(new)[inside, 0]
-    assert float((found - wanted[inside, 0]).abs().median()) < 0.05
+    result = model(new)[inside, 0]
+    assert float((result - expected[inside, 0]).abs().median()) < 0.05
     # Memory and power were not measured, so nothing is said about them.
     assert torch.equal(model(new)[:, 1:], torch.zeros(100, 2, dtype=torch.float64))
 
@@ -40,53 +40,53 @@ def test_noise_teaches_little() -> None:
     model, (x, y) = LayerProxyModel(), data()
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     y[:, 0] = 0.3 * noise
-    model.learn(x, y)
+    model.fit(x, y)
     new, _ = data(100, seed=1)
     assert float(model(new)[:, 0].abs().mean()) < 0.1
 
 
 def test_far_from_what_was_measured_nothing_is_left() -> None:
     model, (x, y) = LayerProxyModel(), data()
-    model.learn(x, y)
+    model.fit(x, y)
     assert float(model(x)[:, 0].abs().mean()) > 0.1
     for column, far in ((0, 14.0), (1, -10.0), (COUNT - 1, 1.0)):
-        beyond = x.clone()
-        beyond[:, column] = far
-        assert float(model(beyond).abs().max()) < 1e-3
+        excess = x.clone()
+        excess[:, column] = far
+        assert float(model(excess).abs().max()) < 1e-3
     # It fades on the way there, and never grows.
     steps = x[:1].repeat(50, 1)
     steps[:, 0] = torch.linspace(4.0, 12.0, 50)
-    told = model(steps)[:, 0].abs()
-    assert bool((told.diff() <= 1e-12).all())
+    record = model(steps)[:, 0].abs()
+    assert bool((record.diff() <= 1e-12).all())
 
 
 def test_it_is_bounded_by_what_was_seen() -> None:
     model, (x, y) = LayerProxyModel(), data()
-    model.learn(x, y)
+    model.fit(x, y)
     generator = torch.Generator().manual_seed(3)
     anything = torch.randn(500, COUNT, generator=generator, dtype=torch.float64) * 10.0
-    most = float(y[:, 0].abs().max())
-    assert float(model(anything)[:, 0].abs().max()) <= 1.25 * most + 1e-9
+    maximum = float(y[:, 0].abs().max())
+    assert float(model(anything)[:, 0].abs().max()) <= 1.25 * maximum + 1e-9
     assert bool(torch.isfinite(model(anything)).all())
 
 
 def test_a_seed_decides_all() -> None:
     x, y = data(40)
     state = torch.random.get_rng_state()
-    found = []
+    rows = []
     for seed in (1, 1, 2):
         model = LayerProxyModel(members=2, hidden=8)
-        model.learn(x, y, decays=(1.0,), steps=20, seed=seed)
-        found.append(model(x))
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        model.fit(x, y, decays=(1.0,), steps=20, seed=seed)
+        rows.append(model(x))
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_members_leave_out_whole_groups(grouped: bool) -> None:
     model = LayerProxyModel(members=3)
-    groups = [at // 2 for at in range(12)] if grouped else list(range(12))
-    left_out = model._left_out(groups, torch.Generator().manual_seed(0))
+    groups = [index // 2 for index in range(12)] if grouped else list(range(12))
+    left_out = model._assign_held_out(groups, torch.Generator().manual_seed(0))
     assert left_out.sum(0).tolist() == [1] * 12
     if grouped:
         assert torch.equal(left_out[:, 0::2], left_out[:, 1::2])

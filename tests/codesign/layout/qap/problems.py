@@ -67,9 +67,9 @@ def cliques(count: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     """Shuffled cliques and rooms as large: all in one room costs 1 a pair, and any other 10."""
     rng = np.random.default_rng(seed)
     member = rng.permutation(np.repeat(np.arange(count), size))
-    room = rng.permutation(np.repeat(np.arange(count), size))
+    capacity = rng.permutation(np.repeat(np.arange(count), size))
     flow = (member[:, None] == member[None, :]).astype(np.int64)
-    distance = np.where(room[:, None] == room[None, :], 1, 10)
+    distance = np.where(capacity[:, None] == capacity[None, :], 1, 10)
     np.fill_diagonal(flow, 0)
     np.fill_diagonal(distance, 0)
     return flow, distance, count * size * (size - 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflow.codesign.layout.qap.assignment import METHODS, assign
-from sparseflow.codesign.layout.qap.problem import cost, padded
+from sparseflow.codesign.layout.qap.problem import compute_cost, pad_flow
 from sparseflow.errors import InputError, MissingExtraError
 from tests.codesign.layout.qap.problems import KINDS, best_cost, chain, cliques, random_problem
 
@@ -26,20 +26,20 @@ from tests.codesign.layout.qap.problems import KINDS, best_cost, chain, cliques,
 )
 def test_small_problems_are_solved(kind: str, n: int, seed: int, floats: bool, method: str) -> None:
     flow, distance = random_problem(kind, n, seed, floats=floats)
-    found = assign(flow, distance, method=method, restarts=4, seed=seed)
-    assert found.cost == pytest.approx(best_cost(flow, distance), rel=1e-9, abs=1e-9)
-    assert isinstance(found.cost, float if floats else int)
-    assert found.cost == cost(flow, distance, found.permutation)
-    assert found.lower_bound <= found.cost and found.gap >= 0.0
+    result = assign(flow, distance, method=method, restarts=4, seed=seed)
+    assert result.cost == pytest.approx(best_cost(flow, distance), rel=1e-9, abs=1e-9)
+    assert isinstance(result.cost, float if floats else int)
+    assert result.cost == compute_cost(flow, distance, result.permutation)
+    assert result.lower_bound <= result.cost and result.gap >= 0.0
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("floats", [False, True])
 def test_structures_whose_best_cost_is_known(method: str, floats: bool) -> None:
     flow, distance, best = cliques(4, 5)
-    found = assign(flow * (0.3 if floats else 1), distance, method=method, restarts=4)
-    assert found.cost == pytest.approx(best * (0.3 if floats else 1))
-    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    result = assign(flow * (0.3 if floats else 1), distance, method=method, restarts=4)
+    assert result.cost == pytest.approx(best * (0.3 if floats else 1))
+    assert result.gap == pytest.approx(0.0, abs=1e-9)
     flow, distance, best = chain(10)
     assert assign(flow, distance, method=method, restarts=6, iterations=5000).cost == best
 
@@ -47,11 +47,11 @@ def test_structures_whose_best_cost_is_known(method: str, floats: bool) -> None:
 def test_the_same_seed_gives_the_same_answer() -> None:
     flow, distance = random_problem("symmetric", 14)
     for method in METHODS:
-        first, again, other = (
+        first, repeated, other = (
             assign(flow, distance, method=method, restarts=3, iterations=40, seed=seed) for seed in (1, 1, 2)
         )
-        np.testing.assert_array_equal(first.permutations, again.permutations)
-        assert first.costs == again.costs
+        np.testing.assert_array_equal(first.permutations, repeated.permutations)
+        assert first.costs == repeated.costs
         assert not np.array_equal(first.permutations, other.permutations)
         # More restarts go on where fewer ended.
         more = assign(flow, distance, method=method, restarts=4, iterations=40, seed=1)
@@ -60,80 +60,88 @@ def test_the_same_seed_gives_the_same_answer() -> None:
 
 def test_what_is_told_belongs_together() -> None:
     flow, distance = random_problem("asymmetric", 9)
-    found = assign(flow, distance, method="tabu", restarts=3, iterations=50)
-    assert found.finished and found.seconds > 0.0
-    assert found.permutations.shape == (3, 9) and found.permutation.dtype == np.int64
-    assert list(found.costs) == [cost(flow, distance, p) for p in found.permutations]
-    assert found.cost == min(found.costs)
-    assert found.evaluations == 3 * 50 * 36
-    assert found.gap == pytest.approx((found.cost - found.lower_bound) / abs(found.cost))
+    result = assign(flow, distance, method="tabu", restarts=3, iterations=50)
+    assert result.finished and result.elapsed_s > 0.0
+    assert result.permutations.shape == (3, 9) and result.permutation.dtype == np.int64
+    assert list(result.costs) == [compute_cost(flow, distance, p) for p in result.permutations]
+    assert result.cost == min(result.costs)
+    assert result.evaluations == 3 * 50 * 36
+    assert result.gap == pytest.approx((result.cost - result.lower_bound) / abs(result.cost))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_when_time_is_over_the_best_so_far_is_the_answer(method: str) -> None:
     flow, distance = random_problem("symmetric", 12)
-    found = assign(flow, distance, method=method, restarts=3, iterations=2**29, seconds=0.05)
-    assert not found.finished
-    assert 1 <= len(found.costs) <= 3
-    assert found.cost == cost(flow, distance, found.permutation)
-    assert 0 < found.evaluations < 2**29 * 66
+    result = assign(flow, distance, method=method, restarts=3, iterations=2**29, budget_s=0.05)
+    assert not result.finished
+    assert 1 <= len(result.costs) <= 3
+    assert result.cost == compute_cost(flow, distance, result.permutation)
+    assert 0 < result.evaluations < 2**29 * 66
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_start_is_never_made_worse(method: str) -> None:
     flow, distance, best = chain(30)
     order = assign(flow, distance, method="tabu", restarts=2, iterations=200).permutation
-    again = assign(flow, distance, method=method, restarts=1, iterations=1, start=order)
-    assert again.cost <= cost(flow, distance, order)
+    result = assign(flow, distance, method=method, restarts=1, iterations=1, start=order)
+    assert result.cost <= compute_cost(flow, distance, order)
     # The best permutation is known: things in the order in which the chain runs.
     ends = np.flatnonzero(flow.sum(0) == 1)
-    walk = [int(ends[0])]
-    while len(walk) < 30:
-        walk.append(next(int(k) for k in np.flatnonzero(flow[walk[-1]]) if int(k) not in walk))
-    perfect = np.argsort(walk)
+    trajectory = [int(ends[0])]
+    while len(trajectory) < 30:
+        trajectory.append(
+            next(int(k) for k in np.flatnonzero(flow[trajectory[-1]]) if int(k) not in trajectory)
+        )
+    perfect = np.argsort(trajectory)
     assert assign(flow, distance, method=method, restarts=2, iterations=3, start=perfect).cost == best
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_things_may_be_fewer_than_places(method: str) -> None:
-    flow = padded(random_problem("symmetric", 3)[0], 6)
+    flow = pad_flow(random_problem("symmetric", 3)[0], 6)
     distance = random_problem("symmetric", 6)[1]
-    found = assign(flow, distance, method=method, restarts=4)
-    assert found.cost == best_cost(flow, distance)
+    result = assign(flow, distance, method=method, restarts=4)
+    assert result.cost == best_cost(flow, distance)
     # Swaps of two dummies are none.
-    assert found.evaluations % (3 + 9) == 0
+    assert result.evaluations % (3 + 9) == 0
 
 
 @pytest.mark.parametrize("floats", [False, True])
 def test_where_nothing_is_to_be_found(floats: bool) -> None:
     kind: Any = np.float64 if floats else np.int64
-    one = assign(kind([[3]]), kind([[5]]), restarts=2)
-    assert (one.cost, one.lower_bound, one.gap, one.evaluations, one.finished) == (15, 15, 0.0, 0, True)
-    assert one.permutations.tolist() == [[0], [0]]
+    result = assign(kind([[3]]), kind([[5]]), restarts=2)
+    assert (result.cost, result.lower_bound, result.gap, result.evaluations, result.finished) == (
+        15,
+        15,
+        0.0,
+        0,
+        True,
+    )
+    assert result.permutations.tolist() == [[0], [0]]
     idle = assign(np.zeros((4, 4), kind), np.ones((4, 4), kind), start=[3, 1, 0, 2])
     assert (idle.cost, idle.gap, idle.permutation.tolist()) == (0, 0.0, [3, 1, 0, 2])
     # All permutations cost the same.
-    alike = assign(np.ones((5, 5), kind), np.ones((5, 5), kind), iterations=20)
-    assert (alike.cost, alike.gap) == (25, 0.0)
+    equal = assign(np.ones((5, 5), kind), np.ones((5, 5), kind), iterations=20)
+    assert (equal.cost, equal.gap) == (25, 0.0)
 
 
 def test_huge_integers_are_searched_exactly() -> None:
     flow, distance, best = chain(7)
-    found = assign(flow * (2**45 + 1), distance, restarts=4, iterations=300)
-    assert found.cost == best * (2**45 + 1)
+    result = assign(flow * (2**45 + 1), distance, restarts=4, iterations=300)
+    assert result.cost == best * (2**45 + 1)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "greedy"}, r"`method` \(='greedy'\) must be one of 'auto', 'tabu', 'annealing'"),
+        ({"method": "greedy"}, r"`method` \(='greedy'\)"),
         ({"restarts": 0}, r"`restarts` \(=0\)"),
         ({"iterations": 0}, r"`iterations` \(=0\) must be from 1 to"),
         ({"iterations": 2**30}, r"`iterations` \(=1073741824\)"),
-        ({"seconds": 0.0}, r"`seconds` \(=0\.0\)"),
-        ({"seconds": float("nan")}, r"`seconds` \(=nan\)"),
+        ({"budget_s": 0.0}, r"`budget_s` \(=0\.0\)"),
+        ({"budget_s": float("nan")}, r"`budget_s` \(=nan\)"),
         ({"seed": -1}, r"`seed` \(=-1\)"),
-        ({"start": [0, 0, 1]}, r"a permutation of 0 … 2 is needed"),
+        ({"start": [0, 0, 1]}, r"a permutation of 0 … 2"),
     ],
 )
 def test_what_cannot_be_asked_for(settings: dict[str, Any], message: str) -> None:

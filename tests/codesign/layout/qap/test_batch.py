@@ -10,7 +10,7 @@ import torch
 
 from sparseflow.codesign.layout.qap.assignment import assign
 from sparseflow.codesign.layout.qap.batch import assign_batch
-from sparseflow.codesign.layout.qap.problem import cost
+from sparseflow.codesign.layout.qap.problem import compute_cost
 from sparseflow.errors import DeviceError, InputError
 from tests.codesign.layout.qap.problems import KINDS, chain, random_problem
 
@@ -34,51 +34,53 @@ def test_triton_finds_it_too(floats: bool) -> None:
     pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
     flow, distance = random_problem("dummies", 7, floats=floats)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = assign_batch(flow, distance, restarts=2, iterations=15, device=device, backend="triton", warps=1)
+    result = assign_batch(
+        flow, distance, restarts=2, iterations=15, device=device, backend="triton", num_warps=1
+    )
     core = assign(flow, distance, method="tabu", restarts=2, iterations=15)
-    assert list(found.costs) == [cost(flow, distance, p) for p in found.permutations]
+    assert list(result.costs) == [compute_cost(flow, distance, p) for p in result.permutations]
     if not floats:
-        np.testing.assert_array_equal(found.permutations, core.permutations)
+        np.testing.assert_array_equal(result.permutations, core.permutations)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_many_restarts_find_the_best() -> None:
     flow, distance, best = chain(24)
-    found = assign_batch(flow, distance, restarts=512, iterations=2000)
-    assert found.cost == best
+    result = assign_batch(flow, distance, restarts=512, iterations=2000)
+    assert result.cost == best
     core = assign(flow, distance, method="tabu", restarts=3, iterations=2000)
-    np.testing.assert_array_equal(found.permutations[:3], core.permutations)
+    np.testing.assert_array_equal(result.permutations[:3], core.permutations)
 
 
 def test_floats_are_searched_too() -> None:
     flow, distance, best = chain(8)
-    found = assign_batch(flow * 0.1, distance / 3.0, restarts=4, iterations=80, device="cpu")
-    assert found.cost == pytest.approx(best * 0.1 / 3.0)
+    result = assign_batch(flow * 0.1, distance / 3.0, restarts=4, iterations=80, device="cpu")
+    assert result.cost == pytest.approx(best * 0.1 / 3.0)
 
 
 def test_huge_integers_are_exact() -> None:
     flow, distance, best = chain(6)
-    found = assign_batch(flow * (2**45 + 1), distance, restarts=4, iterations=60, device="cpu")
-    assert found.cost == best * (2**45 + 1)
+    result = assign_batch(flow * (2**45 + 1), distance, restarts=4, iterations=60, device="cpu")
+    assert result.cost == best * (2**45 + 1)
 
 
 def test_when_time_is_over_the_best_so_far_is_the_answer() -> None:
     flow, distance = random_problem("symmetric", 10)
-    found = assign_batch(flow, distance, restarts=200, iterations=2**29, seconds=1e-3, device="cpu")
-    assert not found.finished and len(found.costs) == 200
-    assert found.cost == cost(flow, distance, found.permutation)
+    result = assign_batch(flow, distance, restarts=200, iterations=2**29, budget_s=1e-3, device="cpu")
+    assert not result.finished and len(result.costs) == 200
+    assert result.cost == compute_cost(flow, distance, result.permutation)
 
 
 def test_a_start_is_never_made_worse() -> None:
     flow, distance = random_problem("asymmetric", 6)
     start = [5, 4, 3, 2, 1, 0]
-    found = assign_batch(flow, distance, restarts=2, iterations=1, start=start, device="cpu")
-    assert found.costs[0] <= cost(flow, distance, start)
+    result = assign_batch(flow, distance, restarts=2, iterations=1, start=start, device="cpu")
+    assert result.costs[0] <= compute_cost(flow, distance, start)
 
 
 def test_where_nothing_is_to_be_found() -> None:
-    one = assign_batch([[3]], [[5]], restarts=2, device="cpu")
-    assert (one.cost, one.gap, one.evaluations) == (15, 0.0, 0)
+    result = assign_batch([[3]], [[5]], restarts=2, device="cpu")
+    assert (result.cost, result.gap, result.evaluations) == (15, 0.0, 0)
     idle = assign_batch(np.zeros((3, 3)), np.ones((3, 3)), restarts=2, start=[2, 0, 1], device="cpu")
     assert idle.permutations[0].tolist() == [2, 0, 1]
 
@@ -86,8 +88,8 @@ def test_where_nothing_is_to_be_found() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "numba"}, r"`backend` \(='numba'\) must be one of 'auto', 'triton', 'reference'"),
-        ({"device": "abacus"}, r"`device` \(='abacus'\) is no device of torch"),
+        ({"backend": "numba"}, r"`backend` \(='numba'\)"),
+        ({"device": "abacus"}, r"`device` \(='abacus'\)"),
         ({"restarts": 0}, r"`restarts` \(=0\)"),
         ({"iterations": -1}, r"`iterations` \(=-1\)"),
         ({"start": [1, 1, 0]}, r"a permutation of 0 … 2"),

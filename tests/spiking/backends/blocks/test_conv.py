@@ -196,7 +196,7 @@ def test_every_value_counts() -> None:
         assert prescan(x, 8, padding=1).counts.tolist() == [1], value
 
 
-def test_tf32_is_asked_for() -> None:
+def test_tf32_is_used_on_request() -> None:
     x = _input(1, 32, 8, 8, rate=0.3, binary=True)
     weight, _ = _parameters(16, 32, 3, torch.float32)
     expected = run_conv2d_reference(x, weight)
@@ -211,7 +211,7 @@ def test_same_bits_every_time() -> None:
     assert torch.equal(sparse_conv2d(x, weight, bias), first)
 
 
-def test_a_changed_weight_is_noticed() -> None:
+def test_changed_weight_is_detected() -> None:
     x = _input(1, 16, 8, 8, rate=0.3)
     weight, _ = _parameters(16, 16, 3, torch.float32)
     before = sparse_conv2d(x, weight)

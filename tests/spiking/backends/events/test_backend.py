@@ -63,7 +63,7 @@ def test_a_prepared_group_is_the_reference(
     assert expected.max() > 1
 
 
-def test_a_stem_has_no_sparse_way() -> None:
+def test_stem_has_no_sparse_kernel() -> None:
     spec = GroupSpec(sources=(), bias=grid(5), neuron=NEURON, dense_inputs=1)
     shape = GroupShape(steps=2, images=1, sources=(), output=(5, 4, 4))
     assert "no convolution of spikes" in str(EventBackend().get_unsupported_reason(spec, shape))

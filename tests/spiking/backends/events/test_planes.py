@@ -28,7 +28,7 @@ def test_four_steps() -> None:
 
 @pytest.mark.parametrize("channels", [16, 256])
 @pytest.mark.parametrize("time_steps", [1, 3, 4, 10, 16])
-def test_a_walk_in_order_finds_every_sum_it_starts_from(time_steps: int, channels: int) -> None:
+def test_iteration_in_order_finds_every_initial_sum(time_steps: int, channels: int) -> None:
     """Walking the table as the kernel does gives each step the sum of the planes that hold it."""
     planes, table = list_planes(time_steps, channels), build_plane_table(time_steps, channels)
     sums: dict[int, frozenset[int]] = {}

@@ -105,7 +105,7 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
 
 
 @pytest.mark.parametrize("convolution", ["sparse", "dense"])
-def test_membranes_are_new_unless_the_backend_owns_them(convolution: Any) -> None:
+def test_membranes_are_new_unless_reused(convolution: Any) -> None:
     g = seeded(2)
     spec = GroupSpec(sources=(source(g, 16, 16, 3),), bias=grid(g, 16), neuron=LIF)
     x = spikes(g, 2, 1, 16, 4, 4)

@@ -53,7 +53,7 @@ def rows_view(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
 
 
-def test_pack_writes_where_it_is_told() -> None:
+def test_pack_writes_to_destination() -> None:
     x = spikes(seeded(4), 2, 1, 64, 3, 3)
     out = reference.allocate_packed(2, 1, 64, 3, 3, DEVICE)
     out.data.fill_(-1)

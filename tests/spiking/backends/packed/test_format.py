@@ -102,7 +102,7 @@ def _fragment_values(half: int) -> list[tuple[int, float]]:
     return actual
 
 
-def test_every_bit_reaches_its_place_along_k() -> None:
+def test_every_bit_maps_to_its_k_position() -> None:
     for lane in range(4):
         for bit in range(16):
             channel = 8 * (bit // 2) + 2 * lane + bit % 2

@@ -128,7 +128,7 @@ def test_shortcuts_behind_the_neuron_are_added_in_dense_form() -> None:
         run_neuron([x], IF, post_skips=posts)
 
 
-def test_the_membrane_is_carried_in_place() -> None:
+def test_membrane_is_updated_in_place() -> None:
     x = grid(seeded(7), 4, 2, 64, 3, 3)
     v = torch.zeros(2, 3, 3, 64, device=DEVICE)
     first = run_neuron([x[:2]], LIF, v=v, v_out=v)
@@ -141,7 +141,7 @@ def test_the_membrane_is_carried_in_place() -> None:
 
 
 @pytest.mark.parametrize("channels", [64, 70])
-def test_membranes_lie_in_an_order_of_their_own(channels: int) -> None:
+def test_membranes_in_another_channel_order(channels: int) -> None:
     g = seeded(10)
     x, start = grid(g, 3, 2, channels, 3, 3) * 3, grid(g, 2, channels, 3, 3)
     positions = torch.randperm(channels, generator=g)
@@ -157,7 +157,7 @@ def test_membranes_lie_in_an_order_of_their_own(channels: int) -> None:
         run_neuron([x], SHIFTED, v=v, v_columns=positions)
 
 
-def test_packed_output_goes_where_it_is_told() -> None:
+def test_packed_output_is_written_to_destination() -> None:
     x = grid(seeded(8), 2, 1, 70, 3, 3) * 4
     out = allocate_packed(2, 1, 70, 3, 3, DEVICE)
     actual = run_neuron([x], IF, packed=out)

@@ -167,7 +167,7 @@ def test_what_fires_is_marked(c_out: int, k: int, rate: float) -> None:
             assert actual.activity is not None and actual.activity.any() == fed.any()
 
 
-def test_every_channel_meets_its_own_weights() -> None:
+def test_every_channel_uses_its_weights() -> None:
     weight = torch.eye(128, device=DEVICE).reshape(128, 128, 1, 1)
     spec = GroupSpec(sources=(SpikeSource(weight=weight),), bias=torch.zeros(128, device=DEVICE), neuron=IF)
     s = spikes(seeded(5), 2, 1, 128, 5, 5)
@@ -175,7 +175,7 @@ def test_every_channel_meets_its_own_weights() -> None:
     assert torch.equal(unpack(group([pack(s)])[0]), s)
 
 
-def test_the_buffers_stay_and_silence_after_noise_is_silent() -> None:
+def test_reused_buffers_give_zeros_after_spikes() -> None:
     g = seeded(6)
     spec = GroupSpec(sources=(source(g, 64, 96, 3),), bias=torch.zeros(96, device=DEVICE), neuron=IF)
     group = TritonFallbackGroup(spec, T=2, N=1, H=4, W=4, device=DEVICE)
@@ -187,7 +187,7 @@ def test_the_buffers_stay_and_silence_after_noise_is_silent() -> None:
 
 
 @pytest.mark.parametrize("c_out", [70, 128])
-def test_membranes_lie_in_an_order_of_their_own(c_out: int) -> None:
+def test_membranes_in_another_channel_order(c_out: int) -> None:
     g = seeded(12)
     spec = _spec(g, source(g, 64, c_out, 3), neuron=SHIFTED, dense=1)
     x, dense, v = spikes(g, 2, 2, 64, 3, 5), grid(g, 2, 2, c_out, 3, 5), grid(g, 2, c_out, 3, 5)

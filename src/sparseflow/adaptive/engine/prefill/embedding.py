@@ -1,14 +1,10 @@
 """Prompt embedding: word embeddings and vision encoder.
 
 A prompt with images is run up to the decoder, which covers everything that a model does before it. If that
-needs only
-prompt and pixels, it is captured for each padded prompt size and pixel shape: prompts are padded with their
-own last
-token, and the padding is discarded. transformers compares the numbers of placeholders and features there,
-which
-synchronizes; the adapter has compared them on the CPU, so captures skip the comparison. The first capture is
-compared
-with the model's own result.
+needs only prompt and pixels, it is captured for each padded prompt size and pixel shape: prompts are padded
+with their own last token, and the padding is discarded. transformers compares the numbers of placeholders and
+features there, which synchronizes; the adapter has compared them on the CPU, so captures skip the comparison.
+The first capture is compared with the model's own result.
 """
 
 from __future__ import annotations

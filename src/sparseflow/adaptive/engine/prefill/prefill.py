@@ -1,9 +1,8 @@
 """Prefill of prompts into cache slots, with the logits of the first new token.
 
 In one piece: the model's own forward, which calls stage 2; correct for every model and batch. Split: in two
-captured
-parts, one row at a time, for models whose decoder consists only of its blocks; a short prompt checks whether
-it does.
+captured parts, one row at a time, for models whose decoder consists only of its blocks; a short prompt checks
+whether it does.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class PrefillRunner:
         kernel_patcher: Kernels used in captured parts; default: those that the model supports.
         tokens: Maximum number of tokens of a request.
         sizes: Padded sizes of split prompts; longer prompts and several rows run in one piece. Default: eight
-            sizes up
-            to `tokens` if graphs are captured, otherwise none.
+            sizes up to `tokens` if graphs are captured, otherwise none.
     """
 
     def __init__(

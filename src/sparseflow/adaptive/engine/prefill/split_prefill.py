@@ -1,10 +1,8 @@
 """Prefill in two parts that can be captured, with the plan decision in between.
 
 Part 1 runs the blocks before the insertion: one graph per position and size. Part 2 runs the other blocks of
-the plan:
-one graph per plan and size. Prompts are padded on the right, which a causal mask hides, and logits are taken
-at the
-last token's index. The hidden states between the parts are kept in fixed buffers.
+the plan: one graph per plan and size. Prompts are padded on the right, which a causal mask hides, and logits
+are taken at the last token's index. The hidden states between the parts are kept in fixed buffers.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class PrefillOutput:
         ropes: Offset from cache index to rotary position of each row.
         logits: Logits of the first new token, [rows, vocabulary]; the next prompt may overwrite them.
         best: Most probable first token of each row, [rows] int64, as from `argmax_tokens`; may be
-            overwritten. None if
-            not computed.
+            overwritten. None if not computed.
     """
 
     plan: Plan
@@ -79,8 +76,7 @@ class SplitPrefill:
 
     Attributes:
         input_buffer: Input of part 1, [1, largest size, d]. Embeddings written there need no copy: pass a
-            view of it to
-            `run`. The values after the prompt may be any finite numbers.
+            view of it to `run`. The values after the prompt may be any finite numbers.
     """
 
     def __init__(

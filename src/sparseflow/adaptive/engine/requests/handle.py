@@ -77,7 +77,7 @@ class RequestHandle:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda at=position: len(self._tokens) > at or self._outcome is not None
+                    lambda start=position: len(self._tokens) > start or self._outcome is not None
                 )
                 new = self._tokens[position:]
             yield from new

@@ -1,11 +1,9 @@
 """Requests, policies that decide how they run, and results.
 
 A policy is queried up to three times with the remaining budget: before the vision encoder, for tier and
-insertion
-position (or a rejection); optionally after it, for the position again; and at the insertion, for the plan. It
-also
-decides whether an infeasible request runs anyway or is truncated. While a GPU works it may prepare its next
-decision.
+insertion position (or a rejection); optionally after it, for the position again; and at the insertion, for
+the plan. It also decides whether an infeasible request runs anyway or is truncated. While a GPU works it may
+prepare its next decision.
 """
 
 from __future__ import annotations
@@ -144,8 +142,7 @@ class SupportsPreparation(Protocol):
     """A policy that prepares its decision at the insertion while the device works."""
 
     def prepare(self, request: GenerationRequest) -> None:
-        """Called after `choose_initial`, on a GPU with split prompts, while the request waits for the
-        device."""
+        """Called after `choose_initial`, while a split prompt waits for the GPU."""
         ...
 
 

@@ -1,10 +1,8 @@
 """Sampling of tokens.
 
 A token is sampled with one uniform number of the request's own generator: the first token, by decreasing
-probability,
-at which the cumulative probability exceeds the number. The result depends on the request's seed and logits,
-not on
-other requests in the batch.
+probability, at which the cumulative probability exceeds the number. The result depends on the request's seed
+and logits, not on other requests in the batch.
 """
 
 from __future__ import annotations
@@ -70,13 +68,13 @@ class UniformStream:
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:
-    """Most probable token of each row, the first of ties; -1 where logits are NaN. Never synchronizes.
+    """Most probable token of each row, the first of ties; -1 where logits are NaN.
 
     Args:
         logits: [rows, vocabulary], floating.
 
     Returns:
-        [rows] int64.
+        [rows] int64; computed without synchronization.
     """
     best = logits.argmax(-1, keepdim=True)
     # argmax returns a NaN if the row has one.

@@ -1,8 +1,8 @@
 """Mixture of gated experts for many tokens: all experts for each token, with weight 0 for those not selected.
 
 This needs E / k times the arithmetic of the selected experts, but is faster on a GPU if experts are small:
-sorting
-tokens by expert, one product per expert and the final sum are twenty launches of about 100 µs in total.
+sorting tokens by expert, one product per expert and the final sum are twenty launches of about 100 µs in
+total.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def gated_kernel(
     for first in range(0, F, BF):
         c = first + tl.arange(0, BF)
         inside = (e < E)[:, None] & (c < F)[None, :]
-        at = wide_ptr + (token * E + e[:, None]) * 2 * F + c[None, :]
-        gate = tl.load(at, mask=inside, other=0.0).to(ACC)
-        up = tl.load(at + F, mask=inside, other=0.0).to(ACC)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
+        input_ptr = wide_ptr + (token * E + e[:, None]) * 2 * F + c[None, :]
+        gate_values = tl.load(input_ptr, mask=inside, other=0.0).to(ACC)
+        up = tl.load(input_ptr + F, mask=inside, other=0.0).to(ACC)
+        hidden = gate_values / (1.0 + tl.exp(-gate_values)) * up * weight[:, None]
         # Also discards overflows of experts that were not selected.
         hidden = tl.where((weight != 0.0)[:, None], hidden, 0.0)
         out = out_ptr + (token * E + e[:, None]) * F + c[None, :]
@@ -52,9 +52,9 @@ def gated_kernel(
 
 def is_profitable(tokens: int, k: int, gate_up: Tensor) -> bool:
     """Whether dense experts are faster than sorting for this number of tokens."""
-    count, twice, width = gate_up.shape
-    flops = 3.0 * tokens * count * twice * width * (1.0 - k / count)
-    return flops <= SPARED_FLOPS and tokens * count * twice * gate_up.element_size() <= MAX_BYTES
+    count, double_width, width = gate_up.shape
+    flops = 3.0 * tokens * count * double_width * width * (1.0 - k / count)
+    return flops <= SPARED_FLOPS and tokens * count * double_width * gate_up.element_size() <= MAX_BYTES
 
 
 def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, dow
     hidden = x.new_empty(n, count * f)
     kernel: Any = gated_kernel
     if n:
-        deep = min(TILE, triton.next_power_of_2(f))
-        many = max(1, min(TILE // deep, triton.next_power_of_2(count)))
+        block_width = min(TILE, triton.next_power_of_2(f))
+        experts_per_program = max(1, min(TILE // block_width, triton.next_power_of_2(count)))
         with torch.cuda.device_of(x):
-            kernel[(n, triton.cdiv(count, many))](
-                wide, expert_ids, weights, hidden, count, f, K=k, BE=many, BF=deep,
+            kernel[(n, triton.cdiv(count, experts_per_program))](
+                wide, expert_ids, weights, hidden, count, f, K=k, BE=experts_per_program, BF=block_width,
                 ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, num_warps=4,
             )  # fmt: skip
     return functional.linear(hidden, down.permute(1, 0, 2).reshape(d, -1))

@@ -1,14 +1,10 @@
 """Mixture of gated experts for few tokens: two kernels that read the selected experts' weights once each.
 
 A decode step has too few tokens for tensor cores; its cost is reading the weights, 6 f d bytes per expert in
-bf16. A
-program owns some output rows of one matrix and multiplies them with a vector elementwise, accumulating in
-float32
-(float64 for float64). The first kernel runs over pairs of token and expert and writes silu(G x) * U x; the
-second runs
-over tokens and adds their experts' outputs in the order of `expert_ids`, so a token's result does not depend
-on other
-tokens.
+bf16. A program owns some output rows of one matrix and multiplies them with a vector elementwise,
+accumulating in float32 (float64 for float64). The first kernel runs over pairs of token and expert and writes
+silu(G x) * U x; the second runs over tokens and adds their experts' outputs in the order of `expert_ids`, so
+a token's result does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -47,15 +43,15 @@ def hidden_kernel(
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
     gate_at = gate_up_ptr + expert * stride_e + r[:, None] * stride_r
     up_at = gate_at + F * stride_r
-    gate = tl.zeros([BR, BD], ACC)
+    gate_values = tl.zeros([BR, BD], ACC)
     up = tl.zeros([BR, BD], ACC)
     for first in range(0, D, BD):
         c = first + cols
         inside = (r < F)[:, None] & (c < D)[None, :]
         x = tl.load(x_ptr + token * D + c, mask=c < D, other=0.0).to(ACC)[None, :]
-        gate += tl.load(gate_at + c[None, :], mask=inside, other=0.0).to(ACC) * x
+        gate_values += tl.load(gate_at + c[None, :], mask=inside, other=0.0).to(ACC) * x
         up += tl.load(up_at + c[None, :], mask=inside, other=0.0).to(ACC) * x
-    g = tl.sum(gate, axis=1)
+    g = tl.sum(gate_values, axis=1)
     h = g / (1.0 + tl.exp(-g)) * tl.sum(up, axis=1)
     tl.store(out_ptr + pair.to(tl.int64) * F + r, h, mask=r < F)
 
@@ -106,7 +102,7 @@ def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, dow
     first: Any = hidden_kernel
     second: Any = output_kernel
     wide = max(16, min(TILE // ROWS, triton.next_power_of_2(d)))
-    deep = max(16, min(TILE // OUT_ROWS, triton.next_power_of_2(f)))
+    block_width = max(16, min(TILE // OUT_ROWS, triton.next_power_of_2(f)))
     with torch.cuda.device_of(x):
         first[(n * k, triton.cdiv(f, ROWS))](
             x, expert_ids, gate_up, hidden, k, d, f, gate_up.stride(0), gate_up.stride(1),
@@ -114,6 +110,6 @@ def experts(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, dow
         )  # fmt: skip
         second[(n, triton.cdiv(d, OUT_ROWS))](
             hidden, expert_ids, weights, down, out, k, d, f, down.stride(0), down.stride(1),
-            BR=OUT_ROWS, BF=deep, ACC=acc, num_warps=4,
+            BR=OUT_ROWS, BF=block_width, ACC=acc, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,5 +1,6 @@
-"""Plan selection for one request on the CPU; `controllers.networks` and `predictor.calibration` define the
-operations.
+"""Plan selection for one request on the CPU.
+
+`controllers.networks` and `predictor.calibration` define the operations.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Plan selection for one request on one core, in Numba.
 
 Between two decisions, code and data leave the CPU cache; reading them back from memory takes far longer than
-a few
-hundred thousand multiply-adds. Each step is therefore one small function, and a stage's weights are
-contiguous in one
-array. This file uses no function of another file, because Numba's cache does not detect changes there.
+a few hundred thousand multiply-adds. Each step is therefore one small function, and a stage's weights are
+contiguous in one array. This file uses no function of another file, because Numba's cache does not detect
+changes there.
 
 Notation: d hidden size of the model, W that of the controllers, P plans, L loads, V vocabulary size.
 """
@@ -179,11 +178,11 @@ def _gelu(x: Any) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
-def _standardize(vector: Any, centre: Any, scale: Any, epsilon: float, out: Any) -> Any:
+def _standardize(vector: Any, center: Any, scale: Any, epsilon: float, out: Any) -> Any:
     """Standardize and center a vector; returns the factor that gives it unit mean square."""
     total = np.float32(0.0)
     for index in range(len(vector)):
-        out[index] = (vector[index] - centre[index]) * scale[index]
+        out[index] = (vector[index] - center[index]) * scale[index]
         total += out[index]
     mean, squares = total / np.float32(len(vector)), np.float32(0.0)
     for index in range(len(vector)):
@@ -195,7 +194,7 @@ def _standardize(vector: Any, centre: Any, scale: Any, epsilon: float, out: Any)
 @njit(cache=True, nogil=True, error_model="numpy")
 def run_stage(
     vector: Any,
-    centre: Any,
+    center: Any,
     scale: Any,
     epsilon: float,
     weights: Any,
@@ -212,7 +211,7 @@ def run_stage(
 
     Args:
         vector: Language feature or latency token, [d] float32.
-        centre: Feature mean, [d] float32.
+        center: Feature mean, [d] float32.
         scale: Inverse feature deviation, [d] float32.
         epsilon: Epsilon of the layer norm.
         weights: Matrices (row-major) and biases of the feature, budget, fusion and logits layers.
@@ -231,7 +230,7 @@ def run_stage(
     wide = len(budget)
     standardized = np.empty(len(vector), np.float32)
     concatenated = np.empty(2 * wide + len(extra), np.float32)
-    norm = _standardize(vector, centre, scale, epsilon, standardized)
+    norm = _standardize(vector, center, scale, epsilon, standardized)
     offset = _matvec(weights, 0, standardized, norm, concatenated[:wide])
     offset = _matvec(weights, offset, budget, np.float32(1.0), concatenated[wide : 2 * wide])
     _gelu(concatenated[: 2 * wide])

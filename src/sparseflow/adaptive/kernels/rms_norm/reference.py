@@ -1,8 +1,7 @@
 """RMS normalization as in Llama, in plain torch.
 
 y = w * round(x / sqrt(mean(x²) + eps)): mean and quotient in float32; the quotient is rounded to x's dtype
-before the
-multiplication with the weight.
+before the multiplication with the weight.
 """
 
 from __future__ import annotations
@@ -22,6 +21,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         Shape and dtype of x.
     """
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    row_width = x.float()
+    scale = torch.rsqrt(row_width.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (row_width * scale).to(x.dtype)

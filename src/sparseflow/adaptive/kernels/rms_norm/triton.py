@@ -42,9 +42,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernel: Any = row_kernel
     if out.numel():
-        wide = triton.next_power_of_2(d)
+        row_width = triton.next_power_of_2(d)
         with torch.cuda.device_of(x):
             kernel[(len(rows),)](
-                rows, weight, out, d, rows.stride(0), eps, BD=wide, num_warps=8 if wide > 1024 else 4
+                rows,
+                weight,
+                out,
+                d,
+                rows.stride(0),
+                eps,
+                BD=row_width,
+                num_warps=8 if row_width > 1024 else 4,
             )
     return out

@@ -1,4 +1,4 @@
-"""Selection of experts: a program handles several tokens and selects one expert after another.
+"""Selection of experts; a program selects one expert after another for several tokens.
 
 Replaces a copy, a softmax, a selection and a sort, which are four to six launches.
 """

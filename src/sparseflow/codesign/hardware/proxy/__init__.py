@@ -1,41 +1,53 @@
-"""The hardware proxy: what layers take on devices, predicted by a roofline and what was learned on top of it.
+"""Hardware proxy: latency, memory and power of layers on devices, from a roofline and a learned residual.
 
 ::
 
-    from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerHwProxy, read_points
-    from sparseflow.codesign.hardware.proxy import fit
-    proxy = LayerHwProxy.analytic()                       # or fit(read_points("points.parquet").points)
-    proxy.table(layers, [DeviceSpec.of(chip) for chip in chips])["lat_ms"]     # [L, S]
+    from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerHwProxy, fit_proxy, read_points
+    proxy = LayerHwProxy.analytic()                       # or fit_proxy(read_points("points.parquet").points)
+    proxy.predict_table(layers, [DeviceSpec.from_chip(chip) for chip in chips])["lat_ms"]     # [L, S]
+
+`profiling` measures layers, `points` stores the measurements, `fitting` fits a proxy to them.
 """
 
 from __future__ import annotations
 
-from sparseflow.codesign.hardware.proxy.analytic import Roofline
-from sparseflow.codesign.hardware.proxy.device import DeviceSpec, device_here
+from sparseflow.codesign.hardware.proxy.analytic import LatencyRoofline
+from sparseflow.codesign.hardware.proxy.device import DeviceSpec, measure_device
 from sparseflow.codesign.hardware.proxy.features import FEATURES, build_layer_features
-from sparseflow.codesign.hardware.proxy.fitting import Judged, Training, fit, judge
+from sparseflow.codesign.hardware.proxy.fitting import (
+    ProxyEvaluation,
+    ProxyTrainingConfig,
+    cross_validate,
+    fit_proxy,
+)
 from sparseflow.codesign.hardware.proxy.layer_proxy import LayerHwProxy
-from sparseflow.codesign.hardware.proxy.points import Point, PointFile, Points, read_points, write_points
+from sparseflow.codesign.hardware.proxy.points import (
+    LayerPoint,
+    LayerPointFile,
+    LayerPoints,
+    read_points,
+    write_points,
+)
 from sparseflow.codesign.hardware.proxy.residual_model import LayerProxyModel
-from sparseflow.codesign.hardware.proxy.synthetic_layers import Grid, LayerConfig
+from sparseflow.codesign.hardware.proxy.synthetic_layers import LayerConfig, LayerGrid
 
 __all__ = [
     "FEATURES",
     "DeviceSpec",
-    "Grid",
-    "Judged",
+    "LatencyRoofline",
     "LayerConfig",
+    "LayerGrid",
     "LayerHwProxy",
+    "LayerPoint",
+    "LayerPointFile",
+    "LayerPoints",
     "LayerProxyModel",
-    "Point",
-    "PointFile",
-    "Points",
-    "Roofline",
-    "Training",
+    "ProxyEvaluation",
+    "ProxyTrainingConfig",
     "build_layer_features",
-    "device_here",
-    "fit",
-    "judge",
+    "cross_validate",
+    "fit_proxy",
+    "measure_device",
     "read_points",
     "write_points",
 ]

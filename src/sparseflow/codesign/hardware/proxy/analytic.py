@@ -1,12 +1,21 @@
-"""Latency without learning: the longer of operations and bytes, each at its rate, plus an overhead.
+"""Analytic models of latency, memory and power, with coefficients fitted per device.
+
+Latency is a roofline with an overhead (Williams, Waterman, Patterson, CACM 2009):
 
     latency = max(flops / (rate * compute), bytes / (peak_bw * memory)) + overhead
 
-`compute` and `memory` are efficiencies, `overhead` is in milliseconds; there is one of each for every device
-that was measured, type of layer and precision. A device that was not measured has 1, 1 and 0 unless told
-otherwise. The maximum is exact: gradients go to what binds, and where both do, half to each.
+`compute` and `memory` are efficiencies and `overhead` is in ms, for each measured device, layer type and
+precision; other devices use 1, 1 and 0. The maximum is exact: the gradient goes to the binding term, or half
+to each on ties.
 
-    Williams, Waterman, Patterson: Roofline. CACM 2009.
+Memory is that of the layer plus a workspace of libraries, which does not depend on the layer's size.
+
+Power follows the roofline model of energy (Choi et al., IPDPS 2013) with a constant share for any activity:
+
+    power = idle + (tdp - idle) * min(1, busy + compute * flops_share + memory * bytes_share)
+
+The shares are achieved over peak rates. Default coefficients are illustrative: a compute-bound layer draws
+0.8 and a memory-bound one 0.6 of the dynamic range.
 """
 
 from __future__ import annotations
@@ -17,15 +26,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.hardware.proxy.inputs import Work
+from sparseflow.codesign.hardware.proxy.inputs import ProxyInputs
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS
 from sparseflow.errors import InputError
 
 COEFFICIENTS = ("compute", "memory", "overhead_ms")
 SHAPE = (len(LAYER_TYPES), len(PRECISIONS), len(COEFFICIENTS))
 
-_STARTS = ((0.0, 0.0, 0.0), (0.7, 0.7, -0.7), (0.0, 0.7, -2.0), (0.7, 0.0, -2.0))
-"""What is added to the logarithms of the first guess; the best end counts."""
+_INITIAL_OFFSETS = ((0.0, 0.0, 0.0), (0.7, 0.7, -0.7), (0.0, 0.7, -2.0), (0.7, 0.0, -2.0))
+"""Offsets of the initial log coefficients; the best of the fits is kept."""
 
 _ROOFLINE_STEPS = 600
 _ROOFLINE_RATE = 0.03
@@ -33,184 +42,189 @@ _REGULARIZATION = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Roofline:
-    """Coefficients.
+class LatencyRoofline:
+    """Coefficients of the roofline.
 
     Attributes:
-        values: float64 [1 + D, types, precisions, 3], see `COEFFICIENTS`; the first row is for devices that
-            were not measured.
-        fitted: bool [1 + D, types, precisions], where there were points; other coefficients are means.
+        values: float64 [1 + D, types, precisions, 3], see `COEFFICIENTS`; row 0 is for unmeasured devices.
+        fitted: Whether there were points, bool [1 + D, types, precisions]; other coefficients are means.
     """
 
     values: Tensor
     fitted: Tensor
 
     @classmethod
-    def ideal(cls) -> Roofline:
-        """Peak rates are reached, and nothing is added."""
+    def ideal(cls) -> LatencyRoofline:
+        """Create the roofline of peak rates without overhead."""
         values = torch.ones(1, *SHAPE, dtype=torch.float64)
         values[..., 2] = 0.0
         return cls(values=values, fitted=torch.zeros(values.shape[:-1], dtype=torch.bool))
 
-    def latency_ms(self, work: Work, row: Tensor) -> Tensor:
-        """Milliseconds, float64.
+    def latency_ms(self, work: ProxyInputs, row: Tensor) -> Tensor:
+        """Predict latency, ms, float64.
 
         Args:
-            work: Of what.
-            row: Of `values`, for each device of `work`; int64 [devices].
+            work: Layers and devices.
+            row: Row of `values` for each device of `work`, int64 [devices].
         """
-        found = self.values[row[work.device], work.kind, work.precision]
-        compute, memory, overhead = found.unbind(-1)
+        coefficients = self.values[row[work.device], work.type_index, work.precision]
+        compute, memory, overhead = coefficients.unbind(-1)
         return torch.maximum(work.compute_ms / compute, work.memory_ms / memory) + overhead
 
-    def alike(self) -> Roofline:
-        """The same, but devices that were not measured are taken to be like those that were, on average."""
+    def with_average_default(self) -> LatencyRoofline:
+        """Return a copy in which unmeasured devices use the mean coefficients of the measured ones."""
         values = self.values.clone()
-        values[0] = _means(values[1:], self.fitted[1:]).mean(0) if len(values) > 1 else values[0]
-        return Roofline(values=values, fitted=self.fitted)
+        values[0] = _fill_missing(values[1:], self.fitted[1:]).mean(0) if len(values) > 1 else values[0]
+        return LatencyRoofline(values=values, fitted=self.fitted)
 
 
-def fit_roofline(work: Work, latency_ms: Tensor) -> Roofline:
-    """The coefficients that come nearest to what was measured, by the logarithm of the ratio.
+def fit_roofline(work: ProxyInputs, latency_ms: Tensor) -> LatencyRoofline:
+    """Fit the coefficients to latencies by the log ratio (Huber loss).
 
     Args:
-        work: Pairs of layers and devices, [N]; row 1 + d of the result is the d-th of its devices.
-        latency_ms: float64 [N].
+        work: Pairs of layers and devices, [N]; row 1 + d of the result belongs to device d.
+        latency_ms: Measured latencies, ms, float64 [N].
 
     Raises:
-        InputError: Lengths differ.
+        InputError: The lengths differ.
     """
     if latency_ms.shape != work.flops.shape:
-        raise InputError(f"{latency_ms.numel()} latencies of {work.flops.numel()} layers")
+        raise InputError(f"{latency_ms.numel()} latencies were given for {work.flops.numel()} layers")
     types, precisions, kinds = SHAPE
     shape = (1 + len(work.devices), types, precisions)
-    place = ((1 + work.device) * types + work.kind) * precisions + work.precision
-    names, group = place.unique(return_inverse=True)
+    cell = ((1 + work.device) * types + work.type_index) * precisions + work.precision
+    cells, group = cell.unique(return_inverse=True)
     compute_ms, memory_ms = work.compute_ms.detach(), work.memory_ms.detach()
     guess = torch.stack(
         [
             torch.stack(
                 [
-                    torch.quantile(compute_ms[mine] / latency_ms[mine], 0.95),
-                    torch.quantile(memory_ms[mine] / latency_ms[mine], 0.95),
-                    latency_ms[mine].min(),
+                    torch.quantile(compute_ms[mask] / latency_ms[mask], 0.95),
+                    torch.quantile(memory_ms[mask] / latency_ms[mask], 0.95),
+                    latency_ms[mask].min(),
                 ]
             )
-            for mine in (group == at for at in range(len(names)))
+            for mask in (group == index for index in range(len(cells)))
         ]
     ).log()
-    first = guess[None] + torch.tensor(_STARTS, dtype=torch.float64)[:, None]
-    found = first.clone().requires_grad_()
+    initial = guess[None] + torch.tensor(_INITIAL_OFFSETS, dtype=torch.float64)[:, None]
+    log_values = initial.clone().requires_grad_()
 
-    def ratios() -> Tensor:
-        compute, memory, overhead = found.exp()[:, group].unbind(-1)
+    def compute_log_ratios() -> Tensor:
+        compute, memory, overhead = log_values.exp()[:, group].unbind(-1)
         return (torch.maximum(compute_ms / compute, memory_ms / memory) + overhead).div(latency_ms).log()
 
     def loss() -> Tensor:
-        off = ratios()
-        near = torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="sum", delta=0.05)
-        return near + _REGULARIZATION * (found - first).square().sum()
+        log_ratios = compute_log_ratios()
+        huber = torch.nn.functional.huber_loss(
+            log_ratios, torch.zeros_like(log_ratios), reduction="sum", delta=0.05
+        )
+        return huber + _REGULARIZATION * (log_values - initial).square().sum()
 
-    descend([found], loss, steps=_ROOFLINE_STEPS, rate=_ROOFLINE_RATE)
+    minimize_adam([log_values], loss, steps=_ROOFLINE_STEPS, learning_rate=_ROOFLINE_RATE)
     with torch.no_grad():
-        errors = torch.zeros(len(_STARTS), len(names), dtype=torch.float64)
-        errors.index_add_(1, group, ratios().abs())
-        best = found.exp()[errors.argmin(0), torch.arange(len(names))]
+        errors = torch.zeros(len(_INITIAL_OFFSETS), len(cells), dtype=torch.float64)
+        errors.index_add_(1, group, compute_log_ratios().abs())
+        best = log_values.exp()[errors.argmin(0), torch.arange(len(cells))]
     values = torch.zeros(*shape, kinds, dtype=torch.float64).flatten(0, 2)
     fitted = torch.zeros(shape, dtype=torch.bool).flatten()
-    values[names], fitted[names] = best, True
+    values[cells], fitted[cells] = best, True
     values, fitted = values.view(*shape, kinds), fitted.view(shape)
-    values[1:] = _means(values[1:], fitted[1:])
-    values[0] = Roofline.ideal().values[0]
-    return Roofline(values=values, fitted=fitted)
+    values[1:] = _fill_missing(values[1:], fitted[1:])
+    values[0] = LatencyRoofline.ideal().values[0]
+    return LatencyRoofline(values=values, fitted=fitted)
 
 
-def descend(
+def minimize_adam(
     parameters: list[Tensor],
     loss: Callable[[], Tensor],
     *,
     steps: int,
-    rate: float,
-    after: Callable[[float], None] | None = None,
+    learning_rate: float,
+    after_step: Callable[[float], None] | None = None,
 ) -> None:
-    """Adam on all data at once, with a rate that falls to 0 along a cosine.
+    """Minimize a full-batch loss with Adam and a cosine learning-rate schedule down to 0.
 
     Args:
-        parameters: What is changed.
-        loss: Of them.
-        steps: How many.
-        rate: At first.
-        after: Called after each step with its rate, without gradients.
+        parameters: Tensors to optimize.
+        loss: Computes the loss.
+        steps: Number of steps.
+        learning_rate: Initial learning rate.
+        after_step: Called after each step with its learning rate, without gradients.
     """
-    adam = torch.optim.Adam(parameters, lr=rate)
+    adam = torch.optim.Adam(parameters, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    # Whoever fits may be within `no_grad`; a fit needs gradients of its own.
+    # The caller may disable gradients, but a fit needs them.
     with torch.enable_grad():
         for _ in range(steps):
             adam.zero_grad()
             loss().backward()
-            now = float(schedule.get_last_lr()[0])
+            current_rate = float(schedule.get_last_lr()[0])
             adam.step()
             schedule.step()
-            if after is not None:
+            if after_step is not None:
                 with torch.no_grad():
-                    after(now)
+                    after_step(current_rate)
 
 
-def _means(values: Tensor, fitted: Tensor) -> Tensor:
-    """Values of which those that were not fitted are geometric means of those that were, nearest first.
+def _fill_missing(values: Tensor, fitted: Tensor) -> Tensor:
+    """Replace unfitted coefficients by geometric means of fitted ones.
 
-    Nearest are the same type in other precisions, then all of the device.
+    Means are taken over the precisions of the same layer type if any is fitted, else over the device.
     """
-    found = values.clone()
+    filled = values.clone()
     for device in range(len(values)):
-        logs, there = values[device].clamp_min(1e-12).log(), fitted[device]
+        logs, known = values[device].clamp_min(1e-12).log(), fitted[device]
         for kind in range(values.shape[1]):
-            some = logs[kind][there[kind]] if there[kind].any() else logs[there]
-            if len(some):
-                found[device, kind, ~there[kind]] = some.mean(0).exp()
-    return found
+            available = logs[kind][known[kind]] if known[kind].any() else logs[known]
+            if len(available):
+                filled[device, kind, ~known[kind]] = available.mean(0).exp()
+    return filled
 
 
-_SURE = 0.1
-"""What all but this share of layers take beyond what they hold is workspace."""
+_WORKSPACE_QUANTILE = 0.1
+"""Quantile of the memory beyond the layer's own that counts as workspace."""
 
 
 def default_workspace() -> Tensor:
-    """For devices that were not measured, MB, float64 [1, types, precisions]."""
+    """Workspace of unmeasured devices, MB, float64 [1, types, precisions]."""
     return torch.zeros(1, len(LAYER_TYPES), len(PRECISIONS), dtype=torch.float64)
 
 
-def analytic_memory_mb(work: Work, workspace: Tensor, row: Tensor) -> Tensor:
-    """MB of 1e6 bytes, float64.
+def analytic_memory_mb(work: ProxyInputs, workspace: Tensor, row: Tensor) -> Tensor:
+    """Predict memory, MB (1e6 bytes), float64.
 
     Args:
-        work: Of what.
+        work: Layers and devices.
         workspace: MB, float64 [1 + D, types, precisions].
-        row: Of `workspace`, for each device of `work`; int64 [devices].
+        row: Row of `workspace` for each device of `work`, int64 [devices].
     """
-    return work.memory_bytes / 1e6 + workspace[row[work.device], work.kind, work.precision]
+    return work.memory_bytes / 1e6 + workspace[row[work.device], work.type_index, work.precision]
 
 
-def fit_workspace(work: Work, memory_mb: Tensor) -> Tensor:
-    """Workspaces, MB, float64 [1 + D, types, precisions]; a group without points gets the device's mean.
+def fit_workspace(work: ProxyInputs, memory_mb: Tensor) -> Tensor:
+    """Fit workspaces, MB, float64 [1 + D, types, precisions]; cells without points get the device's mean.
 
     Args:
-        work: Pairs, [N].
-        memory_mb: As measured, [N]; NaN where it was not.
+        work: Pairs of layers and devices, [N].
+        memory_mb: Measured memory, MB, [N]; NaN where not measured.
     """
-    found = default_workspace().repeat(1 + len(work.devices), 1, 1)
-    beyond, there = memory_mb - work.memory_bytes / 1e6, torch.isfinite(memory_mb)
+    workspace = default_workspace().repeat(1 + len(work.devices), 1, 1)
+    extra_mb, measured = memory_mb - work.memory_bytes / 1e6, torch.isfinite(memory_mb)
     for device in range(len(work.devices)):
-        known = torch.zeros_like(found[0], dtype=torch.bool)
-        for kind, precision in {*zip(work.kind.tolist(), work.precision.tolist(), strict=True)}:
-            mine = there & (work.device == device) & (work.kind == kind) & (work.precision == precision)
-            if bool(mine.any()):
-                found[1 + device, kind, precision] = torch.quantile(beyond[mine], _SURE).clamp_min(0.0)
+        known = torch.zeros_like(workspace[0], dtype=torch.bool)
+        for kind, precision in {*zip(work.type_index.tolist(), work.precision.tolist(), strict=True)}:
+            mask = (
+                measured & (work.device == device) & (work.type_index == kind) & (work.precision == precision)
+            )
+            if bool(mask.any()):
+                workspace[1 + device, kind, precision] = torch.quantile(
+                    extra_mb[mask], _WORKSPACE_QUANTILE
+                ).clamp_min(0.0)
                 known[kind, precision] = True
         if bool(known.any()):
-            found[1 + device, ~known] = found[1 + device, known].mean()
-    return found
+            workspace[1 + device, ~known] = workspace[1 + device, known].mean()
+    return workspace
 
 
 _DEFAULT_POWER = (0.2, 0.6, 0.4)
@@ -219,22 +233,22 @@ _MIN_LATENCY_MS = 1e-12
 _POWER_STEPS = 400
 _POWER_RATE = 0.03
 _MIN_POWER_POINTS = 8
-"""Points that three coefficients are fitted to."""
+"""Points that are needed to fit the three coefficients."""
 
 
 def default_power() -> Tensor:
-    """For devices that were not measured, float64 [1, 3]."""
+    """Power coefficients of unmeasured devices, float64 [1, 3]."""
     return torch.tensor([_DEFAULT_POWER], dtype=torch.float64)
 
 
-def analytic_power_w(work: Work, latency_ms: Tensor, values: Tensor, row: Tensor) -> Tensor:
-    """Watts, float64.
+def analytic_power_w(work: ProxyInputs, latency_ms: Tensor, values: Tensor, row: Tensor) -> Tensor:
+    """Predict power, W, float64.
 
     Args:
-        work: Of what.
-        latency_ms: What it takes.
+        work: Layers and devices.
+        latency_ms: Latency, ms.
         values: Coefficients, float64 [1 + D, 3].
-        row: Of `values`, for each device of `work`; int64 [devices].
+        row: Row of `values` for each device of `work`, int64 [devices].
     """
     busy, compute, memory = values[row[work.device]].unbind(-1)
     used = (compute * work.compute_ms + memory * work.memory_ms) / latency_ms.clamp_min(_MIN_LATENCY_MS)
@@ -242,27 +256,27 @@ def analytic_power_w(work: Work, latency_ms: Tensor, values: Tensor, row: Tensor
     return work.idle_w + (work.tdp_w - work.idle_w) * share.clamp_max(1.0)
 
 
-def fit_power(work: Work, latency_ms: Tensor, power_w: Tensor) -> Tensor:
-    """Coefficients for each device of which there are enough points, float64 [1 + D, 3]; none is negative.
+def fit_power(work: ProxyInputs, latency_ms: Tensor, power_w: Tensor) -> Tensor:
+    """Fit non-negative coefficients for each device with enough points, float64 [1 + D, 3].
 
     Args:
-        work: Pairs, [N].
-        latency_ms: As measured, [N].
-        power_w: As measured, [N]; NaN where it was not.
+        work: Pairs of layers and devices, [N].
+        latency_ms: Measured latency, ms, [N].
+        power_w: Measured power, W, [N]; NaN where not measured.
     """
     values = default_power().repeat(1 + len(work.devices), 1)
     row = 1 + torch.arange(len(work.devices))
-    there = torch.isfinite(power_w)
-    enough = torch.bincount(work.device[there], minlength=len(work.devices)) >= _MIN_POWER_POINTS
-    there &= enough[work.device]
-    if not bool(there.any()):
+    measured = torch.isfinite(power_w)
+    enough = torch.bincount(work.device[measured], minlength=len(work.devices)) >= _MIN_POWER_POINTS
+    measured &= enough[work.device]
+    if not bool(measured.any()):
         return values
     roots = values.sqrt().requires_grad_()
 
     def loss() -> Tensor:
-        found = analytic_power_w(work, latency_ms, roots.square(), row)[there]
-        return (found / power_w[there]).clamp_min(1e-6).log().abs().mean()
+        predicted = analytic_power_w(work, latency_ms, roots.square(), row)[measured]
+        return (predicted / power_w[measured]).clamp_min(1e-6).log().abs().mean()
 
-    descend([roots], loss, steps=_POWER_STEPS, rate=_POWER_RATE)
+    minimize_adam([roots], loss, steps=_POWER_STEPS, learning_rate=_POWER_RATE)
     values[1:][enough] = roots.detach().square()[1:][enough]
     return values

@@ -1,4 +1,4 @@
-"""What a device can do, as the proxy sees it: from a chip library, or from ceilings that were measured."""
+"""Device specifications, from a chip library or measured on the local device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class DeviceSpec:
     """Specifications of a device.
 
     Attributes:
-        name: What points that were measured on it, and proxies fitted to them, know it by.
+        name: Name that measurements and fitted proxies refer to.
         peak_flops: FLOP/s.
-        peak_bw: Bytes/s of its memory.
-        mem_gb: GB (1e9 bytes).
-        tdp_w: Watts at full load.
-        idle_w: Watts when it waits.
-        cores: Multiprocessors of a GPU, cores of a CPU; None where unknown, and then nothing is said about
-            how tiles fill them.
-        rates: (precision, FLOP/s) where it is not `peak_flops`.
+        peak_bw: Memory bandwidth, bytes/s.
+        mem_gb: Memory, GB (1e9 bytes).
+        tdp_w: Power at full load, W.
+        idle_w: Idle power, W.
+        cores: Multiprocessors of a GPU, cores of a CPU; None if unknown, which disables the tile features.
+        rates: Pairs (precision, FLOP/s) for precisions whose rate is not `peak_flops`.
 
     Raises:
-        InputError: A figure is out of range.
+        InputError: A value is out of range.
     """
 
     name: str
@@ -48,7 +47,7 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise InputError("a device needs a `name`")
+            raise InputError("`name` of a device must not be empty")
         for name in ("peak_flops", "peak_bw", "mem_gb", "tdp_w"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0.0):
@@ -60,17 +59,17 @@ class DeviceSpec:
         for precision, value in self.rates:
             if precision not in PRECISIONS or not (math.isfinite(value) and value > 0.0):
                 raise InputError(
-                    f"`rates` of {self.name} says {precision!r}: {value}; expected FLOP/s above 0 for one of "
-                    f"{', '.join(PRECISIONS)}"
+                    f"`rates` of {self.name} contains {precision!r}: {value}; expected FLOP/s above 0 for "
+                    f"one of {', '.join(PRECISIONS)}"
                 )
 
     def rate(self, precision: str) -> float:
-        """FLOP/s in a precision."""
+        """FLOP/s at a precision."""
         return dict(self.rates).get(precision, self.peak_flops)
 
     @classmethod
-    def of(cls, chip: ChipType | DeviceSpec, *, cores: int | None = None) -> DeviceSpec:
-        """A chip of a library; a `DeviceSpec` stays what it is."""
+    def from_chip(cls, chip: ChipType | DeviceSpec, *, cores: int | None = None) -> DeviceSpec:
+        """Convert a chip type; a `DeviceSpec` is returned unchanged."""
         if isinstance(chip, DeviceSpec):
             return chip
         return cls(
@@ -79,7 +78,7 @@ class DeviceSpec:
         )  # fmt: skip
 
     @classmethod
-    def measured(
+    def from_ceilings(
         cls,
         ceilings: Ceilings,
         *,
@@ -89,9 +88,11 @@ class DeviceSpec:
         idle_w: float = 0.0,
         cores: int | None = None,
     ) -> DeviceSpec:
-        """A device by what it reached on work that is as easy as work gets; see `here.device_here`."""
+        """Build the specification from measured ceilings; see `measure_device`."""
         rates = tuple(
-            (each, ceilings.flops_per_s[each]) for each in PRECISIONS if each in ceilings.flops_per_s
+            (precision, ceilings.flops_per_s[precision])
+            for precision in PRECISIONS
+            if precision in ceilings.flops_per_s
         )
         return cls(
             name=name, peak_flops=max(rate for _, rate in rates), peak_bw=ceilings.bytes_per_s,
@@ -99,7 +100,7 @@ class DeviceSpec:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Convert to JSON types; `from_dict` reads them."""
         return {
             "name": self.name, "peak_flops": self.peak_flops, "peak_bw": self.peak_bw, "mem_gb": self.mem_gb,
             "tdp_w": self.tdp_w, "idle_w": self.idle_w, "cores": self.cores, "rates": dict(self.rates),
@@ -107,45 +108,45 @@ class DeviceSpec:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> DeviceSpec:
-        """Read back what `to_dict` gave. Raises FileFormatError where it is something else."""
+        """Read what `to_dict` returned. Raises FileFormatError if the record is invalid."""
         try:
             return cls(**{**record, "rates": tuple((str(k), float(v)) for k, v in record["rates"].items())})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FileFormatError(f"a device cannot be read: {error}") from error
+            raise FileFormatError(f"invalid device: {error}") from error
 
 
-_IDLE_S = 1.0
-_REST_S = 0.02
+_IDLE_DURATION_S = 1.0
+_SLEEP_S = 0.02
 
 
-def device_here(
+def measure_device(
     device: torch.device | str = "cpu", *, tdp_w: float | None = None, idle_w: float | None = None
 ) -> DeviceSpec:
-    """A device of this machine by its measured ceilings; takes some seconds.
+    """Measure the ceilings of a local device; takes a few seconds.
 
     Args:
-        device: Which.
-        tdp_w: Watts at full load; on a GPU its power limit by default.
-        idle_w: Watts when it waits; on a GPU measured by default, 0 on a CPU.
+        device: The device.
+        tdp_w: Power at full load, W; by default the power limit of a GPU.
+        idle_w: Idle power, W; by default measured on a GPU, and 0 on a CPU.
 
     Raises:
-        InputError: Nothing tells `tdp_w`, as on a CPU.
-        DeviceError: The device is not there.
+        InputError: `tdp_w` is not given and cannot be read, as on a CPU.
+        DeviceError: The device does not exist.
     """
     info = describe_device(device)
-    tdp_w = _limit_w(device) if tdp_w is None else tdp_w
+    tdp_w = _read_power_limit_w(device) if tdp_w is None else tdp_w
     if tdp_w is None:
-        raise InputError(f"nothing tells the power of {info.name}: give `tdp_w`, watts at full load")
+        raise InputError(f"the power limit of {info.name} is unknown; pass `tdp_w`, W at full load")
     if idle_w is None:
-        idle_w = min(mean_power_w(lambda: time.sleep(_REST_S), device, _IDLE_S) or 0.0, tdp_w)
-    return DeviceSpec.measured(
+        idle_w = min(measure_power_w(lambda: time.sleep(_SLEEP_S), device, _IDLE_DURATION_S) or 0.0, tdp_w)
+    return DeviceSpec.from_ceilings(
         measure_ceilings(device), name=info.name, mem_gb=info.memory_bytes / 1e9, tdp_w=tdp_w, idle_w=idle_w,
         cores=info.cores,
     )  # fmt: skip
 
 
-def _limit_w(device: torch.device | str) -> float | None:
-    """The power limit of a GPU; None where nothing tells it."""
+def _read_power_limit_w(device: torch.device | str) -> float | None:
+    """Read the power limit of a GPU, W; None if it is not available."""
     gpu = nvml.get_handle(device)
     if gpu is None:
         return None
@@ -157,22 +158,25 @@ def _limit_w(device: torch.device | str) -> float | None:
         return None
 
 
-def mean_power_w(chunk: Callable[[], object], device: torch.device | str, seconds: float) -> float | None:
-    """Mean watts while `chunk` is called over and over, between the counter's first step and its last.
+def measure_power_w(
+    run_chunk: Callable[[], object], device: torch.device | str, duration_s: float
+) -> float | None:
+    """Measure the mean power while calling `run_chunk` repeatedly, W.
 
-    None where nothing counts energy, or it did not move twice.
+    The mean is taken from the first to the last change of the energy counter. None without an energy counter,
+    or if it changed fewer than two times.
     """
     if nvml.read_energy_j(device) is None:
         return None
-    steps: list[tuple[float, float]] = []
-    end = time.monotonic() + seconds
+    readings: list[tuple[float, float]] = []
+    end = time.monotonic() + duration_s
     while time.monotonic() < end:
-        chunk()
-        now, energy = time.monotonic(), nvml.read_energy_j(device)
-        if energy is not None and (not steps or energy != steps[-1][1]):
-            steps.append((now, energy))
-    # What is seen first was counted before the work began.
-    steps = steps[1:]
-    if len(steps) < 2:
+        run_chunk()
+        time_s, energy = time.monotonic(), nvml.read_energy_j(device)
+        if energy is not None and (not readings or energy != readings[-1][1]):
+            readings.append((time_s, energy))
+    # The first reading includes energy from before the work.
+    readings = readings[1:]
+    if len(readings) < 2:
         return None
-    return (steps[-1][1] - steps[0][1]) / (steps[-1][0] - steps[0][0])
+    return (readings[-1][1] - readings[0][1]) / (readings[-1][0] - readings[0][0])

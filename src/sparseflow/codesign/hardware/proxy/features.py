@@ -1,13 +1,13 @@
-"""What the proxy reads of a layer on a device: one vector, the same every time.
+"""Input features of the proxy: one vector per layer and device.
 
-Beside what the layer and the device say of themselves there is what makes small layers on GPUs take longer
-than operations and bytes do: matrix products run in tiles of 128 by 128, so many at a time as there are
-multiprocessors, and the last round of tiles takes as long as a full one. `waves` are such rounds. What the
-products are follows from the layer's operations, which are those of its products, a multiply-add counted as
-two; `inner` is what they leave open: values of a patch, heads times their width, hidden channels, or classes.
+Besides the specifications of layer and device, the features describe effects that make small layers slower
+than FLOPs and bytes suggest. GPUs compute matrix products in tiles of 128 x 128, as many at a time as there
+are multiprocessors; each such round is a wave, and an incomplete last wave takes as long as a full one. The
+shapes of the products follow from the layer's FLOPs (a multiply-add counts as two) and `inner`: values of a
+patch, heads times head width, hidden channels, or classes.
 
-Gradients go through operations and bytes; whatever comes from counting tiles is a constant to them, since its
-slopes are those of a saw.
+Gradients flow through FLOPs and bytes. Features from tile counts are constants, because their gradients are
+those of a sawtooth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflow.codesign.hardware.chips import ChipType
 from sparseflow.codesign.hardware.proxy.device import DeviceSpec
-from sparseflow.codesign.hardware.proxy.inputs import Work
+from sparseflow.codesign.hardware.proxy.inputs import ProxyInputs
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 
 FEATURES = (
@@ -56,91 +56,98 @@ FEATURES = (
 
 TILE = 128
 _HEAD_STEP = 32
-"""Attention kernels come in widths of a head that are multiples of this; others are padded."""
+"""Attention kernels pad the head width to multiples of this."""
 
-_ROUNDING = 1e-3
-"""Of a tile; operations that are counted a little differently must not begin another tile."""
+_TILE_TOLERANCE = 1e-3
+"""Fraction of a tile; small differences in FLOP counts must not start another tile."""
 
 
 def build_layer_features(layer: LayerNode, device: DeviceSpec | ChipType) -> Tensor:
-    """The vector of a layer on a device, float64, [len(FEATURES)]; gradients go to its flops and bytes.
+    """Compute the feature vector of a layer on a device.
+
+    Returns:
+        float64 [len(FEATURES)]; differentiable with respect to the layer's `flops` and `bytes`.
 
     Raises:
-        InputError: The layer's figures make no sense.
+        InputError: A value of the layer is out of range.
     """
-    return features(Work.pairs([layer], [DeviceSpec.of(device)]))[0]
+    return compute_features(ProxyInputs.from_pairs([layer], [DeviceSpec.from_chip(device)]))[0]
 
 
-def features(work: Work) -> Tensor:
-    """The vectors of much work, float64, [..., len(FEATURES)]."""
-    embed, attention, mlp, head = (work.kind == at for at in range(len(LAYER_TYPES)))
+def compute_features(work: ProxyInputs) -> Tensor:
+    """Compute the feature vectors, float64 [..., len(FEATURES)]."""
+    embed, attention, mlp, head = (work.type_index == index for index in range(len(LAYER_TYPES)))
     rows, dim, seq = work.batch * work.seq_len, work.embed_dim, work.seq_len
-    # Operations for each value of `inner`.
-    each = torch.where(attention, rows * (8.0 * dim + 4.0 * seq), 2.0 * rows * dim)
-    each = torch.where(mlp, 2.0 * each, torch.where(head, 2.0 * work.batch * dim, each))
-    # Gates may leave nothing of a layer, which has no logarithm.
+    # FLOPs per unit of `inner`.
+    flops_per_inner = torch.where(attention, rows * (8.0 * dim + 4.0 * seq), 2.0 * rows * dim)
+    flops_per_inner = torch.where(
+        mlp, 2.0 * flops_per_inner, torch.where(head, 2.0 * work.batch * dim, flops_per_inner)
+    )
+    # Gates may remove all FLOPs of a layer.
     flops, moved = work.flops.clamp_min(1.0), work.bytes.clamp_min(1.0)
-    inner = flops / each
+    inner = flops / flops_per_inner
     balance = flops / work.rate * work.peak_bw / moved
     columns = [
         torch.log10(flops), torch.log10(moved), torch.log10(work.peak_flops),
         torch.log10(work.peak_bw), embed, attention, mlp, head, dim / 1024.0, work.num_heads / 16.0,
-        work.mlp_ratio / 4.0, seq / 1024.0, *(work.precision == at for at in range(len(PRECISIONS))),
+        work.mlp_ratio / 4.0, seq / 1024.0, *(work.precision == index for index in range(len(PRECISIONS))),
         torch.log2(work.batch) / 8.0, torch.log10(balance), torch.log10(rows),
         torch.log10(seq), torch.log10(dim), torch.log10(inner),
         torch.where(attention, 4.0 * seq / (8.0 * dim + 4.0 * seq), 0.0),
-        *_tiles(work, inner.detach()),
+        *_tile_features(work, inner.detach()),
     ]  # fmt: skip
     return torch.stack(torch.broadcast_tensors(*(column.double() for column in columns)), -1)
 
 
-def _tiles(work: Work, inner: Tensor) -> list[Tensor]:
-    """What comes from tiles, waves and alignment."""
-    embed, attention, mlp, head = (work.kind == at for at in range(len(LAYER_TYPES)))
+def _tile_features(work: ProxyInputs, inner: Tensor) -> list[Tensor]:
+    """Features from tiles, waves and alignment."""
+    embed, attention, mlp, head = (work.type_index == index for index in range(len(LAYER_TYPES)))
     rows, dim, zero = work.batch * work.seq_len, work.embed_dim, torch.zeros(())
     width = torch.where(attention, inner / work.num_heads.clamp_min(1.0), zero)
-    padded = _ceil(width / _HEAD_STEP) * _HEAD_STEP
+    padded = _ceil_tiles(width / _HEAD_STEP) * _HEAD_STEP
 
-    # (m, n, k) of the first product, and of the second where there is one.
+    # (m, n, k) of the first product; the second is optional.
     m = torch.where(head, work.batch, rows)
     n = torch.where(attention, 3.0 * inner, torch.where(embed, dim, inner))
     k = torch.where(embed, inner, dim)
-    two = attention | mlp
-    first = _ceil(m / TILE) * _ceil(n / TILE)
-    second = torch.where(two, _ceil(m / TILE) * _ceil(dim / TILE), zero)
-    core = torch.where(attention, work.batch * work.num_heads * _ceil(work.seq_len / TILE), zero)
+    has_second = attention | mlp
+    first = _ceil_tiles(m / TILE) * _ceil_tiles(n / TILE)
+    second = torch.where(has_second, _ceil_tiles(m / TILE) * _ceil_tiles(dim / TILE), zero)
+    core = torch.where(attention, work.batch * work.num_heads * _ceil_tiles(work.seq_len / TILE), zero)
 
     known = work.cores > 0.0
     cores = torch.where(known, work.cores, 1.0)
     waves = [torch.where(known & (tiles > 0.0), tiles / cores, 1.0) for tiles in (first, second, core)]
-    full = [_ceil(wave) for wave in waves]
-    lost = [torch.log2(_ceil(wave.clamp_min(1.0)) / wave.clamp_min(1.0)) for wave in waves]
+    full_waves = [_ceil_tiles(wave) for wave in waves]
+    wave_loss = [torch.log2(_ceil_tiles(wave.clamp_min(1.0)) / wave.clamp_min(1.0)) for wave in waves]
 
-    whole = 2.0 * TILE * TILE * cores
-    attending = 4.0 * rows * work.seq_len * inner
-    tiled = full[0] * k * whole + torch.where(two, full[1] * inner * whole, zero)
-    tiled = tiled + torch.where(
-        attention, attending * full[2] / waves[2] * padded / width.clamp_min(1e-9), zero
+    wave_flops = 2.0 * TILE * TILE * cores
+    attention_flops = 4.0 * rows * work.seq_len * inner
+    tiled_flops = full_waves[0] * k * wave_flops + torch.where(
+        has_second, full_waves[1] * inner * wave_flops, zero
     )
-    ratio = torch.where(known, tiled / work.flops.detach().clamp_min(1.0), 1.0)
+    tiled_flops = tiled_flops + torch.where(
+        attention, attention_flops * full_waves[2] / waves[2] * padded / width.clamp_min(1e-9), zero
+    )
+    ratio = torch.where(known, tiled_flops / work.flops.detach().clamp_min(1.0), 1.0)
     return [
         width / 128.0,
         torch.log2(torch.where(width > 0.0, padded / width, 1.0)),
         *(torch.log2(wave) / 8.0 for wave in waves),
-        *lost,
-        torch.log2(_ceil(m / TILE) * TILE / m),
-        torch.log2(_ceil(n / TILE) * TILE / n),
+        *wave_loss,
+        torch.log2(_ceil_tiles(m / TILE) * TILE / m),
+        torch.log2(_ceil_tiles(n / TILE) * TILE / n),
         torch.log10(ratio),
-        _unaligned(inner, dim, 8.0),
-        _unaligned(inner, dim, 64.0),
+        _is_unaligned(inner, dim, 8.0),
+        _is_unaligned(inner, dim, 64.0),
     ]
 
 
-def _ceil(value: Tensor) -> Tensor:
-    return torch.ceil(value - _ROUNDING).clamp_min(1.0)
+def _ceil_tiles(value: Tensor) -> Tensor:
+    return torch.ceil(value - _TILE_TOLERANCE).clamp_min(1.0)
 
 
-def _unaligned(inner: Tensor, dim: Tensor, step: float) -> Tensor:
-    """Whether a side of a product is no multiple of `step`."""
-    off = [(side / step - torch.round(side / step)).abs() > _ROUNDING for side in (inner, dim)]
-    return off[0] | off[1]
+def _is_unaligned(inner: Tensor, dim: Tensor, step: float) -> Tensor:
+    """Whether a side of a product is not a multiple of `step`."""
+    misaligned = [(side / step - torch.round(side / step)).abs() > _TILE_TOLERANCE for side in (inner, dim)]
+    return misaligned[0] | misaligned[1]

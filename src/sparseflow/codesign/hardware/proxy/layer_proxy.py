@@ -2,9 +2,8 @@
 
     latency = roofline * factor        memory = analytic * factor        power = analytic * factor
 
-Factors are what `LayerProxyModel` learned on devices that were measured. On any other device they are 1, and
-`known` says so: what it tells there is analytic. All of it is differentiable: gradients go to a layer's
-`flops` and `bytes` where those are tensors.
+`LayerProxyModel` predicts the factors for measured devices; they are 1 for all others, which `get_source`
+reports as "analytic". Predictions are differentiable with respect to a layer's `flops` and `bytes`.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from torch import Tensor
 
 from sparseflow.codesign.hardware.chips import ChipType
 from sparseflow.codesign.hardware.proxy.analytic import (
-    Roofline,
+    LatencyRoofline,
     analytic_memory_mb,
     analytic_power_w,
     default_power,
     default_workspace,
 )
 from sparseflow.codesign.hardware.proxy.device import DeviceSpec
-from sparseflow.codesign.hardware.proxy.features import FEATURES, features
-from sparseflow.codesign.hardware.proxy.inputs import Work
+from sparseflow.codesign.hardware.proxy.features import FEATURES, compute_features
+from sparseflow.codesign.hardware.proxy.inputs import ProxyInputs
 from sparseflow.codesign.hardware.proxy.residual_model import TARGETS, LayerProxyModel
 from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
-Device = DeviceSpec | ChipType
-Known = Literal["measured", "analytic"]
+DeviceLike = DeviceSpec | ChipType
+PredictionSource = Literal["measured", "analytic"]
 
 _MARK = {"format": "sparseflow-layer-proxy", "version": "1"}
 _MODEL = "model."
@@ -45,20 +44,20 @@ _MODEL = "model."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerHwProxy:
-    """Predicts what layers cost. Make one with `analytic`, `fit.fit` or `load`.
+    """Predicts the cost of layers. Create it with `analytic`, `fit_proxy` or `load`.
 
     Attributes:
-        roofline: Coefficients of latency; row 1 + d is of the d-th device.
-        power: Coefficients of power, float64 [1 + D, 3].
-        workspace: What libraries hold beside layers, MB, float64 [1 + D, types, precisions].
-        devices: That were measured.
-        model: What was learned on them; None where nothing was.
-        mode: How they were measured, `"eager"` or `"graph"`; None where none was.
-        provenance: Plain JSON: `"measured"` and `"analytic"` (numbers of points), `"environments"` (of the
-            measured ones, by id) and `"held_out"` (how good predictions were, None where that was not asked).
+        roofline: Latency coefficients; row 1 + d belongs to device d.
+        power: Power coefficients, float64 [1 + D, 3].
+        workspace: Workspace memory of libraries, MB, float64 [1 + D, types, precisions].
+        devices: Measured devices.
+        model: Residual model; None without measurements.
+        mode: Measurement mode, `"eager"` or `"graph"`; None without measurements.
+        provenance: JSON types: `"measured"` and `"analytic"` (numbers of points), `"environments"` (by id)
+            and `"held_out"` (summary of the cross-validation, or None).
     """
 
-    roofline: Roofline
+    roofline: LatencyRoofline
     power: Tensor
     workspace: Tensor
     devices: tuple[DeviceSpec, ...] = ()
@@ -70,165 +69,171 @@ class LayerHwProxy:
 
     @classmethod
     def analytic(cls) -> LayerHwProxy:
-        """Without any measurement, for every device: peak rates are reached, nothing is added."""
-        return cls(roofline=Roofline.ideal(), power=default_power(), workspace=default_workspace())
+        """Create a proxy without measurements: devices reach their peak rates without overhead."""
+        return cls(roofline=LatencyRoofline.ideal(), power=default_power(), workspace=default_workspace())
 
-    def known(self, device: Device, layer: LayerNode | None = None) -> Known:
-        """Whether predictions for a device are from measurements there, or analytic.
+    def get_source(self, device: DeviceLike, layer: LayerNode | None = None) -> PredictionSource:
+        """Return whether predictions for a device are based on measurements.
 
         Args:
-            device: Of the same name and peak rates as the one that was measured; one that shares the name
-                only is another one.
-            layer: Whether for its type and precision, too; a device is `"measured"` where any was.
+            device: The device; it is measured if name and peak rates are those of a measured device.
+            layer: If given, the layer's type and precision must have been measured, too.
         """
-        spec = self._spec(device)
+        spec = self._resolve_device(device)
         if spec not in self.devices:
             return "analytic"
         if layer is None:
             return "measured"
-        place = (
+        index = (
             1 + self.devices.index(spec),
             LAYER_TYPES.index(layer.layer_type),
             PRECISIONS.index(layer.precision),
         )
-        return "measured" if bool(self.roofline.fitted[place]) else "analytic"
+        return "measured" if bool(self.roofline.fitted[index]) else "analytic"
 
-    def predict_layer(self, layer: LayerNode, device: Device) -> dict[str, Tensor]:
-        """One layer on one device.
+    def predict_layer(self, layer: LayerNode, device: DeviceLike) -> dict[str, Tensor]:
+        """Predict one layer on one device.
 
         Returns:
-            `"lat_ms"` milliseconds, `"mem_mb"` MB of 1e6 bytes, `"power_w"` watts while it runs; float64
+            `"lat_ms"` in ms, `"mem_mb"` in MB (1e6 bytes) and `"power_w"` in W while it runs; float64
             scalars.
 
         Raises:
-            InputError: The layer's figures make no sense.
+            InputError: A value of the layer is out of range.
         """
         return {name: value[0] for name, value in self.predict_pairs([layer], [device]).items()}
 
     def predict_segment(
-        self, layers: Sequence[LayerNode], device: Device, mode: Literal["serial", "max"] = "serial"
+        self, layers: Sequence[LayerNode], device: DeviceLike, mode: Literal["serial", "max"] = "serial"
     ) -> dict[str, Tensor]:
-        """Layers on one device.
+        """Predict several layers on one device.
 
         Args:
-            layers: At least one.
-            device: That runs all of them.
-            mode: Latency is the sum over layers, or their largest (a balanced pipeline).
+            layers: At least one layer.
+            device: The device that runs all of them.
+            mode: `"serial"` sums the latencies, `"max"` takes the largest (a balanced pipeline).
 
         Returns:
-            As `predict_layer`: memory is all weights and the most activations that a layer holds, power is
-            the mean over layers weighted with their latencies.
+            See `predict_layer`. Memory is all weights plus the largest activation memory; power is the mean
+            weighted by latency.
 
         Raises:
-            InputError: There is no layer, one makes no sense, or the mode is unknown.
+            InputError: There are no layers, a value of a layer is out of range, or the mode is unknown.
         """
         if mode not in ("serial", "max"):
             raise InputError(f"`mode` (={mode!r}) must be serial or max")
-        work = Work.pairs(layers, [self._spec(device)] * len(layers))
-        found = self._predict(work)
-        latency, weights = found["lat_ms"], work.weight_bytes / 1e6
+        work = ProxyInputs.from_pairs(layers, [self._resolve_device(device)] * len(layers))
+        prediction = self._predict(work)
+        latency, weights = prediction["lat_ms"], work.weight_bytes / 1e6
         return {
             "lat_ms": latency.sum() if mode == "serial" else latency.max(),
-            "mem_mb": weights.sum() + (found["mem_mb"] - weights).clamp_min(0.0).max(),
-            "power_w": (found["power_w"] * latency).sum() / latency.sum().clamp_min(1e-12),
+            "mem_mb": weights.sum() + (prediction["mem_mb"] - weights).clamp_min(0.0).max(),
+            "power_w": (prediction["power_w"] * latency).sum() / latency.sum().clamp_min(1e-12),
         }
 
-    def predict_grid(self, layers: Sequence[LayerNode], devices: Sequence[Device]) -> dict[str, Tensor]:
-        """Every layer on every device, as `predict_layer`: float64 [L, S], differentiable.
+    def predict_grid(self, layers: Sequence[LayerNode], devices: Sequence[DeviceLike]) -> dict[str, Tensor]:
+        """Predict every layer on every device; see `predict_layer`. float64 [L, S], differentiable.
 
         Raises:
-            InputError: There is no layer or no device, or a layer's figures make no sense.
+            InputError: There are no layers or devices, or a value of a layer is out of range.
         """
-        return self._predict(Work.grid(layers, [self._spec(device) for device in devices]))
+        return self._predict(
+            ProxyInputs.from_grid(layers, [self._resolve_device(device) for device in devices])
+        )
 
-    def predict_pairs(self, layers: Sequence[LayerNode], devices: Sequence[Device]) -> dict[str, Tensor]:
-        """The first layer on the first device, and so on, as `predict_layer`: float64 [N], differentiable.
+    def predict_pairs(self, layers: Sequence[LayerNode], devices: Sequence[DeviceLike]) -> dict[str, Tensor]:
+        """Predict each layer on the device at the same index; see `predict_layer`. float64 [N],
+        differentiable.
 
         Raises:
-            InputError: There are not as many devices as layers, or a layer's figures make no sense.
+            InputError: The numbers of layers and devices differ, or a value of a layer is out of range.
         """
-        return self._predict(Work.pairs(layers, [self._spec(device) for device in devices]))
+        return self._predict(
+            ProxyInputs.from_pairs(layers, [self._resolve_device(device) for device in devices])
+        )
 
-    def table(self, layers: Sequence[LayerNode], devices: Sequence[Device]) -> dict[str, np.ndarray]:
-        """Every layer on every device, without gradients: float64 [L, S]; see `predict_grid`."""
+    def predict_table(
+        self, layers: Sequence[LayerNode], devices: Sequence[DeviceLike]
+    ) -> dict[str, np.ndarray]:
+        """Predict every layer on every device without gradients, float64 [L, S]; see `predict_grid`."""
         with torch.no_grad():
             return {name: value.numpy() for name, value in self.predict_grid(layers, devices).items()}
 
     def save(self, path: Path | str) -> None:
-        """Write it as safetensors, in place of what is there; what it is of stands in the metadata as JSON.
+        """Write the proxy to a safetensors file.
 
         Raises:
             OSError: The file cannot be written.
         """
-        told, tensors = self._parts()
-        proxy = json.dumps(told | {"provenance": dict(self.provenance)}, allow_nan=False)
+        config, tensors = self._serialize()
+        proxy = json.dumps(config | {"provenance": dict(self.provenance)}, allow_nan=False)
         save_tensors(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that predictions follow from, in hexadecimal; `provenance` does not count."""
-        told, tensors = self._parts()
-        found = hashlib.sha256(json.dumps([FEATURES, told], sort_keys=True).encode())
+        """SHA-256 of everything that determines predictions, in hexadecimal; excludes `provenance`."""
+        config, tensors = self._serialize()
+        digest_hash = hashlib.sha256(json.dumps([FEATURES, config], sort_keys=True).encode())
         for name, value in sorted(tensors.items()):
             array = value.detach().cpu().contiguous().numpy()
-            found.update(f"{name} {array.dtype} {array.shape}".encode())
-            found.update(array.tobytes())
-        return found.hexdigest()
+            digest_hash.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest_hash.update(array.tobytes())
+        return digest_hash.hexdigest()
 
-    def _parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What predictions follow from: JSON's types, and tensors by name."""
+    def _serialize(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Configuration as JSON types and tensors by name."""
         tensors = {
             "roofline": self.roofline.values, "fitted": self.roofline.fitted, "power": self.power,
             "workspace": self.workspace,
         }  # fmt: skip
-        told: dict[str, Any] = {
+        config: dict[str, Any] = {
             "devices": [device.to_dict() for device in self.devices], "mode": self.mode, "model": None,
         }  # fmt: skip
         if self.model is not None:
-            told["model"] = {"members": self.model.members, "hidden": self.model.hidden}
+            config["model"] = {"members": self.model.members, "hidden": self.model.hidden}
             tensors |= {_MODEL + name: value for name, value in self.model.state_dict().items()}
-        return told, tensors
+        return config, tensors
 
     @classmethod
     def load(cls, path: Path | str) -> LayerHwProxy:
         """Read what `save` wrote.
 
         Raises:
-            InputError: There is no such file.
-            FileFormatError: It is something else, damaged, or of other features than this version's.
+            InputError: The file does not exist.
+            FileFormatError: The file is foreign, damaged, or of another version or feature set.
         """
-        mark = _MARK | {"features": json.dumps(FEATURES)}
-        metadata, tensors = load_tensors(path, mark, "layer proxy")
+        metadata_tag = _MARK | {"features": json.dumps(FEATURES)}
+        metadata, tensors = load_tensors(path, metadata_tag, "layer proxy")
         try:
-            told = json.loads(metadata["proxy"])
-            devices = tuple(DeviceSpec.from_dict(each) for each in told["devices"])
-            ideal = Roofline.ideal()
+            config = json.loads(metadata["proxy"])
+            devices = tuple(DeviceSpec.from_dict(record) for record in config["devices"])
+            ideal = LatencyRoofline.ideal()
             rows = (1 + len(devices), *ideal.values.shape[1:])
             for name, shape in (
                 ("roofline", rows), ("fitted", rows[:-1]), ("power", (rows[0], 3)), ("workspace", rows[:-1]),
             ):  # fmt: skip
                 if tensors[name].shape != shape:
-                    raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}")
+                    raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}; expected {shape}")
             if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
-                raise ValueError("some of its numbers are not finite")
+                raise ValueError("a value is not finite")
             model = None
-            if told["model"] is not None:
-                model = LayerProxyModel(**told["model"])
-                own = {
+            if config["model"] is not None:
+                model = LayerProxyModel(**config["model"])
+                model_state = {
                     name[len(_MODEL) :]: value for name, value in tensors.items() if name.startswith(_MODEL)
                 }
-                model.load_state_dict(own)
+                model.load_state_dict(model_state)
                 model.requires_grad_(False)
             return cls(
-                roofline=Roofline(values=tensors["roofline"], fitted=tensors["fitted"]),
+                roofline=LatencyRoofline(values=tensors["roofline"], fitted=tensors["fitted"]),
                 power=tensors["power"], workspace=tensors["workspace"], devices=devices, model=model,
-                mode=told["mode"], provenance=dict(told["provenance"]),
+                mode=config["mode"], provenance=dict(config["provenance"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise FileFormatError(f"{path} is not a layer proxy that can be read: {error}") from error
+            raise FileFormatError(f"{path} is not a valid layer proxy: {error}") from error
 
-    def _predict(self, work: Work) -> dict[str, Tensor]:
-        row = self._rows(work)
+    def _predict(self, work: ProxyInputs) -> dict[str, Tensor]:
+        row = self._coefficient_rows(work)
         latency = self.roofline.latency_ms(work, row)
         memory = analytic_memory_mb(work, self.workspace, row)
         if self.model is None or not bool((row > 0).any()):
@@ -238,8 +243,8 @@ class LayerHwProxy:
                 "power_w": analytic_power_w(work, latency, self.power, row),
             }
         measured = (row[work.device] > 0).double()[..., None]
-        found = (self.model(features(work)) * measured).exp().unbind(-1)
-        factor = dict(zip(TARGETS, found, strict=True))
+        factors = (self.model(compute_features(work)) * measured).exp().unbind(-1)
+        factor = dict(zip(TARGETS, factors, strict=True))
         latency = latency * factor["lat_ms"]
         power = analytic_power_w(work, latency, self.power, row) * factor["power_w"]
         return {
@@ -248,15 +253,21 @@ class LayerHwProxy:
             "power_w": torch.minimum(power, work.tdp_w),
         }
 
-    def _spec(self, device: Device) -> DeviceSpec:
-        """A device that was measured as it was told then: its cores and rates, too."""
-        asked = DeviceSpec.of(device)
-        for own in self.devices:
-            if (own.name, own.peak_flops, own.peak_bw) == (asked.name, asked.peak_flops, asked.peak_bw):
-                return own
-        return asked
+    def _resolve_device(self, device: DeviceLike) -> DeviceSpec:
+        """Return the measured device of the same name and peak rates, if there is one."""
+        spec = DeviceSpec.from_chip(device)
+        for measured in self.devices:
+            if (measured.name, measured.peak_flops, measured.peak_bw) == (
+                spec.name,
+                spec.peak_flops,
+                spec.peak_bw,
+            ):
+                return measured
+        return spec
 
-    def _rows(self, work: Work) -> Tensor:
-        """Of coefficients, for each device; 0 for one that was not measured."""
-        own = self.devices
-        return torch.tensor([1 + own.index(each) if each in own else 0 for each in work.devices])
+    def _coefficient_rows(self, work: ProxyInputs) -> Tensor:
+        """Row of the coefficients for each device; 0 if it was not measured."""
+        measured = self.devices
+        return torch.tensor(
+            [1 + measured.index(device) if device in measured else 0 for device in work.devices]
+        )

@@ -1,10 +1,9 @@
-"""What is learned on top of the analytic model: by which factor a measurement differs from it.
+"""Residual model: predicts the ratio of measured to analytic cost.
 
-A committee of small perceptrons predicts log(measured / analytic) of latency, memory and power. Each member
-leaves out some configurations; those say how strongly weights must decay, and by how much what is learned is
-better shrunk, down to nothing. Far from what was measured it can do no harm: features are held within the
-range they had there, what comes out is bounded by what was seen there, and it fades to nothing with the
-distance from that range.
+A committee of small networks predicts log(measured / analytic) of latency, memory and power. Each member is
+trained without some configurations; these held-out configurations select the weight decay and a factor that
+shrinks the correction, possibly to 0. Extrapolation is limited: features are clamped to their training range,
+outputs are bounded by the training targets, and the correction decays to 0 with the distance from that range.
 """
 
 from __future__ import annotations
@@ -15,33 +14,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.hardware.proxy.analytic import descend
+from sparseflow.codesign.hardware.proxy.analytic import minimize_adam
 from sparseflow.codesign.hardware.proxy.features import FEATURES
 
 TARGETS = ("lat_ms", "mem_mb", "power_w")
 
-_MARGIN = 1.25
-"""What is learned may go beyond what was seen by this factor, of the logarithm."""
+_BOUND_MARGIN = 1.25
+"""Factor by which log ratios may exceed those of the training data."""
 
-_MOST = math.log(30.0)
-_CLOSE = 0.03
-"""Errors below this count squared, larger ones as they are: what is sought is a small median."""
+_MAX_LOG_FACTOR = math.log(30.0)
+_HUBER_DELTA = 0.03
+"""Errors below this are squared, larger ones absolute, which targets a small median error."""
 
-_SAME = 0.25
-"""Scale of a feature that never changed: leaving its value by 1 leaves nothing of what was learned."""
+_CONSTANT_SCALE = 0.25
+"""Scale of constant features: a deviation of 1 removes the correction."""
 
-_WEIGHTS = (1.0, 0.1, 0.1)
-"""Of targets: latency is what counts, and what is learned of the others must not disturb it."""
+_TARGET_WEIGHTS = (1.0, 0.1, 0.1)
+"""Loss weights of the targets; latency dominates."""
 
-_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""What may be left of what was learned, to choose from."""
+_SHRINKAGE_FACTORS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Factors of the correction to select from."""
 
 
 class LayerProxyModel(nn.Module):
-    """A committee of perceptrons with two hidden layers each; it says 0 until it has learned.
+    """A committee of networks with two hidden layers; predicts 0 until it is fitted.
 
     Args:
-        members: Perceptrons, whose mean counts; at least 2.
+        members: Number of networks, at least 2; predictions are averaged.
         hidden: Width of both hidden layers.
     """
 
@@ -66,22 +65,22 @@ class LayerProxyModel(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logarithms of factors.
+        """Predict log ratios.
 
         Args:
-            features: As `build_layer_features` makes them, [..., len(FEATURES)].
+            features: See `build_layer_features`, [..., len(FEATURES)].
 
         Returns:
-            For each of `TARGETS`, [..., 3]; within `bound`, and 0 far from what was measured.
+            Log ratio of each of `TARGETS`, [..., 3]; within `bound`, and 0 far from the training data.
         """
         x = (features.double() - self.mean) / self.scale
-        beyond = torch.relu(self.low - x) + torch.relu(x - self.high)
-        near = torch.exp(-beyond.square().sum(-1, keepdim=True))
-        inside = torch.minimum(torch.maximum(x, self.low), self.high).reshape(-1, x.shape[-1])
-        said = _said(inside, list(self.weights), list(self.biases), self.bound)
-        return self.share * said.mean(0).reshape(*x.shape[:-1], len(TARGETS)) * near
+        excess = torch.relu(self.low - x) + torch.relu(x - self.high)
+        fade = torch.exp(-excess.square().sum(-1, keepdim=True))
+        clamped = torch.minimum(torch.maximum(x, self.low), self.high).reshape(-1, x.shape[-1])
+        output = _forward_committee(clamped, list(self.weights), list(self.biases), self.bound)
+        return self.share * output.mean(0).reshape(*x.shape[:-1], len(TARGETS)) * fade
 
-    def learn(
+    def fit(
         self,
         features: Tensor,
         targets: Tensor,
@@ -89,92 +88,108 @@ class LayerProxyModel(nn.Module):
         *,
         decays: Sequence[float] = (0.3, 1.0, 3.0, 10.0, 30.0),
         steps: int = 400,
-        rate: float = 0.01,
+        learning_rate: float = 0.01,
         seed: int = 0,
     ) -> None:
-        """Fit to what was measured; forgets what it knew.
+        """Fit the model to measurements, from scratch.
 
         Args:
             features: [N, len(FEATURES)].
-            targets: log(measured / analytic), [N, 3]; NaN where it was not measured.
-            groups: What is left out together, N of them; by default each sample for itself.
-            decays: Of weights, to choose from.
-            steps: Of gradient descent.
-            rate: Of learning, at first.
-            seed: What weights, and what members leave out, are drawn from.
+            targets: log(measured / analytic), [N, 3]; NaN where not measured.
+            groups: Group of each sample; samples of a group are held out together. By default each is its own
+                group.
+            decays: Weight decays to select from.
+            steps: Gradient steps.
+            learning_rate: Initial learning rate.
+            seed: Random seed of weights and held-out groups.
         """
         generator = torch.Generator().manual_seed(seed)
         features, targets = features.detach().double(), targets.detach().double()
-        there = torch.isfinite(targets)
-        targets = torch.where(there, targets, 0.0)
-        spread = features.std(0, correction=0)
-        same = spread < 1e-9
+        observed = torch.isfinite(targets)
+        targets = torch.where(observed, targets, 0.0)
+        std = features.std(0, correction=0)
+        is_constant = std < 1e-9
         self.mean.copy_(features.mean(0))
-        self.scale.copy_(torch.where(same, _SAME, spread))
+        self.scale.copy_(torch.where(is_constant, _CONSTANT_SCALE, std))
         x = (features - self.mean) / self.scale
-        self.low.copy_(torch.where(same, 0.0, x.min(0).values))
-        self.high.copy_(torch.where(same, 0.0, x.max(0).values))
-        self.bound.copy_((_MARGIN * targets.abs().max(0).values).clamp_max(_MOST))
+        self.low.copy_(torch.where(is_constant, 0.0, x.min(0).values))
+        self.high.copy_(torch.where(is_constant, 0.0, x.max(0).values))
+        self.bound.copy_((_BOUND_MARGIN * targets.abs().max(0).values).clamp_max(_MAX_LOG_FACTOR))
 
-        left_out = self._left_out(len(x) if groups is None else groups, generator)
-        weights, biases = self._drawn(len(decays), generator)
-        learnt = (~left_out[..., None] & there).float()
-        learnt = (learnt / learnt.sum(1, keepdim=True).clamp_min(1.0)).repeat(len(decays), 1, 1)
-        learnt = learnt * torch.tensor(_WEIGHTS)
+        held_out = self._assign_held_out(len(x) if groups is None else groups, generator)
+        weights, biases = self._init_parameters(len(decays), generator)
+        sample_weights = (~held_out[..., None] & observed).float()
+        sample_weights = (sample_weights / sample_weights.sum(1, keepdim=True).clamp_min(1.0)).repeat(
+            len(decays), 1, 1
+        )
+        sample_weights = sample_weights * torch.tensor(_TARGET_WEIGHTS)
         decay = torch.tensor(decays).repeat_interleave(self.members)[:, None, None]
-        single = x.float(), targets.float(), self.bound.float()
+        data = x.float(), targets.float(), self.bound.float()
 
         def loss() -> Tensor:
-            said = _said(single[0], weights, biases, single[2])
-            off = nn.functional.huber_loss(said, single[1].expand_as(said), reduction="none", delta=_CLOSE)
-            return (off * learnt).sum()
+            prediction = _forward_committee(data[0], weights, biases, data[2])
+            errors = nn.functional.huber_loss(
+                prediction, data[1].expand_as(prediction), reduction="none", delta=_HUBER_DELTA
+            )
+            return (errors * sample_weights).sum()
 
-        def after(rate: float) -> None:
+        def decay_weights(rate: float) -> None:
             for weight in weights:
                 weight.mul_(1.0 - rate * decay)
 
-        descend([*weights, *biases], loss, steps=steps, rate=rate, after=after)
+        minimize_adam(
+            [*weights, *biases], loss, steps=steps, learning_rate=learning_rate, after_step=decay_weights
+        )
         with torch.no_grad():
-            said = _said(single[0], weights, biases, single[2]).unflatten(0, (len(decays), self.members))
-            # What the member says that left it out, [decays, N, 3].
-            unseen = (said * left_out[None, ..., None]).sum(1).double()
-            best = self._chosen(unseen, targets, there)
-            mine = slice(best * self.members, (best + 1) * self.members)
-            for own, found in zip([*self.weights, *self.biases], [*weights, *biases], strict=True):
-                own.copy_(found[mine])
+            output = _forward_committee(data[0], weights, biases, data[2]).unflatten(
+                0, (len(decays), self.members)
+            )
+            # Prediction of the member that was trained without the sample, [decays, N, 3].
+            held_out_output = (output * held_out[None, ..., None]).sum(1).double()
+            best = self._select_decay(held_out_output, targets, observed)
+            selected = slice(best * self.members, (best + 1) * self.members)
+            for parameter, trained in zip([*self.weights, *self.biases], [*weights, *biases], strict=True):
+                parameter.copy_(trained[selected])
 
-    def _left_out(self, groups: int | Sequence[object], generator: torch.Generator) -> Tensor:
-        """Which samples each member leaves out, bool [members, N]; each sample is left out by one."""
+    def _assign_held_out(self, groups: int | Sequence[object], generator: torch.Generator) -> Tensor:
+        """Held-out samples of each member, bool [members, N]; each sample is held out by one member."""
         names = range(groups) if isinstance(groups, int) else groups
-        place = {name: at for at, name in enumerate(dict.fromkeys(names))}
-        part = torch.randperm(len(place), generator=generator) % self.members
-        return part[[place[name] for name in names]] == torch.arange(self.members)[:, None]
+        index_of = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        fold = torch.randperm(len(index_of), generator=generator) % self.members
+        return fold[[index_of[name] for name in names]] == torch.arange(self.members)[:, None]
 
-    def _drawn(self, times: int, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights to begin with, the same for each decay; the last ones are small, so that little is said."""
+    def _init_parameters(
+        self, num_copies: int, generator: torch.Generator
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Initial weights, the same for each decay; the last layer is small, so initial outputs are near
+        0.
+        """
         weights = [
-            torch.randn(own.shape, generator=generator) / math.sqrt(own.shape[1]) for own in self.weights
+            torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[1])
+            for parameter in self.weights
         ]
         weights[-1] *= 0.1
-        biases = [torch.zeros(own.shape) for own in self.biases]
+        biases = [torch.zeros(parameter.shape) for parameter in self.biases]
         return (
-            [each.repeat(times, 1, 1).requires_grad_() for each in weights],
-            [each.repeat(times, 1, 1).requires_grad_() for each in biases],
+            [tensor.repeat(num_copies, 1, 1).requires_grad_() for tensor in weights],
+            [bias.repeat(num_copies, 1, 1).requires_grad_() for bias in biases],
         )
 
-    def _chosen(self, unseen: Tensor, targets: Tensor, there: Tensor) -> int:
-        """The decay with the least error of latency where it was left out; sets the share of each target."""
-        count = there.sum(0).clamp_min(1)
-        shares = torch.tensor(_SHARES, dtype=torch.float64)[:, None, None, None]
-        errors = ((shares * unseen - targets).abs() * there).sum(2) / count  # [shares, decays, 3]
+    def _select_decay(self, predictions: Tensor, targets: Tensor, observed: Tensor) -> int:
+        """Index of the decay with the lowest held-out latency error; sets the shrinkage of each target."""
+        count = observed.sum(0).clamp_min(1)
+        factors = torch.tensor(_SHRINKAGE_FACTORS, dtype=torch.float64)[:, None, None, None]
+        errors = ((factors * predictions - targets).abs() * observed).sum(2) / count  # [factors, decays, 3]
         best = int(errors[0, :, 0].argmin())
-        self.share.copy_(shares.flatten()[errors[:, best].argmin(0)])
+        self.share.copy_(factors.flatten()[errors[:, best].argmin(0)])
         return best
 
 
-def _said(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], bound: Tensor) -> Tensor:
-    """What each perceptron says of features that are scaled and within the range, [members, n, 3]."""
+def _forward_committee(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], bound: Tensor
+) -> Tensor:
+    """Outputs of all members for scaled and clamped features, [members, n, 3]."""
     hidden = x.expand(len(weights[0]), -1, -1)
-    for at, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        hidden = torch.baddbmm(bias, nn.functional.silu(hidden) if at else hidden, weight)
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        hidden = torch.baddbmm(bias, nn.functional.silu(hidden) if index else hidden, weight)
     return bound * torch.tanh(hidden / bound.clamp_min(1e-9))

@@ -1,4 +1,4 @@
-"""Layers made up to be measured: a transformer's, one at a time, in plain torch, with random weights.
+"""Synthetic transformer layers for measurements: plain torch, random weights.
 
 ::
 
@@ -7,11 +7,11 @@
     mlp        x + down(gelu(up(norm(x))))
     head       linear(norm(mean over tokens))
 
-Operations are those of matrix products, a multiply-add counted as two. Bytes are those of weights, input and
-output, and twice (written and read) those of a norm's output, queries, keys and values, what heads gather,
-and hidden channels; whatever can be done along with a product is taken to be. Memory is that of weights, and
-of the activations that are alive together when there are most of them. A model whose layers count otherwise
-wants a proxy that was fitted to its own layers.
+FLOPs are those of matrix products; a multiply-add counts as two. Bytes are those of weights, input and
+output, and twice (written and read) those of intermediate tensors: the norm's output, queries, keys and
+values, the attention output, and hidden channels. Elementwise operations are assumed to be fused into
+products. Memory is that of weights and of the largest set of activations alive at the same time. Models that
+count differently need a proxy fitted to their own layers.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import InputError
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_ALIGNED = 256
-"""Values; each tensor of a pool begins at a multiple, as if it had been allocated for itself."""
+_ALIGNMENT = 256
+"""Elements; tensors of a pool start at multiples of this, like separate allocations."""
 
 _BLOCK = 2**20
 _PATCHES = (8, 14, 16, 32)
 _CLASSES = (10, 101, 400, 1000)
 _HEAD_DIMS = (32, 48, 64, 80, 96, 128)
-_TRIES = 1000
+_MAX_ATTEMPTS_PER_LAYER = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A made-up layer.
+    """Configuration of a synthetic layer.
 
     Attributes:
         layer_type: One of `LAYER_TYPES`.
-        precision: Of weights and activations.
-        batch: Samples.
-        seq_len: Tokens of a sample.
+        precision: Precision of weights and activations.
+        batch: Batch size.
+        seq_len: Tokens per sample.
         embed_dim: Width of a token.
-        inner: Pixels of a patch's side (embed), heads (attention), hidden channels (mlp), classes (head).
+        inner: Side of a patch in pixels (embed), heads (attention), hidden channels (mlp), classes (head).
         head_dim: Width of a head (attention), else 0.
     """
 
@@ -61,62 +61,68 @@ class LayerConfig:
 
     @property
     def name(self) -> str:
-        told = (
+        label = (
             f"{self.layer_type}-{self.precision}-b{self.batch}-s{self.seq_len}-c{self.embed_dim}-{self.inner}"
         )
-        return f"{told}x{self.head_dim}" if self.head_dim else told
+        return f"{label}x{self.head_dim}" if self.head_dim else label
 
-    def node(self, id: int = 0) -> LayerNode:
-        """What it costs."""
+    def to_node(self, id: int = 0) -> LayerNode:
+        """Describe the layer's cost."""
         b, s, c = self.batch, self.seq_len, self.embed_dim
         rows, size, norm = b * s, _BYTES[self.precision], 2 * c
         x = rows * c
         if self.layer_type == "attention":
-            wide = self.inner * self.head_dim
-            weights = norm + 3 * wide * (c + 1) + c * (wide + 1)
-            flops = 2 * rows * (4 * c * wide + 2 * s * wide)
-            took, gave, moved = x, x, 2 * x + 2 * rows * (c + 4 * wide)
-            held = 3 * x + 4 * rows * wide
+            width = self.inner * self.head_dim
+            weights = norm + 3 * width * (c + 1) + c * (width + 1)
+            flops = 2 * rows * (4 * c * width + 2 * s * width)
+            input_size, output_size, moved_size = x, x, 2 * x + 2 * rows * (c + 4 * width)
+            activation_size = 3 * x + 4 * rows * width
         elif self.layer_type == "mlp":
             weights = norm + self.inner * (c + 1) + c * (self.inner + 1)
             flops = 4 * rows * c * self.inner
-            took, gave, moved = x, x, 2 * x + 2 * rows * (c + self.inner)
-            held = 2 * x + rows * self.inner + rows * max(c, self.inner)
+            input_size, output_size, moved_size = x, x, 2 * x + 2 * rows * (c + self.inner)
+            activation_size = 2 * x + rows * self.inner + rows * max(c, self.inner)
         elif self.layer_type == "embed":
             patch = 3 * self.inner**2
             weights, flops = c * (patch + 1) + s * c, 2 * rows * patch * c
-            took, gave = rows * patch, x
-            moved, held = took + gave, took + max(took + gave, 3 * gave)
+            input_size, output_size = rows * patch, x
+            moved_size, activation_size = (
+                input_size + output_size,
+                input_size + max(input_size + output_size, 3 * output_size),
+            )
         else:
             weights, flops = norm + self.inner * (c + 1), 2 * b * c * self.inner
-            took, gave = x, b * self.inner
-            moved, held = took + gave + 4 * b * c, took + 2 * b * c + gave
+            input_size, output_size = x, b * self.inner
+            moved_size, activation_size = (
+                input_size + output_size + 4 * b * c,
+                input_size + 2 * b * c + output_size,
+            )
         return LayerNode(
             id=id, name=self.name, layer_type=self.layer_type, flops=float(flops),
-            bytes=float(size * (weights + moved)), weight_bytes=size * weights,
-            memory_bytes=size * (weights + held), seq_len=s, embed_dim=c,
+            bytes=float(size * (weights + moved_size)), weight_bytes=size * weights,
+            memory_bytes=size * (weights + activation_size), seq_len=s, embed_dim=c,
             num_heads=self.inner if self.layer_type == "attention" else 0,
             mlp_ratio=self.inner / c if self.layer_type == "mlp" else 0.0, precision=self.precision, batch=b,
-            traffic_in_bytes=size * took, traffic_out_bytes=size * gave,
+            traffic_in_bytes=size * input_size, traffic_out_bytes=size * output_size,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """What configurations are drawn from, each figure evenly by its logarithm.
+class LayerGrid:
+    """Log-uniform distribution of layer configurations.
 
     Attributes:
-        types: Of layers.
-        precisions: Of weights and activations.
-        batch: Least and most samples; a power of two.
-        seq_len: Least and most tokens of a sample.
-        embed_dim: Least and most width; three in four are multiples of 64, the others of 8.
-        mlp_ratio: Least and most hidden channels over width.
-        rows: Most tokens of a batch.
-        flops: Most operations.
+        types: Layer types.
+        precisions: Precisions of weights and activations.
+        batch: Range of the batch size; sampled as powers of two.
+        seq_len: Range of tokens per sample.
+        embed_dim: Range of the width; three in four are multiples of 64, the others of 8.
+        mlp_ratio: Range of hidden channels over width.
+        rows: Maximum number of tokens in a batch.
+        flops: Maximum FLOPs.
 
     Raises:
-        InputError: An unknown name, or a range that is empty.
+        InputError: A name is unknown, or a range is empty.
     """
 
     types: tuple[str, ...] = LAYER_TYPES
@@ -130,62 +136,64 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name, allowed in (("types", LAYER_TYPES), ("precisions", PRECISIONS)):
-            given = getattr(self, name)
-            if not given or not set(given) <= set(allowed):
-                raise InputError(f"`{name}` (={given}) must be some of: {', '.join(allowed)}")
+            selected = getattr(self, name)
+            if not selected or not set(selected) <= set(allowed):
+                raise InputError(f"`{name}` (={selected}) must contain only: {', '.join(allowed)}")
         for name in ("batch", "seq_len", "embed_dim", "mlp_ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise InputError(f"`{name}` (={low}, {high}) must be a range above 0")
+                raise InputError(f"`{name}` (={low}, {high}) must be an ascending range above 0")
 
     @classmethod
-    def small(cls, precisions: tuple[str, ...] = ("float32",)) -> Grid:
-        """For a CPU: layers of some milliseconds."""
+    def small(cls, precisions: tuple[str, ...] = ("float32",)) -> LayerGrid:
+        """Create a grid for CPUs: layers that take a few milliseconds."""
         return cls(
             precisions=precisions, batch=(1, 8), seq_len=(16, 512), embed_dim=(64, 512), rows=2048, flops=1e9
         )
 
-    def draw(self, count: int, seed: int = 0) -> list[LayerConfig]:
-        """Configurations that differ, of each type and precision in turns.
+    def sample(self, num_layers: int, seed: int = 0) -> list[LayerConfig]:
+        """Sample distinct configurations, cycling through types and precisions.
 
         Args:
-            count: How many.
-            seed: What they are drawn from. A larger `count` begins with the same ones.
+            num_layers: Number of configurations.
+            seed: Random seed; a larger `num_layers` extends the same sequence.
 
         Raises:
-            InputError: There are not so many.
+            InputError: There are fewer distinct configurations.
         """
         random = np.random.default_rng(seed)
         kinds = [(kind, precision) for precision in self.precisions for kind in self.types]
-        found: dict[LayerConfig, None] = {}
-        tries = 0
-        while len(found) < count:
-            kind, precision = kinds[len(found) % len(kinds)]
-            drawn = self._one(kind, precision, random)
-            node = drawn.node()
-            tries += 1
-            if tries > _TRIES * count:
-                raise InputError(f"{len(found)} of {count} configurations were found; draw from wider ranges")
-            if drawn.batch * drawn.seq_len <= self.rows and float(node.flops) <= self.flops:
-                found.setdefault(drawn)
-        return list(found)
+        configs: dict[LayerConfig, None] = {}
+        attempts = 0
+        while len(configs) < num_layers:
+            kind, precision = kinds[len(configs) % len(kinds)]
+            config = self._sample_layer(kind, precision, random)
+            node = config.to_node()
+            attempts += 1
+            if attempts > _MAX_ATTEMPTS_PER_LAYER * num_layers:
+                raise InputError(
+                    f"only {len(configs)} of {num_layers} configurations exist; use wider ranges"
+                )
+            if config.batch * config.seq_len <= self.rows and float(node.flops) <= self.flops:
+                configs.setdefault(config)
+        return list(configs)
 
-    def _one(self, kind: str, precision: str, random: np.random.Generator) -> LayerConfig:
-        def between(ends: tuple[float, float]) -> float:
-            return float(np.exp(random.uniform(np.log(ends[0]), np.log(ends[1]))))
+    def _sample_layer(self, kind: str, precision: str, random: np.random.Generator) -> LayerConfig:
+        def sample_log_uniform(bounds: tuple[float, float]) -> float:
+            return float(np.exp(random.uniform(np.log(bounds[0]), np.log(bounds[1]))))
 
         step = 64 if random.random() < 0.75 else 8
-        dim = max(step, round(between(self.embed_dim) / step) * step)
-        batch = 2 ** round(np.log2(between(self.batch)))
-        seq = round(between(self.seq_len))
+        dim = max(step, round(sample_log_uniform(self.embed_dim) / step) * step)
+        batch = 2 ** round(np.log2(sample_log_uniform(self.batch)))
+        seq = round(sample_log_uniform(self.seq_len))
         inner, head_dim = 0, 0
         if kind == "attention":
-            head_dim = int(random.choice([each for each in _HEAD_DIMS if each <= dim]))
-            most = max(1, dim // head_dim)
-            # Half are whole, the others have lost heads.
-            inner = most if random.random() < 0.5 else 1 + int(random.integers(most))
+            head_dim = int(random.choice([size for size in _HEAD_DIMS if size <= dim]))
+            max_heads = max(1, dim // head_dim)
+            # Half of the layers have all heads, the others fewer, as after pruning.
+            inner = max_heads if random.random() < 0.5 else 1 + int(random.integers(max_heads))
         elif kind == "mlp":
-            inner = max(8, round(between(self.mlp_ratio) * dim / step) * step)
+            inner = max(8, round(sample_log_uniform(self.mlp_ratio) * dim / step) * step)
         elif kind == "embed":
             inner = int(random.choice(_PATCHES))
         else:
@@ -196,12 +204,12 @@ class Grid:
         )  # fmt: skip
 
 
-class Pool:
-    """Random values that weights and inputs of all layers are views of, so that none is made for each.
+class TensorPool:
+    """Random values that weights and inputs of all layers share as views.
 
     Args:
-        device: Where.
-        seed: What values are drawn from.
+        device: Device of the tensors.
+        seed: Random seed.
     """
 
     def __init__(self, device: torch.device | str, seed: int = 0) -> None:
@@ -209,34 +217,34 @@ class Pool:
         self._values: dict[torch.dtype, Tensor] = {}
         self._used = 0
 
-    def layer(self, config: LayerConfig) -> tuple[nn.Module, Tensor]:
-        """A layer and its input; the next one's are views of the same values."""
+    def make_layer(self, config: LayerConfig) -> tuple[nn.Module, Tensor]:
+        """Create a layer and its input; the next layer reuses the same values."""
         dtype = getattr(torch, config.precision)
         self._reserve(config, dtype)
         with torch.device("meta"):
             module = _MODULES[config.layer_type](config)
         for name, weight in list(module.named_parameters()):
             owner, _, last = name.rpartition(".")
-            value = nn.Parameter(self._take(weight.shape, dtype), requires_grad=False)
+            value = nn.Parameter(self._take_view(weight.shape, dtype), requires_grad=False)
             setattr(module.get_submodule(owner), last, value)
-        return module.eval(), self._take(_input_shape(config), dtype)
+        return module.eval(), self._take_view(_input_shape(config), dtype)
 
     def _reserve(self, config: LayerConfig, dtype: torch.dtype) -> None:
         self._used = 0
-        node = config.node()
-        needed = (node.weight_bytes + node.traffic_in_bytes) // _BYTES[config.precision] + 16 * _ALIGNED
-        held = self._values.get(dtype)
-        if held is None or held.numel() < needed:
+        node = config.to_node()
+        needed = (node.weight_bytes + node.traffic_in_bytes) // _BYTES[config.precision] + 16 * _ALIGNMENT
+        current = self._values.get(dtype)
+        if current is None or current.numel() < needed:
             generator = torch.Generator().manual_seed(self._seed)
             block = 0.02 * torch.randn(_BLOCK, generator=generator)
-            blocks = max(2 * (held.numel() if held is not None else 0), needed + _BLOCK) // _BLOCK
+            blocks = max(2 * (current.numel() if current is not None else 0), needed + _BLOCK) // _BLOCK
             self._values.pop(dtype, None)
             self._values[dtype] = block.to(self._device, dtype).repeat(blocks)
 
-    def _take(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _take_view(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = int(np.prod(shape))
-        begin, self._used = self._used, self._used + -(-count // _ALIGNED) * _ALIGNED
-        return self._values[dtype][begin : begin + count].view(shape)
+        start, self._used = self._used, self._used + -(-count // _ALIGNMENT) * _ALIGNMENT
+        return self._values[dtype][start : start + count].view(shape)
 
 
 def _input_shape(config: LayerConfig) -> tuple[int, ...]:
@@ -246,7 +254,7 @@ def _input_shape(config: LayerConfig) -> tuple[int, ...]:
 
 
 class _Embed(nn.Module):
-    """Patches of a strip of pixels [B, 3, p, S * p]."""
+    """Patch embedding of a strip of pixels, [B, 3, p, S * p]."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -271,13 +279,13 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        normed = self.norm(x)
-        q, k, v = self.qkv(normed).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        found = functional.scaled_dot_product_attention(q, k, v)
-        return x + self.proj(found.transpose(1, 2).flatten(2))
+        normalized = self.norm(x)
+        q, k, v = self.qkv(normalized).view(b, s, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        return x + self.proj(attended.transpose(1, 2).flatten(2))
 
 
-class _Perceptron(nn.Module):
+class _MLP(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim)
@@ -285,8 +293,8 @@ class _Perceptron(nn.Module):
         self.down = nn.Linear(config.inner, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        hidden = functional.gelu(self.up(normed))
+        normalized = self.norm(x)
+        hidden = functional.gelu(self.up(normalized))
         return x + self.down(hidden)
 
 
@@ -300,4 +308,4 @@ class _Head(nn.Module):
         return self.linear(self.norm(x.mean(1)))
 
 
-_MODULES = {"embed": _Embed, "attention": _Attention, "mlp": _Perceptron, "head": _Head}
+_MODULES = {"embed": _Embed, "attention": _Attention, "mlp": _MLP, "head": _Head}

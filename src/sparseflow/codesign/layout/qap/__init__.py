@@ -1,1 +1,1 @@
-"""Qap."""
+"""Quadratic assignment: problems and bounds, searches on one core, and batched restarts on a GPU."""

@@ -1,4 +1,4 @@
-"""`assign`: the best place for each of n, by tabu search, by annealing or by both."""
+"""`assign`: solves quadratic assignments by tabu search, annealing or both."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from typing import Any
 import numpy as np
 
 from sparseflow.codesign.layout.qap.kernels.tabu.rule import ALWAYS
-from sparseflow.codesign.layout.qap.problem import checked_permutation, cost, lower_bound, stacked
-from sparseflow.codesign.layout.qap.search import Annealing, Tabu
-from sparseflow.codesign.layout.qap.terms import Terms
+from sparseflow.codesign.layout.qap.problem import (
+    check_permutation,
+    compute_cost,
+    gilmore_lawler_bound,
+    stack_matrices,
+)
+from sparseflow.codesign.layout.qap.search import AnnealingSearch, TabuSearch
+from sparseflow.codesign.layout.qap.terms import QapTerms
 from sparseflow.errors import InputError
 
 METHODS = ("auto", "tabu", "annealing")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Assignment:
-    """The best permutation that was found, and how.
+class QapAssignment:
+    """The best permutation of a search.
 
     Attributes:
-        permutation: Place of each, int64, [n].
-        cost: What it costs; an int for integer matrices.
-        lower_bound: No permutation costs less (Gilmore–Lawler).
-        gap: Share of the cost by which a better permutation could at most be cheaper,
-            (cost - lower_bound) / |cost|; 0 where the permutation is proven to be the best.
-        evaluations: Swaps whose change was known or computed, in all restarts.
-        costs: The best of each restart that was begun.
-        permutations: Likewise, int64, [restarts begun, n].
-        seconds: Wall clock of the restarts, without compiling.
-        finished: Whether every restart made all of its iterations; False where time ran out.
+        permutation: Place of each item, int64, [n].
+        cost: Cost of the permutation; an int for integer matrices.
+        lower_bound: Gilmore-Lawler bound of the cost.
+        gap: (cost - lower_bound) / |cost|; 0 if the permutation is proven optimal.
+        evaluations: Number of evaluated swaps in all restarts.
+        costs: Best cost of each started restart.
+        permutations: Best permutations, int64, [restarts started, n].
+        elapsed_s: Time of the restarts, s, without compilation.
+        finished: Whether all restarts completed their iterations.
     """
 
     permutation: np.ndarray
@@ -42,7 +46,7 @@ class Assignment:
     evaluations: int
     costs: tuple[int | float, ...]
     permutations: np.ndarray
-    seconds: float
+    elapsed_s: float
     finished: bool
 
 
@@ -53,89 +57,95 @@ def assign(
     method: str = "auto",
     restarts: int = 4,
     iterations: int | None = None,
-    seconds: float | None = None,
+    budget_s: float | None = None,
     seed: int = 0,
     start: Any = None,
-) -> Assignment:
-    """Search for the permutation p with the least sum of flow[i, j] · distance[p[i], p[j]].
+) -> QapAssignment:
+    """Search for the permutation p that minimizes the sum of flow[i, j] · distance[p[i], p[j]].
 
-    The same arguments give the same answer, unless time runs out.
+    Results are deterministic unless the time budget is reached.
 
     Args:
-        flow: [n, n], or a stack [K, n, n] whose costs are summed; pad it where places stay empty.
+        flow: [n, n], or a stack [K, n, n] whose costs are summed; pad it if places stay empty.
         distance: Of the same shape.
-        method: `"tabu"`, `"annealing"`, or `"auto"`, whose restarts are the one and the other in turn.
+        method: `"tabu"`, `"annealing"`, or `"auto"`, which alternates between both.
         restarts: Number of searches, each from a random permutation.
-        iterations: Passes over all swaps in a restart. One is one move of tabu search; annealing tries
-            each swap once, which takes about ten times as long. By default 2000·n for tabu search and 200·n
-            for annealing.
-        seconds: Time for all restarts together; each has an equal share of it. The best so far is the answer
-            when it is over.
-        seed: Of the first permutations and of what the searches draw.
-        start: Permutation that the first restart (of `"auto"`: the first two) begins with.
+        iterations: Passes over all swaps per restart: one tabu move, or one annealing trial of each swap,
+            which takes about ten times as long. By default 2000·n for tabu search and 200·n for annealing.
+        budget_s: Time budget of all restarts, s, in equal shares; the best permutation so far is returned.
+        seed: Random seed of starts and searches.
+        start: Initial permutation of the first restart (for `"auto"`: of the first two).
 
     Raises:
-        InputError: The matrices cannot be used (see `qap.stacked`), or an argument is out of range.
-        MissingExtraError: Numba or scipy is not installed.
+        InputError: See `stack_matrices`; or an argument is out of range.
+        MissingExtraError: Numba or SciPy is missing.
     """
-    f, d = stacked(flow, distance)
+    f, d = stack_matrices(flow, distance)
     n = f.shape[1]
-    check_budget(restarts, iterations, seconds, seed)
+    check_budget(restarts, iterations, budget_s, seed)
     if method not in METHODS:
         raise InputError(f"`method` (={method!r}) must be one of {', '.join(map(repr, METHODS))}")
-    first = None if start is None else checked_permutation(start, n)
-    terms = Terms.of(f, d)
-    if not terms.swaps:
-        stay = np.arange(n) if first is None else first
-        return judged(f, d, np.tile(stay, (restarts, 1)), evaluations=0, seconds=0.0, finished=True)
-    kinds = {"auto": (Tabu, Annealing), "tabu": (Tabu,), "annealing": (Annealing,)}[method]
-    searches = [kind(terms) for kind in kinds[:restarts]]
-    found, passes, finished = [], 0, True
-    begin = time.perf_counter()
+    initial = None if start is None else check_permutation(start, n)
+    terms = QapTerms.from_matrices(f, d)
+    if not terms.num_swaps:
+        stay = np.arange(n) if initial is None else initial
+        return make_assignment(
+            f, d, np.tile(stay, (restarts, 1)), evaluations=0, elapsed_s=0.0, finished=True
+        )
+    search_types = {
+        "auto": (TabuSearch, AnnealingSearch),
+        "tabu": (TabuSearch,),
+        "annealing": (AnnealingSearch,),
+    }[method]
+    searches = [kind(terms) for kind in search_types[:restarts]]
+    permutations, passes, finished = [], 0, True
+    start_s = time.perf_counter()
     for restart in range(restarts):
         search = searches[restart % len(searches)]
-        wanted = search.default_iterations() if iterations is None else iterations
-        permutation, own_seed = beginning(seed, restart, n)
-        if first is not None and restart < len(searches):
-            permutation = first
-        deadline = None if seconds is None else begin + seconds * (restart + 1) / restarts
-        best, done = search.run(permutation, iterations=wanted, seed=own_seed, deadline=deadline)
-        found.append(best)
-        passes += done
-        finished &= done == wanted
-        if seconds is not None and time.perf_counter() >= begin + seconds:
+        num_iterations = search.default_iterations() if iterations is None else iterations
+        permutation, own_seed = draw_start(seed, restart, n)
+        if initial is not None and restart < len(searches):
+            permutation = initial
+        deadline = None if budget_s is None else start_s + budget_s * (restart + 1) / restarts
+        best, completed = search.run(permutation, iterations=num_iterations, seed=own_seed, deadline=deadline)
+        permutations.append(best)
+        passes += completed
+        finished &= completed == num_iterations
+        if budget_s is not None and time.perf_counter() >= start_s + budget_s:
             finished &= restart + 1 == restarts
             break
-    elapsed = time.perf_counter() - begin
-    evaluations = passes * terms.swaps
-    return judged(f, d, np.stack(found), evaluations=evaluations, seconds=elapsed, finished=finished)
+    elapsed = time.perf_counter() - start_s
+    evaluations = passes * terms.num_swaps
+    return make_assignment(
+        f, d, np.stack(permutations), evaluations=evaluations, elapsed_s=elapsed, finished=finished
+    )
 
 
-def judged(
+def make_assignment(
     flow: np.ndarray,
     distance: np.ndarray,
     permutations: np.ndarray,
     *,
     evaluations: int,
-    seconds: float,
+    elapsed_s: float,
     finished: bool,
-) -> Assignment:
-    """What restarts found: costs computed from the permutations, and how far below them the best can lie.
+) -> QapAssignment:
+    """Build the result of several restarts: exact costs and the lower bound.
 
     Args:
         flow: [K, n, n].
         distance: [K, n, n].
         permutations: int64, [restarts, n].
-        evaluations: Swaps that were judged.
-        seconds: Wall clock.
-        finished: Whether every restart ran to its end.
+        evaluations: Number of evaluated swaps.
+        elapsed_s: Time of the search, s.
+        finished: Whether all restarts completed their iterations.
     """
-    costs = tuple(cost(flow, distance, p) for p in permutations)
+    costs = tuple(compute_cost(flow, distance, p) for p in permutations)
     best = min(range(len(costs)), key=costs.__getitem__)
-    # In floating point a bound that is reached may come out a rounding above the cost.
-    bound = min(lower_bound(flow, distance), costs[best])
+    # With floats, a tight bound may exceed the cost by rounding.
+    bound = min(gilmore_lawler_bound(flow, distance), costs[best])
     slack = float(costs[best] - bound)
-    return Assignment(
+    return QapAssignment(
         permutation=permutations[best],
         cost=costs[best],
         lower_bound=bound,
@@ -143,26 +153,26 @@ def judged(
         evaluations=evaluations,
         costs=costs,
         permutations=permutations,
-        seconds=seconds,
+        elapsed_s=elapsed_s,
         finished=finished,
     )
 
 
-def beginning(seed: int, restart: int, n: int) -> tuple[np.ndarray, int]:
-    """The permutation that a restart begins with, int64 [n], and the 32 bits that its search draws from."""
+def draw_start(seed: int, restart: int, n: int) -> tuple[np.ndarray, int]:
+    """Initial permutation of a restart, int64 [n], and the 32-bit seed of its search."""
     rng = np.random.default_rng([seed, restart])
     return rng.permutation(n), int(rng.integers(2**32))
 
 
-def check_budget(restarts: int, iterations: int | None, seconds: float | None, seed: int) -> None:
-    """Raise InputError where one of them is out of range."""
+def check_budget(restarts: int, iterations: int | None, budget_s: float | None, seed: int) -> None:
+    """Raise InputError if an argument is out of range."""
     if restarts < 1:
         raise InputError(f"`restarts` (={restarts}) must be at least 1")
     if iterations is not None and not 1 <= iterations < ALWAYS:
         raise InputError(
             f"`iterations` (={iterations}) must be from 1 to {ALWAYS - 1}, or None for the default"
         )
-    if seconds is not None and not 0.0 < seconds < math.inf:
-        raise InputError(f"`seconds` (={seconds}) must be above 0 and finite, or None for no limit")
+    if budget_s is not None and not 0.0 < budget_s < math.inf:
+        raise InputError(f"`budget_s` (={budget_s}) must be above 0 and finite, or None for no limit")
     if seed < 0:
-        raise InputError(f"`seed` (={seed}) must not be negative")
+        raise InputError(f"`seed` (={seed}) must be at least 0")

@@ -1,4 +1,15 @@
-"""What searches on one core have in common: compiled when made, and restarts that end when time is over."""
+"""Searches for quadratic assignments on one core: robust tabu search and simulated annealing.
+
+Tabu search (Taillard, Parallel Computing 17, 1991) is defined in `kernels/tabu/reference.py`; the changes of
+all swaps are kept up to date, so a move costs a few operations per swap.
+
+Annealing (Kirkpatrick et al., Science 1983; sequential swaps as in Connolly, EJOR 1990) tries all swaps in
+turn and accepts an increase d with probability exp(-d/t). The temperature decreases from t0 to t1 as t/(1 +
+beta t). After a full pass of rejections the search continues at the temperature of the best permutation
+(Connolly). t0 and t1 are derived from the median change of swaps in the start; Connolly's choice from the
+smallest and largest change fails if changes differ by orders of magnitude, as with real distances. Annealing
+is useful if few pairs have most of the flow.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +19,30 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparseflow.codesign.layout.qap.kernels.tabu.rule import Rule, untouched
-from sparseflow.codesign.layout.qap.terms import Terms
+from sparseflow.codesign.layout.qap.kernels.tabu.rule import TabuRule, init_tabu
+from sparseflow.codesign.layout.qap.terms import QapTerms
 from sparseflow.core.extras import require
 
 
-class Search(ABC):
-    """Searches a problem; compiled when made.
+class QapSearch(ABC):
+    """A search for one problem; compiles its kernel on creation.
 
     Args:
-        terms: The problem, of at least two places.
+        terms: The problem, with at least two places.
 
     Attributes:
-        default_passes: Times the number of places: passes of a restart by default.
+        default_passes: Default number of passes per restart and place.
 
     Raises:
-        MissingExtraError: Numba is not installed.
+        MissingExtraError: Numba is missing.
     """
 
     default_passes: int
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: QapTerms) -> None:
         require("numba", "codesign")
         self._terms = terms
-        self._working = terms.working()
+        self._working = terms.to_working_dtype()
         self.run(np.arange(terms.n), iterations=0, seed=0)
 
     def default_iterations(self) -> int:
@@ -43,120 +54,137 @@ class Search(ABC):
         """Search from one permutation.
 
         Args:
-            start: Where each is at first, int64, [n].
-            iterations: Passes over all swaps: a move of tabu search, a trial of each swap in annealing.
-            seed: Of what the search draws, 32 bits.
+            start: Initial places, int64, [n].
+            iterations: Passes over all swaps: a move of tabu search, or a trial of each swap in annealing.
+            seed: Random seed, 32 bits.
             deadline: `time.perf_counter()` at which to stop; None for no limit.
 
         Returns:
-            The best permutation, and how many passes were made, the last of them perhaps in part.
+            The best permutation and the number of passes, the last possibly incomplete.
         """
-        here = self._terms.inside(start)
-        best, done = here.copy(), 0
-        for passes in self._passes(here, best, iterations, seed):
-            done = passes
+        current = self._terms.to_rows(start)
+        best, completed = current.copy(), 0
+        for passes in self._run_passes(current, best, iterations, seed):
+            completed = passes
             if deadline is not None and time.perf_counter() >= deadline:
                 break
-        return self._terms.outside(best), done
+        return self._terms.from_rows(best), completed
 
     @abstractmethod
-    def _passes(self, here: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
-        """Search, and tell now and then how many passes have been made, for no passes once: that compiles.
+    def _run_passes(self, current: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
+        """Search, yielding the number of completed passes from time to time, and once for zero iterations
+        (to compile).
 
         Args:
-            here: Places of the rows, int64, [n]; changed.
-            best: The best so far, int64, [n]; changed.
-            iterations: As in `run`.
-            seed: As in `run`.
+            current: Places of the rows, int64, [n]; updated.
+            best: Best places so far, int64, [n]; updated.
+            iterations: See `run`.
+            seed: See `run`.
         """
 
 
 DEFAULT_PASSES = 200
-"""Times the number of places: passes of a restart by default. A trial costs about ten times what judging a
-swap costs tabu search."""
+"""Default passes of annealing per restart and place. A trial costs about ten times a swap evaluation of
+tabu search.
+"""
 
-WARMEST, COLDEST = 0.3, 0.06
+INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.3, 0.06
 """t0 and t1, in median changes of a swap."""
 
 _NUM_PROBES = 500
-"""Swaps from which the median is taken."""
+"""Number of swaps that determine the median."""
 
 _ANNEALING_CHUNK = 8_000_000
-"""Trials times places between two looks at the clock: about a twentieth of a second."""
+"""Trials times places between two time checks, about 50 ms."""
 
 
-class Annealing(Search):
+class AnnealingSearch(QapSearch):
     """Simulated annealing; a pass tries every swap once."""
 
     default_passes = DEFAULT_PASSES
 
-    def _passes(self, here: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
+    def _run_passes(self, current: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
         from sparseflow.codesign.layout.qap.kernels.annealing import cpu
 
         a, b, _ = self._working
-        movers, swaps = self._terms.movers, self._terms.swaps
-        ordered = self._terms.ordered(b, here)
-        worth, counts = np.zeros(2, a.dtype), np.array([0, 0, 0, 1])
-        heat = self._heat(a, ordered, swaps * iterations, seed)
-        done, most = 0, max(1, _ANNEALING_CHUNK // self._terms.n)
+        movers, swaps = self._terms.num_movers, self._terms.num_swaps
+        ordered = self._terms.order_distances(b, current)
+        cost_change, counts = np.zeros(2, a.dtype), np.array([0, 0, 0, 1])
+        schedule = self._init_schedule(a, ordered, swaps * iterations, seed)
+        completed, max_trials = 0, max(1, _ANNEALING_CHUNK // self._terms.n)
         while True:
-            trials = min(most, swaps * iterations - done)
-            cpu.walk(a, ordered, here, best, worth, heat, counts, movers, trials, seed)
-            done = int(counts[cpu.TRIED])
-            yield -(-done // swaps)
-            if done >= swaps * iterations:
+            trials = min(max_trials, swaps * iterations - completed)
+            cpu.anneal(a, ordered, current, best, cost_change, schedule, counts, movers, trials, seed)
+            completed = int(counts[cpu.NUM_TRIALS])
+            yield -(-completed // swaps)
+            if completed >= swaps * iterations:
                 return
 
-    def _heat(self, a: np.ndarray, ordered: np.ndarray, trials: int, seed: int) -> np.ndarray:
-        """Temperature now and at the best, and beta, float64, [3]."""
+    def _init_schedule(self, a: np.ndarray, ordered: np.ndarray, trials: int, seed: int) -> np.ndarray:
+        """Current temperature, temperature at the best, and beta, float64, [3]."""
         from sparseflow.codesign.layout.qap.kernels.annealing import cpu
 
         rng = np.random.default_rng(seed)
-        r = rng.integers(self._terms.movers, size=_NUM_PROBES)
+        r = rng.integers(self._terms.num_movers, size=_NUM_PROBES)
         s = (r + rng.integers(1, self._terms.n, size=_NUM_PROBES)) % self._terms.n
-        changes = np.abs([float(cpu.change_of(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
-        # Swaps of two dummies change nothing, or next to nothing by rounding.
+        changes = np.abs([float(cpu.swap_change(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
+        # Swaps of two dummies change nothing except for rounding.
         changes = changes[changes > 1e-9 * changes.max()]
-        usual = float(np.median(changes)) if len(changes) else 1.0
-        first, last = WARMEST * usual, COLDEST * usual
-        return np.array([first, first, (first - last) / (max(1, trials) * first * last)])
+        median_change = float(np.median(changes)) if len(changes) else 1.0
+        initial, final = INITIAL_TEMPERATURE * median_change, FINAL_TEMPERATURE * median_change
+        return np.array([initial, initial, (initial - final) / (max(1, trials) * initial * final)])
 
 
 DEFAULT_MOVES = 2000
-"""Times the number of places: moves of a restart by default."""
+"""Default moves of tabu search per restart and place."""
 
 _TABU_CHUNK = 4_000_000
-"""Swaps, both ways, that are looked at between two looks at the clock: a few hundredths of a second."""
+"""Evaluated swaps (both directions) between two time checks, a few hundredths of a second."""
 
 _REFRESH_INTERVAL = 50
-"""Times the number of places: moves after which all changes are computed from scratch, which costs about as
-much as n moves, so that rounding cannot pile up."""
+"""Moves per place after which all changes are recomputed against rounding drift, at the cost of about n
+moves.
+"""
 
 
-class Tabu(Search):
-    """Tabu search; a pass is one move."""
+class TabuSearch(QapSearch):
+    """Robust tabu search; a pass is one move."""
 
     default_passes = DEFAULT_MOVES
 
-    def _passes(self, here: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
+    def _run_passes(self, current: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
         from sparseflow.codesign.layout.qap.kernels.tabu import cpu
 
-        a, b, wall = self._working
-        n, movers, rule = self._terms.n, self._terms.movers, Rule.of(self._terms.n)
-        worth, until = np.zeros(2, a.dtype), untouched(n, movers)
-        ordered = self._terms.ordered(b, here)
-        delta, gate = np.empty((n, n), a.dtype), np.empty((n, n), np.int64)
-        done, most, fresh = 0, max(1, _TABU_CHUNK // n**2), 0
+        a, b, big_m = self._working
+        n, movers, rule = self._terms.n, self._terms.num_movers, TabuRule.for_size(self._terms.n)
+        cost_change, until = np.zeros(2, a.dtype), init_tabu(n, movers)
+        ordered = self._terms.order_distances(b, current)
+        delta, swap_until = np.empty((n, n), a.dtype), np.empty((n, n), np.int64)
+        completed, max_moves, next_refresh = 0, max(1, _TABU_CHUNK // n**2), 0
         while True:
-            if done >= fresh:
-                cpu.fill(a, ordered, here, until, delta, gate)
-                fresh = done + _REFRESH_INTERVAL * n
-            moves = min(most, iterations - done)
+            if completed >= next_refresh:
+                cpu.initialize(a, ordered, current, until, delta, swap_until)
+                next_refresh = completed + _REFRESH_INTERVAL * n
+            moves = min(max_moves, iterations - completed)
             cpu.advance(
-                a, ordered, here, best, worth, until, delta, gate, movers, done + 1, moves,
-                rule.low, rule.span, rule.patience, wall, seed,
-            )  # fmt: skip
-            done += moves
-            yield done
-            if done >= iterations:
+                a,
+                ordered,
+                current,
+                best,
+                cost_change,
+                until,
+                delta,
+                swap_until,
+                movers,
+                completed + 1,
+                moves,
+                rule.low,
+                rule.span,
+                rule.patience,
+                big_m,
+                seed,
+            )
+            completed += moves
+            yield completed
+            if completed >= iterations:
                 return

@@ -1,28 +1,27 @@
-"""A quadratic assignment problem as the searches take it: a sum of terms that a transposition leaves alone.
+"""Quadratic assignment problems as sums of terms that are invariant under transposition.
 
-In every term both matrices are symmetric or both are antisymmetric, so that row and column of whatever moves
-say the same and a search reads rows only. Any problem is such a sum:
+In each term both matrices are symmetric or both are antisymmetric, so that searches need to read rows only.
+With F∘D for the sum over i, j of F[i, j] D[p[i], p[j]], any problem is such a sum:
 
     D symmetric           F∘D = (F + Fᵀ)/2 ∘ D
     F symmetric           F∘D = F ∘ (D + Dᵀ)/2
     neither               F∘D = (F + Fᵀ)/2 ∘ (D + Dᵀ)/2 + (F - Fᵀ)/2 ∘ (D - Dᵀ)/2
 
-where F∘D stands for the sum over i, j of F[i, j] D[p[i], p[j]]; the mixed products cancel. Integers are not
-halved: the terms then hold `scale` times the problem.
+The mixed products cancel. Integers are not halved: the terms then represent `scale` times the problem.
 
-With A and B of a term, B in the order of p, swapping r and s changes the cost by
+For a term with A and B, B in the order of p, swapping r and s changes the cost by
 
     2 Σ_k (A[r,k] - A[s,k]) (B[s,k] - B[r,k])
       + (A[r,r] + A[s,s] - A[r,s] - A[s,r]) (B[r,r] + B[s,s] - B[r,s] - B[s,r])
 
-and, once r and s have been swapped, the change by swapping any other u and v differs from what it was by
+and after the swap the change of any other swap (u, v) differs from its previous value by
 
     2 ((A[r,u] - A[s,u]) - (A[r,v] - A[s,v])) ((B[s,u] - B[r,u]) - (B[s,v] - B[r,v]))
 
-which is Taillard's update (Parallel Computing 1991) for such terms, B in the new order.
+which is Taillard's update (Parallel Computing 1991) for such terms, with B in the new order.
 
-Things that exchange nothing with anybody, such as the dummies of empty sites, come last: to swap two of them
-changes nothing, and a search that took such swaps for free moves would make little else.
+Items without flow, such as dummies of empty sites, come last: swapping two of them changes nothing, and a
+search that accepted such swaps would make hardly any other.
 """
 
 from __future__ import annotations
@@ -32,104 +31,109 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.codesign.layout.qap.problem import EXACT, largest, stacked
+from sparseflow.codesign.layout.qap.problem import EXACT, bound_magnitude, stack_matrices
 from sparseflow.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Terms:
-    """The terms of a problem.
+class QapTerms:
+    """Terms of a problem.
 
     Attributes:
         a: Flows, [T, n, n], int64 or float64.
         b: Distances, [T, n, n], of the same dtype.
-        symmetric: How many are symmetric; they come first, and those after them are antisymmetric.
-        order: Which thing each row of `a` is, int64, [n].
-        movers: How many exchange something; they come first.
-        scale: The terms are worth so many times the problem.
-        wall: More than twice what any sum that a search forms from them can come to.
+        num_symmetric: Number of symmetric terms; they come first, followed by antisymmetric ones.
+        order: Item of each row of `a`, int64, [n].
+        num_movers: Number of items with flow; they come first.
+        scale: Factor between the terms and the problem.
+        wall: More than twice the largest sum that a search can form.
     """
 
     a: np.ndarray
     b: np.ndarray
-    symmetric: int
+    num_symmetric: int
     order: np.ndarray
-    movers: int
+    num_movers: int
     scale: int
-    wall: float
+    big_m: float
 
     @classmethod
-    def of(cls, flow: Any, distance: Any) -> Terms:
-        """The terms of a problem.
+    def from_matrices(cls, flow: Any, distance: Any) -> QapTerms:
+        """Decompose a problem into terms.
 
         Args:
             flow: [n, n] or [K, n, n].
-            distance: Likewise.
+            distance: Of the same shape.
 
         Raises:
-            InputError: The matrices cannot be used (see `qap.stacked`), or they hold integers so large that
-                what a search adds up does not fit 64 bits.
+            InputError: See `stack_matrices`; or integers are so large that sums would overflow 64 bits.
         """
-        f, d = stacked(flow, distance)
-        own = [
-            (bool((one == one.T).all()), bool((other == other.T).all()))
-            for one, other in zip(f, d, strict=True)
+        f, d = stack_matrices(flow, distance)
+        symmetries = [
+            (bool((flow_matrix == flow_matrix.T).all()), bool((distance_matrix == distance_matrix.T).all()))
+            for flow_matrix, distance_matrix in zip(f, d, strict=True)
         ]
-        factors = [(1 if alike[0] else 2) * (1 if alike[1] else 2) for alike in own]
+        factors = [(1 if symmetry[0] else 2) * (1 if symmetry[1] else 2) for symmetry in symmetries]
         scale = max(factors)
-        if f.dtype == np.int64 and 256.0 * scale * largest(f, d) >= 2.0**63:
+        if f.dtype == np.int64 and 256.0 * scale * bound_magnitude(f, d) >= 2.0**63:
             raise InputError(
-                f"costs of up to {largest(f, d):.1e} leave a search no room to add them; divide the flow or "
-                "the distance by a common factor"
+                f"costs of up to {bound_magnitude(f, d):.1e} are too large to add in 64 bits; divide flow or "
+                "distance by a common factor"
             )
         a, b = [], []
-        for one, other, alike, factor in zip(f, d, own, factors, strict=True):
-            a.append((one if alike[0] else one + one.T) * (scale // factor))
-            b.append(other if alike[1] else other + other.T)
-        for one, other, factor in zip(f, d, factors, strict=True):
+        for flow_matrix, distance_matrix, symmetry, factor in zip(f, d, symmetries, factors, strict=True):
+            a.append((flow_matrix if symmetry[0] else flow_matrix + flow_matrix.T) * (scale // factor))
+            b.append(distance_matrix if symmetry[1] else distance_matrix + distance_matrix.T)
+        for flow_matrix, distance_matrix, factor in zip(f, d, factors, strict=True):
             if factor == 4:
-                a.append(one - one.T)
-                b.append(other - other.T)
+                a.append(flow_matrix - flow_matrix.T)
+                b.append(distance_matrix - distance_matrix.T)
         a, b = np.stack(a), np.stack(b)
         if f.dtype == np.float64:
-            # By a power of two, which loses nothing.
+            # Division by a power of two is exact.
             a, scale = a / scale, 1
-        wall = 32.0 * largest(a, b) + 1.0
-        moves = (a != 0).any((0, 2))
-        order = np.argsort(~moves, kind="stable")
+        big_m = 32.0 * bound_magnitude(a, b) + 1.0
+        is_mover = (a != 0).any((0, 2))
+        order = np.argsort(~is_mover, kind="stable")
         a = np.ascontiguousarray(a[:, order[:, None], order[None, :]])
         return cls(
-            a=a, b=b, symmetric=len(f), order=order, movers=int(moves.sum()), scale=scale, wall=wall
-        )  # fmt: skip
+            a=a,
+            b=b,
+            num_symmetric=len(f),
+            order=order,
+            num_movers=int(is_mover.sum()),
+            scale=scale,
+            big_m=big_m,
+        )
 
     @property
     def n(self) -> int:
         return self.a.shape[1]
 
     @property
-    def swaps(self) -> int:
-        """Number of swaps that can change something."""
-        return self.movers * (2 * self.n - self.movers - 1) // 2
+    def num_swaps(self) -> int:
+        """Number of swaps that can change the cost."""
+        return self.num_movers * (2 * self.n - self.num_movers - 1) // 2
 
-    def working(self) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Flows, distances and wall in the dtype to search in.
+    def to_working_dtype(self) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Flows, distances and wall in the dtype of the search.
 
-        float64 wherever it is exact, which is for floats and for integers that are not huge: it is faster
-        than int64 on processors that cannot multiply vectors of the latter.
+        float64 where it is exact, which includes all but huge integers: it is faster than int64 on processors
+        without vectorized int64 multiplication.
         """
-        dtype = np.int64 if self.a.dtype == np.int64 and 4.0 * self.wall > EXACT else np.float64
-        return self.a.astype(dtype), self.b.astype(dtype), dtype(self.wall)
+        dtype = np.int64 if self.a.dtype == np.int64 and 4.0 * self.big_m > EXACT else np.float64
+        return self.a.astype(dtype), self.b.astype(dtype), dtype(self.big_m)
 
-    def inside(self, permutation: np.ndarray) -> np.ndarray:
-        """The places [..., n] of things as those of the rows."""
+    def to_rows(self, permutation: np.ndarray) -> np.ndarray:
+        """Reorder places [..., n] from items to rows."""
         return permutation[..., self.order]
 
-    def outside(self, permutation: np.ndarray) -> np.ndarray:
-        """The places [..., n] of the rows as those of things."""
-        found = np.empty_like(permutation)
-        found[..., self.order] = permutation
-        return found
+    def from_rows(self, permutation: np.ndarray) -> np.ndarray:
+        """Reorder places [..., n] from rows to items."""
+        permuted = np.empty_like(permutation)
+        permuted[..., self.order] = permutation
+        return permuted
 
-    def ordered(self, b: np.ndarray, permutation: np.ndarray) -> np.ndarray:
-        """A copy of the distances `b` [T, n, n] in the order of a permutation of the rows."""
+    def order_distances(self, b: np.ndarray, permutation: np.ndarray) -> np.ndarray:
+        """Copy the distances `b` [T, n, n] in the order of a permutation of the rows."""
         return np.ascontiguousarray(b[:, permutation[:, None], permutation[None, :]])

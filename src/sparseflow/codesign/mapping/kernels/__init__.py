@@ -1,5 +1,4 @@
-"""Compiled loops, imported only when a strategy runs.
+"""Compiled kernels, imported only when a strategy runs.
 
-Each file stands alone: the machine code that Numba keeps on disk is made anew when its own file changes, and
-not when another does.
+Each file is self-contained, because Numba's disk cache only tracks changes of the file itself.
 """

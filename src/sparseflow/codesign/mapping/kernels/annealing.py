@@ -1,4 +1,4 @@
-"""Simulated annealing over mappings that fit, a number of steps at a time, and how first ones are made."""
+"""Simulated annealing over feasible mappings, resumable, and greedy construction."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from sparseflow.codesign.mapping.arrays import Tables
+from sparseflow.codesign.mapping.arrays import ProblemArrays
 
-LONGEST = 4
-"""Segments that move in a step, but for two slots that change places."""
+MAX_MOVED = 4
+"""Maximum number of segments moved per step, except when two slots are swapped."""
 
-EVEN = 0.3
-"""Weight of the fourth root of the mean fourth power of busy times, beside that of the largest."""
+BALANCE_WEIGHT = 0.3
+"""Weight of the power mean (p = 4) of busy times relative to the maximum."""
 
 
-class State(NamedTuple):
-    """A mapping and what follows from it.
+class AnnealingState(NamedTuple):
+    """A mapping and derived quantities.
 
     Attributes:
-        slot: Of each segment, int64 [K].
-        busy: ms, float64 [S], without transfers between slots that are not connected.
-        left: Memory, bytes, int64 [S].
-        broken: How many edges lead between slots that are not connected, int64 [1].
-        random: State of the generator, uint64 [1].
-        best: Least objective so far, float64 [1].
+        slot: Slot of each segment, int64 [K].
+        busy: Busy time, ms, float64 [S], without transfers between unconnected slots.
+        free_bytes: Free memory, bytes, int64 [S].
+        num_broken: Number of edges between unconnected slots, int64 [1].
+        random: Generator state, uint64 [1].
+        best: Lowest objective, float64 [1].
         best_slot: Its mapping, int64 [K].
-        moved: Segments that the last step moved, int64 [K].
-        came: Where each of them was, int64 [K].
-        busy_before: As `busy` before the last step.
-        left_before: As `left` before the last step.
+        moved_segments: Segments moved by the last step, int64 [K].
+        previous_slot: Their previous slots, int64 [K].
+        previous_busy: `busy` before the last step.
+        previous_free_bytes: `free_bytes` before the last step.
     """
 
     slot: np.ndarray
     busy: np.ndarray
-    left: np.ndarray
-    broken: np.ndarray
+    free_bytes: np.ndarray
+    num_broken: np.ndarray
     random: np.ndarray
     best: np.ndarray
     best_slot: np.ndarray
-    moved: np.ndarray
-    came: np.ndarray
-    busy_before: np.ndarray
-    left_before: np.ndarray
+    moved_segments: np.ndarray
+    previous_slot: np.ndarray
+    previous_busy: np.ndarray
+    previous_free_bytes: np.ndarray
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def drawn(random: np.ndarray) -> float:
-    """From 0 to below 1 (splitmix64)."""
+def random_uniform(random: np.ndarray) -> float:
+    """Uniform number in [0, 1) (splitmix64)."""
     random[0] += np.uint64(0x9E3779B97F4A7C15)
     z = random[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -57,212 +57,218 @@ def drawn(random: np.ndarray) -> float:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def below(random: np.ndarray, number: int) -> int:
-    """A whole number from 0 to below `number`."""
-    return int(drawn(random) * number)
+def random_below(random: np.ndarray, number: int) -> int:
+    """Uniform integer from 0 to `number` - 1."""
+    return int(random_uniform(random) * number)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def refresh(tables: Tables, state: State) -> None:
-    """All that follows from `slot`, from nothing."""
-    # Loops here and below: whole rows at once would take Numba seconds more to compile.
+def recompute(tables: ProblemArrays, state: AnnealingState) -> None:
+    """Recompute everything derived from `slot`."""
+    # Explicit loops, because row operations would add seconds to the compile time.
     for s in range(len(state.busy)):
-        state.busy[s], state.left[s] = 0.0, tables.limit[s]
-    state.broken[0] = 0
+        state.busy[s], state.free_bytes[s] = 0.0, tables.limit[s]
+    state.num_broken[0] = 0
     for k in range(len(state.slot)):
         s = state.slot[k]
         state.busy[s] += tables.latency[k, s]
-        state.left[s] -= tables.memory[k, s]
+        state.free_bytes[s] -= tables.memory[k, s]
         for e in range(tables.in_start[k], tables.in_start[k + 1]):
             a = state.slot[tables.in_end[e]]
             if a != s:
                 if tables.fixed[a, s] == np.inf:
-                    state.broken[0] += 1
+                    state.num_broken[0] += 1
                 else:
                     state.busy[s] += tables.fixed[a, s] + tables.in_bytes[e] * tables.per_byte[a, s]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def shift(tables: Tables, state: State, k: int, t: int) -> None:
-    """Move a segment, whatever fits."""
-    # Edges are written out: a function for one would make annealing a third slower.
+def move_segment(tables: ProblemArrays, state: AnnealingState, k: int, t: int) -> None:
+    """Move segment k to slot t without checking memory."""
+    # Inlined by hand: a function per edge would slow annealing down by a third.
     s = state.slot[k]
     busy, fixed, per_byte = state.busy, tables.fixed, tables.per_byte
-    state.left[s] += tables.memory[k, s]
-    state.left[t] -= tables.memory[k, t]
+    state.free_bytes[s] += tables.memory[k, s]
+    state.free_bytes[t] -= tables.memory[k, t]
     busy[s] -= tables.latency[k, s]
     busy[t] += tables.latency[k, t]
     for e in range(tables.in_start[k], tables.in_start[k + 1]):
         a, size = state.slot[tables.in_end[e]], tables.in_bytes[e]
         if a != s:
             if fixed[a, s] == np.inf:
-                state.broken[0] -= 1
+                state.num_broken[0] -= 1
             else:
                 busy[s] -= fixed[a, s] + size * per_byte[a, s]
         if a != t:
             if fixed[a, t] == np.inf:
-                state.broken[0] += 1
+                state.num_broken[0] += 1
             else:
                 busy[t] += fixed[a, t] + size * per_byte[a, t]
     for e in range(tables.out_start[k], tables.out_start[k + 1]):
         b, size = state.slot[tables.out_end[e]], tables.out_bytes[e]
         if b != s:
             if fixed[s, b] == np.inf:
-                state.broken[0] -= 1
+                state.num_broken[0] -= 1
             else:
                 busy[b] -= fixed[s, b] + size * per_byte[s, b]
         if b != t:
             if fixed[t, b] == np.inf:
-                state.broken[0] += 1
+                state.num_broken[0] += 1
             else:
                 busy[b] += fixed[t, b] + size * per_byte[t, b]
     state.slot[k] = t
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def propose(tables: Tables, state: State, places: np.ndarray) -> int:
-    """Draw a step: fill `moved` and `places` (the slots they go to); how many segments it moves, maybe 0."""
+def propose_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarray) -> int:
+    """Propose a step: fill `moved_segments` and `targets`, and return the number of moved segments,
+    possibly 0.
+    """
     segments, slots = tables.latency.shape
-    slot, moved, random = state.slot, state.moved, state.random
-    kind = drawn(random)
-    k = below(random, segments)
+    slot, moved, random = state.slot, state.moved_segments, state.random
+    draw = random_uniform(random)
+    k = random_below(random, segments)
     s = slot[k]
-    if kind < 0.3:
-        t = below(random, slots)
+    if draw < 0.3:
+        t = random_below(random, slots)
         if t == s:
             return 0
-        moved[0], places[0], n = k, t, 1
-        lacking = tables.memory[k, t] - state.left[t]
-        v = below(random, segments)
+        moved[0], targets[0], n = k, t, 1
+        lacking = tables.memory[k, t] - state.free_bytes[t]
+        v = random_below(random, segments)
         for _ in range(segments):
-            # Who is in the way goes to where the segment came from, or anywhere.
-            if lacking <= 0 or n == LONGEST:
+            # Evict segments to the source slot or to a random one.
+            if lacking <= 0 or n == MAX_MOVED:
                 break
             if slot[v] == t:
-                moved[n], places[n] = v, s if drawn(random) < 0.5 else below(random, slots)
+                moved[n], targets[n] = v, s if random_uniform(random) < 0.5 else random_below(random, slots)
                 lacking -= tables.memory[v, t]
-                n += 1 if places[n] != t else 0
+                n += 1 if targets[n] != t else 0
             v = v + 1 if v + 1 < segments else 0
         return n
-    if kind < 0.55:
-        other = below(random, segments)
+    if draw < 0.55:
+        other = random_below(random, segments)
         if slot[other] == s:
             return 0
-        moved[0], places[0], moved[1], places[1] = k, slot[other], other, s
+        moved[0], targets[0], moved[1], targets[1] = k, slot[other], other, s
         return 2
-    if kind < 0.8:
-        # To where a segment is that it is tied to, and those next to it with it.
+    if draw < 0.8:
+        # Move a run of segments to the slot of a connected segment.
         first, last = tables.in_start[k], tables.in_start[k + 1]
         start, end = tables.out_start[k], tables.out_start[k + 1]
-        ties = last - first + end - start
-        if ties == 0:
+        num_ties = last - first + end - start
+        if num_ties == 0:
             return 0
-        at = below(random, ties)
-        inward = at < last - first
-        other = tables.in_end[first + at] if inward else tables.out_end[start + at - (last - first)]
+        index = random_below(random, num_ties)
+        inward = index < last - first
+        other = tables.in_end[first + index] if inward else tables.out_end[start + index - (last - first)]
         t, step = slot[other], 1 if inward else -1
         if t == s:
             return 0
-        longest, n = 1 + int(drawn(random) * LONGEST), 0
+        longest, n = 1 + int(random_uniform(random) * MAX_MOVED), 0
         while n < longest and 0 <= k < segments and slot[k] == s:
-            moved[n], places[n] = k, t
+            moved[n], targets[n] = k, t
             k, n = k + step, n + 1
         return n
-    if kind < 0.98:
-        t, longest, n = below(random, slots), 2 + int(drawn(random) * LONGEST), 0
+    if draw < 0.98:
+        t, longest, n = random_below(random, slots), 2 + int(random_uniform(random) * MAX_MOVED), 0
         if t == s:
             return 0
         while n < longest and k < segments and slot[k] == s:
-            moved[n], places[n] = k, t
+            moved[n], targets[n] = k, t
             k, n = k + 1, n + 1
         return n
-    t, n = below(random, slots), 0
+    t, n = random_below(random, slots), 0
     if t == s:
         return 0
     for v in range(segments):
         if slot[v] == s or slot[v] == t:
-            moved[n], places[n] = v, s + t - slot[v]
+            moved[n], targets[n] = v, s + t - slot[v]
             n += 1
     return n
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def apply(tables: Tables, state: State, places: np.ndarray, number: int) -> bool:
-    """Move the segments that were drawn; whether they may all be where they are now."""
+def apply_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarray, number: int) -> bool:
+    """Apply the proposed moves; returns whether they are allowed, otherwise reverts them."""
     refused = 0
     for i in range(number):
-        refused += tables.latency[state.moved[i], places[i]] == np.inf
-    if refused > 0 or (number == 1 and state.left[places[0]] < tables.memory[state.moved[0], places[0]]):
+        refused += tables.latency[state.moved_segments[i], targets[i]] == np.inf
+    if refused > 0 or (
+        number == 1 and state.free_bytes[targets[0]] < tables.memory[state.moved_segments[0], targets[0]]
+    ):
         return False
     for s in range(len(state.busy)):
-        state.busy_before[s], state.left_before[s] = state.busy[s], state.left[s]
+        state.previous_busy[s], state.previous_free_bytes[s] = state.busy[s], state.free_bytes[s]
     for i in range(number):
-        state.came[i] = state.slot[state.moved[i]]
-        shift(tables, state, state.moved[i], places[i])
+        state.previous_slot[i] = state.slot[state.moved_segments[i]]
+        move_segment(tables, state, state.moved_segments[i], targets[i])
     for i in range(number):
-        refused += state.left[places[i]] < 0
+        refused += state.free_bytes[targets[i]] < 0
     if refused > 0:
-        take_back(state, number)
+        undo_moves(state, number)
     return refused == 0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def take_back(state: State, number: int) -> None:
-    """Undo the last step; `broken` is the caller's."""
+def undo_moves(state: AnnealingState, number: int) -> None:
+    """Revert the last step, except for `num_broken`."""
     for s in range(len(state.busy)):
-        state.busy[s], state.left[s] = state.busy_before[s], state.left_before[s]
+        state.busy[s], state.free_bytes[s] = state.previous_busy[s], state.previous_free_bytes[s]
     for i in range(number):
-        state.slot[state.moved[i]] = state.came[i]
+        state.slot[state.moved_segments[i]] = state.previous_slot[i]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def values(state: State, period: float, total: float) -> tuple[float, float]:
-    """The objective, and what the search goes by: it sees, too, how even the slots below the fullest are."""
+def compute_scores(state: AnnealingState, period: float, total: float) -> tuple[float, float]:
+    """Objective, and the search score that also rewards balance below the busiest slot."""
     top, summed, powers = 0.0, 0.0, 0.0
     for busy in state.busy:
         top = max(top, busy)
         summed += busy
         powers += (busy * busy) * (busy * busy)
     objective = period * top + total * summed
-    return objective, objective + EVEN * period * np.sqrt(np.sqrt(powers / len(state.busy)))
+    return objective, objective + BALANCE_WEIGHT * period * np.sqrt(np.sqrt(powers / len(state.busy)))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def anneal(
-    tables: Tables,
-    state: State,
+    tables: ProblemArrays,
+    state: AnnealingState,
     period: float,
     total: float,
     hot: float,
     cold: float,
-    begin: int,
-    end: int,
+    first_step: int,
+    last_step: int,
     steps: int,
 ) -> None:
-    """Steps `begin` to `end` of `steps`, over which the temperature falls from `hot` to `cold`, ms."""
-    places = np.empty(len(state.slot), np.int64)
-    # Can be crossed at first, and not in the end.
+    """Run steps `first_step` to `last_step` of `steps`; the temperature decreases from `hot` to `cold`,
+    ms.
+    """
+    targets = np.empty(len(state.slot), np.int64)
+    # Low enough to accept broken edges at first, but not at the end.
     penalty = 5.0 * hot
-    refresh(tables, state)
-    value, temperature = values(state, period, total)[1], hot
-    for step in range(begin, end):
-        if step == begin or step % 64 == 0:
+    recompute(tables, state)
+    score, temperature = compute_scores(state, period, total)[1], hot
+    for step in range(first_step, last_step):
+        if step == first_step or step % 64 == 0:
             temperature = hot * (cold / hot) ** (step / steps)
-        number, broken = propose(tables, state, places), state.broken[0]
-        if number == 0 or not apply(tables, state, places, number):
-            state.broken[0] = broken
+        number, broken = propose_moves(tables, state, targets), state.num_broken[0]
+        if number == 0 or not apply_moves(tables, state, targets, number):
+            state.num_broken[0] = broken
             continue
-        objective, found = values(state, period, total)
-        worse = found - value + penalty * (state.broken[0] - broken)
-        if worse > 0.0 and drawn(state.random) >= np.exp(-worse / temperature):
-            take_back(state, number)
-            state.broken[0] = broken
+        objective, new_score = compute_scores(state, period, total)
+        worse = new_score - score + penalty * (state.num_broken[0] - broken)
+        if worse > 0.0 and random_uniform(state.random) >= np.exp(-worse / temperature):
+            undo_moves(state, number)
+            state.num_broken[0] = broken
             continue
-        value = found
-        if state.broken[0] == 0 and objective < state.best[0]:
-            # What was added and taken off leaves rounding errors behind.
-            refresh(tables, state)
-            objective, value = values(state, period, total)
+        score = new_score
+        if state.num_broken[0] == 0 and objective < state.best[0]:
+            # Incremental updates accumulate rounding errors.
+            recompute(tables, state)
+            objective, score = compute_scores(state, period, total)
             if objective < state.best[0]:
                 state.best[0] = objective
                 for k in range(len(state.slot)):
@@ -270,95 +276,101 @@ def anneal(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def repair(tables: Tables, state: State, steps: int) -> bool:
-    """Walk at random towards a mapping that fits; whether it got there. What is over limits seldom grows."""
+def repair(tables: ProblemArrays, state: AnnealingState, steps: int) -> bool:
+    """Random walk towards a mapping within memory limits; returns whether it succeeded."""
     segments, slots = tables.latency.shape
-    random, slot, left = state.random, state.slot, state.left
+    random, slot, free_bytes = state.random, state.slot, state.free_bytes
     for _ in range(steps):
-        full, seen = slots, 0
+        overfull, num_over = slots, 0
         for s in range(slots):
-            if left[s] < 0:
-                seen += 1
-                if below(random, seen) == 0:
-                    full = s
-        if full == slots:
+            if free_bytes[s] < 0:
+                num_over += 1
+                if random_below(random, num_over) == 0:
+                    overfull = s
+        if overfull == slots:
             return True
-        k = below(random, segments)
-        while slot[k] != full:
+        k = random_below(random, segments)
+        while slot[k] != overfull:
             k = k + 1 if k + 1 < segments else 0
-        t, other = below(random, slots), segments
-        if drawn(random) < 0.6:
-            other = below(random, segments)
+        t, other = random_below(random, slots), segments
+        if random_uniform(random) < 0.6:
+            other = random_below(random, segments)
             t = slot[other]
-        if t == full or tables.latency[k, t] == np.inf:
+        if t == overfull or tables.latency[k, t] == np.inf:
             continue
-        if other < segments and tables.latency[other, full] == np.inf:
+        if other < segments and tables.latency[other, overfull] == np.inf:
             continue
-        before = max(0, -left[full]) + max(0, -left[t])
-        shift(tables, state, k, t)
+        before = max(0, -free_bytes[overfull]) + max(0, -free_bytes[t])
+        move_segment(tables, state, k, t)
         if other < segments:
-            shift(tables, state, other, full)
-        after = max(0, -left[full]) + max(0, -left[t])
-        if after > before and drawn(random) > 0.02:
+            move_segment(tables, state, other, overfull)
+        after = max(0, -free_bytes[overfull]) + max(0, -free_bytes[t])
+        if after > before and random_uniform(random) > 0.02:
             if other < segments:
-                shift(tables, state, other, t)
-            shift(tables, state, k, full)
+                move_segment(tables, state, other, t)
+            move_segment(tables, state, k, overfull)
     short = 0
     for s in range(slots):
-        short += left[s] < 0
+        short += free_bytes[s] < 0
     return short == 0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def construct(
-    tables: Tables, state: State, order: np.ndarray, period: float, total: float, penalty: float, steps: int
+    tables: ProblemArrays,
+    state: AnnealingState,
+    order: np.ndarray,
+    period: float,
+    total: float,
+    penalty: float,
+    steps: int,
 ) -> bool:
-    """Place segments one by one where they add least, and repair that; whether all fit in the end."""
+    """Place segments greedily by added cost and repair the result; returns whether all fit."""
     segments, slots = tables.latency.shape
     for k in range(segments):
         state.slot[k] = -1
     for s in range(slots):
-        state.busy[s], state.left[s] = 0.0, tables.limit[s]
+        state.busy[s], state.free_bytes[s] = 0.0, tables.limit[s]
     added = np.empty(slots)
     fits = True
     for k in order:
-        top, chosen, least, roomiest = 0.0, -1, np.inf, -1
+        top, best, best_value, roomiest = 0.0, -1, np.inf, -1
         for s in range(slots):
             top = max(top, state.busy[s])
         for s in range(slots):
             if tables.latency[k, s] == np.inf:
                 continue
-            if roomiest < 0 or state.left[s] > state.left[roomiest]:
+            if roomiest < 0 or state.free_bytes[s] > state.free_bytes[roomiest]:
                 roomiest = s
-            if state.left[s] < tables.memory[k, s]:
+            if state.free_bytes[s] < tables.memory[k, s]:
                 continue
-            into, others, broken = tables.latency[k, s], 0.0, 0
+            own_ms, other_ms, broken = tables.latency[k, s], 0.0, 0
             for e in range(tables.in_start[k], tables.in_start[k + 1]):
                 a = state.slot[tables.in_end[e]]
                 if a >= 0 and a != s:
                     if tables.fixed[a, s] == np.inf:
                         broken += 1
                     else:
-                        into += tables.fixed[a, s] + tables.in_bytes[e] * tables.per_byte[a, s]
+                        own_ms += tables.fixed[a, s] + tables.in_bytes[e] * tables.per_byte[a, s]
             for e in range(tables.out_start[k], tables.out_start[k + 1]):
                 b = state.slot[tables.out_end[e]]
                 if b >= 0 and b != s:
                     if tables.fixed[s, b] == np.inf:
                         broken += 1
                     else:
-                        others += tables.fixed[s, b] + tables.out_bytes[e] * tables.per_byte[s, b]
-            added[s] = into
-            # The period alone says nothing as long as no slot is fuller than the fullest.
-            value = period * max(top, state.busy[s] + into) + total * (into + others) + penalty * broken
-            value += 1e-6 * period * (state.busy[s] + into)
-            if value < least:
-                chosen, least = s, value
-        if chosen < 0:
-            # It fits nowhere: where most is left it does least harm.
-            fits, chosen = False, roomiest
-            added[chosen] = tables.latency[k, chosen]
-        state.slot[k] = chosen
-        state.busy[chosen] += added[chosen]
-        state.left[chosen] -= tables.memory[k, chosen]
-    refresh(tables, state)
+                        other_ms += tables.fixed[s, b] + tables.out_bytes[e] * tables.per_byte[s, b]
+            added[s] = own_ms
+            # The tie-breaker below orders slots that do not change the period.
+            value = period * max(top, state.busy[s] + own_ms) + total * (own_ms + other_ms) + penalty * broken
+            value += 1e-6 * period * (state.busy[s] + own_ms)
+            if value < best_value:
+                best, best_value = s, value
+        if best < 0:
+            # No slot has enough memory: use the one with the most free memory.
+            fits, best = False, roomiest
+            added[best] = tables.latency[k, best]
+        state.slot[k] = best
+        state.busy[best] += added[best]
+        state.free_bytes[best] -= tables.memory[k, best]
+    recompute(tables, state)
     return fits or repair(tables, state, steps)

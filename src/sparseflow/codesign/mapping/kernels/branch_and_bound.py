@@ -1,4 +1,4 @@
-"""Depth-first branch and bound, a number of nodes at a time: `Search` holds where it is."""
+"""Resumable depth-first branch and bound; `BranchState` holds the position of the search."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from sparseflow.codesign.mapping.arrays import Tables
+from sparseflow.codesign.mapping.arrays import ProblemArrays
 
 
-class Search(NamedTuple):
-    """A search between two calls. F segments are to be placed; the others are where they are from the start.
+class BranchState(NamedTuple):
+    """State of a search between two calls. F segments are placed; the others are fixed.
 
-    Of depth d = 0 to F, with d of the F segments placed:
+    For depth d = 0 to F, at which d segments are placed:
 
     Attributes:
-        busy: ms, float64 [F + 1, S].
-        left: Memory, bytes, int64 [F + 1, S].
-        own: What each segment not yet placed would keep each slot busy for, given those placed, float64
-            [F + 1, K, S].
-        cost: What it would add to the weighted sum that bounds the objective; likewise.
-        slot: Of each segment, -1 where it is not placed, int64 [K].
-        chosen: The segment placed next, int64 [F + 1].
-        kids: Slots to try for it, best bound first, int64 [F + 1, S].
-        bounds: Their bounds, float64 [F + 1, S].
-        number: How many there are, and which is next, int64 [F + 1, 2].
-        best: The least objective so far, float64 [1].
-        best_slot: Its mapping, int64 [K]; -1 where there is none.
-        depth: int64 [1]; -1 at the end.
-        weights: busy_weights [S], then memory_weights per byte [S], then weights of period and sum; float64.
+        busy: Busy time, ms, float64 [F + 1, S].
+        free_bytes: Free memory, bytes, int64 [F + 1, S].
+        busy_increase: Busy time that each unplaced segment would add to each slot, float64 [F + 1, K, S].
+        cost: Weighted cost that it would add to the bound, float64 [F + 1, K, S].
+        slot: Slot of each segment, -1 if unplaced, int64 [K].
+        next_segment: Segment to place next, int64 [F + 1].
+        children: Slots to try for it, in order of their bounds, int64 [F + 1, S].
+        bounds: Bounds of these slots, float64 [F + 1, S].
+        cursor: Number of these slots, and index of the next one, int64 [F + 1, 2].
+        best: Lowest objective, float64 [1].
+        best_slot: Its mapping, int64 [K]; -1 if there is none.
+        depth: Current depth, int64 [1]; -1 at the end.
+        weights: busy_weights [S], memory_weights per byte [S], weights of period and sum; float64.
     """
 
     busy: np.ndarray
-    left: np.ndarray
-    own: np.ndarray
+    free_bytes: np.ndarray
+    busy_increase: np.ndarray
     cost: np.ndarray
     slot: np.ndarray
-    chosen: np.ndarray
-    kids: np.ndarray
+    next_segment: np.ndarray
+    children: np.ndarray
     bounds: np.ndarray
-    number: np.ndarray
+    cursor: np.ndarray
     best: np.ndarray
     best_slot: np.ndarray
     depth: np.ndarray
@@ -48,20 +47,25 @@ class Search(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def place(tables: Tables, search: Search, d: int, into: int, k: int, s: int) -> None:
-    """Fill depth `into` with what is at depth d, and segment k on slot s besides; `search.slot[k]` stays."""
+def place_segment(tables: ProblemArrays, search: BranchState, d: int, into: int, k: int, s: int) -> None:
+    """Compute depth `into` from depth d by placing segment k on slot s; `search.slot[k]` is unchanged."""
     segments, slots = tables.latency.shape
     total = search.weights[2 * slots + 1]
-    busy, left, own, cost = search.busy[into], search.left[into], search.own[into], search.cost[into]
-    # Loops: whole rows at once would take Numba seconds more to compile.
+    busy, free_bytes, busy_increase, cost = (
+        search.busy[into],
+        search.free_bytes[into],
+        search.busy_increase[into],
+        search.cost[into],
+    )
+    # Explicit loops, because row operations would add seconds to the compile time.
     for t in range(slots):
-        busy[t], left[t] = search.busy[d, t], search.left[d, t]
+        busy[t], free_bytes[t] = search.busy[d, t], search.free_bytes[d, t]
     for v in range(segments):
         if search.slot[v] < 0:
             for t in range(slots):
-                own[v, t], cost[v, t] = search.own[d, v, t], search.cost[d, v, t]
-    busy[s] += own[k, s]
-    left[s] -= tables.memory[k, s]
+                busy_increase[v, t], cost[v, t] = search.busy_increase[d, v, t], search.cost[d, v, t]
+    busy[s] += busy_increase[k, s]
+    free_bytes[s] -= tables.memory[k, s]
     weight = search.weights[s] + total
     for e in range(tables.in_start[k], tables.in_start[k + 1]):
         u, size = tables.in_end[e], tables.in_bytes[e]
@@ -71,7 +75,7 @@ def place(tables: Tables, search: Search, d: int, into: int, k: int, s: int) -> 
                     time = tables.fixed[t, s] + size * tables.per_byte[t, s]
                     cost[u, t] += weight * time
                     if time == np.inf:
-                        own[u, t] = np.inf
+                        busy_increase[u, t] = np.inf
     for e in range(tables.out_start[k], tables.out_start[k + 1]):
         v, size = tables.out_end[e], tables.out_bytes[e]
         b = search.slot[v]
@@ -79,24 +83,29 @@ def place(tables: Tables, search: Search, d: int, into: int, k: int, s: int) -> 
             for t in range(slots):
                 if t != s:
                     time = tables.fixed[s, t] + size * tables.per_byte[s, t]
-                    own[v, t] += time
+                    busy_increase[v, t] += time
                     cost[v, t] += (search.weights[t] + total) * time
         elif b != s:
             busy[b] += tables.fixed[s, b] + size * tables.per_byte[s, b]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bound(tables: Tables, search: Search, d: int, k: int) -> float:
-    """Below what no mapping that goes on from depth d can be; segment k counts as placed, too."""
+def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) -> float:
+    """Lower bound of all completions of depth d; segment k counts as placed."""
     segments, slots = tables.latency.shape
-    busy, left, own, cost = search.busy[d], search.left[d], search.own[d], search.cost[d]
+    busy, free_bytes, busy_increase, cost = (
+        search.busy[d],
+        search.free_bytes[d],
+        search.busy_increase[d],
+        search.cost[d],
+    )
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
-    weighted, top, busy_sum, room, needed = 0.0, 0.0, 0.0, 0, 0
+    weighted, top, busy_sum, capacity, required = 0.0, 0.0, 0.0, 0, 0
     for s in range(slots):
-        weighted += (search.weights[s] + total) * busy[s] - search.weights[slots + s] * left[s]
+        weighted += (search.weights[s] + total) * busy[s] - search.weights[slots + s] * free_bytes[s]
         top = max(top, busy[s])
         busy_sum += busy[s]
-        room += left[s]
+        capacity += free_bytes[s]
     summed = busy_sum
     for v in range(segments):
         if search.slot[v] >= 0 or v == k:
@@ -104,115 +113,124 @@ def bound(tables: Tables, search: Search, d: int, k: int) -> float:
         least_cost, least_own, least_top = np.inf, np.inf, np.inf
         least_memory = np.int64(2**62)
         for s in range(slots):
-            # Where it alone would make the mapping no better than the best, it need not be considered.
-            alone = period * (busy[s] + own[v, s]) + total * (busy_sum + own[v, s])
-            if tables.memory[v, s] <= left[s] and alone < search.best[0]:
+            # Skip slots where this segment alone exceeds the best objective.
+            single = period * (busy[s] + busy_increase[v, s]) + total * (busy_sum + busy_increase[v, s])
+            if tables.memory[v, s] <= free_bytes[s] and single < search.best[0]:
                 least_cost = min(least_cost, cost[v, s])
-                least_own = min(least_own, own[v, s])
-                least_top = min(least_top, busy[s] + own[v, s])
+                least_own = min(least_own, busy_increase[v, s])
+                least_top = min(least_top, busy[s] + busy_increase[v, s])
                 least_memory = min(least_memory, tables.memory[v, s])
         weighted += least_cost
         summed += least_own
         top = max(top, least_top)
-        needed += least_memory
-        # Each segment adds to it: what is too much already need not be known more exactly.
+        required += least_memory
+        # The sums only grow, so stop once they exceed the best objective.
         if weighted >= search.best[0] or period * top + total * summed >= search.best[0]:
             return np.inf
-    if needed > room:
+    if required > capacity:
         return np.inf
     return max(weighted, period * top + total * summed)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def choose(tables: Tables, search: Search, d: int) -> int:
-    """The segment to place at depth d: one with a single slot left, or whose second-best slot costs most."""
+def select_segment(tables: ProblemArrays, search: BranchState, d: int) -> int:
+    """Select the segment whose second-best slot costs most, or which has only one slot."""
     segments, slots = tables.latency.shape
-    busy, left, own, cost = search.busy[d], search.left[d], search.own[d], search.cost[d]
+    busy, free_bytes, busy_increase, cost = (
+        search.busy[d],
+        search.free_bytes[d],
+        search.busy_increase[d],
+        search.cost[d],
+    )
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
-    chosen, most = -1, -1.0
+    best, max_cost = -1, -1.0
     for v in range(segments):
         if search.slot[v] >= 0:
             continue
         first, second = np.inf, np.inf
         for s in range(slots):
-            alone = period * (busy[s] + own[v, s]) + total * own[v, s]
-            if tables.memory[v, s] <= left[s] and alone < search.best[0]:
+            single = period * (busy[s] + busy_increase[v, s]) + total * busy_increase[v, s]
+            if tables.memory[v, s] <= free_bytes[s] and single < search.best[0]:
                 if cost[v, s] < first:
                     first, second = cost[v, s], first
                 elif cost[v, s] < second:
                     second = cost[v, s]
-        if second > most:
-            chosen, most = v, second
-    return chosen
+        if second > max_cost:
+            best, max_cost = v, second
+    return best
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def expand(tables: Tables, search: Search, d: int) -> None:
-    """Choose a segment for depth d, and list the slots worth trying."""
+def expand_node(tables: ProblemArrays, search: BranchState, d: int) -> None:
+    """Select a segment for depth d and list its promising slots."""
     slots = tables.latency.shape[1]
-    k = choose(tables, search, d)
-    search.chosen[d] = k
+    k = select_segment(tables, search, d)
+    search.next_segment[d] = k
     number = 0
     for s in range(slots):
-        if tables.memory[k, s] > search.left[d, s] or search.own[d, k, s] == np.inf:
+        if tables.memory[k, s] > search.free_bytes[d, s] or search.busy_increase[d, k, s] == np.inf:
             continue
-        # Of slots that are alike and empty, only the first is tried, if it may be.
-        twin = tables.twin[s]
-        if twin >= 0 and search.own[d, k, twin] < np.inf:
-            used_s, used_twin = False, False
+        # Of interchangeable empty slots, only the first allowed one is tried.
+        equal = tables.equal_slot[s]
+        if equal >= 0 and search.busy_increase[d, k, equal] < np.inf:
+            used_s, used_equal = False, False
             for v in range(len(search.slot)):
                 used_s = used_s or search.slot[v] == s
-                used_twin = used_twin or search.slot[v] == twin
-            if not used_s and not used_twin:
+                used_equal = used_equal or search.slot[v] == equal
+            if not used_s and not used_equal:
                 continue
-        place(tables, search, d, d + 1, k, s)
-        value = bound(tables, search, d + 1, k)
+        place_segment(tables, search, d, d + 1, k, s)
+        value = compute_bound(tables, search, d + 1, k)
         if value < search.best[0]:
-            at = number
-            while at > 0 and search.bounds[d, at - 1] > value:
-                search.bounds[d, at] = search.bounds[d, at - 1]
-                search.kids[d, at] = search.kids[d, at - 1]
-                at -= 1
-            search.bounds[d, at], search.kids[d, at] = value, s
+            position = number
+            while position > 0 and search.bounds[d, position - 1] > value:
+                search.bounds[d, position] = search.bounds[d, position - 1]
+                search.children[d, position] = search.children[d, position - 1]
+                position -= 1
+            search.bounds[d, position], search.children[d, position] = value, s
             number += 1
-    search.number[d, 0], search.number[d, 1] = number, 0
+    search.cursor[d, 0], search.cursor[d, 1] = number, 0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def settle(tables: Tables, search: Search, mapping: np.ndarray, free: np.ndarray) -> None:
-    """Place at depth 0 what is not free, bool [K], where a mapping has it."""
+def fix_segments(
+    tables: ProblemArrays, search: BranchState, mapping: np.ndarray, is_free: np.ndarray
+) -> None:
+    """Place all segments at depth 0 that are not free, bool [K], as in `mapping`."""
     for k in range(len(mapping)):
-        if not free[k]:
-            place(tables, search, 0, 0, k, mapping[k])
+        if not is_free[k]:
+            place_segment(tables, search, 0, 0, k, mapping[k])
             search.slot[k] = mapping[k]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def go_on(tables: Tables, search: Search, nodes: int, precision: float) -> int:
-    """Expand up to `nodes` nodes; how many it were. At the end of the search `search.depth[0]` is -1.
+def advance(tables: ProblemArrays, search: BranchState, nodes: int, precision: float) -> int:
+    """Expand up to `nodes` nodes and return their number. At the end `search.depth[0]` is -1.
 
     Args:
         tables: The problem.
-        search: Where it is; updated.
-        nodes: At most.
-        precision: What is not better than the best by this share of it is not looked for.
+        search: State of the search; updated.
+        nodes: Maximum number of nodes.
+        precision: Relative improvement below which mappings are ignored.
     """
     segments, slots = tables.latency.shape
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
-    free, d, done = len(search.chosen) - 1, search.depth[0], 0
-    while d >= 0 and done < nodes:
-        if search.number[d, 0] < 0:
-            expand(tables, search, d)
-            done += 1
-        k, at = int(search.chosen[d]), search.number[d, 1]
+    free, d, num_expanded = len(search.next_segment) - 1, search.depth[0], 0
+    while d >= 0 and num_expanded < nodes:
+        if search.cursor[d, 0] < 0:
+            expand_node(tables, search, d)
+            num_expanded += 1
+        k, position = int(search.next_segment[d]), search.cursor[d, 1]
         search.slot[k] = -1
-        if at == search.number[d, 0] or search.bounds[d, at] >= search.best[0] * (1.0 - precision):
-            search.number[d, 0] = -1
+        if position == search.cursor[d, 0] or search.bounds[d, position] >= search.best[0] * (
+            1.0 - precision
+        ):
+            search.cursor[d, 0] = -1
             d -= 1
             continue
-        search.number[d, 1] += 1
-        s = int(search.kids[d, at])
-        place(tables, search, d, d + 1, k, s)
+        search.cursor[d, 1] += 1
+        s = int(search.children[d, position])
+        place_segment(tables, search, d, d + 1, k, s)
         search.slot[k] = s
         if d + 1 < free:
             d += 1
@@ -226,4 +244,4 @@ def go_on(tables: Tables, search: Search, nodes: int, precision: float) -> int:
             for v in range(segments):
                 search.best_slot[v] = search.slot[v]
     search.depth[0] = d
-    return done
+    return num_expanded

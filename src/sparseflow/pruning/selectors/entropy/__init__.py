@@ -1,3 +1,1 @@
-"""Entropies of windows in time and of cells in space; see `reference.py` for what they are."""
-
-from __future__ import annotations
+"""Entropies of temporal windows and spatial cells: reference and Triton kernels."""

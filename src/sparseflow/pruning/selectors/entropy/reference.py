@@ -1,8 +1,8 @@
-"""Entropies of windows in time and of cells in space, in plain torch; differentiable.
+"""Entropies of temporal windows and spatial cells in plain torch; differentiable.
 
-Notation: x is [B, T, N, C]; p = softmax over C of x / temperature; a part is a set of tokens of one patch (a
-window of frames) or of one frame (a cell of patches), and its distribution is the mean of its tokens' p.
-Tokens that are not there are left out; a part without any has the distribution 0.
+Notation: x is [B, T, N, C]; p = softmax over C of x / temperature. A group is a set of tokens: a window (one
+patch over several frames) or a cell (several patches of one frame). Its distribution is the mean of p over
+its kept tokens, and 0 if it has none.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ TINY = 1e-12
 """Added to probabilities before the logarithm."""
 
 
-def entropies(
+def compute_entropies(
     x: Tensor,
     windows: Tensor,
     cells: Tensor,
-    there: Tensor | None = None,
+    retained: Tensor | None = None,
     *,
     temperature: float = 1.0,
     divergence: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The entropy of each window and of each cell.
+    """Compute the entropy of each window and of each cell, in nats.
 
     Args:
-        x: Features, [B, T, N, C], float32 or wider.
-        windows: 1 where a frame is in a window, else 0, [W, T].
-        cells: 1 where a patch is in a cell, else 0, [K, N].
-        there: bool, [B, T, N]; by default all are.
-        temperature: Of the softmax.
-        divergence: Take the mean entropy of a part's tokens off that of their mean.
+        x: Features, [B, T, N, C], float32 or float64.
+        windows: Membership of frames in windows (1 or 0), [W, T].
+        cells: Membership of patches in cells (1 or 0), [K, N].
+        retained: Tokens to include, bool, [B, T, N]; all by default.
+        temperature: Softmax temperature.
+        divergence: Subtract the mean entropy of the tokens of a group (Jensen-Shannon divergence).
 
     Returns:
-        [B, W, N] and [B, T, K], in x's dtype.
+        [B, W, N] and [B, T, K], in the dtype of `x`.
     """
     p = torch.softmax(x / temperature, dim=-1)
-    weight = torch.ones_like(p[..., 0]) if there is None else there.to(p.dtype)
-    own = _entropy(p) * weight if divergence else None
-    p = p if there is None else p * weight[..., None]
+    weight = torch.ones_like(p[..., 0]) if retained is None else retained.to(p.dtype)
+    token_entropy = _entropy(p) * weight if divergence else None
+    p = p if retained is None else p * weight[..., None]
     windows, cells = windows.to(p.dtype), cells.to(p.dtype)
-    count = (windows @ weight).clamp_min(1.0)  # [B, W, N]
-    mean = (windows @ p.flatten(2)).unflatten(2, p.shape[2:]) / count[..., None]
-    in_time = _entropy(mean)
-    area = (weight @ cells.T).clamp_min(1.0)  # [B, T, K]
-    in_space = _entropy((cells @ p) / area[..., None])
-    if own is not None:
-        in_time = in_time - (windows @ own) / count
-        in_space = in_space - (own @ cells.T) / area
-    return in_time, in_space
+    window_size = (windows @ weight).clamp_min(1.0)  # [B, W, N]
+    mean = (windows @ p.flatten(2)).unflatten(2, p.shape[2:]) / window_size[..., None]
+    window_entropy = _entropy(mean)
+    cell_size = (weight @ cells.T).clamp_min(1.0)  # [B, T, K]
+    cell_entropy = _entropy((cells @ p) / cell_size[..., None])
+    if token_entropy is not None:
+        window_entropy = window_entropy - (windows @ token_entropy) / window_size
+        cell_entropy = cell_entropy - (token_entropy @ cells.T) / cell_size
+    return window_entropy, cell_entropy
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("numba", reason="tabu search on a core needs numba")
 pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
 
-from sparseflow.codesign.layout.qap.assignment import beginning
+from sparseflow.codesign.layout.qap.assignment import draw_start
 from sparseflow.codesign.layout.qap.kernels.tabu import cpu, reference, triton
-from sparseflow.codesign.layout.qap.kernels.tabu.rule import ALWAYS, Rule, untouched
-from sparseflow.codesign.layout.qap.problem import cost
-from sparseflow.codesign.layout.qap.terms import Terms
+from sparseflow.codesign.layout.qap.kernels.tabu.rule import ALWAYS, TabuRule, init_tabu
+from sparseflow.codesign.layout.qap.problem import compute_cost
+from sparseflow.codesign.layout.qap.terms import QapTerms
 from tests.codesign.layout.qap.problems import KINDS, random_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,51 +26,69 @@ pytestmark = [
 ]
 
 
-def given_to(terms: Terms, dtype: torch.dtype, restarts: int, device: str, rule: Rule) -> dict[str, Any]:
+def given_to(
+    terms: QapTerms, dtype: torch.dtype, restarts: int, device: str, rule: TabuRule
+) -> dict[str, Any]:
     """What both kinds of `Restarts` are made of."""
-    beginnings = [beginning(0, restart, terms.n) for restart in range(restarts)]
+    beginnings = [draw_start(0, restart, terms.n) for restart in range(restarts)]
     return {
         "a": torch.tensor(terms.a).to(dtype).to(device),
         "b": torch.tensor(terms.b).to(dtype).to(device),
-        "movers": terms.movers,
-        "wall": terms.wall if dtype.is_floating_point else int(terms.wall),
-        "start": torch.tensor(terms.inside(np.stack([p for p, _ in beginnings]))).to(device),
-        "until": torch.tensor(untouched(terms.n, terms.movers)).to(device),
-        "seed": torch.tensor([own for _, own in beginnings]).to(device),
+        "num_movers": terms.num_movers,
+        "big_m": terms.big_m if dtype.is_floating_point else int(terms.big_m),
+        "start": torch.tensor(terms.to_rows(np.stack([p for p, _ in beginnings]))).to(device),
+        "until": torch.tensor(init_tabu(terms.n, terms.num_movers)).to(device),
+        "seed": torch.tensor([own_value for _, own_value in beginnings]).to(device),
         "rule": rule,
     }
 
 
-def on_core(terms: Terms, made: dict[str, Any], restart: int, steps: tuple[int, ...], dtype: Any) -> Any:
+def on_core(
+    terms: QapTerms, created: dict[str, Any], restart: int, steps: tuple[int, ...], dtype: Any
+) -> Any:
     """Where each is, the best permutation and the worth of both, after so many moves at a time."""
-    rule = made["rule"]
+    rule = created["rule"]
     a, b = terms.a.astype(dtype), terms.b.astype(dtype)
-    here = made["start"][restart].cpu().numpy().copy()
-    best, worth, until = here.copy(), np.zeros(2, dtype), untouched(terms.n, terms.movers)
-    ordered, done = terms.ordered(b, here), 0
-    delta, gate = np.empty((terms.n, terms.n), dtype), np.empty((terms.n, terms.n), np.int64)
-    cpu.fill(a, ordered, here, until, delta, gate)
+    current = created["start"][restart].cpu().numpy().copy()
+    best, objective, until = current.copy(), np.zeros(2, dtype), init_tabu(terms.n, terms.num_movers)
+    ordered, completed = terms.order_distances(b, current), 0
+    delta, gate_value = np.empty((terms.n, terms.n), dtype), np.empty((terms.n, terms.n), np.int64)
+    cpu.initialize(a, ordered, current, until, delta, gate_value)
     for moves in steps:
         cpu.advance(
-            a, ordered, here, best, worth, until, delta, gate, terms.movers, done + 1, moves, rule.low,
-            rule.span, rule.patience, dtype(terms.wall), int(made["seed"][restart]),
-        )  # fmt: skip
-        done += moves
-    return here, best, worth
+            a,
+            ordered,
+            current,
+            best,
+            objective,
+            until,
+            delta,
+            gate_value,
+            terms.num_movers,
+            completed + 1,
+            moves,
+            rule.low,
+            rule.span,
+            rule.patience,
+            dtype(terms.big_m),
+            int(created["seed"][restart]),
+        )
+        completed += moves
+    return current, best, objective
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 3, 9, 18])
 @pytest.mark.parametrize("dtype", [np.int64, np.float64])
 def test_a_core_makes_the_moves_of_the_reference(kind: str, n: int, dtype: Any) -> None:
-    terms = Terms.of(*random_problem(kind, n))
-    rule = Rule(low=max(1, n // 2), span=n, patience=20)
-    made = given_to(terms, torch.float64, 2, "cpu", rule)
-    state = reference.Restarts(**made)
+    terms = QapTerms.from_matrices(*random_problem(kind, n))
+    rule = TabuRule(low=max(1, n // 2), span=n, patience=20)
+    created = given_to(terms, torch.float64, 2, "cpu", rule)
+    state = reference.ReferenceRestarts(**created)
     state.advance(60)
     for restart in range(2):
-        here, best, _ = on_core(terms, made, restart, (1, 42, 17), dtype)
-        np.testing.assert_array_equal(here, state.here()[restart])
+        current, best, _ = on_core(terms, created, restart, (1, 42, 17), dtype)
+        np.testing.assert_array_equal(current, state.current()[restart])
         np.testing.assert_array_equal(best, state.best()[restart])
 
 
@@ -89,57 +107,64 @@ def test_a_core_makes_the_moves_of_the_reference(kind: str, n: int, dtype: Any) 
     ],
 )
 def test_triton_makes_the_moves_of_the_reference(kind: str, n: int, dtype: torch.dtype) -> None:
-    terms = Terms.of(*random_problem(kind, n))
+    terms = QapTerms.from_matrices(*random_problem(kind, n))
     # So short a patience that swaps which waited for long are made, too.
-    rule = Rule(low=max(1, n // 2), span=n, patience=6)
-    made = given_to(terms, dtype, 2, DEVICE, rule)
-    expected, found = reference.Restarts(**made), triton.Restarts(symmetric=terms.symmetric, **made)
+    rule = TabuRule(low=max(1, n // 2), span=n, patience=6)
+    created = given_to(terms, dtype, 2, DEVICE, rule)
+    expected, result = (
+        reference.ReferenceRestarts(**created),
+        triton.TritonRestarts(symmetric=terms.num_symmetric, **created),
+    )
     expected.advance(12)
-    found.advance(5)
-    found.advance(7)
-    torch.testing.assert_close(found.here(), expected.here(), rtol=0, atol=0)
-    torch.testing.assert_close(found.best(), expected.best(), rtol=0, atol=0)
+    result.advance(5)
+    result.advance(7)
+    torch.testing.assert_close(result.current(), expected.current(), rtol=0, atol=0)
+    torch.testing.assert_close(result.best(), expected.best(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floats", [False, True])
 def test_what_is_added_up_is_what_the_permutations_cost(kind: str, floats: bool) -> None:
     flow, distance = random_problem(kind, 10, floats=floats)
-    terms = Terms.of(flow, distance)
-    made = given_to(terms, torch.float64, 1, "cpu", Rule.of(10))
-    here, best, worth = on_core(terms, made, 0, (200,), np.float64)
-    before = cost(flow, distance, terms.outside(made["start"][0].numpy()))
-    for permutation, change in ((here, worth[0]), (best, worth[1])):
-        after = cost(flow, distance, terms.outside(permutation))
+    terms = QapTerms.from_matrices(flow, distance)
+    created = given_to(terms, torch.float64, 1, "cpu", TabuRule.for_size(10))
+    current, best, objective = on_core(terms, created, 0, (200,), np.float64)
+    before = compute_cost(flow, distance, terms.from_rows(created["start"][0].numpy()))
+    for permutation, change in ((current, objective[0]), (best, objective[1])):
+        after = compute_cost(flow, distance, terms.from_rows(permutation))
         assert after - before == pytest.approx(change / terms.scale, rel=1e-9, abs=1e-9)
-    assert worth[1] <= min(0.0, worth[0])
+    assert objective[1] <= min(0.0, objective[0])
 
 
 def test_what_is_tabu_is_left_alone() -> None:
     # Three things: after two moves all three pairs are tabu for long, and nothing moves any more.
-    terms = Terms.of(np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]]), np.array([[0, 3, 5], [3, 0, 9], [5, 9, 0]]))
-    rule = Rule(low=1000, span=1, patience=10_000)
-    made = given_to(terms, torch.float64, 1, "cpu", rule)
-    settled, later = reference.Restarts(**made), reference.Restarts(**made)
+    terms = QapTerms.from_matrices(
+        np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]]), np.array([[0, 3, 5], [3, 0, 9], [5, 9, 0]])
+    )
+    rule = TabuRule(low=1000, span=1, patience=10_000)
+    created = given_to(terms, torch.float64, 1, "cpu", rule)
+    settled, later = reference.ReferenceRestarts(**created), reference.ReferenceRestarts(**created)
     settled.advance(40)
     later.advance(41)
-    torch.testing.assert_close(settled.here(), later.here())
-    here, _, _ = on_core(terms, made, 0, (41,), np.float64)
-    np.testing.assert_array_equal(here, later.here()[0])
-    found = triton.Restarts(symmetric=1, **given_to(terms, torch.int32, 1, DEVICE, rule))
-    found.advance(41)
-    torch.testing.assert_close(found.here().cpu(), later.here())
+    torch.testing.assert_close(settled.current(), later.current())
+    current, _, _ = on_core(terms, created, 0, (41,), np.float64)
+    np.testing.assert_array_equal(current, later.current()[0])
+    result = triton.TritonRestarts(symmetric=1, **given_to(terms, torch.int32, 1, DEVICE, rule))
+    result.advance(41)
+    torch.testing.assert_close(result.current().cpu(), later.current())
 
 
 def test_draws_are_spread_evenly() -> None:
-    drawn = torch.stack([reference.mix(counter, torch.tensor([1, 2, 2**32 - 1])) for counter in range(2000)])
-    assert drawn.min() >= 0 and drawn.max() < 2**32
-    shares = torch.bincount((drawn.flatten() * 8) >> 32, minlength=8) / drawn.numel()
+    sampled = torch.stack(
+        [reference.hash_counter(counter, torch.tensor([1, 2, 2**32 - 1])) for counter in range(2000)]
+    )
+    assert sampled.min() >= 0 and sampled.max() < 2**32
+    shares = torch.bincount((sampled.flatten() * 8) >> 32, minlength=8) / sampled.numel()
     assert shares.min() > 0.1 and shares.max() < 0.15
-    assert len(drawn.unique()) == drawn.numel()
+    assert len(sampled.unique()) == sampled.numel()
 
 
 def test_dummies_are_always_tabu_and_movers_never_at_first() -> None:
-    until = untouched(5, 3)
+    until = init_tabu(5, 3)
     assert (until[3:] == ALWAYS).all() and until[:3].max() < 0
     assert len(np.unique(until[:3])) == 15

@@ -1,3 +1,3 @@
-"""Searches for permutations, for one core and for a GPU."""
+"""Kernels of permutation searches, for one CPU core and for GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Simulated annealing; see `sparseflow.codesign.layout.qap.search` for what it does."""
+"""Simulated annealing; see `layout.qap.search`."""
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Robust tabu search; see `reference.py` for which move is made when."""
+"""Robust tabu search; `reference.py` defines the moves."""
 
 from __future__ import annotations

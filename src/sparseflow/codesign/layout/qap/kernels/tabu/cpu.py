@@ -1,10 +1,9 @@
-"""Robust tabu search on one core, in Numba; `reference.py` says what it does.
+"""Robust tabu search on one core (Numba); `reference.py` defines the moves.
 
-Beside the changes of all swaps the search keeps, for every pair, until when swapping it is tabu: a move
-alters only the rows and columns of the two that moved, so that both are kept up to date and the search for
-the best move reads nothing else. The distances stand in the order of the permutation, so that every inner
-loop runs through memory in order. What is used here stands in this file: Numba's cache notices no other's
-changes.
+The kernel keeps the changes of all swaps and, for every pair, the move until which its swap is tabu. A move
+only alters rows and columns of the two swapped items, so the search for the best move reads nothing else.
+Distances are kept in the order of the permutation for contiguous inner loops. The file is self-contained,
+because Numba's cache only tracks changes of the file itself.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from numba import njit
 
 _FAST = {"nnan", "nsz", "reassoc", "contract"}
-"""Sums in any order. Nothing is NaN; sums of integers in float64 are exact in every order."""
+"""Reassociation is safe: there are no NaNs, and integer sums in float64 are exact in any order."""
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -27,8 +26,8 @@ def _mix(counter: int, seed: int) -> int:
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
-def changes_of(a: Any, b: Any, r: int, out: Any) -> None:
-    """out[v] = the change by swapping r and v, from scratch."""
+def compute_row_changes(a: Any, b: Any, r: int, out: Any) -> None:
+    """Set out[v] to the change of swapping r and v."""
     n = a.shape[1]
     out[:] = 0
     for t in range(a.shape[0]):
@@ -42,79 +41,93 @@ def changes_of(a: Any, b: Any, r: int, out: Any) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def fill(a: Any, b: Any, p: Any, until: Any, delta: Any, gate: Any) -> None:
-    """Compute `delta` and `gate` of `advance` from scratch."""
+def initialize(a: Any, b: Any, p: Any, until: Any, delta: Any, swap_until: Any) -> None:
+    """Compute `delta` and `swap_until` of `advance`."""
     for u in range(p.shape[0]):
-        changes_of(a, b, u, delta[u])
+        compute_row_changes(a, b, u, delta[u])
         for v in range(p.shape[0]):
-            gate[u, v] = min(until[u, p[v]], until[v, p[u]])
+            swap_until[u, v] = min(until[u, p[v]], until[v, p[u]])
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
 def advance(
-    a: Any, b: Any, p: Any, best_p: Any, worth: Any, until: Any, delta: Any, gate: Any, movers: int,
-    first: int, moves: int, low: int, span: int, patience: int, wall: Any, seed: int,
-) -> None:  # fmt: skip
+    a: Any,
+    b: Any,
+    p: Any,
+    best_p: Any,
+    cost_change: Any,
+    until: Any,
+    delta: Any,
+    swap_until: Any,
+    num_movers: int,
+    first: int,
+    moves: int,
+    low: int,
+    span: int,
+    patience: int,
+    big_m: Any,
+    seed: int,
+) -> None:
     """Make `moves` moves, in place.
 
     Args:
         a: Flows of the terms, [T, n, n].
-        b: Distances of the terms in the order of p, b[t, i, j] = B[t, p[i], p[j]], [T, n, n].
-        p: Where each is, int64, [n].
-        best_p: The best permutation so far, int64, [n].
-        worth: Change of the cost since the start, now and at the best, [2].
-        until: Move up to which a site is tabu for one that left it, int64, [n, n].
-        delta: Change by swapping each pair, [n, n]; see `fill`.
-        gate: Move up to which swapping each pair is tabu, int64, [n, n]; see `fill`.
-        movers: How many exchange something; they come first.
+        b: Distances in the order of p, b[t, i, j] = B[t, p[i], p[j]], [T, n, n].
+        p: Place of each row, int64, [n].
+        best_p: Best permutation so far, int64, [n].
+        cost_change: Change of the cost since the start, now and at the best, [2].
+        until: Move until which a site is tabu for an item that left it, int64, [n, n].
+        delta: Change of each swap, [n, n]; see `initialize`.
+        swap_until: Move until which each swap is tabu, int64, [n, n]; see `initialize`.
+        num_movers: Number of items with flow; they come first.
         first: Number of the first move.
-        moves: How many to make.
-        low: Least number of moves for which a site is tabu.
-        span: So many tenures there are, from `low` on.
-        patience: Moves after which a swap that was not made goes before all others.
-        wall: More than twice any change, of the matrices' dtype.
-        seed: Of the tenures, 32 bits.
+        moves: Number of moves.
+        low: Minimum tenure.
+        span: Number of different tenures, starting at `low`.
+        patience: Moves after which a swap that was not made takes precedence.
+        big_m: More than twice any change, in the dtype of the matrices.
+        seed: Seed of the tenures, 32 bits.
     """
     n = p.shape[0]
     row = np.empty(n, a.dtype)
     x, y = np.empty(n, a.dtype), np.empty(n, a.dtype)
-    here, best = worth[0], worth[1]
-    far = 3 * wall
+    current, best = cost_change[0], cost_change[1]
+    far = 3 * big_m
     for move in range(first, first + moves):
-        better = best - here
+        better = best - current
         lowest, r, s = far, -1, -1
-        for u in range(min(movers, n - 1)):
-            # Slices, and two plain loops: only so are they compiled to vector instructions.
-            d, g, keys = delta[u, u + 1 :], gate[u, u + 1 :], row[u + 1 :]
+        for u in range(min(num_movers, n - 1)):
+            # Slices and two plain loops, because Numba vectorizes only this form.
+            d, g, keys = delta[u, u + 1 :], swap_until[u, u + 1 :], row[u + 1 :]
             for v in range(len(d)):
                 key = d[v] if (g[v] < move) | (d[v] < better) else far
-                keys[v] = d[v] - wall if g[v] < move - patience else key
-            least = far
+                keys[v] = d[v] - big_m if g[v] < move - patience else key
+            min_key = far
             for v in range(len(d)):
-                least = keys[v] if keys[v] < least else least
-            if least < lowest:
-                lowest, r = least, u
+                min_key = keys[v] if keys[v] < min_key else min_key
+            if min_key < lowest:
+                lowest, r = min_key, u
                 for v in range(len(d)):
-                    if keys[v] == least:
+                    if keys[v] == min_key:
                         s = u + 1 + v
                         break
         if r < 0:
             continue
-        here += delta[r, s]
+        current += delta[r, s]
         until[r, p[r]] = move + low + ((_mix(2 * move, seed) * span) >> 32)
-        if s < movers:
+        if s < num_movers:
             until[s, p[s]] = move + low + ((_mix(2 * move + 1, seed) * span) >> 32)
         p[r], p[s] = p[s], p[r]
-        if here < best:
-            best = here
+        if current < best:
+            best = current
             best_p[:] = p
         for t in range(a.shape[0]):
-            at, bt = a[t], b[t]
+            a_t, b_t = a[t], b[t]
             for k in range(n):
-                bt[r, k], bt[s, k] = bt[s, k], bt[r, k]
+                b_t[r, k], b_t[s, k] = b_t[s, k], b_t[r, k]
             for k in range(n):
-                bt[k, r], bt[k, s] = bt[k, s], bt[k, r]
-            a_r, a_s, b_r, b_s = at[r], at[s], bt[r], bt[s]
+                b_t[k, r], b_t[k, s] = b_t[k, s], b_t[k, r]
+            a_r, a_s, b_r, b_s = a_t[r], a_t[s], b_t[r], b_t[s]
             for k in range(n):
                 x[k] = 2 * (a_r[k] - a_s[k])
                 y[k] = b_s[k] - b_r[k]
@@ -123,8 +136,8 @@ def advance(
                 for v in range(n):
                     d[v] += (x_u - x[v]) * (y_u - y[v])
         for moved in (r, s):
-            changes_of(a, b, moved, row)
+            compute_row_changes(a, b, moved, row)
             for v in range(n):
                 delta[moved, v] = delta[v, moved] = row[v]
-                gate[moved, v] = gate[v, moved] = min(until[moved, p[v]], until[v, p[moved]])
-    worth[0], worth[1] = here, best
+                swap_until[moved, v] = swap_until[v, moved] = min(until[moved, p[v]], until[v, p[moved]])
+    cost_change[0], cost_change[1] = current, best

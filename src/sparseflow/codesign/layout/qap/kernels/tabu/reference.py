@@ -1,20 +1,19 @@
-"""Robust tabu search (Taillard 1991) of many restarts at once, in plain torch; obviously right.
+"""Reference implementation of robust tabu search (Taillard 1991) for many restarts, in plain torch.
 
-Notation: A, B are the terms of a problem [T, n, n] (see `layout/terms.py`); p is where each is, [R, n] for R
-restarts; until[i, q] is the move up to which it is tabu for i to go to site q.
+Notation: A, B are the terms of a problem [T, n, n] (see `layout/qap/terms.py`); p [R, n] are the places in R
+restarts; until[i, q] is the move until which it is tabu for i to return to site q.
 
-The first `movers` things exchange something with somebody; the others are the dummies of empty sites, and are
-not swapped with each other. Move number m swaps the pair (u, v), u < v, u a mover, whose change is least
-among those that
+The first `num_movers` items have flow; the others are dummies of empty sites and are not swapped with each
+other. Move m swaps the pair (u, v), u < v, u a mover, with the lowest change among the swaps that
 
-    1.  have waited for long: until[u, p[v]] or until[v, p[u]] is below m - patience; where there are any,
-        they go before all others;
+    1.  are overdue: until[u, p[v]] or until[v, p[u]] is below m - patience; if there are any, they take
+        precedence;
     2.  are not tabu: until[u, p[v]] or until[v, p[u]] is below m; or lead below the best cost so far.
 
-Of swaps with the same change the first is made, by u and then v; where all are tabu, none is. Then it is tabu
-for u to return to its site up to move m + low + (h(2m) · span >> 32), and for v up to m + low + (h(2m + 1) ·
-span >> 32), where h is a hash of 32 bits (`mix`); dummies stay what they were, tabu always (`rule.py`). So
-the moves are the same wherever they are computed, as long as the numbers are integers.
+Ties are broken by u and then v; if all swaps are tabu, none is made. Then it is tabu for u to return to its
+site until move m + low + (h(2m) · span >> 32), and for v until m + low + (h(2m + 1) · span >> 32), where h is
+a 32-bit hash (`hash_counter`); dummies are always tabu (`rule.py`). For integers all implementations make the
+same moves.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.layout.qap.kernels.tabu.rule import Rule
+from sparseflow.codesign.layout.qap.kernels.tabu.rule import TabuRule
 
 _WORD = 0xFFFFFFFF
 
 
-def mix(counter: int, seed: Tensor) -> Tensor:
-    """32 bits for each seed: the counter, spread and joined with it, through MurmurHash3's finaliser.
+def hash_counter(counter: int, seed: Tensor) -> Tensor:
+    """Hash a counter with each seed to 32 bits (MurmurHash3 finalizer).
 
     Args:
-        counter: What number is drawn.
+        counter: Index of the random number.
         seed: int64 below 2^32, any shape.
     """
     h = ((counter * 0x9E3779B9) & _WORD) ^ seed
@@ -40,8 +39,8 @@ def mix(counter: int, seed: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def changes(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
-    """The change by every swap, from scratch.
+def compute_changes(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
+    """Compute the change of every swap.
 
     Args:
         a: [T, n, n].
@@ -51,31 +50,31 @@ def changes(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
     Returns:
         [R, n, n], symmetric, 0 on the diagonal.
     """
-    found = a.new_zeros(len(p), *a.shape[1:])
-    for one, other in zip(a, b, strict=True):
-        there = other[p[:, :, None], p[:, None, :]]
-        # What r would exchange from where s is; k and all.
-        moved = _product(one, there)
-        own = moved.diagonal(dim1=1, dim2=2)
-        found += 2 * (moved + moved.mT - own[:, :, None] - own[:, None, :])
-        found += _corners(one) * _corners(there)
-    return found
+    change = a.new_zeros(len(p), *a.shape[1:])
+    for flow, distance in zip(a, b, strict=True):
+        ordered = distance[p[:, :, None], p[:, None, :]]
+        # moved[r, s]: cost of the flows of r at the place of s.
+        moved = _product(flow, ordered)
+        diagonal = moved.diagonal(dim1=1, dim2=2)
+        change += 2 * (moved + moved.mT - diagonal[:, :, None] - diagonal[:, None, :])
+        change += _corners(flow) * _corners(ordered)
+    return change
 
 
-def _product(one: Tensor, there: Tensor) -> Tensor:
-    """one @ thereᵀ for each restart, exactly for integers, which torch does not multiply on every device."""
-    if one.is_floating_point():
-        return one @ there.mT
-    found = torch.zeros_like(there)
-    for k in range(len(one)):
-        found += one[:, k, None] * there[:, None, :, k]
-    return found
+def _product(flow: Tensor, ordered: Tensor) -> Tensor:
+    """flow @ orderedᵀ for each restart; exact for integers, which torch cannot multiply on all devices."""
+    if flow.is_floating_point():
+        return flow @ ordered.mT
+    product = torch.zeros_like(ordered)
+    for k in range(len(flow)):
+        product += flow[:, k, None] * ordered[:, None, :, k]
+    return product
 
 
 def _corners(matrix: Tensor) -> Tensor:
     """M[u, u] + M[v, v] - M[u, v] - M[v, u] for every u and v."""
-    own = matrix.diagonal(dim1=-2, dim2=-1)
-    return own[..., :, None] + own[..., None, :] - matrix - matrix.mT
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    return diagonal[..., :, None] + diagonal[..., None, :] - matrix - matrix.mT
 
 
 def advance(
@@ -83,95 +82,112 @@ def advance(
     b: Tensor,
     p: Tensor,
     best_p: Tensor,
-    worth: Tensor,
+    cost_change: Tensor,
     until: Tensor,
     seed: Tensor,
     *,
-    movers: int,
+    num_movers: int,
     first: int,
     moves: int,
-    rule: Rule,
-    wall: int | float,
+    rule: TabuRule,
+    big_m: int | float,
 ) -> None:
     """Make `moves` moves in every restart, in place.
 
     Args:
         a: Flows of the terms, [T, n, n], integers or float64.
         b: Distances of the terms, [T, n, n], of the same dtype.
-        p: Where each is, int64, [R, n].
-        best_p: The best permutation so far, int64, [R, n].
-        worth: Change of the cost since the start, now and at the best, of a's dtype, [R, 2].
-        until: Move up to which a site is tabu, int64, [R, n, n].
-        seed: Of the tenures, int64 below 2^32, [R].
-        movers: How many exchange something; they come first.
+        p: Places, int64, [R, n].
+        best_p: Best permutation so far, int64, [R, n].
+        cost_change: Change of the cost since the start, now and at the best, of a's dtype, [R, 2].
+        until: Move until which a site is tabu, int64, [R, n, n].
+        seed: Seed of the tenures, int64 below 2^32, [R].
+        num_movers: Number of items with flow; they come first.
         first: Number of the first move.
-        moves: How many to make.
-        rule: How long what is tabu.
-        wall: More than twice any change.
+        moves: Number of moves.
+        rule: Tenures.
+        big_m: More than twice any change.
     """
     n = p.shape[1]
     rows = torch.arange(len(p), device=p.device)
     upper = torch.ones(n, n, dtype=torch.bool, device=p.device).triu(1)
-    upper[movers:] = False
+    upper[num_movers:] = False
     for move in range(first, first + moves):
-        delta = changes(a, b, p)
+        delta = compute_changes(a, b, p)
         back = until.gather(2, p[:, None, :].expand(-1, n, -1))
-        gate = torch.minimum(back, back.mT)
-        better = delta < (worth[:, 1] - worth[:, 0])[:, None, None]
-        key = torch.where((gate < move) | better, delta, 3 * wall)
-        key = torch.where(gate < move - rule.patience, delta - wall, key)
-        key = torch.where(upper, key, 3 * wall).flatten(1)
-        place = key.argmin(1)
-        found = key[rows, place] < 3 * wall
-        u, v = place // n, place % n
+        swap_until = torch.minimum(back, back.mT)
+        better = delta < (cost_change[:, 1] - cost_change[:, 0])[:, None, None]
+        key = torch.where((swap_until < move) | better, delta, 3 * big_m)
+        key = torch.where(swap_until < move - rule.patience, delta - big_m, key)
+        key = torch.where(upper, key, 3 * big_m).flatten(1)
+        index = key.argmin(1)
+        has_move = key[rows, index] < 3 * big_m
+        u, v = index // n, index % n
         at_u, at_v = p[rows, u], p[rows, v]
-        for which, site, counter in ((u, at_u, 2 * move), (v, at_v, 2 * move + 1)):
-            tenure = move + rule.low + ((mix(counter, seed) * rule.span) >> 32)
-            writes = found & (which < movers)
-            until[rows, which, site] = torch.where(writes, tenure, until[rows, which, site])
-        p[rows, u], p[rows, v] = torch.where(found, at_v, at_u), torch.where(found, at_u, at_v)
-        worth[:, 0] += torch.where(found, delta.flatten(1)[rows, place], 0)
-        improved = worth[:, 0] < worth[:, 1]
+        for row, site, counter in ((u, at_u, 2 * move), (v, at_v, 2 * move + 1)):
+            tenure = move + rule.low + ((hash_counter(counter, seed) * rule.span) >> 32)
+            is_written = has_move & (row < num_movers)
+            until[rows, row, site] = torch.where(is_written, tenure, until[rows, row, site])
+        p[rows, u], p[rows, v] = torch.where(has_move, at_v, at_u), torch.where(has_move, at_u, at_v)
+        cost_change[:, 0] += torch.where(has_move, delta.flatten(1)[rows, index], 0)
+        improved = cost_change[:, 0] < cost_change[:, 1]
         best_p.copy_(torch.where(improved[:, None], p, best_p))
-        worth[:, 1] = torch.minimum(worth[:, 0], worth[:, 1])
+        cost_change[:, 1] = torch.minimum(cost_change[:, 0], cost_change[:, 1])
 
 
-class Restarts:
-    """The state of many restarts, on their device.
+class ReferenceRestarts:
+    """State of many restarts on their device.
 
     Args:
         a: Flows of the terms, [T, n, n], integers or float64.
         b: Distances of the terms, [T, n, n], of the same dtype.
-        movers: How many exchange something; they come first.
-        wall: More than twice any change.
-        start: Where each is at first, int64, [R, n].
-        until: Move up to which a site is tabu at first, int64, [n, n].
-        seed: Of the tenures, int64 below 2^32, [R].
-        rule: How long what is tabu.
+        num_movers: Number of items with flow; they come first.
+        big_m: More than twice any change.
+        start: Initial places, int64, [R, n].
+        until: Move until which a site is tabu initially, int64, [n, n].
+        seed: Seed of the tenures, int64 below 2^32, [R].
+        rule: Tenures.
     """
 
     def __init__(
-        self, a: Tensor, b: Tensor, *, movers: int, wall: int | float, start: Tensor, until: Tensor,
-        seed: Tensor, rule: Rule,
+        self, a: Tensor, b: Tensor, *, num_movers: int, big_m: int | float, start: Tensor, until: Tensor,
+        seed: Tensor, rule: TabuRule,
     ) -> None:  # fmt: skip
-        self._a, self._b, self._movers, self._wall, self._seed, self._rule = a, b, movers, wall, seed, rule
-        self._here, self._best = start.clone(), start.clone()
-        self._worth = a.new_zeros(len(start), 2)
+        self._a, self._b, self._num_movers, self._big_m, self._seed, self._rule = (
+            a,
+            b,
+            num_movers,
+            big_m,
+            seed,
+            rule,
+        )
+        self._current, self._best = start.clone(), start.clone()
+        self._cost_change = a.new_zeros(len(start), 2)
         self._until = until.repeat(len(start), 1, 1)
-        self._done = 0
+        self._num_moves = 0
 
     def advance(self, moves: int) -> None:
         """Make `moves` moves in every restart."""
         advance(
-            self._a, self._b, self._here, self._best, self._worth, self._until, self._seed,
-            movers=self._movers, first=self._done + 1, moves=moves, rule=self._rule, wall=self._wall,
-        )  # fmt: skip
-        self._done += moves
+            self._a,
+            self._b,
+            self._current,
+            self._best,
+            self._cost_change,
+            self._until,
+            self._seed,
+            num_movers=self._num_movers,
+            first=self._num_moves + 1,
+            moves=moves,
+            rule=self._rule,
+            big_m=self._big_m,
+        )
+        self._num_moves += moves
 
-    def here(self) -> Tensor:
-        """Where each is in every restart, int64, [R, n]."""
-        return self._here
+    def current(self) -> Tensor:
+        """Current places in every restart, int64, [R, n]."""
+        return self._current
 
     def best(self) -> Tensor:
-        """The best permutation of every restart, int64, [R, n]."""
+        """Best permutation of every restart, int64, [R, n]."""
         return self._best

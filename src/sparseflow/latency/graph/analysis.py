@@ -1,0 +1,423 @@
+"""The graph that onnxruntime executes for an ONNX model: nodes, shapes, work and dependencies.
+
+The model is optimized for a provider first, since fusion differs by provider, version and processor. Shapes
+come from onnxruntime's shape inference on the optimized graph; for tensors without an inferred shape, the
+model is run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.config import StrictModel
+from sparseflow.core.extras import require
+from sparseflow.core.files import read_json, write_atomic, write_json
+from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.latency.graph import onnx_file, session, work
+from sparseflow.latency.graph.kernels import UNDEFINED, KernelSpec, TensorSpec, get_canonical_name
+from sparseflow.latency.graph.optimization import describe_tensors, optimize
+
+if TYPE_CHECKING:
+    import onnx
+
+GRAPH_FILE, OPTIMIZED_FILE, KERNELS_FOLDER = "graph.json", "optimized.onnx", "kernels"
+
+MAX_VALUE_ELEMENTS = 64
+"""Maximum size of an integer constant whose values belong to a kernel: axes, pads, a target shape."""
+
+_VALUE_FLOAT_INPUTS = {"Pow": (1,)}
+"""Operator -> positions of float inputs whose value selects the computation, such as the exponent of Pow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node of an optimized graph.
+
+    Attributes:
+        name: Unique name within the graph.
+        kernel: Kernel of the node.
+        inputs: Names of the nodes whose outputs it reads, in order of first use.
+        reads: Names of the tensors it reads, `""` for an omitted optional one; tensors captured by its
+            subgraphs come last.
+        writes: Names of the tensors it writes.
+    """
+
+    name: str
+    kernel: KernelSpec
+    inputs: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @property
+    def kernel_id(self) -> str:
+        return self.kernel.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """An analyzed model.
+
+    Attributes:
+        model_path: The analyzed model.
+        optimized_path: The optimized graph with weights; None if it was not saved.
+        provider: onnxruntime's name of the provider.
+        level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
+        ort_version: Version of onnxruntime.
+        opset_imports: Domain -> version.
+        inputs: Inputs by the model's own names.
+        outputs: Outputs by the model's own names.
+        nodes: Nodes in execution order.
+    """
+
+    model_path: str
+    optimized_path: str | None
+    provider: str
+    level: str
+    ort_version: str
+    opset_imports: Mapping[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: tuple[Node, ...]
+
+    @cached_property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """Distinct kernels, in order of first use."""
+        return tuple({node.kernel.id: node.kernel for node in self.nodes}.values())
+
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Distinct pairs (node, node that reads its output)."""
+        return tuple((source, node.name) for node in self.nodes for source in node.inputs)
+
+    @property
+    def flops(self) -> float:
+        return sum(node.kernel.flops for node in self.nodes)
+
+    @property
+    def bytes_moved(self) -> float:
+        return sum(node.kernel.bytes_moved for node in self.nodes)
+
+    def count_ops(self) -> dict[str, int]:
+        """Return canonical name -> number of nodes, most frequent first."""
+        counts: dict[str, int] = {}
+        for node in self.nodes:
+            counts[node.kernel.op] = counts.get(node.kernel.op, 0) + 1
+        return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
+
+    def count_kernel_uses(self) -> dict[str, int]:
+        """Return kernel id -> number of nodes that run it."""
+        uses: dict[str, int] = {}
+        for node in self.nodes:
+            uses[node.kernel_id] = uses.get(node.kernel_id, 0) + 1
+        return uses
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types, including the format tag."""
+        return _GraphFile(
+            model_path=self.model_path,
+            optimized_path=self.optimized_path,
+            provider=self.provider,
+            level=self.level,
+            ort_version=self.ort_version,
+            opset_imports=self.opset_imports,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            nodes=tuple(
+                _NodeRecord(
+                    name=node.name,
+                    kernel_id=node.kernel_id,
+                    inputs=list(node.inputs),
+                    reads=list(node.reads),
+                    writes=list(node.writes),
+                )
+                for node in self.nodes
+            ),
+            kernels=self.kernels,
+        ).to_dict()
+
+    @classmethod
+    def from_dict(cls, record: object, source: Path | str = "graph") -> Graph:
+        """Build a graph from the result of `to_dict`.
+
+        Args:
+            record: Parsed JSON.
+            source: File name for error messages.
+
+        Raises:
+            FileFormatError: The record is of another format or version, or its content is invalid.
+        """
+        content = _GraphFile.from_dict(record, source)
+        kernels = {kernel.id: kernel for kernel in content.kernels}
+        return cls(
+            model_path=content.model_path,
+            optimized_path=content.optimized_path,
+            provider=content.provider,
+            level=content.level,
+            ort_version=content.ort_version,
+            opset_imports=content.opset_imports,
+            inputs=content.inputs,
+            outputs=content.outputs,
+            nodes=tuple(
+                Node(
+                    name=node.name,
+                    kernel=kernels[node.kernel_id],
+                    inputs=tuple(node.inputs),
+                    reads=tuple(node.reads),
+                    writes=tuple(node.writes),
+                )
+                for node in content.nodes
+            ),
+        )
+
+    def save(self, out_dir: Path | str) -> Path:
+        """Write `graph.json`, and one file per kernel into `kernels/`.
+
+        Returns:
+            Path of `graph.json`.
+        """
+        root = Path(out_dir)
+        (root / KERNELS_FOLDER).mkdir(parents=True, exist_ok=True)
+        for kernel in self.kernels:
+            write_json(root / KERNELS_FOLDER / f"{kernel.id}.json", kernel.to_dict(), indent=1)
+        record = self.to_dict()
+        if self.optimized_path is not None and Path(self.optimized_path).parent == root:
+            # Relative, so that the directory can be moved.
+            record["optimized_path"] = Path(self.optimized_path).name
+        path = root / GRAPH_FILE
+        write_json(path, record, indent=1)
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Graph:
+        """Read a `graph.json`, or the one in a directory.
+
+        Raises:
+            InputError: The file does not exist.
+            FileFormatError: The file is foreign, damaged, or of another version.
+        """
+        file = Path(path)
+        file = file / GRAPH_FILE if file.is_dir() else file
+        if not file.is_file():
+            raise InputError(f"{file} does not exist; {_GraphFile.HINT}")
+        try:
+            record = read_json(file)
+        except FileFormatError as error:
+            raise FileFormatError(f"{error}; {_GraphFile.HINT}") from error
+        if isinstance(record, dict) and isinstance(record.get("optimized_path"), str):
+            record["optimized_path"] = str(file.parent / record["optimized_path"])
+        return cls.from_dict(record, file)
+
+
+class _NodeRecord(StrictModel, strict=True):
+    name: str
+    kernel_id: str
+    inputs: list[str]
+    reads: list[str]
+    writes: list[str]
+
+
+class _GraphFile(Artifact):
+    FORMAT: ClassVar[str] = "sparseflow.latency.graph"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "run `sparseflow latency analyze` again"
+
+    model_path: str
+    optimized_path: str | None
+    provider: str
+    level: str
+    ort_version: str
+    opset_imports: Mapping[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: tuple[_NodeRecord, ...]
+    kernels: tuple[Annotated[KernelSpec, DictField()], ...]
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        kernel_ids = {kernel.id for kernel in self.kernels}
+        names: set[str] = set()
+        for node in self.nodes:
+            if node.kernel_id not in kernel_ids or node.name in names or not names.issuperset(node.inputs):
+                raise ValueError(
+                    f"node {node.name!r} has an unknown kernel or a duplicate name, or reads from a later "
+                    "node"
+                )
+            names.add(node.name)
+        return self
+
+
+def analyze(
+    path: Path | str,
+    provider: str = "CPUExecutionProvider",
+    level: str = "all",
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    out_dir: Path | str | None = None,
+    always_run: bool = False,
+    seed: int = 0,
+) -> Graph:
+    """Optimize a model for a provider and describe every node of the result.
+
+    Args:
+        path: ONNX file.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
+        shapes: Input -> shape, for inputs with open dimensions.
+        out_dir: Directory for `graph.json`, `kernels/` and the optimized graph; None saves nothing.
+        always_run: Run the model once for its shapes even if onnxruntime infers all of them.
+        seed: Random seed of the inputs of that run.
+
+    Raises:
+        InputError: The file, provider or level does not exist, or an open dimension has no shape.
+        FileFormatError: The file is not ONNX or is truncated, or weights are missing.
+        ModelError: The model is too new, too large or empty, or onnxruntime refuses it.
+        DeviceError: The provider is not available.
+        RunError: A run for the shapes failed.
+    """
+    model_path = Path(path)
+    model = optimize(model_path, provider, level, shapes=shapes)
+    tensors = describe_tensors(model, provider, always_run=always_run, seed=seed)
+    optimized_path: Path | None = None
+    if out_dir is not None:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        optimized_path = Path(out_dir) / OPTIMIZED_FILE
+        write_atomic(optimized_path, onnx_file.serialize(model, str(model_path)))
+    graph = Graph(
+        model_path=str(model_path),
+        optimized_path=None if optimized_path is None else str(optimized_path),
+        provider=session.resolve_provider(provider),
+        level=level,
+        ort_version=require("onnxruntime", "latency").__version__,
+        opset_imports={entry.domain: entry.version for entry in model.opset_import},
+        inputs=tuple(tensors[value.name] for value in onnx_file.list_inputs(model)),
+        outputs=tuple(tensors[value.name] for value in model.graph.output),
+        nodes=tuple(iter_nodes(model, tensors)),
+    )
+    if out_dir is not None:
+        graph.save(out_dir)
+    return graph
+
+
+def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Iterator[Node]:
+    """Yield every node of an optimized model, in order."""
+    onnx = require("onnx", "latency")
+    weights = {weight.name: weight for weight in model.graph.initializer}
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    producers: dict[str, str] = {}
+    names: set[str] = set()
+    for index, node in enumerate(model.graph.node):
+        name = node.name or f"{node.op_type}_{index}"
+        name = name if name not in names else f"{name}#{index}"
+        names.add(name)
+        own_reads = _strip_trailing_empty(node.input)
+        captured = find_captured_tensors(node)
+        reads = (*own_reads, *captured)
+        inputs = tuple(
+            _make_tensor(
+                tensors, tensor, f"input_{reads.index(tensor)}" if position < len(own_reads) else tensor
+            )
+            for position, tensor in enumerate(reads)
+        )
+        outputs = tuple(
+            _make_tensor(tensors, tensor, f"output_{position}")
+            for position, tensor in enumerate(_strip_trailing_empty(node.output))
+        )
+        attributes = {a.name: onnx_file.parse_attribute(a) for a in node.attribute}
+        flops, flops_known = work.count_flops(node.op_type, attributes, inputs, outputs)
+        kernel = KernelSpec(
+            op=get_canonical_name(node.op_type, node.domain, attributes, inputs),
+            node_op=node.op_type,
+            domain=node.domain,
+            opset=_get_since_version(onnx, node, opsets),
+            attributes=attributes,
+            inputs=inputs,
+            outputs=outputs,
+            constants=tuple(position for position, tensor in enumerate(reads) if tensor in weights),
+            values={
+                position: values
+                for position, tensor in enumerate(reads)
+                if tensor in weights
+                and (values := _read_constant_value(onnx, node.op_type, position, weights[tensor]))
+                is not None
+            },
+            flops=flops,
+            bytes_moved=work.count_bytes_moved(node.op_type, inputs, outputs),
+            flops_known=flops_known,
+        )
+        yield Node(
+            name=name,
+            kernel=kernel,
+            inputs=tuple(dict.fromkeys(producers[tensor] for tensor in reads if tensor in producers)),
+            reads=reads,
+            writes=tuple(tensor for tensor in node.output if tensor),
+        )
+        producers.update({tensor: name for tensor in node.output if tensor})
+
+
+def find_captured_tensors(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Return the outer tensors that the subgraphs of a node (If, Loop, Scan) read."""
+    captured: dict[str, None] = {}
+
+    def collect_reads(graph: onnx.GraphProto, outer: set[str]) -> None:
+        inside = outer | {value.name for value in graph.input} | {w.name for w in graph.initializer}
+        for child in graph.node:
+            captured.update(dict.fromkeys(name for name in child.input if name and name not in inside))
+            for sub in _list_subgraphs(child):
+                collect_reads(sub, inside)
+            inside |= set(child.output)
+        captured.update(dict.fromkeys(v.name for v in graph.output if v.name not in inside))
+
+    for graph in _list_subgraphs(node):
+        collect_reads(graph, set())
+    return tuple(captured)
+
+
+def _read_constant_value(
+    onnx: Any, node_op: str, position: int, weight: onnx.TensorProto
+) -> tuple[int, ...] | None:  # fmt: skip
+    """Return the value of a small constant that selects the computation, or None."""
+    dtype = onnx_file.get_dtype_name(weight.data_type)
+    elements = 1
+    for extent in weight.dims:
+        elements *= extent
+    if dtype in ("int32", "int64") and elements <= MAX_VALUE_ELEMENTS:
+        return tuple(int(value) for value in onnx.numpy_helper.to_array(weight).ravel())
+    if position in _VALUE_FLOAT_INPUTS.get(node_op, ()) and elements == 1:
+        # In thousandths, since kernel values are integers.
+        return (round(float(onnx.numpy_helper.to_array(weight).ravel()[0]) * 1000),)
+    return None
+
+
+def _get_since_version(onnx: Any, node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
+    """Return the version of the operator's last change, so that models of different opsets share kernels."""
+    version = opsets.get(node.domain, opsets.get("ai.onnx", 1) if not node.domain else 1)
+    try:
+        return int(onnx.defs.get_schema(node.op_type, version, node.domain).since_version)
+    except Exception:  # onnx has no schemas of a runtime's own operators
+        return int(version)
+
+
+def _make_tensor(tensors: Mapping[str, TensorSpec], tensor: str, name: str) -> TensorSpec:
+    if not tensor:
+        return TensorSpec(name=name, dtype=UNDEFINED, shape=())
+    if tensor not in tensors:
+        raise ModelError(f"the tensor `{tensor}` is read but not written by any node")
+    return TensorSpec(name=name, dtype=tensors[tensor].dtype, shape=tensors[tensor].shape)
+
+
+def _strip_trailing_empty(names: Any) -> tuple[str, ...]:
+    listed = list(names)
+    while listed and not listed[-1]:
+        listed.pop()
+    return tuple(listed)
+
+
+def _list_subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]

@@ -1,0 +1,494 @@
+"""Kernels as standalone models, one node each, checked against the tensors inside the full graph.
+
+::
+
+    kernels/<id>.json   record of the kernel
+    kernels/<id>.onnx   the node with its weights; run it with optimization disabled
+    kernels/<id>.npz    values of integer inputs inside the graph (indices must stay in range)
+
+The node keeps its operator, including a runtime's own, its attributes and the opsets of the graph. Outputs
+are declared by name only, since ONNX lacks types for a runtime's own operators.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseflow.core.extras import require
+from sparseflow.core.files import write_atomic
+from sparseflow.core.progress import Progress
+from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
+from sparseflow.latency.graph import onnx_file, session
+from sparseflow.latency.graph.analysis import GRAPH_FILE, KERNELS_FOLDER, Graph, Node, analyze
+from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.graph.optimization import expose_tensors, make_random_inputs, sample_tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+METADATA_KEY = "sparseflow.kernel"
+TOLERANCE = 1e-4
+"""Maximum difference to the tensor inside the graph, relative to that tensor's largest magnitude."""
+
+CHUNK_BYTES = 512 * 2**20
+"""Maximum size of the graph tensors that are in memory at a time during the check."""
+
+_POSITIVE_INPUT_OPS = {"Sqrt", "Log", "Pow"}
+"""Operators that return NaN for negative inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionResult:
+    """Outcome of one kernel's extraction.
+
+    Attributes:
+        kernel_id: Id of the kernel.
+        op: Canonical name of the kernel.
+        path: Extracted model; None if it could not be written.
+        nodes: Number of graph nodes that run the kernel.
+        checked: Number of nodes that were compared with the tensor inside the graph.
+        matched: Number of nodes within the tolerance.
+        relative_error: Largest difference relative to the tensor's largest magnitude; None without a check.
+        problem: Error message; None on success.
+    """
+
+    kernel_id: str
+    op: str
+    path: Path | None
+    nodes: int
+    checked: int = 0
+    matched: int = 0
+    relative_error: float | None = None
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model exists and every checked node matches."""
+        return self.path is not None and self.problem is None and self.matched == self.checked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "path": None if self.path is None else str(self.path), "ok": self.ok}
+
+
+def extract(
+    target: Path | str | Graph,
+    out_dir: Path | str,
+    *,
+    provider: str | None = None,
+    check: bool = True,
+    kernel_ids: Sequence[str] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[ExtractionResult]:
+    """Write every kernel of a graph as a standalone model.
+
+    Args:
+        target: A graph, its `graph.json` or directory, one kernel's record in it, or an ONNX file, which is
+            analyzed into `out_dir` first.
+        out_dir: Directory for `kernels/`.
+        provider: Provider for the analysis of an ONNX file and for runs; by default the graph's, or the CPU.
+        check: Compare each node's output with the tensor inside the full graph.
+        kernel_ids: Ids of the kernels to extract; by default all.
+        shapes: Input -> shape, for an ONNX file with open dimensions.
+        seed: Random seed of the graph's inputs.
+        threads: Threads within an operator during the check.
+        progress: Receives the kernel id and the fraction done.
+
+    Raises:
+        InputError: `target` or a kernel of `kernel_ids` does not exist.
+        FileFormatError: A file is of the wrong format.
+        ModelError, DeviceError: As `analyze`.
+    """
+    graph, model, selected_ids = _open_target(target, Path(out_dir), provider, kernel_ids, shapes)
+    provider_name = session.resolve_provider(provider or graph.provider)
+    selected = [
+        (index, node)
+        for index, node in enumerate(graph.nodes)
+        if not selected_ids or node.kernel_id in selected_ids
+    ]
+    kernel_dir = Path(out_dir) / KERNELS_FOLDER
+    kernel_dir.mkdir(parents=True, exist_ok=True)
+    weights = {weight.name: weight for weight in model.graph.initializer}
+    results: dict[str, ExtractionResult] = {}
+    for index, node in selected:
+        result = results.get(node.kernel_id)
+        if result is None:
+            results[node.kernel_id] = _write_kernel(model, weights, index, node, kernel_dir)
+        else:
+            results[node.kernel_id] = replace(result, nodes=result.nodes + 1)
+    feeds = make_random_inputs(model, seed)
+    graph_runner = _GraphRunner(model, graph, provider_name, feeds, threads)
+    _save_integer_inputs(graph_runner, selected, kernel_dir)
+    if check:
+        num_checked = 0
+        for chunk in _split_into_chunks(selected):
+            for index, node, tensors in graph_runner.iter_node_tensors(chunk):
+                results[node.kernel_id] = _compare_node(
+                    results[node.kernel_id], model, weights, index, node, tensors, provider_name, threads
+                )
+                num_checked += 1
+                if progress is not None:
+                    progress(node.kernel_id, num_checked / len(selected))
+    return list(results.values())
+
+
+def make_kernel_model(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], index: int, node: Node
+) -> onnx.ModelProto:
+    """Build a model of one node of an optimized graph.
+
+    Args:
+        model: The optimized graph.
+        weights: Initializers by name.
+        index: Index of the node in the graph.
+        node: The analyzed node.
+    """
+    onnx = require("onnx", "latency")
+    kernel = node.kernel
+    kernel_model = onnx.ModelProto(ir_version=model.ir_version, producer_name="sparseflow")
+    kernel_model.opset_import.extend(model.opset_import)
+    kernel_model.graph.name = kernel.id
+    node_proto = kernel_model.graph.node.add()
+    node_proto.CopyFrom(model.graph.node[index])
+    node_proto.name, node_proto.doc_string = kernel.op, ""
+    num_inputs = len(node_proto.input)
+    while num_inputs and not node_proto.input[num_inputs - 1]:
+        num_inputs -= 1
+    del node_proto.input[:], node_proto.output[:]
+    node_proto.input.extend(t.name if t.present else "" for t in kernel.inputs[:num_inputs])
+    node_proto.output.extend(t.name if t.present else "" for t in kernel.outputs)
+    declared: set[str] = set()
+    for position, (tensor, name) in enumerate(zip(kernel.inputs, node.reads, strict=True)):
+        if not tensor.present or tensor.name in declared:
+            continue
+        declared.add(tensor.name)
+        if position in kernel.constants:
+            weight = kernel_model.graph.initializer.add()
+            weight.CopyFrom(weights[name])
+            weight.name = tensor.name
+        else:
+            kernel_model.graph.input.append(
+                onnx.helper.make_tensor_value_info(
+                    tensor.name, onnx_file.get_element_type(tensor.dtype), tensor.shape
+                )
+            )
+    kernel_model.graph.output.extend(onnx.ValueInfoProto(name=t.name) for t in kernel.outputs if t.present)
+    entry = kernel_model.metadata_props.add()
+    entry.key, entry.value = METADATA_KEY, json.dumps(kernel.to_dict(), sort_keys=True)
+    return kernel_model
+
+
+def is_kernel_model(model: onnx.ModelProto) -> bool:
+    """Return whether `extract` wrote the model."""
+    return any(entry.key == METADATA_KEY for entry in model.metadata_props)
+
+
+def read_kernel(path: Path | str) -> KernelSpec:
+    """Read the kernel of an extracted model.
+
+    Raises:
+        InputError: The file does not exist.
+        FileFormatError: The file is not an extracted kernel.
+    """
+    model = onnx_file.load_model(path)
+    for entry in model.metadata_props:
+        if entry.key == METADATA_KEY:
+            try:
+                return KernelSpec.from_dict(json.loads(entry.value))
+            except ValueError as error:
+                raise FileFormatError(f"{path} contains a damaged kernel record: {error}") from error
+    raise FileFormatError(f"{path} is not a kernel from `latency extract`: it lacks the kernel record")
+
+
+def make_dummy_inputs(path: Path | str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Create inputs for an extracted kernel: recorded integers, random values for the rest.
+
+    Args:
+        path: Model of the kernel, or any ONNX file of static shapes.
+        seed: Random seed.
+
+    Raises:
+        InputError: The file does not exist, or has open dimensions.
+        FileFormatError: The file is not ONNX, or the recorded values do not fit it.
+    """
+    import numpy as np
+
+    file = Path(path)
+    model = onnx_file.load_model(file)
+    onnx_file.set_input_shapes(model, {})
+    positive = any(node.op_type in _POSITIVE_INPUT_OPS for node in model.graph.node)
+    generator = np.random.default_rng(seed)
+    feeds = {}
+    for value in onnx_file.list_inputs(model):
+        kind = value.type.tensor_type
+        shape = tuple(dim.dim_value for dim in kind.shape.dim)
+        feeds[value.name] = sample_tensor(
+            generator, shape, onnx_file.get_dtype_name(kind.elem_type), positive=positive
+        )
+    recorded = file.with_suffix(".npz")
+    if recorded.is_file():
+        try:
+            with np.load(recorded, allow_pickle=False) as stored:
+                values = {name: stored[name] for name in stored.files}
+        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            raise FileFormatError(f"{recorded} is damaged: {error}; extract the kernel again") from error
+        for name, value in values.items():
+            if name not in feeds or value.shape != feeds[name].shape or value.dtype != feeds[name].dtype:
+                raise FileFormatError(f"`{name}` in {recorded} does not fit {file}; extract the kernel again")
+        feeds.update(values)
+    return feeds
+
+
+class _GraphRunner:
+    """Runs the full graph and fetches intermediate tensors."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        graph: Graph,
+        provider: str,
+        feeds: Mapping[str, np.ndarray],
+        threads: int | None,
+    ) -> None:
+        self._model, self._feeds, self._provider, self._threads = model, feeds, provider, threads
+        self._written = {name for node in graph.nodes for name in node.writes}
+        self._max_node_bytes = max((n.kernel.bytes_moved for n in graph.nodes), default=0.0)
+
+    def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Run the graph once and return the named tensors; graph inputs are returned as fed."""
+        unique_names = list(dict.fromkeys(names))
+        written = [name for name in unique_names if name in self._written]
+        tensors = {name: self._feeds[name] for name in unique_names if name in self._feeds}
+        if written:
+            runtime_session = _open_session(
+                expose_tensors(self._model, written).SerializeToString(), self._provider, self._threads
+            )
+            tensors.update(zip(written, session.run(runtime_session, written, self._feeds), strict=True))
+        return tensors
+
+    def iter_node_tensors(
+        self, chunk: list[tuple[int, Node]]
+    ) -> Iterator[tuple[int, Node, dict[str, np.ndarray] | str]]:
+        """Yield each node of a chunk with the tensors that it reads and writes, or with an error message."""
+        required_bytes = (
+            sum(_count_activation_bytes(node.kernel) for _, node in chunk) + 2 * self._max_node_bytes
+        )
+        free_bytes = _read_free_bytes()
+        problem, tensors = None, {}
+        if free_bytes is not None and required_bytes > free_bytes:
+            problem = (
+                f"the check requires about {required_bytes / 1e9:.1f} GB of memory, "
+                f"{free_bytes / 1e9:.1f} GB are free"
+            )
+        else:
+            try:
+                tensors = self.fetch([name for _, node in chunk for name in _list_node_tensors(node)])
+            except (RunError, MemoryError) as error:
+                problem = str(error) or "memory ran out"
+        for index, node in chunk:
+            if problem is not None:
+                yield index, node, problem
+            else:
+                yield index, node, {name: tensors[name] for name in _list_node_tensors(node)}
+
+
+def compute_relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest expected magnitude; infinity if shapes differ."""
+    import numpy as np
+
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    if expected.dtype.kind not in "fcV":
+        return 0.0 if np.array_equal(actual, expected) else float("inf")
+    dtype = np.complex128 if expected.dtype.kind == "c" else np.float64
+    actual_values, expected_values = actual.astype(dtype), expected.astype(dtype)
+    finite = np.isfinite(expected_values)
+    if (
+        not np.array_equal(actual_values[~finite], expected_values[~finite], equal_nan=True)
+        or not np.isfinite(actual_values[finite]).all()
+    ):
+        return float("inf")
+    scale = float(np.abs(expected_values[finite]).max(initial=0.0))
+    difference = float(np.abs(actual_values[finite] - expected_values[finite]).max(initial=0.0))
+    return difference / scale if scale else difference
+
+
+def _open_target(
+    target: Path | str | Graph,
+    out_dir: Path,
+    provider: str | None,
+    kernel_ids: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]] | None,
+) -> tuple[Graph, onnx.ModelProto, set[str]]:
+    selected_ids = set(kernel_ids)
+    if isinstance(target, Graph):
+        graph = target
+    else:
+        path = Path(target)
+        if path.suffix == ".onnx":
+            graph = analyze(path, provider or "cpu", shapes=shapes, out_dir=out_dir)
+        elif path.suffix == ".json" and path.parent.name == KERNELS_FOLDER and path.is_file():
+            graph = Graph.load(path.parent.parent / GRAPH_FILE)
+            selected_ids |= {path.stem}
+        else:
+            graph = Graph.load(path)
+    missing = sorted(selected_ids - {kernel.id for kernel in graph.kernels})
+    if missing:
+        raise InputError(f"the graph has no kernel {', '.join(missing)}; `latency analyze --json` lists them")
+    if graph.optimized_path is None:
+        raise InputError(
+            "the graph was analyzed without an output directory, so its weights were not saved; analyze "
+            "with `out_dir`"
+        )
+    model = onnx_file.load_model(graph.optimized_path)
+    same_nodes = [node.op_type for node in model.graph.node] == [node.kernel.node_op for node in graph.nodes]
+    if not same_nodes:
+        raise FileFormatError(
+            f"{graph.optimized_path} is not the analyzed graph; analyze {graph.model_path} again"
+        )
+    return graph, model, selected_ids
+
+
+def _write_kernel(
+    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], index: int, node: Node, folder: Path
+) -> ExtractionResult:
+    kernel = node.kernel
+    path = folder / f"{kernel.id}.onnx"
+    try:
+        content = onnx_file.serialize(make_kernel_model(model, weights, index, node), kernel.id)
+    except SparseFlowError as error:
+        return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=None, nodes=1, problem=str(error))
+    write_atomic(path, content)
+    write_atomic(path.with_suffix(".json"), json.dumps(kernel.to_dict(), indent=1) + "\n")
+    return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=path, nodes=1)
+
+
+def _save_integer_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, Node]], folder: Path) -> None:
+    """Save the integer inputs of each kernel's first node, as they are inside the graph."""
+    import numpy as np
+
+    first_nodes = {node.kernel_id: node for _, node in reversed(selected)}
+    sources = {
+        identity: [
+            (tensor.name, name)
+            for position, (tensor, name) in enumerate(zip(node.kernel.inputs, node.reads, strict=True))
+            if position not in node.kernel.constants and tensor.dtype.startswith(("int", "uint", "bool"))
+        ]
+        for identity, node in first_nodes.items()
+    }
+    names = [name for pairs in sources.values() for _, name in pairs]
+    tensors = graph_runner.fetch(names) if names else {}
+    for kernel_id, pairs in sources.items():
+        path = folder / f"{kernel_id}.npz"
+        if pairs:
+            content = io.BytesIO()
+            named: Any = {name: tensors[source] for name, source in pairs}
+            np.savez_compressed(content, **named)
+            write_atomic(path, content.getvalue())
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _compare_node(
+    result: ExtractionResult,
+    model: onnx.ModelProto,
+    weights: Mapping[str, onnx.TensorProto],
+    index: int,
+    node: Node,
+    tensors: Mapping[str, np.ndarray] | str,
+    provider: str,
+    threads: int | None,
+) -> ExtractionResult:
+    if result.path is None:
+        return result
+    if isinstance(tensors, str):
+        return replace(result, problem=result.problem or tensors)
+    kernel = node.kernel
+    feeds = {
+        tensor.name: tensors[name]
+        for position, (tensor, name) in enumerate(zip(kernel.inputs, node.reads, strict=True))
+        if tensor.present and position not in kernel.constants
+    }
+    outputs = [tensor.name for tensor in kernel.outputs if tensor.present]
+    try:
+        runtime_session = _open_session(
+            make_kernel_model(model, weights, index, node).SerializeToString(), provider, threads
+        )
+        actual = session.run(runtime_session, outputs, feeds)
+    except SparseFlowError as error:
+        return replace(result, checked=result.checked + 1, problem=f"node `{node.name}`: {error}")
+    max_error = max(
+        (
+            compute_relative_error(value, tensors[name])
+            for value, name in zip(actual, node.writes, strict=True)
+        ),
+        default=0.0,
+    )
+    matches = max_error <= TOLERANCE
+    return replace(
+        result,
+        checked=result.checked + 1,
+        matched=result.matched + matches,
+        relative_error=max(max_error, result.relative_error or 0.0),
+        problem=result.problem
+        if matches
+        else f"node `{node.name}` differs from the tensor inside the graph by {max_error:.2e} of its scale",
+    )
+
+
+def _open_session(content: bytes, provider: str, threads: int | None) -> Any:
+    # With TF32 in one of them, two convolutions differ by more than the tolerance.
+    options = {"use_tf32": "0"} if session.get_device_type(provider) == "cuda" else None
+    return session.open_session(content, provider, "disable", threads=threads, provider_options=options)
+
+
+def _list_node_tensors(node: Node) -> list[str]:
+    """List the tensors that a node reads, without weights, and writes."""
+    reads = [
+        name for position, name in enumerate(node.reads) if name and position not in node.kernel.constants
+    ]
+    return [*reads, *node.writes]
+
+
+def _split_into_chunks(selected: list[tuple[int, Node]]) -> Iterator[list[tuple[int, Node]]]:
+    chunk: list[tuple[int, Node]] = []
+    chunk_bytes = 0
+    for index, node in selected:
+        size = _count_activation_bytes(node.kernel)
+        if chunk and chunk_bytes + size > CHUNK_BYTES:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append((index, node))
+        chunk_bytes += size
+    if chunk:
+        yield chunk
+
+
+def _count_activation_bytes(kernel: KernelSpec) -> int:
+    return sum(t.bytes for t in (*kernel.inputs, *kernel.outputs)) - kernel.constant_bytes
+
+
+def _read_free_bytes() -> float | None:
+    """Return the available memory in bytes; None if the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = float((group / "memory.max").read_text())
+        free = min(free, limit - float((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free  # no limit ("max"), or no cgroups
+    return free

@@ -1,0 +1,252 @@
+"""Validated reading of ONNX files, and helpers for ONNX types and attributes.
+
+A file is checked before onnxruntime loads it, so that the error names the problem: not ONNX, truncated,
+external weights missing, opset too new, open dimensions, no operators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseflow.core.extras import require
+from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.latency.graph.kernels import DTYPE_BITS, UNDEFINED
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+MAX_MODEL_BYTES = 2**31 - 1
+"""Maximum size of a protobuf message."""
+
+_DTYPE_NAMES = {"float": "float32", "double": "float64"}
+
+
+def load_model(path: Path | str) -> onnx.ModelProto:
+    """Load a model, including external weights.
+
+    Raises:
+        InputError: The file does not exist.
+        FileFormatError: The file is not ONNX or is truncated, or external weights are missing.
+        ModelError: The model exceeds 2 GB, or is newer than the onnx package.
+    """
+    onnx = require("onnx", "latency")
+    from google.protobuf.message import DecodeError
+
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file} does not exist")
+    try:
+        model = onnx.load_model(str(file), load_external_data=False, format="protobuf")
+    except (DecodeError, UnicodeDecodeError, ValueError, RuntimeError) as error:
+        raise FileFormatError(f"{file} is not an ONNX model, or is truncated: {error}") from error
+    if not model.ir_version or not model.HasField("graph") or not model.opset_import:
+        raise FileFormatError(f"{file} is not an ONNX model: it lacks a version, a graph or an opset")
+    check_model(model, str(file))
+    _check_external_data(model, file)
+    try:
+        onnx.load_external_data_for_model(model, str(file.parent))
+    except Exception as error:
+        raise FileFormatError(f"cannot read the external weights of {file}: {error}") from error
+    return model
+
+
+def check_model(model: onnx.ModelProto, source: str) -> None:
+    """Check that a model has operators, outputs and a supported opset.
+
+    Raises:
+        FileFormatError: A node or the outputs are incomplete: the file is truncated.
+        ModelError: The model is empty or newer than the onnx package, or a weight has no elements.
+    """
+    onnx = require("onnx", "latency")
+    newest = onnx.defs.onnx_opset_version()
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and entry.version > newest:
+            raise ModelError(
+                f"{source} uses ONNX opset {entry.version}; onnx {onnx.__version__} supports up to "
+                f"{newest}: export it with an older opset"
+            )
+    if not model.graph.node:
+        raise ModelError(f"{source} contains no operators")
+    if not model.graph.output or any(not node.op_type for node in model.graph.node):
+        raise FileFormatError(f"{source} is truncated: it lacks outputs, or the operator of a node")
+    for weight in model.graph.initializer:
+        if 0 in weight.dims and len(weight.dims) > 1:
+            raise ModelError(
+                f"the weight `{weight.name}` of {source} has no elements: shape {tuple(weight.dims)}"
+            )
+
+
+def serialize(model: onnx.ModelProto, source: str) -> bytes:
+    """Serialize a model to one message.
+
+    Raises:
+        ModelError: The model exceeds the 2 GB of one message.
+    """
+    size = sum(_count_weight_bytes(weight) for weight in model.graph.initializer)
+    if size > MAX_MODEL_BYTES:
+        raise ModelError(
+            f"the weights of {source} have {size / 1e9:.2f} GB, the limit of an ONNX file is 2 GB; models "
+            "with larger external weights are not supported"
+        )
+    try:
+        return model.SerializeToString(deterministic=True)
+    except ValueError as error:
+        raise ModelError(f"{source} is too large for one ONNX file (2 GB): {error}") from error
+
+
+def set_input_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Set the shapes of a model's inputs, in place.
+
+    Args:
+        model: The model.
+        shapes: Input -> shape. Required for inputs with open dimensions, allowed for others.
+
+    Raises:
+        InputError: A shape is missing or contradicts the model, or the input does not exist.
+        ModelError: An input has no elements, exceeds 2 GB or is not a tensor.
+    """
+    inputs = list_inputs(model)
+    unknown = sorted(set(shapes) - {value.name for value in inputs})
+    if unknown:
+        raise InputError(
+            f"the model has no input {', '.join(unknown)}; its inputs are: "
+            f"{', '.join(v.name for v in inputs)}"
+        )
+    for value in inputs:
+        if value.type.WhichOneof("value") != "tensor_type":
+            raise ModelError(f"the input `{value.name}` is not a tensor; only tensors are supported")
+        tensor_type = value.type.tensor_type
+        declared = [
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
+            for dim in tensor_type.shape.dim
+        ]
+        has_rank, requested = tensor_type.HasField("shape"), shapes.get(value.name)
+        if requested is None and (not has_rank or any(isinstance(extent, str) for extent in declared)):
+            raise InputError(
+                f"the input `{value.name}` has open dimensions: "
+                f"{declared if has_rank else 'unknown rank'}; set them with --shape "
+                f"{value.name}=1,3,224,224 (or shapes={{...}})"
+            )
+        shape = requested if requested is not None else tuple(int(extent) for extent in declared)
+        conflicts = has_rank and (
+            len(shape) != len(declared)
+            or any(isinstance(d, int) and d != s for d, s in zip(declared, shape, strict=True))
+        )
+        if conflicts:
+            raise InputError(
+                f"the input `{value.name}` is declared as {declared}; the shape {list(shape)} does not fit"
+            )
+        if any(extent < 1 for extent in shape):
+            raise ModelError(f"the input `{value.name}` has no elements: {list(shape)}")
+        dtype = get_dtype_name(tensor_type.elem_type)
+        size = math.prod(shape) * DTYPE_BITS[dtype] // 8
+        if size > MAX_MODEL_BYTES:
+            raise ModelError(
+                f"the input `{value.name}` of shape {list(shape)} has {size / 1e9:.2f} GB, the limit is 2 GB"
+            )
+        tensor_type.shape.Clear()
+        for extent in shape:
+            tensor_type.shape.dim.add().dim_value = extent
+
+
+def list_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """List the inputs that a caller feeds, without the weights that old files list among them."""
+    weights = list_weight_names(model)
+    return [value for value in model.graph.input if value.name not in weights]
+
+
+def list_weight_names(model: onnx.ModelProto) -> set[str]:
+    """Return the names of all initializers."""
+    return {weight.name for weight in model.graph.initializer} | {
+        weight.values.name for weight in model.graph.sparse_initializer
+    }
+
+
+def get_dtype_name(element: int | str) -> str:
+    """Return ONNX's lower-case name of an element type.
+
+    Args:
+        element: ONNX's number of the type, or onnxruntime's name, such as `tensor(float)`.
+
+    Raises:
+        ModelError: The type is not numeric: text, a sequence, a map or undefined.
+    """
+    if isinstance(element, str):
+        name = element.removeprefix("tensor(").removesuffix(")")
+    else:
+        name = require("onnx", "latency").TensorProto.DataType.Name(element).lower()
+    name = _DTYPE_NAMES.get(name, name)
+    if name not in DTYPE_BITS or name == UNDEFINED:
+        raise ModelError(f"unsupported type {name!r}; only numeric tensors are supported")
+    return name
+
+
+def get_element_type(dtype: str) -> int:
+    """Return ONNX's number of an element type."""
+    onnx_name = {full: short for short, full in _DTYPE_NAMES.items()}.get(dtype, dtype)
+    return require("onnx", "latency").TensorProto.DataType.Value(onnx_name.upper())
+
+
+def get_numpy_dtype(dtype: str) -> np.dtype:
+    """Return the NumPy dtype that onnxruntime accepts for an ONNX element type."""
+    return require("onnx.helper", "latency").tensor_dtype_to_np_dtype(get_element_type(dtype))
+
+
+def parse_attribute(attribute: onnx.AttributeProto) -> Any:
+    """Convert an attribute to the JSON types of `KernelSpec.attributes`."""
+    onnx = require("onnx", "latency")
+    value = onnx.helper.get_attribute_value(attribute)
+    return _to_json_type(value)
+
+
+def _to_json_type(value: Any) -> Any:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"bytes_sha256": hashlib.sha256(value).hexdigest()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str | int | bool):
+        return value
+    if hasattr(value, "SerializeToString"):
+        digest = hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
+        if hasattr(value, "data_type") and hasattr(value, "dims"):
+            return {"dtype": get_dtype_name(value.data_type), "shape": list(value.dims), "sha256": digest}
+        return {"graph_sha256": digest}
+    return [_to_json_type(entry) for entry in value]
+
+
+def _count_weight_bytes(weight: onnx.TensorProto) -> int:
+    name = str(require("onnx", "latency").TensorProto.DataType.Name(weight.data_type)).lower()
+    return math.prod(weight.dims) * DTYPE_BITS.get(_DTYPE_NAMES.get(name, name), 8) // 8
+
+
+def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
+    for weight in model.graph.initializer:
+        if weight.data_location != weight.EXTERNAL:
+            continue
+        location_entries: dict[str, Any] = {str(entry.key): entry.value for entry in weight.external_data}
+        location = location_entries.get("location", "")
+        data = file.parent / location
+        if not location or not data.is_file():
+            raise FileFormatError(
+                f"{data}, which contains the weight `{weight.name}` of {file}, does not exist; restore it"
+            )
+        end = int(location_entries.get("offset", 0)) + int(
+            location_entries.get("length", 0) or _count_weight_bytes(weight)
+        )
+        if data.stat().st_size < end:
+            raise FileFormatError(
+                f"{data} is truncated: `{weight.name}` ends at byte {end}, the size is {data.stat().st_size}"
+            )
+    size = sum(_count_weight_bytes(weight) for weight in model.graph.initializer)
+    if size > MAX_MODEL_BYTES:
+        raise ModelError(
+            f"the weights of {file} have {size / 1e9:.2f} GB; models of more than 2 GB are not supported"
+        )

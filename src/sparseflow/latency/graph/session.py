@@ -1,0 +1,162 @@
+"""onnxruntime sessions on the requested execution provider; a fallback to another provider is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseflow.core.extras import require
+from sparseflow.errors import DeviceError, FileFormatError, InputError, ModelError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnxruntime
+
+PROVIDERS: Mapping[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+"""Device type -> onnxruntime's name of its provider."""
+
+LEVELS: Mapping[str, str] = {
+    "disable": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+"""Graph optimization level -> onnxruntime's name of it."""
+
+_LOG_ERRORS = 3
+"""Log level: errors only. The warnings of onnxruntime, such as of a graph optimized for this machine, are
+expected.
+"""
+
+
+def resolve_provider(provider: str) -> str:
+    """Return onnxruntime's name of a provider, given that or `cpu` or `cuda`.
+
+    Raises:
+        InputError: The provider is unknown.
+    """
+    name = PROVIDERS.get(provider, provider)
+    if name not in PROVIDERS.values():
+        raise InputError(f"unknown provider {provider!r}; expected one of: {', '.join(PROVIDERS)}")
+    return name
+
+
+def get_device_type(provider: str) -> str:
+    """Return the device type of a provider: `cpu` or `cuda`."""
+    full = resolve_provider(provider)
+    return next(short for short, name in PROVIDERS.items() if name == full)
+
+
+def get_memory_device(provider: str, gpu: int = 0) -> tuple[str, int]:
+    """Return type and index of the device whose memory a provider uses."""
+    return ("cuda", gpu) if get_device_type(provider) == "cuda" else ("cpu", 0)
+
+
+def make_provider_options(provider: str, gpu: int = 0, **options: str) -> dict[str, str]:
+    """Build provider options for a GPU, with more options of the CUDA provider; empty for the CPU."""
+    return {"device_id": str(gpu), **options} if get_device_type(provider) == "cuda" else {}
+
+
+def open_session(
+    model: bytes | str | Path,
+    provider: str = "cpu",
+    level: str = "all",
+    *,
+    threads: int | None = None,
+    provider_options: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> onnxruntime.InferenceSession:
+    """Open a session on the requested provider.
+
+    Args:
+        model: Serialized model, or its file.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        level: Graph optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
+        threads: Threads within an operator; None leaves the choice to onnxruntime.
+        provider_options: Options of the provider, such as `{"cudnn_conv_algo_search": "HEURISTIC"}`.
+        settings: Attributes to set on the `SessionOptions`.
+
+    Raises:
+        DeviceError: The provider is not installed, or onnxruntime fell back to another one.
+        ModelError: onnxruntime refuses the model.
+        FileFormatError: The model cannot be read.
+        InputError: The provider or level is unknown.
+    """
+    ort = require("onnxruntime", "latency")
+    name = resolve_provider(provider)
+    if level not in LEVELS:
+        raise InputError(f"unknown optimization level {level!r}; expected one of: {', '.join(LEVELS)}")
+    available = ort.get_available_providers()
+    if name not in available:
+        raise DeviceError(
+            f"{name} is not available in the installed onnxruntime {ort.__version__}, which has: "
+            f"{', '.join(available)}; for NVIDIA GPUs install onnxruntime-gpu instead of onnxruntime"
+        )
+    if name == PROVIDERS["cuda"]:
+        # onnxruntime and torch share the cuDNN that is loaded first; torch rejects a version below its own.
+        import torch  # noqa: F401
+    # The environment is created with the first session and warns about unknown devices.
+    ort.set_default_logger_severity(_LOG_ERRORS)
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_ERRORS
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    for attribute, value in (settings or {}).items():
+        setattr(options, attribute, value)
+    providers: list[Any] = [(name, dict(provider_options or {}))]
+    if name != "CPUExecutionProvider":
+        # Shape arithmetic always runs on the host.
+        providers.append(("CPUExecutionProvider", {}))
+    with _translate_errors(f"the model {model}" if isinstance(model, str | Path) else "the model"):
+        session = ort.InferenceSession(
+            model if isinstance(model, bytes) else str(model), options, providers=providers
+        )
+    active_providers = session.get_providers()
+    if not active_providers or active_providers[0] != name:
+        raise DeviceError(
+            f"onnxruntime fell back from {name} to "
+            f"{active_providers[0] if active_providers else 'no provider'}: check that a GPU is present "
+            f"and that the CUDA and cuDNN libraries match onnxruntime {ort.__version__}"
+        )
+    return session
+
+
+def run(session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
+    """Run a session once and return the outputs.
+
+    Raises:
+        RunError: onnxruntime failed, for example for lack of memory.
+    """
+    try:
+        return list(session.run(list(outputs), dict(feeds)))
+    except Exception as error:  # onnxruntime's errors share no exported base class
+        raise RunError(f"onnxruntime failed to run the model: {_format_first_line(error)}") from error
+
+
+@contextmanager
+def _translate_errors(description: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        error_type, text = type(error).__name__, _format_first_line(error)
+        if error_type in ("InvalidProtobuf", "NoSuchFile"):
+            raise FileFormatError(f"{description} is not readable as ONNX: {text}") from error
+        if "opset" in text.lower() or "ir version" in text.lower():
+            raise ModelError(
+                f"{description} is newer than this onnxruntime: {text}; export it with an older opset, "
+                f"or update onnxruntime"
+            ) from error
+        if "cuda" in text.lower() and error_type in ("RuntimeException", "EPFail", "RuntimeError"):
+            raise DeviceError(f"onnxruntime cannot use the GPU for {description}: {text}") from error
+        raise ModelError(f"onnxruntime rejects {description}: {text}") from error
+
+
+def _format_first_line(error: BaseException, max_chars: int = 400) -> str:
+    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return text if len(text) <= max_chars else text[:max_chars] + " …"

@@ -1,0 +1,336 @@
+"""Collections: latency of kernels and models at several levels of load.
+
+::
+
+    out/
+      plan.json       settings, targets and the order of all measurements
+      rows.jsonl      one row per measurement, until the collection is complete
+      rows.parquet    the same rows in the plan's order, once it is complete
+      kernels.csv     Kernel_ID, OpType, Input_Shape, one column per load metric, Latency_ms
+      kernels/        description of every kernel
+      graphs/         graph of every model
+
+If the collection is interrupted (SIGKILL, a full disk, a load that misses its level), the rows are kept and
+the same command resumes it. Rows are written completely or not at all, and identified by the keys of the
+plan. A resumed collection has the same rows as an uninterrupted one.
+
+Columns of `rows.parquet`:
+
+- `key`, `block`, `round`, `session` (number of interruptions before the row)
+- `role`: `item`, or `reference` for measurements that show drift
+- `kernel_id`, `op_type`, `input_shape`, `path`
+- `stressor`, `level` (requested load), `stress_alone` (share that the load achieved while the measured work
+  was idle), `stress_achieved` (share during the measurement)
+- `before_*`: load readings just before the block, while the measured work was idle, as before a model starts
+- `load_*`: load readings during the measurement
+- `latency_ms` (mean), `p50_ms`, `p95_ms`, `p99_ms`, `min_ms`, `max_ms`, `samples_ns` (all samples in order,
+  each a mean of `calls_per_sample` runs), `cpu_ratio`, `loops` (number of samples), `warmup`
+- `start_s`, `end_s`: POSIX timestamps
+- `error`: message, None if the row has a latency
+- for kernels measured in a stream (`stream.py`): `copies`, `device_ms`, `host_ms`, the samples `stream_ns`,
+  `plug_ns` (blocking kernel only), `issue_ns` and `plug_issue_ns`, `overtaken` (host and device time are not
+  separated) and `stream_error`
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.files import read_parquet, write_atomic, write_parquet
+from sparseflow.core.journal import Journal, read_journal
+from sparseflow.core.progress import Progress
+from sparseflow.errors import FileFormatError, RunError
+from sparseflow.latency.measure import descriptions
+from sparseflow.latency.measure.config import CollectionConfig
+from sparseflow.latency.measure.instruments import Instruments, LocalInstruments
+from sparseflow.latency.measure.plan import CollectionPlan, PlanStep, make_plan
+
+PLAN, ROWS, TABLE, CSV = "plan.json", "rows.jsonl", "rows.parquet", "kernels.csv"
+LOAD_PREFIX = "load_"
+TEXT_COLUMNS = ("error", "stream_error", "stressor", "conv_search")
+NON_METRIC_COLUMNS = ("timestamp_s", "interval_s", "source", "device")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionSummary:
+    """Summary of a collection.
+
+    Attributes:
+        path: Directory.
+        rows: Number of measurements, including the reference's.
+        added: Number of measurements that this call added.
+        failed: Number of measurements with an error instead of a latency.
+        targets: Number of kernels and models.
+        drift: Range of the reference's medians at the lowest level over their median; None with fewer than
+            two.
+        levels: One entry per level: `level`, `stress_alone`, `stress_achieved`, `slowdown` (geometric mean
+            over targets of the mean latency over that at the lowest level).
+    """
+
+    path: Path
+    rows: int
+    added: int
+    failed: int
+    targets: int
+    drift: float | None
+    levels: tuple[Mapping[str, float | None], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "path": str(self.path), "levels": [dict(level) for level in self.levels]}
+
+
+def collect(
+    config: CollectionConfig,
+    out_dir: Path | str,
+    *,
+    instruments: Instruments | None = None,
+    progress: Progress | None = None,
+) -> CollectionSummary:
+    """Measure all targets of a configuration, or resume their measurement.
+
+    Args:
+        config: Settings.
+        out_dir: Directory of the collection; created if missing, resumed if it contains one.
+        instruments: Instruments; by default this machine's.
+        progress: Receives a message and the fraction done.
+
+    Raises:
+        InputError: `out_dir` contains a collection with other settings, files or device.
+        FileFormatError, ModelError: A file is invalid.
+        DeviceError: The provider, the load's device or the source of readings is not available.
+        RunError: The load missed its level, the disk is full, or another process writes into `out_dir`.
+    """
+    if instruments is None:
+        with LocalInstruments(config) as local_instruments:
+            return collect(config, out_dir, instruments=local_instruments, progress=progress)
+    folder = Path(out_dir)
+    plan = _open_plan(config, folder, instruments, progress)
+    if (folder / TABLE).is_file() and not (folder / ROWS).exists():
+        return _summarize(folder, plan, read_rows(folder), 0)
+    steps = list(plan.iter_steps())
+    with _open_journal(folder, steps) as journal:
+        num_rows = len(journal)
+        session = 1 + max((row["session"] for row in journal.rows), default=-1)
+        for index, block in _group_missing_by_block(steps, journal):
+            if progress is not None:
+                progress(f"level {block[0].level:g}: waiting for the load", len(journal) / len(steps))
+            with instruments.block(block[0].level) as block_columns:
+                for step in block:
+                    if progress is not None:
+                        message = (
+                            f"level {step.level:g}, block {index + 1}/{len(plan.blocks)}: {step.target.id}"
+                        )
+                        progress(message, len(journal) / len(steps))
+                    measured = instruments.measure(step.target)
+                    with _explain_disk_errors(folder, len(journal), len(steps)):
+                        journal.append(_describe_step(step, session, config) | dict(block_columns) | measured)
+        by_key = {row["key"]: row for row in journal.rows}
+        rows = [by_key[step.key] for step in steps]
+        with _explain_disk_errors(folder, len(journal), len(steps)):
+            journal.sync()
+            _write_table(folder, rows)
+            # Deleted last, so that the rows are always in one of the two files.
+            journal.close(delete=True)
+        return _summarize(folder, plan, rows, len(rows) - num_rows)
+
+
+def read_rows(folder: Path | str) -> list[Row]:
+    """Read the rows of a collection, complete or not, in the order of its plan.
+
+    Raises:
+        InputError: `folder` contains no collection.
+        FileFormatError: The collection is damaged or of another version.
+    """
+    root = Path(folder)
+    order = [step.key for step in read_plan(root).iter_steps()]
+    if (root / ROWS).exists():
+        _, rows = read_journal(root / ROWS, dict)
+        by_key = {row["key"]: row for row in rows}
+        return [by_key[key] for key in order if key in by_key]
+    return read_parquet(root / TABLE).to_pylist() if (root / TABLE).is_file() else []
+
+
+def read_plan(folder: Path | str) -> CollectionPlan:
+    """Read the plan of a collection.
+
+    Raises:
+        InputError: `folder` contains no collection.
+        FileFormatError: The plan is damaged or of another version.
+    """
+    return CollectionPlan.load(Path(folder) / PLAN)
+
+
+def count_rows(folder: Path | str) -> tuple[int, int]:
+    """Return the current and the planned number of rows; both are 0 before the plan exists."""
+    root = Path(folder)
+    if not (root / PLAN).is_file():
+        return 0, 0
+    planned = sum(len(block.targets) for block in read_plan(root).blocks)
+    try:
+        return (root / ROWS).read_bytes().count(b"\n"), planned
+    except FileNotFoundError:
+        return (planned if (root / TABLE).is_file() else 0), planned
+
+
+def _open_plan(
+    config: CollectionConfig, folder: Path, instruments: Instruments, progress: Progress | None
+) -> CollectionPlan:
+    plan = make_plan(config, instruments.environment(), progress)
+    if (folder / PLAN).exists():
+        existing = read_plan(folder)
+        existing.check_equal(plan)
+        return existing
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptions.write_descriptions(plan.targets, folder, config.provider, progress)
+        # Written last, so that a directory with a plan is complete.
+        plan.save(folder / PLAN)
+    except OSError as error:
+        raise RunError(
+            f"cannot write the plan to {folder}: {error.strerror}; free some space, or choose another "
+            "directory"
+        ) from error
+    return plan
+
+
+def _open_journal(folder: Path, steps: list[PlanStep]) -> Journal[Row]:
+    try:
+        journal = Journal(folder / ROWS, dict, key=lambda row: row.get("key"))
+    except OSError as error:
+        raise RunError(f"cannot write {folder / ROWS}: {error.strerror}") from error
+    planned = {step.key for step in steps}
+    for index, row in enumerate(journal.rows):
+        if row.get("key") not in planned:
+            journal.close()
+            raise FileFormatError(
+                f"{journal.locate(index)}: the key {row.get('key')!r} is not in the plan; restore the "
+                "file, or collect into another directory"
+            )
+    return journal
+
+
+def _group_missing_by_block(
+    steps: list[PlanStep], journal: Journal[Row]
+) -> Iterator[tuple[int, list[PlanStep]]]:
+    missing: dict[int, list[PlanStep]] = {}
+    for step in steps:
+        if step.key not in journal:
+            missing.setdefault(step.block, []).append(step)
+    yield from missing.items()
+
+
+def _describe_step(step: PlanStep, session: int, config: CollectionConfig) -> Row:
+    return {
+        "key": step.key,
+        "block": step.block,
+        "round": step.round,
+        "session": session,
+        "role": "reference" if step.reference else "item",
+        "kernel_id": step.target.id,
+        "op_type": step.target.op,
+        "input_shape": step.target.input_shape,
+        "path": step.target.path,
+        "stressor": config.stressor if step.level > 0.0 else None,
+        "level": step.level,
+    }
+
+
+@contextmanager
+def _explain_disk_errors(folder: Path, num_rows: int, num_planned: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RunError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunError(
+            f"cannot write to {folder} ({reason}); {num_rows} of {num_planned} rows are saved: free some "
+            "space and run the same command again to resume"
+        ) from error
+
+
+def _write_table(folder: Path, rows: list[Row]) -> None:
+    import pyarrow as pa
+
+    # pyarrow alone would take the names of the first row and drop the others.
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        column_type = pa.list_(pa.int64()) if name.endswith("_ns") else None
+        if column_type is None and all(value is None for value in values):
+            # Columns of type null prevent the concatenation of collections.
+            column_type = pa.string() if name in TEXT_COLUMNS else pa.float64()
+        columns[name] = pa.array(values, type=column_type)
+    write_atomic(folder / CSV, format_csv(rows))
+    write_parquet(folder / TABLE, pa.table(columns))
+
+
+def format_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Format `Kernel_ID, OpType, Input_Shape, <metrics>, Latency_ms` of every row with a latency.
+
+    Additional measurements of the reference are omitted, so that all targets have equal weight.
+    """
+    selected = [row for row in rows if row["error"] is None and row["role"] == "item"]
+    load_columns = dict.fromkeys(name for row in selected for name in row if name.startswith(LOAD_PREFIX))
+    metric_columns = [
+        name for name in load_columns if name.removeprefix(LOAD_PREFIX) not in NON_METRIC_COLUMNS
+    ]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [name.removeprefix(LOAD_PREFIX) for name in metric_columns]
+    writer.writerow(["Kernel_ID", "OpType", "Input_Shape", *names, "Latency_ms"])
+    for row in selected:
+        shares = [row.get(name) for name in metric_columns]
+        writer.writerow([row["kernel_id"], row["op_type"], row["input_shape"], *shares, row["latency_ms"]])
+    return text.getvalue()
+
+
+def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) -> CollectionSummary:
+    valid = [row for row in rows if row["error"] is None]
+    return CollectionSummary(
+        path=folder,
+        rows=len(rows),
+        added=added,
+        failed=len(rows) - len(valid),
+        targets=len(plan.targets),
+        drift=_compute_drift(valid),
+        levels=tuple(_summarize_levels(valid)),
+    )
+
+
+def _compute_drift(rows: list[Row]) -> float | None:
+    # Under load a median takes one of two values, so only the lowest level shows the machine's drift.
+    lowest = min((row["level"] for row in rows), default=None)
+    medians_ms = [row["p50_ms"] for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    return (
+        (max(medians_ms) - min(medians_ms)) / statistics.median(medians_ms) if len(medians_ms) > 1 else None
+    )
+
+
+def _summarize_levels(rows: list[Row]) -> Iterator[dict[str, float | None]]:
+    times: dict[float, dict[str, list[float]]] = {}
+    for row in rows:
+        times.setdefault(row["level"], {}).setdefault(row["kernel_id"], []).append(row["latency_ms"])
+    lowest = times[min(times)] if times else {}
+    for level in sorted(times):
+        level_rows = [row for row in rows if row["level"] == level]
+        ratios = [
+            statistics.fmean(latencies_ms) / statistics.fmean(lowest[name])
+            for name, latencies_ms in times[level].items()
+            if name in lowest
+        ]
+        yield {
+            "level": level,
+            "stress_alone": statistics.fmean(row["stress_alone"] for row in level_rows),
+            "stress_achieved": statistics.fmean(row["stress_achieved"] for row in level_rows),
+            "slowdown": statistics.geometric_mean(ratios) if ratios else None,
+        }

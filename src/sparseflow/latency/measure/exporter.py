@@ -1,0 +1,268 @@
+"""Prometheus exporter of this machine's load, under the metric names of the DCGM exporter.
+
+A thread reads the source continuously, and a scrape returns the newest reading. If a reading failed, is late
+or does not exist yet, the scrape is answered with 503 and the reason: Prometheus then marks the series as
+stale, instead of showing an old value.
+
+The host's values use DCGM's names, so that everything that reads DCGM works without a GPU; each of them has
+the label `source="sparseflow-host"`.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from socketserver import ThreadingMixIn
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from sparseflow.core.extras import require
+from sparseflow.core.telemetry.dcgm import GPM_SOURCE, HOST_HELP, HOST_SOURCE, SERIES
+from sparseflow.core.telemetry.gpm import GpmReader
+from sparseflow.core.telemetry.schema import LoadReader, LoadReading, check_window
+from sparseflow.errors import DeviceError, InputError, SparseFlowError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+PORT = 9400
+"""Default port of the DCGM exporter."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+logger = logging.getLogger(__name__)
+
+
+class Exporter:
+    """Reads a source continuously and serves the newest reading at `/metrics`. A context manager.
+
+    Args:
+        reader: Source; a `HostReader` or a `GpmReader`.
+        host: Address to listen on; by default only this machine can connect.
+        port: Port to listen on; 0 selects a free one, see `url`.
+        interval_s: Duration of one reading, seconds.
+        labels: Labels of every series; by default those of this machine and the reader's device.
+
+    Raises:
+        InputError: `interval_s` is too short, or the port is out of range or in use.
+        MissingExtraError: prometheus-client is missing.
+    """
+
+    def __init__(
+        self,
+        reader: LoadReader,
+        *,
+        host: str = "127.0.0.1",
+        port: int = PORT,
+        interval_s: float = 1.0,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        require("prometheus_client", "latency")
+        check_window(interval_s, "interval_s")
+        if not 0 <= port <= 65535:
+            raise InputError(f"`port` (={port}) must be in [0, 65535]")
+        self._reader = reader
+        self._interval_s = interval_s
+        self._labels = make_labels(reader) if labels is None else dict(labels)
+        self._latest: tuple[float, LoadReading | str] | None = None
+        self._stopping = threading.Event()
+        try:
+            self._server = make_server(host, port, self._serve_request, _ThreadingServer, _RequestHandler)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another `--port`, or 0 "
+                "for a free one"
+            ) from error
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, args=(0.05,), name="serve", daemon=True),
+            threading.Thread(target=self._read_continuously, name="read", daemon=True),
+        ]
+
+    @property
+    def url(self) -> str:
+        """URL of the metrics."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    def __enter__(self) -> Exporter:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join(self._interval_s + 5.0)
+
+    def scrape(self) -> tuple[int, str]:
+        """Return the HTTP status and body of a scrape."""
+        latest = self._latest
+        if latest is None:
+            return 503, f"no reading yet; the first takes {self._interval_s:g} s\n"
+        read_s, reading = latest
+        if isinstance(reading, str):
+            return 503, f"cannot read the {self._reader.name}: {reading}\n"
+        age_s = time.monotonic() - read_s
+        if age_s > 3.0 * self._interval_s + 1.0:
+            return 503, f"the newest reading of the {self._reader.name} is {age_s:.1f} s old\n"
+        pcie_bytes_per_s = self._reader.pcie_bytes_per_s if isinstance(self._reader, GpmReader) else None
+        return 200, format_metrics(reading, self._labels, pcie_bytes_per_s=pcie_bytes_per_s)
+
+    def _serve_request(
+        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], Any]
+    ) -> list[bytes]:
+        content_type = "text/plain; charset=utf-8"
+        if environ["PATH_INFO"] != "/metrics":
+            status, text = "404 Not Found", "the metrics are at /metrics\n"
+        else:
+            code, text = self.scrape()
+            status = "200 OK" if code == 200 else "503 Service Unavailable"
+            content_type = CONTENT_TYPE if code == 200 else content_type
+        body = text.encode()
+        start_response(status, [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        return [body]
+
+    def _read_continuously(self) -> None:
+        last_error = ""
+        while not self._stopping.is_set():
+            try:
+                recording = self._reader.start()
+                if self._stopping.wait(self._interval_s):
+                    return
+                reading: LoadReading | str = recording.stop()
+                last_error = ""
+            except SparseFlowError as error:
+                reading = str(error)
+            except Exception as error:
+                # A scrape must report any error instead of returning the last value forever.
+                reading = f"{type(error).__name__}: {error}"
+            self._latest = (time.monotonic(), reading)
+            if isinstance(reading, str):
+                if reading != last_error:
+                    logger.warning("no reading: %s", reading)
+                last_error = reading
+                self._stopping.wait(self._interval_s)
+
+
+def serve(exporter: Exporter, *, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Run an exporter until SIGTERM or SIGINT. Only from the main thread.
+
+    Args:
+        exporter: Exporter that was not started.
+        ready: Receives the URL once the port is open.
+    """
+    stop = threading.Event()
+
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    previous = {number: signal.signal(number, handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with exporter:
+            ready(exporter.url)
+            stop.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def format_metrics(
+    load: LoadReading, labels: Mapping[str, str], *, pcie_bytes_per_s: float | None = None
+) -> str:
+    """Format a reading in Prometheus' text format.
+
+    Args:
+        load: The reading.
+        labels: Labels of every sample.
+        pcie_bytes_per_s: Bandwidth of the device's link; required for `pcie_tx` and `pcie_rx`.
+
+    Raises:
+        DeviceError: The reading contains a PCIe share, and `pcie_bytes_per_s` is None.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_ReadingCollector(list(_make_gauges(load, labels, pcie_bytes_per_s))))
+    return generate_latest(registry).decode()
+
+
+def make_labels(reader: LoadReader) -> dict[str, str]:
+    """Return the labels of the DCGM exporter for the reader's device, and the label `source`.
+
+    Raises:
+        InputError: The reader is neither of the host nor of GPM.
+    """
+    host_name = socket.gethostname()
+    if isinstance(reader, GpmReader):
+        return {
+            "gpu": str(reader.index),
+            "UUID": reader.uuid,
+            "device": f"nvidia{reader.index}",
+            "modelName": reader.model,
+            "Hostname": host_name,
+            "source": GPM_SOURCE,
+        }
+    if reader.name != "host":
+        raise InputError(f"cannot export a {reader.name} reader; use the host or gpm")
+    # Constant over restarts, so that the same series continues.
+    identifier = uuid.uuid5(uuid.NAMESPACE_DNS, f"{host_name}/{reader.device}")
+    return {
+        "gpu": "0",
+        "UUID": f"CPU-{identifier}",
+        "device": "cpu",
+        "modelName": platform.processor() or platform.machine(),
+        "Hostname": host_name,
+        "source": HOST_SOURCE,
+    }
+
+
+def _make_gauges(
+    load: LoadReading, labels: Mapping[str, str], pcie_bytes_per_s: float | None
+) -> Iterator[GaugeMetricFamily]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    for series in SERIES:
+        if series.metric not in load.shares:
+            continue
+        scale = pcie_bytes_per_s if series.scale is None else series.scale
+        if scale is None:
+            raise DeviceError(f"{series.name} is in bytes per second, and the link's bandwidth is unknown")
+        help_text = HOST_HELP.get(series.metric, series.help) if load.source == "host" else series.help
+        gauge = GaugeMetricFamily(series.name, help_text, labels=list(labels))
+        gauge.add_metric(list(labels.values()), load.shares[series.metric] * scale)
+        yield gauge
+
+
+class _ReadingCollector:
+    def __init__(self, gauges: list[GaugeMetricFamily]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return self._gauges
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    # A hanging scrape must not keep the process alive.
+    daemon_threads = True
+
+
+class _RequestHandler(WSGIRequestHandler):
+    timeout = 10.0
+
+    def log_message(self, format: str, *args: Any) -> None:
+        # Scrapes are too frequent for the default log.
+        logger.debug(format, *args)

@@ -1,0 +1,113 @@
+"""Device and settings of a measurement or predictor; results are valid only for equal ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sparseflow.core.device import DeviceInfo, describe_device
+from sparseflow.core.extras import require
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.latency.graph import session
+from sparseflow.latency.measure.plan import CollectionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFingerprint:
+    """Device and settings that determine latencies.
+
+    Attributes:
+        kind: `"cpu"` or `"cuda"`.
+        name: Model name of the device.
+        cores: Usable CPUs, or streaming multiprocessors.
+        flags: Instruction sets of a CPU.
+        compute_capability: Compute capability of a GPU.
+        provider: onnxruntime's name of the provider.
+        ort_version: Version of onnxruntime.
+        threads: Threads within an operator; None is onnxruntime's choice.
+        conv_search: `cudnn_conv_algo_search` of the CUDA provider, None on other providers.
+        telemetry: Source of the load readings.
+    """
+
+    kind: str
+    name: str
+    cores: int
+    flags: tuple[str, ...]
+    compute_capability: str | None
+    provider: str
+    ort_version: str
+    threads: int | None
+    conv_search: str | None
+    telemetry: str
+
+    @classmethod
+    def from_plan(cls, plan: CollectionPlan) -> DeviceFingerprint:
+        """Build the fingerprint of a collection.
+
+        Raises:
+            FileFormatError: The plan lacks the device.
+        """
+        config, environment = plan.config, plan.environment
+        try:
+            device = environment["device"]
+            on_gpu = session.get_device_type(config["provider"]) == "cuda"
+            return cls(
+                kind=device["kind"],
+                name=device["name"],
+                cores=len(config["cpus"]) if config["cpus"] and not on_gpu else device["cores"],
+                flags=tuple(device["flags"]),
+                compute_capability=device["compute_capability"],
+                provider=session.resolve_provider(config["provider"]),
+                ort_version=environment["onnxruntime"],
+                threads=config["threads"],
+                conv_search=config["conv_search"] if on_gpu else None,
+                telemetry=config["telemetry"]["source"],
+            )
+        except (KeyError, TypeError) as error:
+            raise FileFormatError(
+                f"the plan of the collection lacks the device: {error!r}; collect into another directory"
+            ) from error
+
+    def check_equal(self, other: DeviceFingerprint, description: str) -> None:
+        """Check that `other` has the same device and settings; `telemetry` may differ.
+
+        Raises:
+            InputError: A field differs; the message lists all that do.
+        """
+        differing = [
+            f"{f.name} is {getattr(other, f.name)!r}, expected {getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name != "telemetry" and getattr(self, f.name) != getattr(other, f.name)
+        ]
+        if differing:
+            raise InputError(
+                f"{description} has another device or other settings: {'; '.join(differing)}; latencies "
+                "are not transferable: collect and train on this device with these settings"
+            )
+
+    def check_local_device(self, gpu: int = 0) -> None:
+        """Check that this machine is the device.
+
+        Raises:
+            InputError: A field differs; the message lists all that do.
+            DeviceError: This machine has no such device.
+        """
+        device = describe_device("cpu" if self.kind == "cpu" else f"cuda:{gpu}")
+        self.check_equal(self._replace_device(device), "this machine")
+
+    def _replace_device(self, info: DeviceInfo) -> DeviceFingerprint:
+        return DeviceFingerprint(
+            **asdict(self)
+            | {
+                "kind": info.kind,
+                "name": info.name,
+                "cores": info.cores,
+                "flags": info.flags,
+                "compute_capability": info.compute_capability,
+                "ort_version": require("onnxruntime", "latency").__version__,
+            }
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "flags": list(self.flags)}

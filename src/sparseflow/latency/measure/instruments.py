@@ -1,0 +1,255 @@
+"""Instruments of a collection: background load, load readings and model runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from sparseflow.core.extras import require
+from sparseflow.core.load import Stressor
+from sparseflow.core.telemetry.readers import open_reader
+from sparseflow.core.telemetry.schema import MIN_WINDOW_S
+from sparseflow.errors import DeviceError, InputError, SparseFlowError
+from sparseflow.latency.graph import session
+from sparseflow.latency.measure import stream
+from sparseflow.latency.measure.config import CollectionConfig
+from sparseflow.latency.measure.plan import Target
+from sparseflow.latency.measure.runner import Runner, Timing
+from sparseflow.latency.measure.stream import BlockingKernel
+
+IDLE_WINDOW_S = 0.5
+"""Window of the load reading before a block, while the measured work is idle."""
+
+
+class Instruments(Protocol):
+    """Measurement interface of `collect`."""
+
+    def environment(self) -> dict[str, Any]:
+        """Return the environment, with a `device_key` that is constant while samples are comparable."""
+        ...
+
+    @contextmanager
+    def block(self, level: float) -> Iterator[Mapping[str, Any]]:
+        """Hold a load of `level` during the block; yields columns for each of its rows."""
+        ...
+
+    def measure(self, target: Target) -> dict[str, Any]:
+        """Return the columns of one measurement; failures of the target are in the column `error`."""
+        ...
+
+
+class LocalInstruments:
+    """Instruments of this machine. The context manager restores the CPU affinity and stops the load.
+
+    Args:
+        config: Settings of the collection.
+
+    Raises:
+        InputError: `cpus` contains a CPU that this process may not use.
+        DeviceError, MissingExtraError: The source of load readings is not available.
+    """
+
+    def __init__(self, config: CollectionConfig) -> None:
+        self._config = config
+        self._stack = ExitStack()
+        self._stressor: Stressor | None = None
+        self._blocker: BlockingKernel | None = None
+        self._runner_cache: OrderedDict[str, Runner] = OrderedDict()
+        allowed_cpus = os.sched_getaffinity(0)
+        self._cpus = sorted(allowed_cpus if config.cpus is None else set(config.cpus))
+        if not self._cpus or not allowed_cpus.issuperset(self._cpus):
+            raise InputError(
+                f"`cpus` (={config.cpus}) must be a non-empty subset of the usable CPUs: "
+                f"{sorted(allowed_cpus)}"
+            )
+        # Work and load must share CPUs to contend for them.
+        os.sched_setaffinity(0, self._cpus)
+        self._stack.callback(os.sched_setaffinity, 0, allowed_cpus)
+        try:
+            self._reader = open_reader(**config.telemetry.model_dump(), device=f"cuda:{config.gpu}")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> LocalInstruments:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_load()
+        self._stack.close()
+
+    def environment(self) -> dict[str, Any]:
+        from sparseflow.core.environment import collect_environment
+
+        on_gpu = session.get_device_type(self._config.provider) == "cuda"
+        environment = collect_environment(
+            f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed
+        )
+        return environment | {"onnxruntime": require("onnxruntime", "latency").__version__}
+
+    @contextmanager
+    def block(self, level: float) -> Iterator[Mapping[str, Any]]:
+        """Hold a steady load of `level`.
+
+        Raises:
+            RunError: The load does not reach the level, or ended.
+            DeviceError: The device of the load or of a reading is not available.
+        """
+        if level == 0.0:
+            self._stop_load()
+            yield self._read_idle_load() | {"stress_alone": 0.0}
+            return
+        stressor = self._set_load(level)
+        achieved = stressor.wait_until_steady(self._config.steady_timeout_s)
+        idle_load = self._read_idle_load()
+        with stressor.hold_duty():
+            yield idle_load | {"stress_alone": round(achieved, 4)}
+
+    def measure(self, target: Target) -> dict[str, Any]:
+        config = self._config
+        row: dict[str, Any] = {"start_s": time.time(), "error": None}
+        try:
+            runner = self._get_runner(target)
+            warmup_ms = runner.warm_up(config.warmup)
+            calls = self._choose_calls_per_sample(runner)
+        except DeviceError:
+            raise
+        except (SparseFlowError, MemoryError) as error:
+            return row | {"end_s": time.time(), "error": f"{type(error).__name__}: {error}"}
+        recording, start_s = self._reader.start(), time.monotonic()
+        try:
+            timing = runner.measure(
+                warmup=0,
+                loops=config.loops,
+                min_time_s=config.min_time_s,
+                max_time_s=config.max_time_s,
+                calls_per_sample=calls,
+            )
+        except DeviceError:
+            raise
+        except (SparseFlowError, MemoryError) as error:
+            return row | {"end_s": time.time(), "error": f"{type(error).__name__}: {error}"}
+        end_s = time.monotonic()
+        # Margin over the minimum window of a recording.
+        time.sleep(max(0.0, 1.02 * MIN_WINDOW_S - (end_s - start_s)))
+        load = recording.stop()
+        achieved = 0.0 if self._stressor is None else self._stressor.measure_share_between(start_s, end_s)
+        return (
+            row
+            | make_columns(timing)
+            | {"warmup": config.warmup, "warmup_ms": round(warmup_ms, 4)}
+            | {"stress_achieved": round(achieved, 4)}
+            | load.to_row()
+            | self._measure_stream(target, runner, timing, warmup_ms)
+        )
+
+    def _get_runner(self, target: Target) -> Runner:
+        config = self._config
+        runner = self._runner_cache.pop(target.id, None) or Runner(
+            target.path,
+            config.provider,
+            threads=config.threads,
+            conv_search=config.conv_search,
+            gpu=config.gpu,
+            seed=config.seed,
+        )
+        if config.keep:
+            self._runner_cache[target.id] = runner
+            while len(self._runner_cache) > config.keep:
+                self._runner_cache.popitem(last=False)
+        return runner
+
+    def _measure_stream(
+        self, target: Target, runner: Runner, timing: Timing, warmup_ms: float
+    ) -> dict[str, Any]:
+        """Measure a kernel in a stream, only while idle, when the blocking kernel has the whole device.
+
+        Failures are reported in the column `stream_error`; the isolated latency remains valid.
+        """
+        config = self._config
+        if not config.copies or not runner.is_kernel or self._stressor is not None:
+            return {}
+        isolated_ms = timing.quantile_ms(0.5)
+        slowest_ms = max(warmup_ms - config.warmup * isolated_ms, max(timing.latency_ms) - isolated_ms)
+        try:
+            if self._blocker is None:
+                self._blocker = BlockingKernel(
+                    config.provider, gpu=config.gpu, threads=config.threads, conv_search=config.conv_search
+                )
+            return stream.measure_stream(
+                target.path,
+                self._blocker,
+                inputs=runner.inputs,
+                copies=config.copies,
+                isolated_ms=isolated_ms,
+                setup_ms=max(slowest_ms, 0.0),
+            ).to_row()
+        except DeviceError:
+            raise
+        except (SparseFlowError, MemoryError) as error:
+            return {"stream_error": f"{type(error).__name__}: {error}"}
+
+    def _choose_calls_per_sample(self, runner: Runner) -> int:
+        """Choose the runs per sample from the fastest of three runs; slower ones were interrupted."""
+        if self._config.warmup == 0:
+            return 1  # no runs before the first sample
+        run_s = min(runner.warm_up(1) for _ in range(3)) / 1e3
+        return max(1, round(self._config.min_time_s / (run_s * self._config.max_samples)))
+
+    def _set_load(self, level: float) -> Stressor:
+        if self._stressor is None:
+            config = self._config
+            self._stressor = Stressor(
+                config.stressor, level, device=f"cuda:{config.gpu}", cpus=self._cpus, seed=config.seed
+            )
+            try:
+                self._stressor.start()
+            except BaseException:
+                self._stressor = None
+                raise
+        else:
+            self._stressor.set_level(level)
+        return self._stressor
+
+    def _stop_load(self) -> None:
+        # Idle means without load processes, not with paused ones.
+        if self._stressor is not None:
+            self._stressor.close()
+            self._stressor = None
+
+    def _read_idle_load(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in self._reader.read(IDLE_WINDOW_S).to_row("before_").items()
+            if isinstance(value, float)
+        }
+
+
+def make_columns(timing: Timing) -> dict[str, Any]:
+    """Convert a timing to columns of a row, with every sample in `samples_ns`."""
+    return {
+        "latency_ms": timing.mean_ms,
+        "p50_ms": timing.quantile_ms(0.5),
+        "p95_ms": timing.quantile_ms(0.95),
+        "p99_ms": timing.quantile_ms(0.99),
+        "min_ms": min(timing.latency_ms),
+        "max_ms": max(timing.latency_ms),
+        "cpu_ratio": round(timing.cpu_ratio, 4),
+        "loops": len(timing.latency_ms),
+        "calls_per_sample": timing.calls_per_sample,
+        "start_s": timing.start_s,
+        "end_s": timing.end_s,
+        "provider": timing.provider,
+        "graph_level": timing.level,
+        "threads": timing.threads,
+        "conv_search": timing.conv_search,
+        "ort_version": timing.ort_version,
+        "samples_ns": [round(value * 1e6) for value in timing.latency_ms],
+    }

@@ -1,0 +1,271 @@
+"""The plan of a collection: its targets and the order of all measurements.
+
+A round measures every level once, in random order. Each level is one block, which measures every target once,
+in random order, and the reference at its start, at its end and in between. Drift of the machine then affects
+all levels equally, and the reference shows its size.
+
+The plan is created once from the seed and stored with the digest of every measured file. A resumed collection
+completes the same plan, or reports what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.progress import Progress
+from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.latency.graph import onnx_file
+from sparseflow.latency.graph.analysis import KERNELS_FOLDER
+from sparseflow.latency.graph.extraction import METADATA_KEY
+from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.measure.config import CollectionConfig, Paths
+
+MODEL_OP = "Model"
+"""Operator name of a full model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A kernel or model to measure.
+
+    Attributes:
+        id: Id of the kernel, or name of the model's file.
+        op: Canonical name of the kernel, or `"Model"`.
+        input_shape: Input shapes such as `1x64x56x56`, joined by `;`.
+        path: File.
+        sha256: Digest of the file.
+        flops: Operations of a kernel, None for a model.
+    """
+
+    id: str
+    op: str
+    input_shape: str
+    path: str
+    sha256: str
+    flops: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStep:
+    """One measurement.
+
+    Attributes:
+        key: Unique key; keys sort in the order of the plan.
+        block: Index of the block.
+        round: Index of the round.
+        level: Load during the measurement.
+        target: Measured target.
+        reference: Whether the step shows drift and is not a sample of its target.
+    """
+
+    key: str
+    block: int
+    round: int
+    level: float
+    target: Target
+    reference: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBlock:
+    """Measurements at one level: indices of the targets in order, and whether each step is the reference."""
+
+    round: int
+    level: float
+    targets: tuple[int, ...]
+    reference: tuple[bool, ...]
+
+
+class CollectionPlan(Artifact):
+    """All measurements of a collection, in order.
+
+    Attributes:
+        config: Settings, in JSON types.
+        targets: Kernels and models to measure.
+        blocks: Blocks in execution order.
+        environment: Environment at the start of the collection.
+    """
+
+    FORMAT: ClassVar[str] = "sparseflow.latency.collection"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "run `sparseflow latency collect` again, into another directory"
+
+    config: Mapping[str, Any]
+    targets: tuple[Target, ...]
+    blocks: tuple[PlanBlock, ...]
+    environment: Mapping[str, Any]
+
+    def iter_steps(self) -> Iterator[PlanStep]:
+        """Yield every measurement, in order."""
+        for block_index, block in enumerate(self.blocks):
+            for position, (index, reference) in enumerate(zip(block.targets, block.reference, strict=True)):
+                yield PlanStep(
+                    key=f"{block_index:04d}-{position:05d}",
+                    block=block_index,
+                    round=block.round,
+                    level=block.level,
+                    target=self.targets[index],
+                    reference=reference,
+                )
+
+    def check_equal(self, other: CollectionPlan) -> None:
+        """Check that `other`, created now, is the plan that was started.
+
+        Raises:
+            InputError: Settings, files or the device differ; the message says which.
+        """
+        advice = "collect into another directory, or restore the previous settings and files"
+        keys = self.config.keys() | other.config.keys()
+        differing = sorted(key for key in keys if self.config.get(key) != other.config.get(key))
+        if differing:
+            raise InputError(
+                f"the collection was started with other settings: {', '.join(differing)}; {advice}"
+            )
+        previous, current = ({target.id: target.sha256 for target in plan.targets} for plan in (self, other))
+        changed = sorted(
+            name for name in previous.keys() | current.keys() if previous.get(name) != current.get(name)
+        )
+        if changed:
+            raise InputError(
+                f"{len(changed)} files changed since the start of the collection, such as {changed[0]}; "
+                f"{advice}"
+            )
+        started_on, device = (plan.environment.get("device_key") for plan in (self, other))
+        if started_on != device:
+            raise InputError(f"the collection was started on {started_on}, not on {device}; {advice}")
+
+
+def make_plan(
+    config: CollectionConfig, environment: Mapping[str, Any], progress: Progress | None = None
+) -> CollectionPlan:
+    """Create the plan of a collection; equal settings and files give equal plans.
+
+    Args:
+        config: Settings.
+        environment: Environment.
+        progress: Receives each file that is read and 0.0, since nothing has been measured.
+
+    Raises:
+        InputError: There is nothing to measure, two models share a name, or the reference is not a target.
+        FileFormatError, ModelError: A file is invalid.
+    """
+    targets = tuple(find_targets(config, progress))
+    reference = select_reference(targets, config.reference)
+    generator = random.Random(config.seed)
+    blocks = []
+    for round_index in range(config.rounds):
+        for level in generator.sample(config.levels, len(config.levels)):
+            order = generator.sample(range(len(targets)), len(targets))
+            steps: list[tuple[int, bool]] = [(reference, True)]
+            for position, index in enumerate(order, start=1):
+                steps.append((index, False))
+                if position % config.reference_every == 0 or position == len(order):
+                    steps.append((reference, True))
+            blocks.append(
+                PlanBlock(
+                    round=round_index,
+                    level=level,
+                    targets=tuple(index for index, _ in steps),
+                    reference=tuple(is_reference for _, is_reference in steps),
+                )
+            )
+    return CollectionPlan(
+        config=json.loads(config.model_dump_json()),
+        targets=targets,
+        blocks=tuple(blocks),
+        environment=dict(environment),
+    )
+
+
+def find_targets(config: CollectionConfig, progress: Progress | None = None) -> list[Target]:
+    """List the targets of a configuration; a kernel of several models occurs once.
+
+    Args, Raises: as `make_plan`.
+    """
+    kernels: dict[str, Target] = {}
+    models: dict[str, Target] = {}
+    for paths, are_kernels in ((config.kernels, True), (config.models, False)):
+        for path in _iter_files(paths, are_kernels):
+            if progress is not None:
+                progress(f"reading {path.name}", 0.0)
+            target = _read_target(path, are_kernels)
+            if are_kernels:
+                kernels[target.id] = target
+                continue
+            if target.id in models and models[target.id].sha256 != target.sha256:
+                raise InputError(
+                    f"{path} and {models[target.id].path} are different models of the same name; rename one"
+                )
+            models[target.id] = target
+    targets = [*kernels.values(), *models.values()]
+    if not targets:
+        raise InputError(
+            "`kernels` and `models` contain no .onnx file; create some with `sparseflow latency extract`"
+        )
+    return sorted(targets, key=lambda target: (target.op == MODEL_OP, target.id))
+
+
+def select_reference(targets: Sequence[Target], requested_id: str | None) -> int:
+    """Return the index of the target that shows drift: the requested one, or a kernel of median work.
+
+    Raises:
+        InputError: No target has the requested id.
+    """
+    if requested_id is not None:
+        for index, target in enumerate(targets):
+            if target.id == requested_id:
+                return index
+        raise InputError(
+            f"`reference` (={requested_id!r}) must be the id of one of the {len(targets)} targets"
+        )
+    ranked = sorted(range(len(targets)), key=lambda index: (targets[index].flops or 0.0, targets[index].id))
+    kernels = [index for index in ranked if targets[index].flops]
+    return kernels[len(kernels) // 2] if kernels else ranked[0]
+
+
+def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
+    for entry in entries:
+        if entry.is_dir():
+            # The optimized graph is stored next to the directory of kernels and is not a kernel.
+            kernel_dir = entry / KERNELS_FOLDER
+            yield from sorted((kernel_dir if are_kernels and kernel_dir.is_dir() else entry).glob("*.onnx"))
+        elif entry.is_file():
+            yield entry
+        else:
+            raise InputError(f"{entry} does not exist")
+
+
+def _read_target(path: Path, is_kernel: bool) -> Target:
+    model = onnx_file.load_model(path)
+    try:
+        onnx_file.set_input_shapes(model, {})
+    except InputError as error:
+        raise ModelError(f"{path}: a collection requires static input shapes: {error}") from error
+    record = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
+    if is_kernel and record is None:
+        raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
+    shapes = (
+        "x".join(str(dim.dim_value) for dim in value.type.tensor_type.shape.dim) or "scalar"
+        for value in onnx_file.list_inputs(model)
+    )
+    kernel = None
+    if is_kernel and record is not None:
+        try:
+            kernel = KernelSpec.from_dict(json.loads(record))
+        except ValueError as error:
+            raise FileFormatError(f"{path} contains a damaged kernel record: {error}") from error
+    return Target(
+        id=kernel.id if kernel else path.stem,
+        op=kernel.op if kernel else MODEL_OP,
+        input_shape=";".join(shapes),
+        path=str(path.resolve()),
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        flops=kernel.flops if kernel else None,
+    )

@@ -1,0 +1,300 @@
+"""Latency of one ONNX model on one device.
+
+Inputs and outputs are bound to the device's memory (IOBinding), so that samples contain the model but no
+copies from or to the host. A sample is the wall time from the call until the device has finished. The CPU
+time of the calling thread is recorded as well: on a CPU, its ratio to the wall time shows how much of it was
+waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparseflow.core.extras import require
+from sparseflow.core.metrics import quantile
+from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
+from sparseflow.latency.graph import onnx_file, session
+from sparseflow.latency.graph.extraction import is_kernel_model, make_dummy_inputs
+from sparseflow.latency.graph.optimization import make_random_inputs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CONV_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Latency samples of one model. Timestamps are POSIX times in seconds.
+
+    Attributes:
+        model: File of the model.
+        kernel: Whether it is an extracted kernel.
+        provider: onnxruntime's name of the provider.
+        level: Graph optimization level.
+        threads: Threads within an operator; None is onnxruntime's choice.
+        conv_search: `cudnn_conv_algo_search` of the CUDA provider, None on other providers.
+        warmup: Runs before the first sample.
+        warmup_ms: Total time of these runs.
+        start_s: Start of the first sample.
+        end_s: End of the last sample.
+        latency_ms: Wall time per run of each sample, in order.
+        cpu_ms: CPU time of the calling thread over all samples.
+        calls_per_sample: Runs per sample.
+        ort_version: Version of onnxruntime.
+    """
+
+    model: str
+    kernel: bool
+    provider: str
+    level: str
+    threads: int | None
+    conv_search: str | None
+    warmup: int
+    warmup_ms: float
+    start_s: float
+    end_s: float
+    latency_ms: tuple[float, ...]
+    cpu_ms: float
+    calls_per_sample: int
+    ort_version: str
+
+    @property
+    def mean_ms(self) -> float:
+        return statistics.fmean(self.latency_ms)
+
+    @property
+    def cpu_ratio(self) -> float:
+        """CPU time of the calling thread over wall time; below 1 it waited for a CPU or a GPU."""
+        return self.cpu_ms / (sum(self.latency_ms) * self.calls_per_sample)
+
+    def quantile_ms(self, q: float) -> float:
+        """Return the `q`-quantile in milliseconds, 0 <= q <= 1."""
+        return quantile(self.latency_ms, q)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types, summary statistics first."""
+        return {
+            "model": self.model,
+            "provider": self.provider,
+            "mean_ms": self.mean_ms,
+            **{f"p{q}_ms": self.quantile_ms(q / 100) for q in (50, 95, 99)},
+            "min_ms": min(self.latency_ms),
+            "max_ms": max(self.latency_ms),
+            "cpu_ratio": self.cpu_ratio,
+            "warmup": self.warmup,
+            "warmup_ms": self.warmup_ms,
+            "loops": len(self.latency_ms),
+            "calls_per_sample": self.calls_per_sample,
+            "start_s": self.start_s,
+            "end_s": self.end_s,
+            "kernel": self.kernel,
+            "level": self.level,
+            "threads": self.threads,
+            "conv_search": self.conv_search,
+            "ort_version": self.ort_version,
+            "latency_ms": list(self.latency_ms),
+            "cpu_ms": self.cpu_ms,
+        }
+
+
+class Runner:
+    """A model that is loaded, with inputs and outputs bound, ready to be timed.
+
+    Args:
+        path: ONNX file: a model, or an extracted kernel.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        level: Graph optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`. By default
+            `"disable"` for an extracted kernel, which comes from an optimized graph, and `"all"` for a model.
+        threads: Threads within an operator; None leaves the choice to onnxruntime.
+        shapes: Input -> shape, for inputs with open dimensions.
+        conv_search: Algorithm search of cuDNN convolutions, one of `CONV_SEARCHES`; it changes results.
+        gpu: Index of the GPU.
+        seed: Random seed of the inputs.
+
+    Raises:
+        InputError: A file, a shape or an argument is invalid.
+        FileFormatError, ModelError: The file is not a model that can be run.
+        DeviceError: The provider is not available, or onnxruntime fell back to another one.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        provider: str = "cpu",
+        *,
+        level: str | None = None,
+        threads: int | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        conv_search: str = "EXHAUSTIVE",
+        gpu: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise InputError(f"`threads` (={threads}) must be at least 1")
+        if conv_search not in CONV_SEARCHES:
+            raise InputError(f"`conv_search` (={conv_search!r}) must be one of: {', '.join(CONV_SEARCHES)}")
+        self.path = Path(path)
+        self.provider = session.resolve_provider(provider)
+        on_gpu = session.get_device_type(provider) == "cuda"
+        model = onnx_file.load_model(self.path)
+        onnx_file.set_input_shapes(model, dict(shapes or {}))
+        self.is_kernel = is_kernel_model(model)
+        self.level = level or ("disable" if self.is_kernel else "all")
+        self.threads = threads
+        feeds = make_dummy_inputs(self.path, seed) if self.is_kernel else make_random_inputs(model, seed)
+        element_types = {v.name: v.type.tensor_type.elem_type for v in onnx_file.list_inputs(model)}
+        options = session.make_provider_options(provider, gpu, cudnn_conv_algo_search=conv_search)
+        serialized = onnx_file.serialize(model, str(self.path))
+        self._session = session.open_session(
+            serialized, provider, self.level, threads=threads, provider_options=options
+        )
+        # The effective option, not the requested one.
+        provider_options = self._session.get_provider_options().get(self.provider, {})
+        self.conv_search: str | None = provider_options.get("cudnn_conv_algo_search") if on_gpu else None
+        memory_device = session.get_memory_device(provider, gpu)
+        with translate_runtime_errors(self.path, memory_device[0]):
+            # The binding does not keep the tensors alive.
+            self._inputs = {
+                name: copy_to_device(value, *memory_device, element_types[name])
+                for name, value in feeds.items()
+            }
+            self._binding = bind_io(self._session, self._inputs, *memory_device)
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Inputs on the device, by name."""
+        return self._inputs
+
+    def warm_up(self, num_runs: int = 5) -> float:
+        """Run without recording samples and return the total time in milliseconds.
+
+        Raises:
+            RunError: onnxruntime failed.
+        """
+        start_s = time.perf_counter()
+        with translate_runtime_errors(self.path, self.provider):
+            for _ in range(num_runs):
+                self._session.run_with_iobinding(self._binding)
+            self._binding.synchronize_outputs()
+        return 1e3 * (time.perf_counter() - start_s)
+
+    def measure(
+        self,
+        *,
+        warmup: int = 5,
+        loops: int = 50,
+        min_time_s: float = 0.0,
+        max_time_s: float = math.inf,
+        calls_per_sample: int = 1,
+    ) -> Timing:
+        """Run the model and record every sample.
+
+        Args:
+            warmup: Runs before the first sample; with 0 the first run, including its setup, is a sample.
+            loops: Minimum number of samples, unless `max_time_s` ends the measurement earlier.
+            min_time_s: Minimum total time of the samples. Under a cyclic load, a mean needs several cycles.
+            max_time_s: Maximum total time; at least one sample is taken.
+            calls_per_sample: Runs per sample, for models of a few microseconds.
+
+        Raises:
+            InputError: A count is out of range.
+            RunError: onnxruntime failed.
+        """
+        if warmup < 0 or loops < 1 or calls_per_sample < 1:
+            raise InputError(
+                f"`warmup` (={warmup}) must be at least 0, `loops` (={loops}) and `calls_per_sample` "
+                f"(={calls_per_sample}) at least 1"
+            )
+        warmup_ms = self.warm_up(warmup)
+        run, binding = self._session.run_with_iobinding, self._binding
+        clock, on_gpu = time.perf_counter_ns, session.get_device_type(self.provider) == "cuda"
+        min_time_ns, max_time_ns = min_time_s * 1e9, max_time_s * 1e9
+        wall_ns: list[int] = []
+        with translate_runtime_errors(self.path, self.provider):
+            start_s, cpu_ns = time.time(), time.thread_time_ns()
+            start_ns = sample_start_ns = clock()
+            while True:
+                for _ in range(calls_per_sample):
+                    run(binding)
+                if on_gpu:
+                    binding.synchronize_outputs()
+                # Samples are contiguous, and the loop makes no system calls: schedulers switch processes in
+                # system calls, and time between samples would be missed.
+                sample_end_ns = clock()
+                wall_ns.append(max(sample_end_ns - sample_start_ns, 1))
+                sample_start_ns = sample_end_ns
+                elapsed_ns = sample_end_ns - start_ns
+                if elapsed_ns >= max_time_ns or (len(wall_ns) >= loops and elapsed_ns >= min_time_ns):
+                    break
+            cpu_ns = time.thread_time_ns() - cpu_ns
+            end_s = start_s + (sample_start_ns - start_ns) / 1e9
+        return Timing(
+            model=str(self.path),
+            kernel=self.is_kernel,
+            provider=self.provider,
+            level=self.level,
+            threads=self.threads,
+            conv_search=self.conv_search,
+            warmup=warmup,
+            warmup_ms=warmup_ms,
+            start_s=start_s,
+            end_s=end_s,
+            latency_ms=tuple(value / 1e6 / calls_per_sample for value in wall_ns),
+            cpu_ms=cpu_ns / 1e6,
+            calls_per_sample=calls_per_sample,
+            ort_version=require("onnxruntime", "latency").__version__,
+        )
+
+    def run_once(self) -> list[np.ndarray]:
+        """Run once and return the outputs in host memory."""
+        with translate_runtime_errors(self.path, self.provider):
+            self._session.run_with_iobinding(self._binding)
+            return list(self._binding.copy_outputs_to_cpu())
+
+
+def bind_io(session: Any, inputs: Mapping[str, Any], device_type: str, device_index: int) -> Any:
+    """Bind a session to inputs on a device, which must outlive the binding; outputs stay on the device."""
+    binding = session.io_binding()
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
+    for output in session.get_outputs():
+        binding.bind_output(output.name, device_type, device_index)
+    return binding
+
+
+def copy_to_device(value: np.ndarray, device_type: str, device_index: int, element_type: int) -> Any:
+    """Create an onnxruntime tensor on a device.
+
+    Args:
+        value: Content.
+        device_type: `"cpu"` or `"cuda"`.
+        device_index: Index of the GPU.
+        element_type: ONNX's number of the element type.
+    """
+    ort = require("onnxruntime", "latency")
+    if value.dtype.kind == "V" or value.dtype.name.startswith(
+        ("bfloat", "float8", "float4", "int4", "uint4")
+    ):
+        # NumPy has no such type, so the element type is passed explicitly.
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value, element_type)
+    return ort.OrtValue.ortvalue_from_numpy(value, device_type, device_index)
+
+
+@contextmanager
+def translate_runtime_errors(path: Path, device: str) -> Iterator[None]:
+    """Convert errors of onnxruntime, which share no exported base class, to RunError."""
+    try:
+        yield
+    except (DeviceError, FileFormatError, InputError, RunError, MemoryError):
+        raise
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)[:400]
+        raise RunError(f"onnxruntime failed to run {path} on {device}: {text}") from error

@@ -1,0 +1,361 @@
+"""Contention with a background load: mean and quantiles of a model's latency under load.
+
+The load alternates between active and paused phases. While it is active, the device is time-sliced between
+load and model::
+
+    active = paused + slice * slices          slices: number of time slices that the load takes during a run
+    paused = idle * (1 + overhead)            overhead: cost of a load that is present but paused
+    mean   = 1 / (share / active + (1 - share) / paused)
+
+`share` is the time share of active phases, read from telemetry and calibrated by the share that the load
+reports. Runs follow each other without a pause, so the number of completed runs adds up over time. The total
+delay of a run depends on the bottlenecks of its kernels (arithmetic, memory, launch). On a GPU, a run that
+was waited for has yielded the device, and the next run starts with a wait; on a CPU it keeps the device.
+
+By construction, the slowdown is 1 without load, at least 1, and grows with the load for all parameters.
+Levels that were not measured interpolate or extrapolate, since no parameter belongs to a level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sparseflow.core.checks import check_non_negative, check_one_of, check_positive
+from sparseflow.core.extras import require
+from sparseflow.core.metrics import quantile
+from sparseflow.core.telemetry.schema import METRICS
+from sparseflow.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LOAD_METRICS: Mapping[str, str] = {"cpu": "others", "cuda": "busy"}
+"""Device type -> metric that is the time share of other work on the device."""
+
+BOTTLENECKS = ("arithmetic", "memory", "launch")
+"""Bottlenecks of a kernel, as shares that sum to 1."""
+
+NUM_RUNS = 4000
+"""Number of sampled runs; enough for the 95th percentile to within a fraction of a percent."""
+
+CYCLE_SPREAD = 0.2
+"""Maximum relative deviation of a cycle's length."""
+
+_SLICES_MS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0)
+_CYCLES_MS = (20.0, 50.0, 100.0, 200.0, 400.0)
+_JITTER_POINTS = 41
+_PRIOR_WEIGHT = 2.0
+_CALIBRATION_WEIGHT = 10.0
+_FULL_OVERHEAD_SHARE = 0.1
+"""Active share from which the overhead of a paused load is complete."""
+
+_SLICE_SPREAD = 0.1
+"""Relative standard deviation of time slices, which smooths the number of slices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentionSample:
+    """Runs of one target under load.
+
+    Attributes:
+        idle_ms: Idle latency.
+        bottleneck_shares: Share of each of `BOTTLENECKS` in the latency.
+        load: Share of the load metric.
+        achieved: Active share that the load itself reports.
+        mean_ms: Mean latency under load.
+        ratios: Each sample over the idle latency; used for quantiles only.
+        is_model: Whether the target is a full model; if there are any, only they are learned.
+    """
+
+    idle_ms: float
+    bottleneck_shares: tuple[float, ...]
+    load: float
+    achieved: float
+    mean_ms: float
+    ratios: tuple[float, ...] = ()
+    is_model: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentionModel:
+    """Effect of load on one device; create one with `ContentionModel.fit`.
+
+    Attributes:
+        metric: Name of the load metric.
+        idle_load: Share of the metric without load.
+        scale: Active share = `scale * excess ** power`, at most 1, for the normalized excess of the metric.
+        power: See `scale`.
+        idle_overhead: Relative increase of latency while the load is paused.
+        delay_factors: Milliseconds of delay per millisecond of each of `BOTTLENECKS` while the load is
+            active.
+        slice_ms: Length of a time slice.
+        yields_device: Whether a run starts with a wait while the load is active.
+        cycle_ms: Mean length of the load's cycle.
+        jitter: Quantiles, evenly spaced from 0 to 1, of idle runs over the idle latency.
+    """
+
+    metric: str
+    idle_load: float
+    scale: float
+    power: float
+    idle_overhead: float
+    delay_factors: tuple[float, ...]
+    slice_ms: float
+    yields_device: bool
+    cycle_ms: float
+    jitter: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_one_of(METRICS, metric=self.metric)
+        check_positive(scale=self.scale, power=self.power, slice_ms=self.slice_ms, cycle_ms=self.cycle_ms)
+        check_non_negative(idle_overhead=self.idle_overhead)
+        if not math.isfinite(self.idle_load):
+            raise InputError(f"`idle_load` (={self.idle_load}) must be finite")
+        if len(self.delay_factors) != len(BOTTLENECKS) or not all(f >= 0.0 for f in self.delay_factors):
+            raise InputError(
+                f"`delay_factors` (={self.delay_factors}) must have {len(BOTTLENECKS)} values of at least 0"
+            )
+        if len(self.jitter) < 2 or not all(0.0 < ratio < math.inf for ratio in self.jitter):
+            raise InputError(f"`jitter` (={self.jitter}) must have at least 2 finite values excess 0")
+
+    @classmethod
+    def fit(
+        cls,
+        samples: Sequence[ContentionSample],
+        metric: str,
+        idle_load: float,
+        jitter: Sequence[float],
+        *,
+        seed: int = 0,
+    ) -> ContentionModel:
+        """Fit to runs under load; without any, load has no effect.
+
+        Args:
+            samples: Kernels and full models at several levels.
+            metric: Name of the load metric.
+            idle_load: Share of the metric without load.
+            jitter: Idle samples of full models over their idle latency.
+            seed: Random seed.
+        """
+        points = [n / (_JITTER_POINTS - 1) for n in range(_JITTER_POINTS)]
+        no_effect = cls(
+            metric=metric,
+            idle_load=idle_load,
+            scale=1.0,
+            power=1.0,
+            idle_overhead=0.0,
+            delay_factors=(0.0,) * len(BOTTLENECKS),
+            slice_ms=1.0,
+            yields_device=False,
+            cycle_ms=100.0,
+            jitter=tuple(quantile(list(jitter), q) for q in points) if jitter else (1.0,) * _JITTER_POINTS,
+        )
+        if not samples:
+            return no_effect
+        candidates = [_fit_means(no_effect, samples)]
+        if metric == LOAD_METRICS["cuda"]:
+            # Only a GPU is yielded between two runs.
+            candidates += [
+                _fit_means(replace(no_effect, yields_device=True, slice_ms=slice_ms), samples)
+                for slice_ms in _SLICES_MS
+            ]
+        best = min(candidates, key=lambda entry: entry[1])[0]
+        model_samples = [sample for sample in samples if sample.is_model and sample.ratios]
+        slices_ms = (best.slice_ms,) if best.yields_device else _SLICES_MS
+        grid = [
+            replace(best, cycle_ms=cycle_ms, slice_ms=slice_ms)
+            for cycle_ms in _CYCLES_MS
+            for slice_ms in slices_ms
+        ]
+        return (
+            min(grid, key=lambda model: model._compute_quantile_error(model_samples, seed))
+            if model_samples
+            else best
+        )
+
+    def get_load(self, shares: Mapping[str, float]) -> float:
+        """Return the load metric of a reading.
+
+        Raises:
+            DeviceError: The reading lacks the metric.
+            InputError: The value is not in [0, 1].
+        """
+        if self.metric not in shares:
+            raise DeviceError(
+                f"the load lacks the metric `{self.metric}` of the predictor, it contains "
+                f"{', '.join(shares) or 'no metric'}: use a source that provides it"
+            )
+        share = shares[self.metric]
+        if not 0.0 <= share <= 1.0:
+            raise InputError(f"`{self.metric}` (={share}) of the load must be in [0, 1]")
+        return share
+
+    def compute_busy_share(self, load: float) -> float:
+        """Return the time share of active phases of the load, in [0, 1]."""
+        excess = max(load - self.idle_load, 0.0) / max(1.0 - self.idle_load, 1e-9)
+        return min(self.scale * excess**self.power, 1.0) if excess > 0.0 else 0.0
+
+    def compute_delay_ms(self, idle_ms: float, bottleneck_shares: Sequence[float]) -> float:
+        """Return the mean delay of a kernel while the load is active."""
+        return idle_ms * sum(
+            factor * share for factor, share in zip(self.delay_factors, bottleneck_shares, strict=True)
+        )
+
+    def predict_paused_ms(self, idle_ms: float, share: float) -> float:
+        """Return the mean latency of a run while the load is paused, given the load's active share."""
+        return idle_ms * (1.0 + self.idle_overhead * min(share / _FULL_OVERHEAD_SHARE, 1.0))
+
+    def predict_active_ms(self, paused_ms: float, delay_ms: float) -> float:
+        """Return the mean latency of a run while the load is active, given the total delay of its kernels."""
+        if not self.yields_device:
+            return paused_ms + delay_ms
+        slices = delay_ms / self.slice_ms
+        full_slices = math.floor(slices)
+        # Smoothed, since runs with short slices reach one slice more.
+        partial_slices = 1.0 / (1.0 + math.exp(-(slices - full_slices - 1.0) / (_SLICE_SPREAD / 2.0)))
+        partial_slices += (
+            1.0 / (1.0 + math.exp(-(slices - full_slices) / (_SLICE_SPREAD / 2.0))) - 1.0
+            if full_slices
+            else 0.0
+        )
+        return paused_ms + self.slice_ms * (1.0 + full_slices + partial_slices)
+
+    def predict_mean_ms(self, idle_ms: float, delay_ms: float, load: float) -> float:
+        """Return the mean latency under load."""
+        share = self.compute_busy_share(load)
+        if share <= 0.0:
+            return idle_ms
+        paused_ms = self.predict_paused_ms(idle_ms, share)
+        active_ms = self.predict_active_ms(paused_ms, delay_ms)
+        return 1.0 / (share / active_ms + (1.0 - share) / paused_ms)
+
+    def sample_runs(
+        self, idle_ms: float, delay_ms: float, load: float, *, num_runs: int = NUM_RUNS, seed: int = 0
+    ) -> np.ndarray:
+        """Sample latencies of single runs under load in milliseconds, shape [num_runs].
+
+        Args:
+            idle_ms: Idle latency.
+            delay_ms: Total delay of its kernels.
+            load: Share of the load metric.
+            num_runs: Number of runs.
+            seed: Random seed.
+        """
+        import numpy as np
+
+        generator = np.random.default_rng(seed)
+        points = np.linspace(0.0, 1.0, len(self.jitter))
+        idle_runs_ms = idle_ms * np.interp(generator.random(num_runs), points, self.jitter)
+        share = self.compute_busy_share(load)
+        paused_ms = self.predict_paused_ms(idle_ms, share)
+        idle_runs_ms *= paused_ms / idle_ms
+        active_ms = self.predict_active_ms(paused_ms, delay_ms)
+        if share <= 0.0 or active_ms <= paused_ms:
+            return idle_runs_ms
+        slices = delay_ms / self.slice_ms * (1.0 + _SLICE_SPREAD * generator.standard_normal(num_runs))
+        first_slice = 1.0 if self.yields_device else generator.random(num_runs)
+        active_runs_ms = idle_runs_ms + self.slice_ms * np.floor(np.maximum(slices, 0.0) + first_slice)
+        # Runs follow each other, so the number of starts in a phase is proportional to its throughput.
+        active_start_share = (share / active_ms) / (share / active_ms + (1.0 - share) / paused_ms)
+        load_active = generator.random(num_runs) < active_start_share
+        remaining = generator.random(num_runs)
+        return _simulate_phases(
+            generator, active_runs_ms, idle_runs_ms, load_active, remaining, share, self.cycle_ms
+        )
+
+    def _compute_quantile_error(self, samples: Sequence[ContentionSample], seed: int) -> float:
+        total = 0.0
+        for sample in samples:
+            delay = self.compute_delay_ms(sample.idle_ms, sample.bottleneck_shares)
+            ratios = (
+                self.sample_runs(sample.idle_ms, delay, sample.load, num_runs=1000, seed=seed)
+                / sample.idle_ms
+            )
+            ratios = [float(value) for value in ratios]
+            total += sum(abs(math.log(quantile(ratios, q) / quantile(sample.ratios, q))) for q in (0.5, 0.95))
+        return total
+
+
+def _simulate_phases(
+    generator: np.random.Generator,
+    active_ms: np.ndarray,
+    paused_ms: np.ndarray,
+    load_active: np.ndarray,
+    remaining: np.ndarray,
+    share: float,
+    cycle_ms: float,
+) -> np.ndarray:
+    """Return latencies of runs that start within a phase, with the fraction `remaining` of it left."""
+    import numpy as np
+
+    count = len(active_ms)
+    latency_ms, remaining_work = np.zeros(count), np.ones(count)
+    unfinished = np.ones(count, dtype=bool)
+    while unfinished.any():
+        lengths = cycle_ms * generator.uniform(1.0 - CYCLE_SPREAD, 1.0 + CYCLE_SPREAD, count)
+        phase = remaining * lengths * np.where(load_active, share, 1.0 - share)
+        pace = np.where(load_active, active_ms, paused_ms)
+        step = np.minimum(remaining_work * pace, phase)
+        latency_ms[unfinished] += step[unfinished]
+        remaining_work[unfinished] -= (step / pace)[unfinished]
+        unfinished &= remaining_work > 1e-9
+        load_active, remaining = ~load_active, np.ones(count)
+    return latency_ms
+
+
+def _fit_means(
+    initial: ContentionModel, samples: Sequence[ContentionSample]
+) -> tuple[ContentionModel, float]:
+    """Fit scale, power, overhead and delays of `initial` to the means; return the model and its cost."""
+    import numpy as np
+
+    optimize = require("scipy.optimize", "latency")
+    # Predictions are about full models, and an isolated kernel is delayed differently.
+    samples = [sample for sample in samples if sample.is_model] or samples
+    measured = np.log([max(sample.mean_ms, sample.idle_ms) for sample in samples])
+    blocks = sorted(
+        {
+            (sample.load, sample.achieved)
+            for sample in samples
+            if initial.compute_busy_share(sample.load) > 0.0 and sample.achieved > 0.0
+        }
+    )
+
+    def make_model(values: Sequence[float]) -> ContentionModel:
+        scale, power, idle_overhead, *delay_factors = (float(v) for v in values)
+        return replace(
+            initial, scale=scale, power=power, idle_overhead=idle_overhead, delay_factors=tuple(delay_factors)
+        )
+
+    def errors(values: Sequence[float]) -> np.ndarray:
+        model = make_model(values)
+        predicted = [
+            model.predict_mean_ms(
+                sample.idle_ms, model.compute_delay_ms(sample.idle_ms, sample.bottleneck_shares), sample.load
+            )
+            for sample in samples
+        ]
+        # The share that the load reports calibrates the readings.
+        means = [
+            _CALIBRATION_WEIGHT * math.log(model.compute_busy_share(load) / achieved)
+            for load, achieved in blocks
+        ]
+        prior = [
+            _PRIOR_WEIGHT * math.log(values[0]),
+            _PRIOR_WEIGHT * math.log(values[1]),
+            _PRIOR_WEIGHT * values[2],
+        ]
+        return np.concatenate([np.log(predicted) - measured, means, prior])
+
+    solved = optimize.least_squares(
+        errors,
+        [1.0, 1.0, 0.01, 1.0, 1.0, 1.0],
+        bounds=([0.3, 0.3, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.5, 20.0, 20.0, 20.0]),
+        loss="soft_l1",
+        f_scale=0.1,
+        diff_step=1e-3,
+    )
+    return make_model(solved.x), float(solved.cost)

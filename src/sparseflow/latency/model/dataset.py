@@ -1,0 +1,266 @@
+"""Collections as training data: idle latency of every target, and slowdowns under load.
+
+Rows are first corrected for drift of the machine: the reference is measured repeatedly at the lowest load,
+and a row there is divided by the reference's relative latency around it.
+
+If kernels were measured in a stream (`measure.stream`), their latency is the device time in the stream;
+kernels without separated times are omitted. That time needs no correction, since each run is paired with one
+of the blocking kernel.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.telemetry.schema import METRICS
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.latency.graph.analysis import Graph
+from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.measure import descriptions
+from sparseflow.latency.measure.collection import read_plan, read_rows
+from sparseflow.latency.measure.fingerprint import DeviceFingerprint
+from sparseflow.latency.measure.plan import MODEL_OP
+from sparseflow.latency.model.composition import VIEW_OPS
+
+BEFORE_PREFIX = "before_"
+MIN_DEVICE_MS = 5e-4
+"""Minimum device time of a kernel; smaller values are measurement noise."""
+
+NUM_NEIGHBORS = 4
+"""Number of reference measurements around a row that determine the machine's speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedMeasurement:
+    """One measurement under load.
+
+    Attributes:
+        target: Id of the kernel, or name of the model.
+        is_model: Whether the target is a full model.
+        level: Requested load, in [0, 1].
+        stressor: Kind of load.
+        load: Metric -> share, read just before the measurement while the measured work was idle.
+        achieved: Share that the load achieved during that reading.
+        idle_ms: Idle latency of the isolated target.
+        slowdown: Mean latency over the idle latency.
+        ratios: Each sample over the idle latency.
+    """
+
+    target: str
+    is_model: bool
+    level: float
+    stressor: str
+    load: Mapping[str, float]
+    achieved: float
+    idle_ms: float
+    slowdown: float
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyDataset:
+    """Combined collections of one device.
+
+    Attributes:
+        fingerprint: Device and settings.
+        kernels: Id -> kernel, for measured kernels and kernels of measured models.
+        graphs: Name -> graph, for measured models.
+        idle_ms: Target -> idle latency; for a kernel in a stream its device time, 0 for a view.
+        measurements_ms: Target -> latency of each measurement, whose median is `idle_ms`.
+        host_ms: Kernel id -> host time to issue it in a stream; empty without stream measurements.
+        jitter: Target -> idle samples over the idle latency.
+        idle_load: Metric -> median share while idle.
+        loaded: Measurements under load.
+        failed: Number of rows without a latency.
+    """
+
+    fingerprint: DeviceFingerprint
+    kernels: Mapping[str, KernelSpec]
+    graphs: Mapping[str, Graph]
+    idle_ms: Mapping[str, float]
+    measurements_ms: Mapping[str, tuple[float, ...]]
+    host_ms: Mapping[str, float]
+    jitter: Mapping[str, tuple[float, ...]]
+    idle_load: Mapping[str, float]
+    loaded: tuple[LoadedMeasurement, ...]
+    failed: int
+
+    def list_kernels(self) -> list[str]:
+        """List the kernels measured while idle, sorted."""
+        return sorted(name for name in self.idle_ms if name not in self.graphs)
+
+    @property
+    def free_ops(self) -> frozenset[str]:
+        """Operators without device work: views, if host and device times are separated."""
+        return VIEW_OPS if self.host_ms else frozenset()
+
+    def list_device_kernels(self) -> list[str]:
+        """List the kernels measured while idle that have device work, sorted."""
+        return [name for name in self.list_kernels() if self.kernels[name].node_op not in self.free_ops]
+
+    def list_models(self) -> list[str]:
+        """List the models measured while idle, sorted."""
+        return sorted(name for name in self.idle_ms if name in self.graphs)
+
+
+def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
+    """Combine collections of one device.
+
+    Args:
+        collections: Directories written by `latency collect`, complete or not.
+
+    Raises:
+        InputError: There are none, they differ in device or settings, or contain no idle measurement.
+        FileFormatError: One of them is damaged.
+    """
+    directories = [Path(folder) for folder in collections]
+    if not directories:
+        raise InputError("no collection given; create one with `sparseflow latency collect`")
+    fingerprint: DeviceFingerprint | None = None
+    kernels: dict[str, KernelSpec] = {}
+    graphs: dict[str, Graph] = {}
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for folder in directories:
+        current = DeviceFingerprint.from_plan(read_plan(folder))
+        if fingerprint is None:
+            fingerprint = current
+        fingerprint.check_equal(current, f"the collection {folder}")
+        kernels |= descriptions.read_kernels(folder)
+        graphs |= descriptions.read_graphs(folder)
+        collection_rows = read_rows(folder)
+        valid = [row for row in collection_rows if row["error"] is None]
+        failed += len(collection_rows) - len(valid)
+        rows += _correct_drift(valid)
+    assert fingerprint is not None
+    missing = {
+        row["kernel_id"]
+        for row in rows
+        if row["kernel_id"] not in (graphs if row["op_type"] == MODEL_OP else kernels)
+    }
+    if missing:
+        raise FileFormatError(
+            f"{len(missing)} measured targets have no description, such as {min(missing)}: restore "
+            f"`{descriptions.KERNELS}/` and `{descriptions.GRAPHS}/`, or collect into another directory"
+        )
+    idle_rows, loaded_rows = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
+    if not idle_rows:
+        raise InputError("there is no idle measurement: `levels` of a collection must include 0")
+    isolated_ms = _collect_medians(idle_rows)
+    idle_ms = {name: statistics.median(values) for name, values in isolated_ms.items()}
+    measurements_ms, host = _collect_stream_times(idle_rows, kernels)
+    if measurements_ms:
+        measurements_ms |= {name: values for name, values in isolated_ms.items() if name in graphs}
+    else:
+        measurements_ms = isolated_ms
+    return LatencyDataset(
+        fingerprint=fingerprint,
+        kernels=kernels,
+        graphs=graphs,
+        idle_ms={name: statistics.median(values) for name, values in measurements_ms.items()},
+        measurements_ms=measurements_ms,
+        host_ms=host,
+        jitter=_collect_jitter(idle_rows, idle_ms),
+        idle_load=_compute_idle_load(idle_rows),
+        loaded=tuple(_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms),
+        failed=failed,
+    )
+
+
+def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `pace` to rows of one collection, the relative latency of the reference around each; drop the
+    reference.
+    """
+    lowest = min((row["level"] for row in rows), default=0.0)
+    reference = [row for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    if not reference:
+        return [row | {"pace": 1.0} for row in rows]
+    typical_ms = statistics.median(row["p50_ms"] for row in reference)
+    reference.sort(key=lambda row: row["start_s"])
+    times = [row["start_s"] for row in reference]
+    corrected = []
+    for row in rows:
+        if row["role"] == "reference":
+            # The reference cannot correct itself, and is not a sample of its target.
+            continue
+        index = bisect.bisect(times, row["start_s"])
+        neighbors = reference[max(index - NUM_NEIGHBORS // 2, 0) : index + NUM_NEIGHBORS // 2]
+        pace = statistics.median(neighbor["p50_ms"] for neighbor in neighbors) / typical_ms
+        corrected.append(row | {"pace": pace})
+    return corrected
+
+
+def _collect_medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Return the median of each measurement; slower samples were disturbed."""
+    medians_ms: dict[str, list[float]] = {}
+    for row in rows:
+        medians_ms.setdefault(row["kernel_id"], []).append(row["p50_ms"] / row["pace"])
+    return {name: tuple(values) for name, values in sorted(medians_ms.items())}
+
+
+def _collect_stream_times(
+    rows: Sequence[Mapping[str, Any]], kernels: Mapping[str, KernelSpec]
+) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+    """Return the device times of all measurements and the median host time, by kernel id."""
+    device: dict[str, list[float]] = {}
+    host: dict[str, list[float]] = {}
+    for row in rows:
+        name = row["kernel_id"]
+        if row.get("device_ms") is None or row.get("overtaken") or name not in kernels:
+            continue
+        is_view = kernels[name].node_op in VIEW_OPS
+        device.setdefault(name, []).append(0.0 if is_view else max(row["device_ms"], MIN_DEVICE_MS))
+        host.setdefault(name, []).append(row["host_ms"])
+    return (
+        {name: tuple(values) for name, values in sorted(device.items())},
+        {name: statistics.median(values) for name, values in sorted(host.items())},
+    )
+
+
+def _collect_jitter(
+    rows: Sequence[Mapping[str, Any]], idle_ms: Mapping[str, float]
+) -> dict[str, tuple[float, ...]]:
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        scale = 1e-6 / row["pace"] / idle_ms[row["kernel_id"]]
+        ratios.setdefault(row["kernel_id"], []).extend(value * scale for value in row["samples_ns"])
+    return {name: tuple(values) for name, values in ratios.items()}
+
+
+def _compute_idle_load(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    shares = [get_load_before(row) for row in rows]
+    common_metrics = set.intersection(*(set(reading) for reading in shares)) if shares else set()
+    return {
+        name: statistics.median(share_by_metric[name] for share_by_metric in shares)
+        for name in METRICS
+        if name in common_metrics
+    }
+
+
+def _make_measurement(row: Mapping[str, Any], idle_ms: Mapping[str, float]) -> LoadedMeasurement:
+    corrected_idle_ms = idle_ms[row["kernel_id"]] * row["pace"]
+    return LoadedMeasurement(
+        target=row["kernel_id"],
+        is_model=row["op_type"] == MODEL_OP,
+        level=row["level"],
+        stressor=row["stressor"],
+        load=get_load_before(row),
+        achieved=row["stress_alone"],
+        idle_ms=idle_ms[row["kernel_id"]],
+        slowdown=row["latency_ms"] / corrected_idle_ms,
+        ratios=tuple(value * 1e-6 / corrected_idle_ms for value in row["samples_ns"]),
+    )
+
+
+def get_load_before(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return metric -> share of the reading just before the row's block."""
+    return {
+        name: row[BEFORE_PREFIX + name]
+        for name in METRICS
+        if isinstance(row.get(BEFORE_PREFIX + name), float)
+    }

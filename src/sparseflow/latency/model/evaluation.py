@@ -1,0 +1,258 @@
+"""Evaluation of a predictor: predictions against measurements, idle and under load."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core import metrics
+from sparseflow.core.config import validate_config
+from sparseflow.core.progress import Progress
+from sparseflow.errors import RunError
+from sparseflow.latency.measure import descriptions
+from sparseflow.latency.measure.collection import collect, read_rows
+from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
+from sparseflow.latency.model.dataset import get_load_before
+from sparseflow.latency.model.predictor import Predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRow:
+    """One model at one level.
+
+    Attributes:
+        model: Name of the model.
+        level: Requested load, in [0, 1].
+        achieved: Share that the load achieved while the model was idle.
+        measured_ms: Mean latency over all measurements.
+        measured_p50_ms: Measured median.
+        measured_p95_ms: Measured 95th percentile.
+        predicted_ms: Predicted mean latency.
+        predicted_p50_ms: Predicted median.
+        predicted_p95_ms: Predicted 95th percentile.
+        low_ms: Lower end of the interval.
+        high_ms: Upper end of the interval.
+        coverage: Share of the prediction from kernels whose operator was measured.
+    """
+
+    model: str
+    level: float
+    achieved: float
+    measured_ms: float
+    measured_p50_ms: float
+    measured_p95_ms: float
+    predicted_ms: float
+    predicted_p50_ms: float
+    predicted_p95_ms: float
+    low_ms: float
+    high_ms: float
+    coverage: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted mean; positive if it is too high."""
+        return self.predicted_ms / self.measured_ms - 1.0
+
+    @property
+    def in_interval(self) -> bool:
+        """Whether the measured mean is within the interval."""
+        return self.low_ms <= self.measured_ms <= self.high_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "error": self.error, "in_interval": self.in_interval}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSummary:
+    """Errors at one level.
+
+    Attributes:
+        level: Requested load, in [0, 1].
+        models: Number of models.
+        mape: Mean absolute relative error of the predicted mean.
+        within_10: Share of predictions within 10 %.
+        intervals: Share of measurements within their intervals.
+        slowdown: Mean measured slowdown; None without idle measurements.
+        predicted_slowdown: Mean predicted slowdown; None without idle measurements.
+    """
+
+    level: float
+    models: int
+    mape: float
+    within_10: float
+    intervals: float
+    slowdown: float | None
+    predicted_slowdown: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorEvaluation:
+    """All models at all levels.
+
+    Attributes:
+        rows: One row per model and level.
+        device: Name of the device.
+        provider: onnxruntime's name of the provider.
+    """
+
+    rows: tuple[EvaluationRow, ...]
+    device: str
+    provider: str
+
+    def summarize(self) -> list[LevelSummary]:
+        """Summarize each level, in ascending order."""
+        summaries = []
+        idle_rows = {row.model: row for row in self.rows if row.level == 0.0}
+        for level in sorted({row.level for row in self.rows}):
+            rows = [row for row in self.rows if row.level == level]
+            predicted, measured = [row.predicted_ms for row in rows], [row.measured_ms for row in rows]
+            pairs = [(row, idle_rows[row.model]) for row in rows if row.model in idle_rows]
+            summaries.append(
+                LevelSummary(
+                    level=level,
+                    models=len(rows),
+                    mape=metrics.mape(predicted, measured),
+                    within_10=metrics.fraction_within(predicted, measured),
+                    intervals=metrics.interval_coverage(
+                        [row.low_ms for row in rows], [row.high_ms for row in rows], measured
+                    ),
+                    slowdown=_compute_mean([row.measured_ms / idle.measured_ms for row, idle in pairs]),
+                    predicted_slowdown=_compute_mean(
+                        [row.predicted_ms / idle.predicted_ms for row, idle in pairs]
+                    ),
+                )
+            )
+        return summaries
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {
+            "device": self.device,
+            "provider": self.provider,
+            "summary": [asdict(summary) for summary in self.summarize()],
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+
+def evaluate(
+    models: Sequence[Path | str],
+    predictor: Predictor | Path | str,
+    *,
+    levels: Sequence[float] = (0.0,),
+    rounds: int = 3,
+    min_time_s: float = 0.5,
+    stressor: str | None = None,
+    telemetry: TelemetryConfig | None = None,
+    out_dir: Path | str | None = None,
+    gpu: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PredictorEvaluation:
+    """Measure models and compare the latencies with predictions.
+
+    Each prediction uses the load that was read just before the measurement, as a caller would.
+
+    Args:
+        models: ONNX files, or directories of them.
+        predictor: A predictor or its file, of this device.
+        levels: Loads to create, in [0, 1].
+        rounds: Measurements of each model at each level, in random order.
+        min_time_s: Minimum time of a measurement.
+        stressor: Kind of load; by default `cpu-fma` or `gpu-matmul`.
+        telemetry: Source of the load readings; by default that of the training.
+        out_dir: Directory of the measurements, resumed if it exists; None discards them.
+        gpu: Index of the GPU.
+        seed: Random seed.
+        progress: Receives a message and the fraction done.
+
+    Raises:
+        InputError: A file is missing, or the predictor is of another device.
+        FileFormatError, ModelError: A file is invalid.
+        DeviceError: The device or the readings are not available.
+        RunError: A load was not reached, or every run of a model failed.
+    """
+    fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
+    fitted.fingerprint.check_local_device(gpu)
+    fingerprint = fitted.fingerprint
+    settings: dict[str, Any] = {
+        "models": [Path(path) for path in models],
+        "provider": "cpu" if fingerprint.kind == "cpu" else "cuda",
+        "threads": fingerprint.threads,
+        "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
+        "gpu": gpu,
+        "levels": list(levels),
+        "rounds": rounds,
+        "loops": 10,
+        "min_time_s": min_time_s,
+        "max_time_s": max(2.0 * min_time_s, 2.0),
+        "telemetry": telemetry or TelemetryConfig(source=fingerprint.telemetry),
+        "seed": seed,
+    }
+    if stressor is not None:
+        settings["stressor"] = stressor
+    config = validate_config(CollectionConfig, settings, "evaluation")
+    with tempfile.TemporaryDirectory(prefix="sparseflow-evaluate-") as temporary:
+        folder = Path(out_dir) if out_dir is not None else Path(temporary)
+        collect(config, folder, progress=progress)
+        rows = read_rows(folder)
+        failed = [row for row in rows if row["error"] is not None]
+        valid = [row for row in rows if row["error"] is None and row["role"] == "item"]
+        succeeded = {(row["kernel_id"], row["level"]) for row in valid}
+        for row in failed:
+            if row["role"] == "item" and (row["kernel_id"], row["level"]) not in succeeded:
+                raise RunError(
+                    f"{row['kernel_id']} failed every time at load {row['level']:g}: {row['error']}"
+                )
+        graphs = descriptions.read_graphs(folder)
+    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for row in valid:
+        groups.setdefault((row["kernel_id"], row["level"]), []).append(row)
+    return PredictorEvaluation(
+        rows=tuple(
+            _make_row(fitted, name, level, group_rows, graphs[name], seed)
+            for (name, level), group_rows in sorted(groups.items())
+        ),
+        device=fingerprint.name,
+        provider=fingerprint.provider,
+    )
+
+
+def _make_row(
+    predictor: Predictor,
+    name: str,
+    level: float,
+    rows: Sequence[Mapping[str, Any]],
+    graph: Any,
+    seed: int,
+) -> EvaluationRow:
+    predictions = [
+        predictor.predict(graph, get_load_before(row) if level else None, seed=seed) for row in rows
+    ]
+
+    def median_of(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    return EvaluationRow(
+        model=name,
+        level=level,
+        achieved=statistics.fmean(row["stress_alone"] for row in rows),
+        # Slower idle runs were disturbed; under load the mean over measurements is predicted.
+        measured_ms=statistics.fmean(row["latency_ms"] for row in rows) if level else median_of("p50_ms"),
+        measured_p50_ms=median_of("p50_ms"),
+        measured_p95_ms=median_of("p95_ms"),
+        predicted_ms=statistics.fmean(p.mean_ms for p in predictions),
+        predicted_p50_ms=statistics.fmean(p.p50_ms for p in predictions),
+        predicted_p95_ms=statistics.fmean(p.p95_ms for p in predictions),
+        low_ms=statistics.fmean(p.interval[0] for p in predictions),
+        high_ms=statistics.fmean(p.interval[1] for p in predictions),
+        coverage=statistics.fmean(p.coverage for p in predictions),
+    )
+
+
+def _compute_mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,259 @@
+"""A predictor: all models of one device, in one JSON file.
+
+It contains the device fingerprint, the kernel regressor, measured kernels, composition, launch overhead,
+contention, intervals and the errors on held-out data. Files of another format or version are refused; of
+XGBoost only its JSON format is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.checks import check_positive
+from sparseflow.core.costmodel.intervals import ConformalInterval
+from sparseflow.core.metrics import quantile
+from sparseflow.errors import InputError
+from sparseflow.latency.graph.analysis import Graph
+from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.measure.fingerprint import DeviceFingerprint
+from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
+from sparseflow.latency.model.contention import ContentionModel
+from sparseflow.latency.model.kernel_regressor import LEARNED, ROOFLINE, KernelRegressor
+from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
+
+MAX_IDLE_SLOWDOWN = 1.03
+"""Maximum slowdown at which the interval of idle models applies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPrediction:
+    """Predicted latency of one kernel inside the graph, per execution.
+
+    Attributes:
+        kernel_id: Id of the kernel.
+        op: Canonical name of the kernel.
+        count: Number of nodes whose time counts.
+        idle_ms: Mean idle latency.
+        mean_ms: Mean latency under load.
+        low_ms: Lower end of the interval while idle.
+        high_ms: Upper end of the interval while idle.
+        source: `"measured"`, `"learned"` or `"roofline"`.
+    """
+
+    kernel_id: str
+    op: str
+    count: int
+    idle_ms: float
+    mean_ms: float
+    low_ms: float
+    high_ms: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Predicted latency of a model.
+
+    Attributes:
+        mean_ms: Mean latency.
+        p50_ms: Median of runs.
+        p95_ms: 95th percentile of runs.
+        interval: Low and high end of the interval around `mean_ms`, milliseconds.
+        interval_coverage: Expected share of measurements within such intervals.
+        coverage: Share of `mean_ms` from kernels whose operator was measured; the rest is predicted by
+            roofline.
+        idle_ms: Mean latency without load.
+        slowdown: `mean_ms` over `idle_ms`.
+        load: Metric -> share that was used; empty for an idle device.
+        mode: `"sum"`, `"critical_path"` or `"queue"`.
+        call_ms: Part of `idle_ms` that belongs to no kernel.
+        per_kernel: One entry per kernel, most expensive first.
+    """
+
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    interval: tuple[float, float]
+    interval_coverage: float
+    coverage: float
+    idle_ms: float
+    slowdown: float
+    load: Mapping[str, float]
+    mode: str
+    call_ms: float
+    per_kernel: tuple[KernelPrediction, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "interval": list(self.interval), "load": dict(self.load)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """Latency models of one device; `train` creates one.
+
+    Attributes:
+        fingerprint: Device and settings.
+        regressor: Regressor of kernels.
+        measured_ms: Kernel id -> measured idle latency.
+        composition: From kernels to a graph.
+        launch_overhead: Host time per kernel; None unless the graph is a queue of host and device.
+        contention: Effect of load.
+        kernel_interval: Interval around a learned kernel.
+        idle_interval: Interval around an idle model.
+        loaded_interval: Interval around a model under load.
+        quality: Errors on held-out data, in JSON types.
+    """
+
+    fingerprint: DeviceFingerprint
+    regressor: KernelRegressor
+    measured_ms: Mapping[str, float]
+    composition: CompositionModel
+    launch_overhead: LaunchOverheadModel | None
+    contention: ContentionModel
+    kernel_interval: Annotated[ConformalInterval, DictField()]
+    idle_interval: Annotated[ConformalInterval, DictField()]
+    loaded_interval: Annotated[ConformalInterval, DictField()]
+    quality: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_positive(**self.measured_ms)
+        if self.composition.mode == QUEUE and self.launch_overhead is None:
+            raise InputError("`launch_overhead` is required for the mode queue")
+
+    def predict_kernels(
+        self, kernels: Mapping[str, KernelSpec]
+    ) -> dict[str, tuple[float, float, float, str]]:
+        """Return kernel id -> (isolated idle latency, low end, high end, source), milliseconds."""
+        predictions: dict[str, tuple[float, float, float, str]] = {}
+        for name, (ms, source) in self.regressor.estimate_idle_ms(kernels, self.measured_ms).items():
+            low, high = ms, ms
+            if source == LEARNED:
+                low, high = self.kernel_interval.bounds(ms)
+            elif source == ROOFLINE:
+                _, low, high = self.regressor.roofline.estimate_ms(kernels[name])
+            predictions[name] = (ms, low, high, source)
+        return predictions
+
+    def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:
+        """Predict the latency of a graph under load.
+
+        Args:
+            graph: Graph that onnxruntime executes on this device.
+            load: Metric -> share; None for an idle device.
+            seed: Random seed of the sampled runs.
+
+        Raises:
+            DeviceError: The load lacks the metric of the contention model.
+        """
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        isolated = self.predict_kernels(kernels)
+        composed = self.composition.compose(
+            graph,
+            {name: ms for name, (ms, *_) in isolated.items()},
+            None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels),
+        )
+        parts, idle_ms = composed.parts, composed.total_ms
+        delays = {
+            name: self.contention.compute_delay_ms(
+                part.ms, self.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated[name][0])
+            )
+            for name, part in parts.items()
+        }
+        kernel_delay_ms = sum(part.count * delays[name] for name, part in parts.items())
+        total_delay_ms = kernel_delay_ms + self.contention.compute_delay_ms(composed.call_ms, (0.0, 0.0, 1.0))
+        busy_load = self.contention.get_load(load) if load is not None else 0.0
+        mean_ms = self.contention.predict_mean_ms(idle_ms, total_delay_ms, busy_load)
+        per_kernel = self._predict_per_kernel(kernels, composed, isolated, delays, mean_ms)
+        runs = [
+            float(run) for run in self.contention.sample_runs(idle_ms, total_delay_ms, busy_load, seed=seed)
+        ]
+        interval = self.idle_interval if mean_ms <= MAX_IDLE_SLOWDOWN * idle_ms else self.loaded_interval
+        unsupported = [k for k in per_kernel if k.source == ROOFLINE]
+        supported_ms = mean_ms - sum(k.count * k.mean_ms for k in unsupported)
+        return Prediction(
+            mean_ms=mean_ms,
+            p50_ms=quantile(runs, 0.5),
+            p95_ms=quantile(runs, 0.95),
+            interval=(
+                supported_ms * interval.low
+                + sum(k.count * k.low_ms * k.mean_ms / k.idle_ms for k in unsupported),
+                supported_ms * interval.high
+                + sum(k.count * k.high_ms * k.mean_ms / k.idle_ms for k in unsupported),
+            ),
+            interval_coverage=interval.coverage,
+            coverage=supported_ms / mean_ms,
+            idle_ms=idle_ms,
+            slowdown=mean_ms / idle_ms,
+            load=dict(load or {}),
+            mode=self.composition.mode,
+            call_ms=composed.call_ms,
+            per_kernel=tuple(sorted(per_kernel, key=lambda k: -k.count * k.mean_ms)),
+        )
+
+    def _predict_per_kernel(
+        self,
+        kernels: Mapping[str, KernelSpec],
+        composed: ComposedLatency,
+        isolated: Mapping[str, tuple[float, float, float, str]],
+        delays: Mapping[str, float],
+        mean_ms: float,
+    ) -> tuple[KernelPrediction, ...]:
+        """Distribute the increase under load over the kernels by their delays."""
+        parts, idle_ms = composed.parts, composed.total_ms
+        kernel_delay_ms = sum(part.count * delays[name] for name, part in parts.items())
+        predictions = []
+        for name, part in parts.items():
+            if kernel_delay_ms:
+                share = delays[name] / kernel_delay_ms
+            else:
+                share = part.ms / (idle_ms - composed.call_ms)
+            ms, low, high, source = isolated[name]
+            low_scale, high_scale = (low / ms, high / ms) if ms else (1.0, 1.0)
+            predictions.append(
+                KernelPrediction(
+                    kernel_id=name,
+                    op=kernels[name].op,
+                    count=part.count,
+                    idle_ms=part.ms,
+                    mean_ms=part.ms + (mean_ms - idle_ms) * share,
+                    low_ms=part.ms * low_scale,
+                    high_ms=part.ms * high_scale,
+                    source=source,
+                )
+            )
+        return tuple(predictions)
+
+    def save(self, path: Path | str) -> Path:
+        """Write the predictor to a JSON file.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        return _PredictorFile(predictor=self).save(path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Predictor:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: The file does not exist.
+            FileFormatError: The file is foreign, damaged, or of another version.
+            MissingExtraError: XGBoost is missing.
+        """
+        return _PredictorFile.load(path).predictor
+
+
+class _PredictorFile(Artifact):
+    FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
+    VERSION: ClassVar[int] = 3
+    HINT: ClassVar[str] = "run `sparseflow latency train` again"
+
+    predictor: Predictor

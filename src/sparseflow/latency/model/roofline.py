@@ -1,0 +1,105 @@
+"""Roofline model: a lower bound on kernel latency, fitted to measured kernels.
+
+The bound is the launch overhead plus the longer of compute time and memory time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from sparseflow.core.checks import check_positive
+from sparseflow.core.metrics import quantile
+from sparseflow.errors import InputError
+from sparseflow.latency.graph.kernels import KernelSpec
+
+_PEAK_QUANTILE = 0.995
+"""Quantile used as the peak rate; the maximum may be a measurement error."""
+
+_MIN_LAUNCHES = 4.0
+"""Minimum latency, in launch overheads, of kernels that determine rates; launches dominate shorter ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Roofline of a device.
+
+    Attributes:
+        launch_ms: Latency of a kernel without work, including the session's overhead.
+        flops_per_s: Peak rate of floating-point operations.
+        bytes_per_s: Peak rate of bytes read and written.
+        typical: Median ratio of latency without launch to the bound without launch.
+        low: 5th percentile of that ratio.
+        high: 95th percentile of that ratio.
+    """
+
+    launch_ms: float
+    flops_per_s: float
+    bytes_per_s: float
+    typical: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_positive(**asdict(self))
+
+    @classmethod
+    def fit(cls, kernels: Sequence[KernelSpec], latency_ms: Sequence[float]) -> Roofline:
+        """Fit the roofline to kernels and their idle latencies.
+
+        Raises:
+            InputError: There are no kernels.
+        """
+        if not kernels or len(kernels) != len(latency_ms):
+            raise InputError(
+                f"{len(kernels)} kernels and {len(latency_ms)} latencies: some of both are needed"
+            )
+        pairs = list(zip(kernels, latency_ms, strict=True))
+        launch = quantile(list(latency_ms), 0.01)
+        seconds = [max(value - launch, 1e-3 * launch) / 1e3 for value in latency_ms]
+        clear = [n for n, value in enumerate(latency_ms) if value > _MIN_LAUNCHES * launch]
+        clear = clear or list(range(len(kernels)))
+        flops = quantile([kernels[n].flops / seconds[n] for n in clear], _PEAK_QUANTILE)
+        moved = quantile([kernels[n].bytes_moved / seconds[n] for n in clear], _PEAK_QUANTILE)
+        # Shorter kernels, with the launch counted as work, give a lower bound on the rates.
+        flops = max(flops, quantile([1e3 * k.flops / ms for k, ms in pairs], _PEAK_QUANTILE))
+        moved = max(moved, quantile([1e3 * k.bytes_moved / ms for k, ms in pairs], _PEAK_QUANTILE))
+        bound = cls(
+            launch_ms=launch,
+            flops_per_s=max(flops, 1.0),
+            bytes_per_s=max(moved, 1.0),
+            typical=1.0,
+            low=1.0,
+            high=1.0,
+        )
+        ratios = [
+            1e3 * seconds[n] / bound.compute_work_ms(kernels[n])
+            for n in clear
+            if bound.compute_work_ms(kernels[n])
+        ]
+        if not ratios:
+            return bound
+        return cls(
+            **asdict(bound)
+            | {name: quantile(ratios, q) for name, q in (("typical", 0.5), ("low", 0.05), ("high", 0.95))}
+        )
+
+    def compute_work_ms(self, kernel: KernelSpec) -> float:
+        return 1e3 * max(kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s)
+
+    def compute_bound_ms(self, kernel: KernelSpec) -> float:
+        """Return the lower bound on a kernel's latency."""
+        return self.launch_ms + self.compute_work_ms(kernel)
+
+    def estimate_ms(self, kernel: KernelSpec) -> tuple[float, float, float]:
+        """Return typical latency, low and high end of a kernel whose operator was never measured."""
+        work = self.compute_work_ms(kernel)
+        low, typical, high = (self.launch_ms + work * r for r in (self.low, self.typical, self.high))
+        return typical, low, high
+
+    def compute_bottleneck_shares(self, kernel: KernelSpec, latency_ms: float) -> tuple[float, float, float]:
+        """Return the shares of arithmetic, memory and launch in a kernel's latency; they sum to 1."""
+        launch = min(self.launch_ms / latency_ms, 1.0) if latency_ms > 0.0 else 1.0
+        compute, moved = kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s
+        memory = (1.0 - launch) * (moved / (compute + moved) if compute + moved else 1.0)
+        return 1.0 - launch - memory, memory, launch

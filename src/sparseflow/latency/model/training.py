@@ -1,0 +1,132 @@
+"""Training of a predictor, with its errors on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sparseflow.core.checks import check_one_of
+from sparseflow.core.progress import Progress, subrange
+from sparseflow.errors import InputError
+from sparseflow.latency.model import validation
+from sparseflow.latency.model.composition import MODES, QUEUE
+from sparseflow.latency.model.dataset import LatencyDataset, load_dataset
+from sparseflow.latency.model.fitting import DEFAULT_INTERVAL, fit_predictor
+from sparseflow.latency.model.kernel_regressor import KINDS
+from sparseflow.latency.model.predictor import Predictor
+
+MIN_KERNELS = 10
+"""Minimum number of kernels to learn from."""
+
+
+def train(
+    collections: Iterable[Path | str],
+    *,
+    kind: str | None = None,
+    mode: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Predictor:
+    """Train a predictor on collections of one device.
+
+    `Predictor.quality` contains `kind` (selected regressor), `kernels` (regressor -> split -> scores for the
+    splits `by_kernel`, `by_network` and `leaky`), `models` (scores of held-out networks: `rest` idle,
+    `loaded` under load, `loaded_blind` under load without the load as an input) and `counts`. Scores are
+    `mape`, `within_10` and `count`.
+
+    Args:
+        collections: Directories written by `latency collect`.
+        kind: Regressor, one of `kernel_regressor.KINDS`; by default the best one on held-out kernels.
+        mode: `"sum"`, `"critical_path"` (see `overlap`) or `"queue"`; by default a queue if kernels were
+            measured in a stream, otherwise a sum.
+        seed: Random seed of splits and trees.
+        progress: Receives a message and the fraction done.
+
+    Raises:
+        InputError: The collections are of several devices, or too small.
+        FileFormatError: One of them is damaged.
+        MissingExtraError: XGBoost or scipy is missing.
+    """
+    report = progress or (lambda message, fraction: None)
+    report("reading the collections", 0.0)
+    check_one_of((*KINDS, None), kind=kind)
+    check_one_of((*MODES, None), mode=mode)
+    data = load_dataset(collections)
+    if mode == QUEUE and not data.host_ms:
+        raise InputError(
+            "`mode` (='queue') requires kernels that were measured in a stream: collect with `copies` on a "
+            "GPU, or choose another mode"
+        )
+    if len(data.list_device_kernels()) < MIN_KERNELS:
+        raise InputError(
+            f"the collections contain {len(data.list_device_kernels())} kernels measured while idle, "
+            f"expected at least {MIN_KERNELS}; list more under `kernels`"
+        )
+    kernels, kernel_predictions = _evaluate_kernels(data, seed, subrange(progress, 0.0, 0.5))
+    selected_kind = kind or min(KINDS, key=lambda name: kernels[name]["by_kernel"]["mape"])
+    models: dict[str, Any] = {}
+    idle: list[validation.HeldOutPrediction] = []
+    loaded: list[validation.HeldOutPrediction] = []
+    if len(validation.list_networks(data)) > 1:
+        predictors = validation.fit_without_each_network(
+            data,
+            selected_kind,
+            mode=mode,
+            seed=seed,
+            progress=subrange(progress, 0.5, 0.9),
+        )
+        idle = validation.predict_idle(data, predictors)
+        if idle:
+            models["rest"] = validation.compute_scores(idle)
+        loaded = validation.predict_under_load(data, predictors)
+        if loaded:
+            models["loaded"] = validation.compute_scores(loaded)
+            models["loaded_blind"] = validation.compute_scores(
+                validation.predict_under_load(data, predictors, ignore_load=True)
+            )
+    report("fitting to all data", 0.9)
+    predictor = fit_predictor(data, selected_kind, mode=mode, seed=seed)
+    report("done", 1.0)
+    return replace(
+        predictor,
+        kernel_interval=validation.fit_interval(kernel_predictions[selected_kind]),
+        idle_interval=validation.fit_interval(idle) if idle else DEFAULT_INTERVAL,
+        loaded_interval=validation.fit_interval(loaded or idle) if idle else DEFAULT_INTERVAL,
+        quality={
+            "kind": selected_kind,
+            "kernels": kernels,
+            "models": models,
+            "counts": {
+                "kernels": len(data.list_kernels()),
+                "models": len(data.list_models()),
+                "networks": len(validation.list_networks(data)),
+                "beside_loads": len(data.loaded),
+                "failed": data.failed,
+            },
+        },
+    )
+
+
+def _evaluate_kernels(
+    data: LatencyDataset, seed: int, progress: Progress | None
+) -> tuple[dict[str, Any], dict[str, list[validation.HeldOutPrediction]]]:
+    """Return regressor -> split -> scores, and regressor -> predictions of the split by kernel."""
+    splits = {"by_kernel": validation.predict_by_kernel, "leaky": validation.predict_leaky}
+    if len(validation.list_networks(data)) > 1:
+        splits["by_network"] = validation.predict_by_network
+    kernel_scores: dict[str, Any] = {}
+    predictions: dict[str, list[validation.HeldOutPrediction]] = {}
+    for kind in KINDS:
+        kernel_scores[kind] = {}
+        for split, predict_held_out in splits.items():
+            if progress is not None:
+                fraction = (len(kernel_scores) - 1 + len(kernel_scores[kind]) / 3) / len(KINDS)
+                progress(f"{kind}: {split.replace('_', ' ')}", fraction)
+            result = predict_held_out(data, kind, seed)
+            if result:
+                kernel_scores[kind][split] = validation.compute_scores(result)
+            if split == "by_kernel":
+                predictions[kind] = result
+    return kernel_scores, predictions

@@ -1,0 +1,243 @@
+"""Errors of predictors on held-out kernels, networks and levels.
+
+Nothing that is predicted was learned: neither other measurements of the kernel, nor, of a network, any
+measurement of its cases or of kernels that only it has. The `leaky` split is shown for comparison: it splits
+rows, so that other measurements of the same kernel reveal the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparseflow.core import metrics
+from sparseflow.core.costmodel.intervals import ConformalInterval
+from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold, split_leave_one_group_out
+from sparseflow.core.progress import Progress
+from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
+from sparseflow.latency.model.fitting import estimate_idle_ms, fit_predictor
+from sparseflow.latency.model.kernel_regressor import KernelRegressor
+from sparseflow.latency.model.predictor import Predictor
+
+FOLDS = 5
+_CASE = re.compile(r"_b\d+_\d+$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPrediction:
+    """One prediction of a held-out target.
+
+    Attributes:
+        name: Id of the kernel, or name of the model.
+        predicted_ms: Predicted latency.
+        measured_ms: Measured latency.
+        level: Load during the measurement.
+    """
+
+    name: str
+    predicted_ms: float
+    measured_ms: float
+    level: float = 0.0
+
+
+def get_network(name: str) -> str:
+    """Return the network of a zoo model: `resnet18` for `resnet18_b16_224`."""
+    return _CASE.sub("", name)
+
+
+def list_networks(data: LatencyDataset) -> list[str]:
+    """List the measured networks."""
+    return list(dict.fromkeys(get_network(name) for name in data.list_models()))
+
+
+def compute_scores(predictions: Sequence[HeldOutPrediction]) -> dict[str, float]:
+    """Return `mape`, `within_10` and `count` of predictions."""
+    predicted, measured = [p.predicted_ms for p in predictions], [p.measured_ms for p in predictions]
+    return {
+        "mape": metrics.mape(predicted, measured),
+        "within_10": metrics.fraction_within(predicted, measured),
+        "count": len(predictions),
+    }
+
+
+def fit_interval(predictions: Sequence[HeldOutPrediction]) -> ConformalInterval:
+    """Fit an interval to the errors of predictions."""
+    return ConformalInterval.fit([p.predicted_ms for p in predictions], [p.measured_ms for p in predictions])
+
+
+def compute_coverage(predictions: Sequence[HeldOutPrediction]) -> float:
+    """Return the share of measurements within intervals that are fitted to the other networks."""
+    covered: list[bool] = []
+    for _, (train_indices, test_indices) in split_leave_one_group_out(
+        [get_network(p.name) for p in predictions]
+    ):
+        compute_bounds = fit_interval([predictions[n] for n in train_indices]).bounds
+        for prediction in (predictions[n] for n in test_indices):
+            low, high = compute_bounds(prediction.predicted_ms)
+            covered.append(low <= prediction.measured_ms <= high)
+    return sum(covered) / len(covered)
+
+
+def predict_by_kernel(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
+    """Predict each kernel by a regressor without its measurements."""
+    names = data.list_device_kernels()
+    return _cross_validate(data, names, split_group_k_fold(names, min(FOLDS, len(names)), seed), kind, seed)
+
+
+def predict_by_network(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
+    """Predict the kernels that only one network has by a regressor without them, for each network."""
+    names = data.list_device_kernels()
+    predictions: list[HeldOutPrediction] = []
+    for network in list_networks(data):
+        exclusive = find_exclusive_kernels(data, network)
+        fold = (
+            [n for n, name in enumerate(names) if name not in exclusive],
+            [n for n, name in enumerate(names) if name in exclusive],
+        )
+        if fold[0] and fold[1]:
+            predictions += _cross_validate(data, names, [fold], kind, seed)
+    return predictions
+
+
+def predict_leaky(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
+    """Predict kernels by a regressor that learned other measurements of them, for comparison only."""
+    measurements = [(name, ms) for name in data.list_device_kernels() for ms in data.measurements_ms[name]]
+    predictions: list[HeldOutPrediction] = []
+    for train_indices, test_indices in split_k_fold(len(measurements), FOLDS, seed):
+        model = KernelRegressor.fit(
+            [data.kernels[measurements[n][0]] for n in train_indices],
+            [measurements[n][1] for n in train_indices],
+            kind,
+            seed=seed,
+        )
+        predicted_ms = estimate_idle_ms(
+            {measurements[n][0]: data.kernels[measurements[n][0]] for n in test_indices}, {}, model
+        )
+        predictions += [
+            HeldOutPrediction(name=name, predicted_ms=ms, measured_ms=data.idle_ms[name])
+            for name, ms in predicted_ms.items()
+        ]
+    return predictions
+
+
+def fit_without_each_network(
+    data: LatencyDataset,
+    kind: str,
+    *,
+    mode: str | None = None,
+    strict: bool = False,
+    levels: Sequence[float] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Predictor]:
+    """Return network -> predictor without it, for networks that leave kernels to learn.
+
+    Args:
+        data: Measurements.
+        kind: Regressor, one of `kernel_regressor.KINDS`.
+        mode: Composition; by default as `fit_predictor`.
+        strict: Also exclude kernels that other networks share with it.
+        levels: Levels of load to learn; by default all.
+        seed: Random seed of the trees.
+        progress: Receives the network and the fraction done.
+    """
+    network_names = list_networks(data)
+    predictors: dict[str, Predictor] = {}
+    for index, network in enumerate(network_names):
+        if progress is not None:
+            progress(f"without {network}", index / len(network_names))
+        excluded = (
+            list_kernels(data, list_cases(data, network)) if strict else find_exclusive_kernels(data, network)
+        )
+        remaining = set(data.list_kernels()) - excluded
+        if not remaining.intersection(data.list_device_kernels()):
+            continue
+        predictors[network] = fit_predictor(
+            data,
+            kind,
+            kernels=remaining,
+            models=set(data.list_models()) - set(list_cases(data, network)),
+            levels=levels,
+            mode=mode,
+            seed=seed,
+        )
+    return predictors
+
+
+def predict_idle(data: LatencyDataset, predictors: dict[str, Predictor]) -> list[HeldOutPrediction]:
+    """Predict each idle model by the predictor without its network."""
+    return [
+        HeldOutPrediction(
+            name=name,
+            predicted_ms=predictors[get_network(name)].predict(data.graphs[name]).mean_ms,
+            measured_ms=data.idle_ms[name],
+        )
+        for name in data.list_models()
+        if get_network(name) in predictors
+    ]
+
+
+def predict_under_load(
+    data: LatencyDataset, predictors: dict[str, Predictor], *, ignore_load: bool = False
+) -> list[HeldOutPrediction]:
+    """Predict each measurement of a model under load by the predictor without its network.
+
+    Args:
+        data: Measurements.
+        predictors: Network -> predictor without it.
+        ignore_load: Predict as if the device were idle.
+    """
+    return [
+        HeldOutPrediction(
+            name=measurement.target,
+            predicted_ms=predictors[get_network(measurement.target)]
+            .predict(data.graphs[measurement.target], None if ignore_load else measurement.load)
+            .mean_ms,
+            measured_ms=measurement.slowdown * measurement.idle_ms,
+            level=measurement.level,
+        )
+        for measurement in list_loaded_models(data)
+        if get_network(measurement.target) in predictors
+    ]
+
+
+def list_loaded_models(data: LatencyDataset) -> list[LoadedMeasurement]:
+    """List the measurements of full models under load."""
+    return [measurement for measurement in data.loaded if measurement.is_model]
+
+
+def list_cases(data: LatencyDataset, network: str) -> list[str]:
+    """List the models that are cases of a network."""
+    return [name for name in data.list_models() if get_network(name) == network]
+
+
+def list_kernels(data: LatencyDataset, models: Iterable[str]) -> set[str]:
+    """Return the ids of all kernels of some models."""
+    return {kernel.id for name in models for kernel in data.graphs[name].kernels}
+
+
+def find_exclusive_kernels(data: LatencyDataset, network: str) -> set[str]:
+    """Return the ids of the kernels that only cases of this network run."""
+    network_cases = list_cases(data, network)
+    return list_kernels(data, network_cases) - list_kernels(data, set(data.graphs) - set(network_cases))
+
+
+def _cross_validate(
+    data: LatencyDataset, names: Sequence[str], folds: Iterable[Fold], kind: str, seed: int
+) -> list[HeldOutPrediction]:
+    predictions: list[HeldOutPrediction] = []
+    for train_indices, test_indices in folds:
+        train_names = [names[n] for n in train_indices]
+        model = KernelRegressor.fit(
+            [data.kernels[n] for n in train_names], [data.idle_ms[n] for n in train_names], kind, seed=seed
+        )
+        predicted_ms: dict[str, Any] = estimate_idle_ms(
+            {names[n]: data.kernels[names[n]] for n in test_indices}, {}, model
+        )
+        predictions += [
+            HeldOutPrediction(name=n, predicted_ms=ms, measured_ms=data.idle_ms[n])
+            for n, ms in predicted_ms.items()
+        ]
+    return predictions
