@@ -281,9 +281,9 @@ def compare_steps(
     }
     print(f"own    {plan.id[:24]:24s} batch {batch}: {own_ms}", flush=True)
     for name in setup.runners:
-        speed = comparison.speedup(name)
+        speed, median_ms = comparison.speedup(name), comparison.samples(name).median_ms
         print(
-            f"step   {plan.id[:24]:24s} batch {batch}: {name:20s}{comparison.samples(name).median_ms:.3f} ms "
+            f"step   {plan.id[:24]:24s} batch {batch}: {name:20s} {median_ms:8.3f} ms, "
             f"{speed.median:.2f}x ({speed.low:.2f} to {speed.high:.2f})",
             flush=True,
         )
@@ -505,7 +505,7 @@ def main() -> int:
                     step_record | {"floor_bytes": num_bytes, "floor_ms": 1e3 * num_bytes / rate}
                 )
                 print(
-                    f"floor {1e3 * num_bytes / rate:.3f} ms; not captured: {step_record['unrecorded']}",
+                    f"floor  {1e3 * num_bytes / rate:.3f} ms; not captured: {step_record['unrecorded']}",
                     flush=True,
                 )
         set_experts(patched_model[0])

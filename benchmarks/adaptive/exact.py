@@ -11,7 +11,7 @@ For every plan of a six-block model of each family, and for some plans of sixtee
 - logits against a model built from its configuration with the plan's blocks and top-k only (Qwen3-VL adds
   pixels after its first blocks, so its skipped blocks are replaced by identities);
 - greedy tokens of `generate` against one forward over all of them;
-- calls of each block's attention and rows of its experts, counted inside the modules, against the plan;
+- calls of each block's attention and rows of its experts, count_calls inside the modules, against the plan;
 - a change of the plan within a request is refused, and the request continues unchanged.
 
 Finally the runtime is removed, and weights, outputs and all attributes of all modules are compared with
@@ -41,7 +41,7 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import PlanError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 
 TOLERANCE = 1e-10
 """Maximum difference of logits, whose magnitude is up to about 7."""
@@ -149,7 +149,7 @@ def check_plan(
     reduced = adapter.reduce_to_tier(inputs, plan.tier)
     tokens = reduced["input_ids"].numel()
     with runtime.use_plan(plan):
-        with counted(adapter.blocks) as counts:
+        with count_calls(adapter.blocks) as counts:
             expected = model(**reduced, use_cache=False).logits
         calls = counts.attention == dict.fromkeys(plan.blocks, 1)
         rows = {
@@ -157,7 +157,7 @@ def check_plan(
             for block in plan.blocks
         }
         experts = counts.rows == rows
-        logits, cache = token_by_token(model, reduced, last=5)
+        cached, cache = token_by_token(model, reduced, last=5)
         ids = model.generate(**reduced, max_new_tokens=4, do_sample=False, suppress_tokens=SPECIAL)
         start = reduced["input_ids"].shape[1]
         logits = model(**extend_inputs(reduced, ids[:, :-1]), use_cache=False).logits
@@ -165,7 +165,7 @@ def check_plan(
         generated = torch.equal(logits[:, start - 1 :].argmax(-1), ids[:, start:])
     reference = rebuild_model(model, plan)(**reduced, use_cache=False).logits
     return (
-        plan.id, float((logits - expected).abs().max()), float((reference - expected).abs().max()), generated,
+        plan.id, float((cached - expected).abs().max()), float((reference - expected).abs().max()), generated,
         calls, experts, check_refusals(model, runtime, plan, other_plans, reduced, cache),
     )  # fmt: skip
 
@@ -200,7 +200,7 @@ def check_model(family: str, depth: int, top_k: int, experts: int, seed: int, li
     adapter = get_adapter(model)
     generator = torch.Generator().manual_seed(seed)
     space = PlanSpace.from_importance(adapter.geometry, torch.rand(depth, generator=generator).tolist())
-    inputs = tiny.prompt(model, images=2, rows=1, seed=seed)
+    inputs = tiny.make_prompt(model, images=2, rows=1, seed=seed)
     before, weights = (
         model(**inputs).logits,
         {name: weight.clone() for name, weight in model.state_dict().items()},

@@ -21,10 +21,10 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     for row in record["compared"]:
         if (row["policy"], row["subset"]) != ("controllers", "all requests"):
             continue
-        gain, other = row["goodput"], policies[row["baseline"]]
+        gain, baseline = row["goodput"], policies[row["baseline"]]
         yield Claim(
-            id=f"adaptive/5-{row['other'].replace(' ', '-')}{device_suffix(record)}",
-            claim=f"Goodput of the controllers minus that of the policy '{row['other']}'.",
+            id=f"adaptive/5-{row['baseline'].replace(' ', '-')}{device_suffix(record)}",
+            claim=f"Goodput of the controllers minus that of the policy '{row['baseline']}'.",
             value=round(100.0 * gain["mean"], 2),
             unit="points",
             met=gain["low"] > 0.0,
@@ -34,9 +34,9 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 "low": round(100.0 * gain["low"], 2),
                 "high": round(100.0 * gain["high"], 2),
                 "goodput": round(controllers["goodput"]["mean"], 4),
-                "goodput_baseline": round(other["goodput"]["mean"], 4),
+                "goodput_baseline": round(baseline["goodput"]["mean"], 4),
                 "goodput_oracle": round(policies["oracle"]["goodput"]["mean"], 4),
                 "attainment": round(controllers["attainment"]["mean"], 4),
-                "attainment_baseline": round(other["attainment"]["mean"], 4),
+                "attainment_baseline": round(baseline["attainment"]["mean"], 4),
             },
         )

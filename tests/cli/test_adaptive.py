@@ -147,7 +147,12 @@ def test_serve_replicas_receive_picklable_app_factory(
     ]
     assert run([*ask, "--replicas", "3", "--port", "0", "--drain-s", "1"]) == 0
     (result,) = started
-    assert (result["replicas"], result["port"], result["drain_s"], result["gpus_per_replica"]) == (3, 0, 1.0, 0.0)
+    assert (result["replicas"], result["port"], result["drain_s"], result["gpus_per_replica"]) == (
+        3,
+        0,
+        1.0,
+        0.0,
+    )
     service = result["app"].state.service
     assert service.model == "model"
     service.backend.close()
@@ -186,7 +191,7 @@ def test_generate_text_model_refuses_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tiny.olmoe().save_pretrained("text")
+    tiny.build_olmoe().save_pretrained("text")
     Vocabulary(["how", "many"]).tokenizer.save_pretrained("text")
     ask = ["adaptive", "generate", "text", "how many", "--max-new-tokens", "2"]
     assert run([*ask, "--json"]) == 0

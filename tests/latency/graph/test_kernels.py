@@ -127,14 +127,14 @@ def test_kernel_round_trip(kernel: KernelSpec) -> None:
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ({"surprise": 1}, "unknown fields ['surprise']"),
-        ({"attributes": {"strides": [3, 3]}}, "it was edited"),
-        ({"inputs": [{"name": "x", "dtype": "float32"}]}, "lacks ['shape']"),
+        ({"surprise": 1}, "['surprise']"),
+        ({"attributes": {"strides": [3, 3]}}, conv().id),
+        ({"inputs": [{"name": "x", "dtype": "float32"}]}, "['shape']"),
         ({"inputs": [{"name": "x", "dtype": "float33", "shape": [1]}]}, "float33"),
         ({"inputs": [{"name": "x", "dtype": "float32", "shape": [-1]}]}, "negative"),
-        ({"inputs": None}, "cannot be read"),
-        ({"flops": "many"}, "cannot be read"),
-        ({"constants": [9]}, "cannot have constants at [9]"),
+        ({"inputs": None}, "NoneType"),
+        ({"flops": "many"}, "'many'"),
+        ({"constants": [9]}, "[9]"),
     ],
 )
 def test_kernel_invalid_record_raises(change: dict[str, Any], value: str) -> None:

@@ -150,7 +150,9 @@ class ScriptedBlocker(BlockingKernel):
         return ScriptedSession(self.device, len(model.graph.node) - 1)
 
 
-def scripted(file: Path, device: Device, *, copies: int = 48, isolated_ms: float = 0.01, setup_ms: float = 0.0):
+def scripted(
+    file: Path, device: Device, *, copies: int = 48, isolated_ms: float = 0.01, setup_ms: float = 0.0
+):
     return measure_stream(
         file, ScriptedBlocker(device), inputs={}, copies=copies, isolated_ms=isolated_ms, setup_ms=setup_ms
     )

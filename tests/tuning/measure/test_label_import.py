@@ -123,7 +123,9 @@ def test_import_reads_patterns_by_name(tmp_path: Path) -> None:
     assert result.patterns == 2
     pattern = opened.read_pattern(opened.tasks[0])
     assert pattern is not None and (pattern.nnz, pattern.shape) == (2, (5000, 60000))
-    assert result.warnings == ("c: the extent of axis i is 50000, but the splits of most schedules cover 4096",)
+    assert result.warnings == (
+        "c: the extent of axis i is 50000, but the splits of most schedules cover 4096",
+    )
 
 
 def test_import_explicit_columns(tmp_path: Path) -> None:

@@ -212,7 +212,12 @@ def _emit_results(results: Mapping[str, Any], out: Path, as_json: bool) -> None:
     from sparseflow.adaptive.study.run import PLAN_QUALITY_FILE
     from sparseflow.adaptive.training.train import CONTROLLERS
 
-    names = {"controllers": CONTROLLERS, "plan_quality": PLAN_QUALITY_FILE, "results": RESULTS_FILE, "page": PAGE_FILE}
+    names = {
+        "controllers": CONTROLLERS,
+        "plan_quality": PLAN_QUALITY_FILE,
+        "results": RESULTS_FILE,
+        "page": PAGE_FILE,
+    }
     files = {name: str(out / file) for name, file in names.items() if (out / file).exists()}
     rows = []
     for policy in results["policies"]:
