@@ -251,10 +251,10 @@ def test_profile_refuses_to_overwrite_foreign_predictor(
     assert Path("predictor.json").read_bytes() == first
     assert run([*other, "--rounds", "2"]) == 0
     record = json.loads(Path("other.predictor.json").read_text())
-    elsewhere = record["about"]["device"] | {"name": "Abacus"}
+    elsewhere = record["metadata"]["device"] | {"name": "Abacus"}
     for changed, value in (
-        ({"about": record["about"] | {"model_id": "foreign"}}, "foreign"),
-        ({"about": record["about"] | {"device": elsewhere}}, "Abacus"),
+        ({"metadata": record["metadata"] | {"model_id": "foreign"}}, "foreign"),
+        ({"metadata": record["metadata"] | {"device": elsewhere}}, "Abacus"),
         ({"format": "another"}, "other.predictor.json"),
     ):
         Path("other.predictor.json").write_text(json.dumps(record | changed))
@@ -315,12 +315,12 @@ def test_profile_engine_measures_under_load_and_reports_progress(
     )
 
     def measure(runner: Any, space: Any, out: Path, *, progress: Any, **options: Any) -> Any:
-        runner._progress(1, 3)
+        runner._report_warm_up(1, 3)
         progress("round 1", 0.25)
-        runner._progress(2, 3)
-        raise InputError(f"measuring {options['loads']} and {options['batches']}")
+        runner._report_warm_up(2, 3)
+        raise InputError(f"measuring {options['loads']} and {options['batch_sizes']}")
 
-    monkeypatch.setattr("sparseflow.adaptive.profile.model_profile.by_group", measure)
+    monkeypatch.setattr("sparseflow.adaptive.profile.model_profile.collect_profile_by_group", measure)
     command = ["adaptive", "profile", model, "--out", "profile.parquet", "--num-plans", "6"]
     assert run(command) == 2
     assert "measuring [0.0, 0.7] and [1, 8]" in capsys.readouterr().err

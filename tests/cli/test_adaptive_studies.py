@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from sparseflow.adaptive.study.results import read
+from sparseflow.adaptive.study.results import load_results
 from sparseflow.cli.root import run
 from tests.adaptive.grid_vqa.little import QUICK
 from tests.adaptive.study import small
@@ -73,7 +73,7 @@ def test_train_eval_plot_write_results_and_pages(
     for word in ("Controllers against lookup table:", "supervised on oracle", "page: study/report.html"):
         assert word in output.out
     assert "weights" not in output.err
-    assert sorted(read("study")["command"].split()) == sorted(["sparseflow", *ask])
+    assert sorted(load_results("study")["command"].split()) == sorted(["sparseflow", *ask])
     # Pages are slow to write and are not needed below.
     monkeypatch.setattr("sparseflow.adaptive.study.run.write_page", lambda *_: None)
     assert run([*ask, "--json"]) == 0

@@ -36,7 +36,7 @@ def test_a_question_that_tells_its_answer_is_found_out(monkeypatch: pytest.Monke
         drawn.slots[at, 0] = drawn.text[np.arange(len(drawn)), drawn.prompts][at]
         return drawn
 
-    monkeypatch.setattr(report, "draw", telling)
-    monkeypatch.setattr("sparseflow.adaptive.grid_vqa.dataset.draw", telling)
+    monkeypatch.setattr(report, "sample_questions", telling)
+    monkeypatch.setattr("sparseflow.adaptive.grid_vqa.dataset.sample_questions", telling)
     found = measure_blind_baseline(VqaDataset(quick(), bank=bank()), count=2000)
     assert found.by_kind["at"] == 1.0 and found.accuracy > found.chance + 0.1

@@ -28,7 +28,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_a_step_and_a_process_say_all_of_a_batch() -> None:
     again = VqaDataset(quick(), bank=bank())
-    for made in ("train", "named"):
+    for made in ("make_train_batch", "make_naming_batch"):
         first = [getattr(DATA, made)(step, rank) for step in (0, 1) for rank in (0, 1)]
         second = [getattr(again, made)(step, rank) for step in (1, 0) for rank in (0, 1)]
         for one, other in zip(first, second[2:] + second[:2], strict=True):
@@ -141,10 +141,10 @@ def test_names_come_as_often_as_their_weights_say() -> None:
 def test_names_that_are_not_there() -> None:
     with pytest.raises(InputError, match="no images of 'pig'"):
         VqaDataset(quick(**{"images.question_names": ["cat", "one", "pig"]}), bank=bank())
-    with pytest.raises(InputError, match=r"`train\.vision_weights` names 'pig'; there are images of cat"):
+    with pytest.raises(InputError, match=r"`train\.vision_weights` .*'pig'"):
         VqaDataset(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
     nothing = dict.fromkeys(bank().names, 0.0)
-    with pytest.raises(InputError, match="are all 0"):
+    with pytest.raises(InputError, match=r"train.vision_weights"):
         VqaDataset(quick(**{"train.vision_weights": nothing}), bank=bank())
 
 

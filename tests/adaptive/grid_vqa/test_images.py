@@ -119,7 +119,7 @@ def test_the_binary_version(tmp_path: Path) -> None:
     assert tests == {each.tobytes() for each in pixels[30:]}
     with pytest.raises(FileFormatError, match="records of 3073 bytes"):
         read_archives([archive(tmp_path / "d.tar", files | {"cifar/data_batch_1.bin": b"torn"}, "w")])
-    with pytest.raises(FileFormatError, match=r"label 1, and batches\.meta\.txt 1 names"):
+    with pytest.raises(FileFormatError, match=r"label 1.*1 names"):
         read_archives([archive(tmp_path / "e.tar", files | {"cifar/batches.meta.txt": b"airplane"}, "w")])
 
 
@@ -132,25 +132,23 @@ class Trap:
 
 def test_pickles_are_refused_and_not_read(tmp_path: Path) -> None:
     path = archive(tmp_path / "p.tar.gz", {"cifar-10-batches-py/data_batch_1": pickle.dumps(Trap())})
-    with pytest.raises(
-        InputError, match="made of pickles, which could run code; use CIFAR-10's binary version"
-    ):
+    with pytest.raises(InputError, match="pickles"):
         read_archives([path])
     assert not Trap.sprung
 
 
 def test_archives_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no archive"):
+    with pytest.raises(InputError, match=r"none.tar"):
         load_image_bank(digits=False, archives=[tmp_path / "none.tar"])
     with pytest.raises(InputError, match="there are no images"):
         load_image_bank(digits=False)
-    with pytest.raises(FileFormatError, match="holds no images"):
+    with pytest.raises(FileFormatError, match="contains no images"):
         read_archives([archive(tmp_path / "empty.tar", {"readme": b""}, "w")])
-    with pytest.raises(FileFormatError, match=r"cat/a\.png is not an image"):
+    with pytest.raises(FileFormatError, match=r"cat/a\.png"):
         read_archives([archive(tmp_path / "broken.tar", {"cat/a.png": png(noise(1)[0])[:100]}, "w")])
-    with pytest.raises(FileFormatError, match="one word, not 'big cat'"):
+    with pytest.raises(FileFormatError, match="'big cat'"):
         read_archives([archive(tmp_path / "words.tar", {"big cat/a.png": png(noise(1)[0])}, "w")])
-    with pytest.raises(InputError, match="there are 2 images of 'cat', too few"):
+    with pytest.raises(InputError, match="2 images of 'cat'"):
         files = {f"cat/{at}.png": png(x) for at, x in enumerate(noise(2))}
         load_image_bank(digits=False, archives=[archive(tmp_path / "few.tar", files, "w")])
     with pytest.raises(InputError, match="two sources have images of 'one'"):
@@ -161,7 +159,7 @@ def test_archives_of_no_use(tmp_path: Path) -> None:
     ).read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 9):
         (tmp_path / "torn.tar.gz").write_bytes(whole[:length])
-        with pytest.raises(FileFormatError, match="not a tar archive that can be read"):
+        with pytest.raises(FileFormatError, match="tar archive"):
             read_archives([tmp_path / "torn.tar.gz"])
 
 

@@ -158,11 +158,11 @@ def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
 
 
 def test_worlds_of_no_use() -> None:
-    with pytest.raises(InputError, match="no images of 'pig', only of cat"):
+    with pytest.raises(InputError, match="'pig'"):
         QuestionDomain(names=NAMES, question_names=("cat", "dog", "pig"), grid=3)
-    with pytest.raises(InputError, match="three names or more, each once, not cat, dog"):
+    with pytest.raises(InputError, match=r"three.*cat, dog"):
         QuestionDomain(names=NAMES, question_names=("cat", "dog"), grid=3)
-    with pytest.raises(InputError, match="each once"):
+    with pytest.raises(InputError, match="cat, dog, dog, one"):
         QuestionDomain(names=NAMES, question_names=("cat", "dog", "dog", "one"), grid=3)
 
 

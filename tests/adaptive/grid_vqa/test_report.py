@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
@@ -18,7 +16,6 @@ from sparseflow.adaptive.grid_vqa.report import (
     count_multiply_adds,
     load_report,
     make_report,
-    pareto,
     save_report,
 )
 from sparseflow.adaptive.plan.space import Plan
@@ -27,17 +24,6 @@ from tests.adaptive.grid_vqa.little import bank, quick
 
 DATA = VqaDataset(quick(), bank=bank())
 PLAN = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3))
-
-
-@given(points=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_no_point_that_is_kept_is_beaten(points: list[tuple[int, int]]) -> None:
-    costs, scores = [float(cost) for cost, _ in points], [float(score) for _, score in points]
-    kept = pareto(costs, scores)
-    for at, (cost, score) in enumerate(points):
-        beaten = any((c <= cost and s > score) or (c < cost and s >= score) for c, s in points)
-        assert not (kept[at] and beaten)
-        if not beaten:
-            assert any(kept[other] for other in range(len(points)) if points[other] == (cost, score))
 
 
 def test_work_is_that_of_the_matrices() -> None:

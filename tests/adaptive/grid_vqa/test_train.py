@@ -40,7 +40,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shares = [share for _, share in told]
     assert shares == sorted(shares) and shares[7] == pytest.approx(0.95) and shares[-1] == 1.0
-    assert told[0][0].endswith("cells named right") and "step 8 of 8" in told[7][0]
+    assert told[0][0].endswith("cells named correctly") and "step 8 of 8" in told[7][0]
     return root
 
 
@@ -59,11 +59,11 @@ def test_the_folder_tells_what_happened(unbroken: Path) -> None:
 def test_a_finished_training_is_not_done_again_and_another_is_refused(unbroken: Path) -> None:
     again = train(quick(), unbroken, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
     assert again.report == json.loads((unbroken / REPORT_FILE).read_text())
-    with pytest.raises(InputError, match=r"of another training, with other train\.rate"):
+    with pytest.raises(InputError, match=r"train\.rate"):
         train(quick(**{"train.rate": 0.1}), unbroken, bank=bank())
-    with pytest.raises(InputError, match="with other count, names"):
+    with pytest.raises(InputError, match="count"):
         train(quick(), unbroken, bank=bank(5))
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=r"settings.json"):
         train(quick(), unbroken / SETTINGS_FILE, bank=bank())
 
 

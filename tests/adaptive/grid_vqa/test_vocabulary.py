@@ -22,13 +22,13 @@ def test_words_are_numbered_alike_whatever_their_order() -> None:
     one, two = Vocabulary(["b", "a", "?", "a"]), Vocabulary(["?", "a", "b"])
     assert one.words == two.words == (*SPECIALS, "?", "a", "b")
     assert one.ids("b ?").tolist() == [8, 6] and one.text([1, 8, 6, 0]) == "b ?"
-    with pytest.raises(InputError, match="'c' is not among the 9 words"):
+    with pytest.raises(InputError, match=r"'c'.* 9 words"):
         one.ids("a c")
 
 
 @pytest.mark.parametrize("word", ["two words", "Big", "", " ", "<pad>", "a-b", "??"])
 def test_words_of_no_use(word: str) -> None:
-    with pytest.raises(InputError, match="is not a lower-case word"):
+    with pytest.raises(InputError, match="lower-case word"):
         Vocabulary(["fine", word])
 
 

@@ -38,10 +38,16 @@ from sparseflow.adaptive.predictor.table import (
 )
 from sparseflow.adaptive.profile import PlanProfile, collect_profile, select_representative_plans
 from sparseflow.errors import FileFormatError, InputError, PlanError
-from tests.adaptive.fake_runner import VISION, FakeRunner, prefill_ms, space, step_ms
+from tests.adaptive.fake_runner import (
+    VISION_TOKENS,
+    FakeRunner,
+    compute_prefill_ms,
+    compute_step_ms,
+    make_space,
+)
 from tests.conformance import check_artifact_file
 
-SPACE = space()
+SPACE = make_space()
 LOADS = (0.0, 0.35, 0.7)
 
 
@@ -53,8 +59,17 @@ def profiled(
     runner = FakeRunner(noise=noise, spike=spike)
     with TemporaryDirectory() as scratch:
         return collect_profile(
-            runner, SPACE, Path(scratch) / "p.parquet", text_tokens=(16, 64, 256), plans=select_representative_plans(SPACE, 27),
-            loads=loads, batch_sizes=batches, rounds=4, decode_steps=12, background=runner.apply_load, warmup_runs=0,
+            runner,
+            SPACE,
+            Path(scratch) / "p.parquet",
+            text_tokens=(16, 64, 256),
+            plans=select_representative_plans(SPACE, 27),
+            loads=loads,
+            batch_sizes=batches,
+            rounds=4,
+            decode_steps=12,
+            background=runner.apply_load,
+            warmup_runs=0,
         )
 
 
@@ -82,9 +97,9 @@ def asked(generator: np.random.Generator, *, load: float = 0.0, batch: int = 1) 
 def truth(ask: LatencyQuery) -> float:
     """Median of what the formula takes."""
     assert ask.plan.tier is not None
-    prompt = ask.text_tokens + ask.images * VISION[ask.plan.tier]
-    steps = sum(step_ms(ask.plan, prompt + 1 + at, ask.batch) for at in range(ask.new_tokens - 1))
-    return (1.0 + 1.5 * ask.load**2) * (prefill_ms(ask.plan, ask.text_tokens, ask.images) + steps)
+    prompt = ask.text_tokens + ask.images * VISION_TOKENS[ask.plan.tier]
+    steps = sum(compute_step_ms(ask.plan, prompt + 1 + at, ask.batch) for at in range(ask.new_tokens - 1))
+    return (1.0 + 1.5 * ask.load**2) * (compute_prefill_ms(ask.plan, ask.text_tokens, ask.images) + steps)
 
 
 def taken(runner: FakeRunner, ask: LatencyQuery) -> float:
@@ -136,8 +151,8 @@ def test_a_first_step_that_comes_before_others_have_their_turn() -> None:
             saved = []
             for ask in asks:
                 assert ask.plan.tier is not None
-                prompt = ask.text_tokens + VISION[ask.plan.tier]
-                saved.append((tokens > 1) * (1.0 - share) * step_ms(ask.plan, prompt + 1, batch))
+                prompt = ask.text_tokens + VISION_TOKENS[ask.plan.tier]
+                saved.append((tokens > 1) * (1.0 - share) * compute_step_ms(ask.plan, prompt + 1, batch))
             expected = np.array([truth(ask) for ask in asks]) - saved
             assert np.abs(predictor.predict(asks)[0] / expected - 1.0).mean() < 0.03
 
@@ -174,11 +189,23 @@ def test_slow_steps_average_out() -> None:
 
 ASKS = st.builds(
     lambda at, text, images, new, batch, load, queued, after: LatencyQuery(
-        plan=SPACE.plans[at], text_tokens=text, images=images, new_tokens=new, batch=batch, load=load,
-        queued_ms=queued, after=after,
+        plan=SPACE.plans[at],
+        text_tokens=text,
+        images=images,
+        new_tokens=new,
+        batch=batch,
+        load=load,
+        queued_ms=queued,
+        after=after,
     ),
-    st.integers(0, 224), st.integers(0, 3000), st.integers(1, 4) | st.floats(1e-3, 4.0),
-    st.integers(1, 2000), st.integers(1, 20), st.floats(0, 1), st.floats(0, 1e4), st.sampled_from(COMPLETED_STAGES),
+    st.integers(0, 224),
+    st.integers(0, 3000),
+    st.integers(1, 4) | st.floats(1e-3, 4.0),
+    st.integers(1, 2000),
+    st.integers(1, 20),
+    st.floats(0, 1),
+    st.floats(0, 1e4),
+    st.sampled_from(COMPLETED_STAGES),
 )
 
 
@@ -247,7 +274,8 @@ def _plain() -> PlanLatencyPredictor:
 @settings(max_examples=30, deadline=None)
 @given(
     text=st.integers(0, 500), images=st.integers(0, 3) | st.floats(0.0, 3.0), new=st.integers(1, 300),
-    batch=st.integers(1, 9), load=st.floats(0, 1), queued=st.floats(0, 100), after=st.sampled_from(COMPLETED_STAGES),
+    batch=st.integers(1, 9), load=st.floats(0, 1), queued=st.floats(0, 100),
+    after=st.sampled_from(COMPLETED_STAGES),
 )  # fmt: skip
 def test_all_plans_at_once_are_as_one_by_one(
     text: int, images: float, new: int, batch: int, load: float, queued: float, after: Any
@@ -290,15 +318,15 @@ def test_what_has_run_is_not_predicted_again() -> None:
     )
     # An image takes 4 ms to see; five of 16 blocks ran.
     assert whole - seen == pytest.approx(4.0, rel=0.2)
-    assert seen - inserted == pytest.approx(5 / 16 * (prefill_ms(ask.plan, 64) - 4.8), rel=0.1)
+    assert seen - inserted == pytest.approx(5 / 16 * (compute_prefill_ms(ask.plan, 64) - 4.8), rel=0.1)
 
 
 @pytest.mark.parametrize("plan", SPACE.plans[::37])
 def test_requests_of_no_image_or_several(plan: Plan) -> None:
     bare = LatencyQuery(plan=replace(plan, tier=None), text_tokens=100, images=0, new_tokens=1)
-    assert with_text().predict([bare])[0][0] == pytest.approx(prefill_ms(plan, 100, 0), rel=0.1)
+    assert with_text().predict([bare])[0][0] == pytest.approx(compute_prefill_ms(plan, 100, 0), rel=0.1)
     two = LatencyQuery(plan=plan, text_tokens=20, images=2, new_tokens=1)
-    assert with_text().predict([two])[0][0] == pytest.approx(prefill_ms(plan, 20, 2), rel=0.1)
+    assert with_text().predict([two])[0][0] == pytest.approx(compute_prefill_ms(plan, 20, 2), rel=0.1)
 
 
 @pytest.mark.parametrize("plan", SPACE.plans[::37])
@@ -319,15 +347,15 @@ def test_images_of_other_sizes_than_the_profile_s(plan: Plan) -> None:
     )
     assert bare < tiny <= quarter < one < two
     # A quarter of the tokens, and as long to be seen as one: how much quicker a small image is, nobody knows.
-    seen = prefill_ms(plan, 64, 1) - prefill_ms(plan, 64 + VISION[plan.tier], 0)
-    expected = prefill_ms(plan, 64 + VISION[plan.tier] // 4, 0) + seen
+    seen = compute_prefill_ms(plan, 64, 1) - compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier], 0)
+    expected = compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier] // 4, 0) + seen
     ask = LatencyQuery(plan=plan, text_tokens=64, images=0.25, new_tokens=1)
     assert found.predict([ask])[0][0] == pytest.approx(expected, rel=0.1)
 
 
 def test_what_images_are_counted_in() -> None:
     about = fitted(loads=(0.0,)).metadata
-    assert about.count_images(0) == 0.0 and about.count_images(2 * VISION["high"]) == 2.0
+    assert about.count_images(0) == 0.0 and about.count_images(2 * VISION_TOKENS["high"]) == 2.0
     bare = replace(about, vision_tokens={})
     assert bare.count_images(0) == 0.0
     with pytest.raises(InputError, match="no images"):
@@ -336,7 +364,7 @@ def test_what_images_are_counted_in() -> None:
 
 def test_models_without_images_or_experts() -> None:
     for top_k in (1, 2):
-        plain, runner = space(5, top_k, images=False), FakeRunner()
+        plain, runner = make_space(5, top_k, images=False), FakeRunner()
         runner.vision_tokens = {}
         with TemporaryDirectory() as scratch:
             data = collect_profile(
@@ -390,18 +418,22 @@ def edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     ("path", "value"),
     [
         (("format",), "other"), (("level",), 1.5), (("level",), None), (("held_out_error",), math.nan),
-        (("scale_coefficients", 0, 0), -1.0), (("scale_coefficients", 0, 0), math.nan), (("scale_coefficients",), [[1.0] * 4]),
-        (("scale_coefficients", 0), [1.0]), (("step_margins", 0), -0.1), (("margins", 0, "scores", 0), math.inf),
+        (("scale_coefficients", 0, 0), -1.0), (("scale_coefficients", 0, 0), math.nan),
+        (("scale_coefficients",), [[1.0] * 4]),
+        (("scale_coefficients", 0), [1.0]), (("step_margins", 0), -0.1),
+        (("margins", 0, "scores", 0), math.inf),
         (("margins", 0, "scores"), []), (("margins", 0, "miss_rate"), 0.0), (("margins",), []),
         (("step_correction",), []), (("step_correction", "per_load"), []),
         (("prefill_correction", "overall", "logs"), [1.0]),
         (("prefill_correction", "per_load", 0), {"logs": [math.nan], "weights": [1.0]}),
         (("prefill_correction", "per_load", 0), {"logs": [0.0], "weights": [-1.0]}),
-        (("tables", "prefill", "coefficients", 0, 0, 0, 0), -1.0), (("tables", "prefill", "coefficients", 0, 0, 0, 0), math.nan),
+        (("tables", "prefill", "coefficients", 0, 0, 0, 0), -1.0),
+        (("tables", "prefill", "coefficients", 0, 0, 0, 0), math.nan),
         (("tables", "prefill", "coefficients", 0, 0, 0, 0), 1e9), (("tables", "prefill", "tokens", 0), 1e9),
         (("tables", "prefill", "vision", 0, 0), 1e9), (("tables", "prefill", "vision"), [[0.0]] * 3),
         (("tables", "steps", 0, "loads", 0), 0.1),
-        (("tables", "steps", -1, "coefficients"), "none"), (("tables", "steps"), []), (("tables", "prefill"), {}),
+        (("tables", "steps", -1, "coefficients"), "none"), (("tables", "steps"), []),
+        (("tables", "prefill"), {}),
         (("metadata",), {}), (("space", "sets"), []),
         (("space", "geometry", "depth"), 1), (("tiers",), 3),
     ],
@@ -464,7 +496,7 @@ def test_other_questions_that_cannot_be_answered() -> None:
     with pytest.raises(InputError, match="`level`"):
         PlanLatencyPredictor.fit(profiled(), level=0.2)
     with pytest.raises(InputError, match="`space`"):
-        PlanLatencyPredictor.fit(profiled(), space(8))
+        PlanLatencyPredictor.fit(profiled(), make_space(8))
     few = replace(profiled(), measurements=profiled().measurements[:3])
     with pytest.raises(InputError, match="profile more"):
         PlanLatencyPredictor.fit(few)
@@ -479,7 +511,7 @@ def test_plans_of_other_sets_of_blocks() -> None:
     other = PlanSpace.from_importance(SPACE.geometry, list(range(16)))
     found = PlanLatencyPredictor.fit(profiled(loads=(0.0,)), other)
     p50, _ = found.predict_all(text_tokens=50, images=1, new_tokens=1)
-    np.testing.assert_allclose(p50, [prefill_ms(plan, 50) for plan in other.plans], rtol=0.05)
+    np.testing.assert_allclose(p50, [compute_prefill_ms(plan, 50) for plan in other.plans], rtol=0.05)
 
 
 def test_threads_may_share_a_predictor() -> None:

@@ -15,9 +15,9 @@ from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.predictor.online import WINDOW_SIZE, ConformalMargin, DriftCorrection, RunningMedian
 from sparseflow.adaptive.profile import collect_profile, select_representative_plans
 from sparseflow.errors import InputError
-from tests.adaptive.fake_runner import FakeRunner, space
+from tests.adaptive.fake_runner import FakeRunner, make_space
 
-SPACE = space(8, 4)
+SPACE = make_space(8, 4)
 LEVEL, OFF = 0.99, 0.005
 """Share of requests that shall be below, and how far from it a share over thousands may be."""
 REQUESTS = 2000
@@ -28,8 +28,16 @@ def content() -> dict[str, object]:
     runner = FakeRunner()
     with TemporaryDirectory() as scratch:
         data = collect_profile(
-            runner, SPACE, Path(scratch) / "p.parquet", text_tokens=(16, 128), plans=select_representative_plans(SPACE, 18),
-            loads=(0.0, 0.7), rounds=3, decode_steps=6, background=runner.apply_load, warmup_runs=0,
+            runner,
+            SPACE,
+            Path(scratch) / "p.parquet",
+            text_tokens=(16, 128),
+            plans=select_representative_plans(SPACE, 18),
+            loads=(0.0, 0.7),
+            rounds=3,
+            decode_steps=6,
+            background=runner.apply_load,
+            warmup_runs=0,
         )
     return PlanLatencyPredictor.fit(data).to_dict()
 

@@ -10,7 +10,7 @@ import pytest
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.predictor.features import FeatureBuilder, PaddingBuckets
 from sparseflow.adaptive.profile import RequestTimes, collect_profile, select_representative_plans
-from tests.adaptive.fake_runner import VISION, FakeRunner, space
+from tests.adaptive.fake_runner import VISION_TOKENS, FakeRunner, make_space
 
 SIZES = {"prompts": [16, 32, 64], "contexts": [8, 32, 64]}
 
@@ -48,7 +48,7 @@ class Stairs(FakeRunner):
     sizes = (256, 512, 768, 1024)
 
     def run(self, plan, text_tokens, *, steps, batch=1) -> RequestTimes:  # type: ignore[no-untyped-def]
-        tokens = text_tokens + (VISION[plan.tier] if plan.tier else 0)
+        tokens = text_tokens + (VISION_TOKENS[plan.tier] if plan.tier else 0)
         filled = next(size for size in self.sizes if size >= tokens)
         return RequestTimes(
             prefill_ms=0.01 * filled * (1.0 + 0.1 * len(plan.blocks)), steps_ms=(1.0,) * steps
@@ -56,15 +56,15 @@ class Stairs(FakeRunner):
 
 
 def test_a_share_of_an_image_has_whole_tokens() -> None:
-    plans, filling = space(), PaddingBuckets.from_config({"prompts": [256, 512]})
+    plans, filling = make_space(), PaddingBuckets.from_config({"prompts": [256, 512]})
     plan = plans.plans[-1]
     assert plan.tier == "high"
     # Exactly a size, whatever a division makes of it: not filled up to the next one.
     asks = [
-        LatencyQuery(plan=plan, text_tokens=256 - vision, images=vision / VISION["high"], new_tokens=1)
+        LatencyQuery(plan=plan, text_tokens=256 - vision, images=vision / VISION_TOKENS["high"], new_tokens=1)
         for vision in range(1, 257)
     ]
-    describer = FeatureBuilder(plans.geometry, VISION, plans.plans, filling, num_buckets=1)
+    describer = FeatureBuilder(plans.geometry, VISION_TOKENS, plans.plans, filling, num_buckets=1)
     assert set(describer.build(asks).prompt) == {256.0}
 
 
@@ -73,11 +73,17 @@ def test_stairs_are_predicted_where_they_are_known(told: bool, tmp_path: Path) -
     runner = Stairs()
     if told:
         runner.config = {"runner": "engine", "prompts": list(Stairs.sizes), "contexts": []}
-    plans = space()
+    plans = make_space()
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, plans, tmp_path / "p.parquet", text_tokens=(10, 100, 250, 400), plans=select_representative_plans(plans, 9),
-            rounds=1, decode_steps=1, warmup_runs=0,
+            runner,
+            plans,
+            tmp_path / "p.parquet",
+            text_tokens=(10, 100, 250, 400),
+            plans=select_representative_plans(plans, 9),
+            rounds=1,
+            decode_steps=1,
+            warmup_runs=0,
         )
     )
     worst = 0.0

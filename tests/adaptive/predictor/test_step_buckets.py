@@ -21,9 +21,9 @@ from sparseflow.adaptive.profile import (
     collect_profile,
     select_representative_plans,
 )
-from tests.adaptive.fake_runner import FakeRunner, space
+from tests.adaptive.fake_runner import FakeRunner, make_space
 
-SPACE = space()
+SPACE = make_space()
 
 
 def test_every_step_is_in_one_stretch() -> None:
@@ -61,8 +61,16 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
     runner = Meeting(noise=0.01)
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 20),
-            loads=(0.0, 0.7), rounds=8, decode_steps=10, background=runner.apply_load, warmup_runs=0,
+            runner,
+            SPACE,
+            tmp_path / "p.parquet",
+            text_tokens=(16, 64),
+            plans=select_representative_plans(SPACE, 20),
+            loads=(0.0, 0.7),
+            rounds=8,
+            decode_steps=10,
+            background=runner.apply_load,
+            warmup_runs=0,
         )
     )
     plan = SPACE.plans[100]
@@ -78,8 +86,14 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
 def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
     def profiled(steps: int, plans: int) -> PlanProfile:
         return collect_profile(
-            FakeRunner(), SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 20)[:plans],
-            rounds=2, decode_steps=steps, warmup_runs=0,
+            FakeRunner(),
+            SPACE,
+            tmp_path / "p.parquet",
+            text_tokens=(16, 64),
+            plans=select_representative_plans(SPACE, 20)[:plans],
+            rounds=2,
+            decode_steps=steps,
+            warmup_runs=0,
         )
 
     profiled(4, 20)
@@ -93,8 +107,16 @@ def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Pa
     runner = FakeRunner()
     found = PlanLatencyPredictor.fit(
         collect_profile(
-            runner, SPACE, tmp_path / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(SPACE, 10), loads=(0.7,),
-            rounds=2, decode_steps=3, background=runner.apply_load, warmup_runs=0,
+            runner,
+            SPACE,
+            tmp_path / "p.parquet",
+            text_tokens=(16, 64),
+            plans=select_representative_plans(SPACE, 10),
+            loads=(0.7,),
+            rounds=2,
+            decode_steps=3,
+            background=runner.apply_load,
+            warmup_runs=0,
         )
     )
     size: dict[str, Any] = {"text_tokens": 40, "images": 1, "new_tokens": 3}

@@ -12,16 +12,22 @@ import pytest
 from sparseflow.adaptive.predictor.validation import QUANTILES, can_validate, fit_folds, make_query, validate
 from sparseflow.adaptive.profile import PlanProfile, collect_profile, select_representative_plans
 from sparseflow.errors import InputError
-from tests.adaptive.fake_runner import FakeRunner, space
+from tests.adaptive.fake_runner import FakeRunner, make_space
 
 
 @cache
 def profiled(noise: float = 0.03) -> PlanProfile:
-    runner, plans = FakeRunner(noise=noise), space()
+    runner, plans = FakeRunner(noise=noise), make_space()
     with TemporaryDirectory() as scratch:
         return collect_profile(
-            runner, plans, Path(scratch) / "p.parquet", text_tokens=(16, 64), plans=select_representative_plans(plans, 27), rounds=6,
-            decode_steps=4, warmup_runs=0,
+            runner,
+            plans,
+            Path(scratch) / "p.parquet",
+            text_tokens=(16, 64),
+            plans=select_representative_plans(plans, 27),
+            rounds=6,
+            decode_steps=4,
+            warmup_runs=0,
         )
 
 

@@ -31,10 +31,10 @@ from sparseflow.adaptive.profile.storage import _ROWS as ROWS
 from sparseflow.adaptive.profile.storage import ProfileHeader, get_journal_path
 from sparseflow.core.journal import Journal
 from sparseflow.errors import FileFormatError, InputError, RunError
-from tests.adaptive.fake_runner import VISION, FakeRunner, space
+from tests.adaptive.fake_runner import VISION_TOKENS, FakeRunner, make_space
 from tests.conformance import check_artifact_file, check_journal_file
 
-SPACE = space(6, 3)
+SPACE = make_space(6, 3)
 MEASUREMENT = TypeAdapter(Measurement)
 
 
@@ -69,7 +69,7 @@ def test_everything_is_measured_and_kept(tmp_path: Path) -> None:
     assert set(warm.values()) == {1} and len(warm) == 24
     assert PlanProfile.load(tmp_path / "new" / "p.parquet") == found
     assert not get_journal_path(tmp_path / "new" / "p.parquet").exists()
-    assert found.metadata.vision_tokens == VISION and found.space == SPACE
+    assert found.metadata.vision_tokens == VISION_TOKENS and found.space == SPACE
     assert found.environments[0]["timer"] == "perf_counter" and found.environments[0]["seed"] == 0
 
 
@@ -206,9 +206,9 @@ def test_what_cannot_be_run_is_noted_and_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_lost_ends_it(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="20 .*out of memory"):
+    with pytest.raises(RunError, match=r"20 .*out of memory"):
         measured(FakeRunner(fails=lambda *_: True), tmp_path / "p.parquet")
-    with pytest.raises(RunError, match="4 .*out of memory"):
+    with pytest.raises(RunError, match=r"4 .*out of memory"):
         measured(FakeRunner(fails=lambda *_: True), tmp_path / "q.parquet", plans=PLANS[:1])
 
 
@@ -216,7 +216,7 @@ def test_a_profile_is_of_one_model_and_one_device(tmp_path: Path) -> None:
     file = tmp_path / "p.parquet"
     found = measured(FakeRunner(), file)
     found.check("fake", "cpu")
-    with pytest.raises(InputError, match="fake.*other"):
+    with pytest.raises(InputError, match=r"fake.*other"):
         found.check("other", "cpu")
     elsewhere = replace(
         found, metadata=replace(found.metadata, device={**found.metadata.device, "name": "Abacus"})
@@ -226,14 +226,14 @@ def test_a_profile_is_of_one_model_and_one_device(tmp_path: Path) -> None:
     for name, value in (
         ("model_id", "other"),
         ("config", {"runner": "other"}),
-        ("vision_tokens", {**VISION, "high": 999}),
+        ("vision_tokens", {**VISION_TOKENS, "high": 999}),
     ):
         runner = FakeRunner()
         setattr(runner, name, value)
         with pytest.raises(InputError, match=name):
             measured(runner, file)
     with pytest.raises(InputError, match="space"):
-        collect_profile(FakeRunner(), space(6, 2), file, text_tokens=(4,))
+        collect_profile(FakeRunner(), make_space(6, 2), file, text_tokens=(4,))
     assert PlanProfile.load(file) == found
 
 
@@ -355,7 +355,7 @@ def test_times_are_checked(times: tuple[float, tuple[float, ...]]) -> None:
 @given(count=st.integers(6, 260), seed=st.integers(0, 5), text_only=st.integers(0, 80))
 @settings(max_examples=25, deadline=None)
 def test_spread_plans_tell_about_the_others(count: int, seed: int, text_only: int) -> None:
-    whole = space()
+    whole = make_space()
     found = select_representative_plans(whole, count, seed=seed, num_text_plans=text_only)
     seen = [plan for plan in found if plan.tier is not None]
     assert len(set(found)) == len(found) and set(seen) <= set(whole.plans)
@@ -368,24 +368,24 @@ def test_spread_plans_tell_about_the_others(count: int, seed: int, text_only: in
 
 
 def test_plans_of_some_tiers_can_be_spread_alone() -> None:
-    found = select_representative_plans(space(), 8, tiers=("low", "medium"), num_text_plans=2)
+    found = select_representative_plans(make_space(), 8, tiers=("low", "medium"), num_text_plans=2)
     assert [plan.tier for plan in found] == ["low"] * 4 + ["medium"] * 4 + [None] * 2
-    assert [plan.tier for plan in select_representative_plans(space(), 8, tiers=(), num_text_plans=2)] == [
-        None
-    ] * 2
+    assert [
+        plan.tier for plan in select_representative_plans(make_space(), 8, tiers=(), num_text_plans=2)
+    ] == [None] * 2
     assert select_representative_plans(
-        space(), 8, tiers=("low", "medium", "high")
-    ) == select_representative_plans(space(), 8)
+        make_space(), 8, tiers=("low", "medium", "high")
+    ) == select_representative_plans(make_space(), 8)
 
 
 def test_too_few_plans_are_refused() -> None:
     for count, text_only in ((5, 0), (6, -1)):
         with pytest.raises(InputError, match="at least 6"):
-            select_representative_plans(space(), count, num_text_plans=text_only)
+            select_representative_plans(make_space(), count, num_text_plans=text_only)
 
 
 def test_a_model_without_images_has_plans_without_tier(tmp_path: Path) -> None:
-    plain, runner = space(6, 3, images=False), FakeRunner()
+    plain, runner = make_space(6, 3, images=False), FakeRunner()
     runner.vision_tokens = {}
     found = collect_profile(
         runner,

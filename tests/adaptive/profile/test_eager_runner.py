@@ -22,14 +22,14 @@ from sparseflow.adaptive.profile import (
 )
 from sparseflow.errors import InputError, PlanError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 
 FLOAT = torch.float32
 
 
 def runner_of(model: Any, **given: Any) -> EagerRunner:
     runtime = PlanRuntime(get_adapter(model))
-    example = tiny.prompt(model) if runtime.geometry.tiers else None
+    example = tiny.make_prompt(model) if runtime.geometry.tiers else None
     return EagerRunner(runtime, **{"device": "cpu", "example": example} | given)
 
 
@@ -67,14 +67,14 @@ def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) ->
 def test_only_the_blocks_of_a_plan_run(family: str) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
     runner, blocks = runner_of(model), get_adapter(model).blocks
-    with counted(blocks) as counts:
+    with count_calls(blocks) as counts:
         runner.run(Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5)), 6, steps=2)
     assert counts.attention == {0: 3, 2: 3, 5: 3}
-    assert counts.widths() == {0: 6.0, 2: 2.0, 5: 2.0}
+    assert counts.experts_per_token() == {0: 6.0, 2: 2.0, 5: 2.0}
 
 
 def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
-    model = tiny.llava_siglip(dtype=FLOAT)
+    model = tiny.build_llava_siglip(dtype=FLOAT)
     runner = runner_of(model)
     assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
     assert (
@@ -88,7 +88,7 @@ def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
 
 
 def test_words_mean_nothing_special_and_differ() -> None:
-    model = tiny.qwen3_vl_moe(dtype=FLOAT)
+    model = tiny.build_qwen3_vl_moe(dtype=FLOAT)
     runner, seen = runner_of(model), Seen(model)
     full = get_adapter(model).geometry.full_plan(images=False)
     runner.run(full, 400, steps=0)
@@ -103,21 +103,21 @@ def test_words_mean_nothing_special_and_differ() -> None:
 
 
 def test_prompts_may_be_shorter_than_the_example() -> None:
-    model = tiny.llava_siglip(dtype=FLOAT)
+    model = tiny.build_llava_siglip(dtype=FLOAT)
     runner, seen = runner_of(model), Seen(model)
     plan = get_adapter(model).geometry.full_plan()
     runner.run(plan, 1, steps=0)
     assert seen.calls[0][1] == 57
-    before = tiny.prompt(model)
+    before = tiny.make_prompt(model)
     before["input_ids"] = before["input_ids"].flip(1)
     with pytest.raises(InputError, match="10 text tokens"):
         EagerRunner(
-            PlanRuntime(get_adapter(tiny.llava_siglip(dtype=FLOAT))), device="cpu", example=before
+            PlanRuntime(get_adapter(tiny.build_llava_siglip(dtype=FLOAT))), device="cpu", example=before
         ).run(plan, 3, steps=0)
 
 
 def test_bad_requests_and_examples_are_refused() -> None:
-    model = tiny.llava_siglip(dtype=FLOAT)
+    model = tiny.build_llava_siglip(dtype=FLOAT)
     runtime = PlanRuntime(get_adapter(model))
     full = runtime.geometry.full_plan()
     bare = EagerRunner(runtime, device="cpu")
@@ -128,9 +128,9 @@ def test_bad_requests_and_examples_are_refused() -> None:
         with pytest.raises(InputError, match="must be at least 1"):
             bare.run(full, text, steps=steps, batch=batch)
     with pytest.raises(InputError, match="`example`"):
-        EagerRunner(runtime, device="cpu", example=tiny.prompt(model, rows=2))
+        EagerRunner(runtime, device="cpu", example=tiny.make_prompt(model, rows=2))
     with pytest.raises(InputError, match="`example`"):
-        EagerRunner(runtime, device="cpu", example=tiny.text())
+        EagerRunner(runtime, device="cpu", example=tiny.make_text_prompt())
     with pytest.raises(PlanError):
         bare.run(Plan(tier=None, insertion_position=1, top_k=7, blocks=(0,)), 5, steps=1)
     with pytest.raises(InputError, match=r"`device` \(=cuda\).*cpu"):
@@ -141,7 +141,7 @@ def test_bad_requests_and_examples_are_refused() -> None:
 
 
 def test_a_real_model_is_profiled(tmp_path: Path) -> None:
-    model = tiny.llava_siglip(depth=3, top_k=2, experts=3, dtype=FLOAT)
+    model = tiny.build_llava_siglip(depth=3, top_k=2, experts=3, dtype=FLOAT)
     runner = runner_of(model)
     space = PlanSpace.from_importance(get_adapter(model).geometry, [3.0, 2.0, 1.0])
     plans = [space.plans[0], space.plans[-1]]
@@ -167,10 +167,12 @@ def trained(model: Any) -> Any:
     ],
 )
 def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
-    model = tiny.llava_siglip(dtype=FLOAT)
+    model = tiny.build_llava_siglip(dtype=FLOAT)
     before = compute_model_id(model)
     assert (
-        compute_model_id(changed(model)) == before == compute_model_id(tiny.llava_siglip(dtype=FLOAT, seed=5))
+        compute_model_id(changed(model))
+        == before
+        == compute_model_id(tiny.build_llava_siglip(dtype=FLOAT, seed=5))
     )
 
 
@@ -187,17 +189,24 @@ def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
 
 def test_other_models_are_others() -> None:
     made = [
-        tiny.olmoe(dtype=FLOAT), tiny.olmoe(depth=5, dtype=FLOAT), tiny.olmoe(top_k=5, dtype=FLOAT),
-        tiny.olmoe(experts=9, dtype=FLOAT), tiny.olmoe(dtype=torch.bfloat16), tiny.mixtral(dtype=FLOAT),
-        tiny.llava_siglip(dtype=FLOAT), tiny.llava_clip(dtype=FLOAT), nn.Linear(2, 3), nn.Linear(2, 4),
-    ]  # fmt: skip
+        tiny.build_olmoe(dtype=FLOAT),
+        tiny.build_olmoe(depth=5, dtype=FLOAT),
+        tiny.build_olmoe(top_k=5, dtype=FLOAT),
+        tiny.build_olmoe(experts=9, dtype=FLOAT),
+        tiny.build_olmoe(dtype=torch.bfloat16),
+        tiny.build_mixtral(dtype=FLOAT),
+        tiny.build_llava_siglip(dtype=FLOAT),
+        tiny.build_llava_clip(dtype=FLOAT),
+        nn.Linear(2, 3),
+        nn.Linear(2, 4),
+    ]
     assert len({compute_model_id(model) for model in made}) == len(made)
 
 
 def test_a_limit_of_tokens_is_told_and_kept() -> None:
-    runner = runner_of(tiny.llava_siglip(dtype=FLOAT), max_tokens=40)
+    runner = runner_of(tiny.build_llava_siglip(dtype=FLOAT), max_tokens=40)
     assert runner.config["max_tokens"] == 40
-    assert "max_tokens" not in runner_of(tiny.olmoe(dtype=FLOAT)).config
+    assert "max_tokens" not in runner_of(tiny.build_olmoe(dtype=FLOAT)).config
     low, high = (
         Plan(tier=tier, insertion_position=1, top_k=2, blocks=(0, 1)) for tier in ("low", "high")
     )  # fmt: skip

@@ -34,7 +34,7 @@ TEXT = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5))
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny.llava_siglip(dtype=FLOAT)
+    return tiny.build_llava_siglip(dtype=FLOAT)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def plans(runtime: PlanRuntime) -> tuple[Plan, ...]:
 
 
 def made(runtime: PlanRuntime, **given: Any) -> EngineRunner:
-    example = tiny.prompt(runtime.adapter.model)
+    example = tiny.make_prompt(runtime.adapter.model)
     options: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": MAX_ENGINE_PLANS}
     return EngineRunner(runtime, plans(runtime), **(options | given))
 
@@ -197,7 +197,7 @@ def test_sizes_of_another_engine_are_refused(runtime: PlanRuntime, tmp_path: Pat
 def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRuntime) -> None:
     low = PlanSpace.from_importance(runtime.geometry).plans[0]
     assert low.tier == "low"
-    example = tiny.prompt(runtime.adapter.model)
+    example = tiny.make_prompt(runtime.adapter.model)
     with EngineRunner(
         runtime, [low], example=example, max_batch=3, max_tokens=40, mix=MAX_ENGINE_PLANS
     ) as runner:

@@ -17,7 +17,7 @@ from tests.adaptive import tiny
 
 
 def test_times_hold_for_a_number_format_and_choices_for_weights() -> None:
-    model, retrained = tiny.olmoe(dtype=torch.float32), tiny.olmoe(seed=1, dtype=torch.float32)
+    model, retrained = tiny.build_olmoe(dtype=torch.float32), tiny.build_olmoe(seed=1, dtype=torch.float32)
     half = copy.deepcopy(model).to(torch.bfloat16)
     assert compute_weights_id(half) == compute_weights_id(model) and compute_model_id(
         half
@@ -31,9 +31,9 @@ def test_times_hold_for_a_number_format_and_choices_for_weights() -> None:
 
 
 def test_other_architectures_and_knobs(tmp_path: Path) -> None:
-    model = tiny.llava_siglip(dtype=torch.float32)
+    model = tiny.build_llava_siglip(dtype=torch.float32)
     before = compute_weights_id(model)
-    assert compute_weights_id(tiny.llava_siglip(depth=7, dtype=torch.float32)) != before
+    assert compute_weights_id(tiny.build_llava_siglip(depth=7, dtype=torch.float32)) != before
     runtime = PlanRuntime(get_adapter(model))
     assert compute_weights_id(model) == before
     runtime.remove()
@@ -42,7 +42,7 @@ def test_other_architectures_and_knobs(tmp_path: Path) -> None:
 
 
 def test_a_change_of_one_block_is_seen() -> None:
-    model = tiny.olmoe(dtype=torch.float32)
+    model = tiny.build_olmoe(dtype=torch.float32)
     before = compute_weights_id(model)
     with torch.no_grad():
         model.model.layers[-1].mlp.gate.weight.mul_(1.1)

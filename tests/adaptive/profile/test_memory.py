@@ -38,7 +38,7 @@ def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
     plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5))
     with Engine(runtime.adapter, runtime, plans=[plan], max_batch=3, max_tokens=40) as engine:
         engine.submit(
-            GenerationRequest(inputs=tiny.text(), decide=FixedPlan(plan=plan), max_new_tokens=2)
+            GenerationRequest(inputs=tiny.make_text_prompt(), decide=FixedPlan(plan=plan), max_new_tokens=2)
         ).result()
         told = engine.snapshot().cache_bytes
     assert told == compute_cache_bytes(runtime.adapter, plan, slots=3, tokens=40) > 0
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
 
 
 def test_a_runner_refuses_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = PlanRuntime(get_adapter(tiny.olmoe(dtype=torch.float32)))
+    runtime = PlanRuntime(get_adapter(tiny.build_olmoe(dtype=torch.float32)))
     adapter, plans = runtime.adapter, [runtime.geometry.full_plan()]
     free = "sparseflow.adaptive.profile.engine_runner._get_free_bytes"
     monkeypatch.setattr(free, lambda device: 1000)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from sparseflow.adaptive.profile.plan_quality import PlanQuality, select_pareto_plans
 from sparseflow.errors import InputError
-from tests.adaptive.synthetic import space
+from tests.adaptive.synthetic import make_space
 from tests.conformance import check_artifact_file
 
-SPACE = space(depth=4, top_k=3)
+SPACE = make_space(depth=4, top_k=3)
 PLANS = SPACE.plans
 WORTH = PlanQuality(
     model_id="m",
@@ -35,10 +35,10 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_of_another_model_or_other_plans() -> None:
-    with pytest.raises(InputError, match="id m.*other"):
+    with pytest.raises(InputError, match=r"id m.*other"):
         WORTH.check("other", SPACE)
     with pytest.raises(InputError, match="other plans"):
-        WORTH.check("m", space(depth=5, top_k=3))
+        WORTH.check("m", make_space(depth=5, top_k=3))
     content: dict[str, Any] = {name: getattr(WORTH, name) for name in PlanQuality.model_fields}
     for accuracy in ((0.5,), (float("nan"),) * len(PLANS), (1.5,) * len(PLANS)):
         with pytest.raises(ValueError, match="accuracy"):

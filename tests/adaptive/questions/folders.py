@@ -25,7 +25,7 @@ from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import Message, RequestLimits
 from sparseflow.adaptive.prompts.model_folder import ModelFolder, open_folder
 from tests.adaptive import tiny
-from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
+from tests.adaptive.fake_runner import VISION_TOKENS, compute_prefill_ms, compute_step_ms
 
 NEW_TOKENS = 3
 WORDS = tuple(f"w{at}" for at in range(5, 60))
@@ -147,12 +147,12 @@ def profile_of(there: ModelFolder, space: PlanSpace | None = None) -> PlanProfil
     """A profile of a model by a formula: two requests of each plan at each of two lengths."""
     space = space_of(there) if space is None else space
     random, top_k = np.random.default_rng(0), space.geometry.top_k
-    vision: dict[Tier, int] = {tier: VISION[tier] for tier in space.geometry.tiers}
+    vision: dict[Tier, int] = {tier: VISION_TOKENS[tier] for tier in space.geometry.tiers}
     visits = [
         Measurement(
             plan=plan, text_tokens=tokens, round=at,
-            prefill_ms=prefill_ms(plan, tokens, top_k=top_k) * float(np.exp(0.02 * random.normal())),
-            steps_ms=tuple(step_ms(plan, tokens + step, top_k=top_k) for step in range(NEW_TOKENS)),
+            prefill_ms=compute_prefill_ms(plan, tokens, top_k=top_k) * float(np.exp(0.02 * random.normal())),
+            steps_ms=tuple(compute_step_ms(plan, tokens + step, top_k=top_k) for step in range(NEW_TOKENS)),
         )
         for at in range(2)
         for plan in space.plans

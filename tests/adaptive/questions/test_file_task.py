@@ -178,14 +178,14 @@ def test_what_is_refused(made: Made, tmp_path: Path) -> None:
         few.select_samples(SampleCounts())
     with pytest.raises(InputError, match=r"7 questions for `train` and `val` together .*at least 8"):
         few.make_scorer(7)
-    with pytest.raises(InputError, match=r"`val` has 10 questions; 4 after the first 8 are not there"):
+    with pytest.raises(InputError, match=r"`val` has 10 questions; 4 from index 8"):
         made.task.evaluate_plans(made.space, split="val", first=8, count=4)
     many = [line | {"kind": f"k{at}"} for at, line in enumerate(made.lines * 3)]
-    with pytest.raises(InputError, match=r"some.jsonl has 90 kinds of questions; name at most 64"):
+    with pytest.raises(InputError, match=r"some.jsonl has 90 kinds of questions.*64"):
         made.task_of(many)
     alike = made.task_of([{**line, "kind": "sum"} for line in made.lines])
     assert alike.kinds == ()
     with pytest.raises(InputError, match=r"holds no model: there is no config.json"):
         QuestionTask.open(tmp_path, made.folder / "some.jsonl", device=ALONE.device)
-    with pytest.raises(ModelError, match=r"knobs already"):
+    with pytest.raises(ModelError, match="plan runtime"):
         QuestionRunner(made.there)

@@ -24,7 +24,7 @@ from sparseflow.adaptive.profile.metadata import get_device_facts
 from sparseflow.adaptive.study import SampleCounts, StudyConfig
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.core.training.distributed import init_distributed
-from tests.adaptive.fake_runner import VISION, prefill_ms, step_ms
+from tests.adaptive.fake_runner import VISION_TOKENS, compute_prefill_ms, compute_step_ms
 from tests.adaptive.grid_vqa.little import bank, quick
 
 SETTINGS = quick(
@@ -76,9 +76,12 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
         for tokens in (6, 12)
     ]
     about = ProfileMetadata(
-        model_id=compute_model_id(model), device=get_device_facts("cpu"), space=space, vision_tokens=VISION,
+        model_id=compute_model_id(model),
+        device=get_device_facts("cpu"),
+        space=space,
+        vision_tokens=VISION_TOKENS,
         config={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
-    )  # fmt: skip
+    )
     return PlanProfile(metadata=about, environments=({},), measurements=tuple(visits))
 
 
@@ -92,13 +95,13 @@ def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **
 
 def prefill(plan: Plan, tokens: int) -> float:
     """Of the formula, of a model whose own top-k is 3."""
-    return prefill_ms(plan, tokens, top_k=3)
+    return compute_prefill_ms(plan, tokens, top_k=3)
 
 
 def step(plan: Plan, tokens: int, at: int) -> float:
     """One token after the first."""
     assert plan.tier is not None
-    return step_ms(plan, tokens + VISION[plan.tier] + 1 + at, top_k=3)
+    return compute_step_ms(plan, tokens + VISION_TOKENS[plan.tier] + 1 + at, top_k=3)
 
 
 def truth(plan: Plan, tokens: int, new_tokens: int) -> float:

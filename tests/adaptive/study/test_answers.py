@@ -50,7 +50,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         calls.append((named["split"], named["first"], named["count"]))
         return evaluate.evaluate_plans(*given, **named)
 
-    monkeypatch.setattr(task, "outcomes", noted)
+    monkeypatch.setattr(task, "evaluate_plans", noted)
     return calls
 
 
@@ -120,7 +120,7 @@ def test_of_another_model_task_or_plans(model, space, made: Path, tmp_path: Path
     changed = small.opened(made / "model")
     with torch.no_grad():
         next(iter(changed.parameters())).add_(1.0)
-    with pytest.raises(InputError, match=r"of other weights"):
+    with pytest.raises(InputError, match=r"other weights"):
         collect_outcomes(of(changed), space, tmp_path, {"test": 4}, context=ALONE)
     with pytest.raises(InputError, match=r"`counts` .* at least 1 sample"):
         collect_outcomes(of(model), space, tmp_path, {"test": 0}, context=ALONE)

@@ -12,16 +12,16 @@ from sparseflow.adaptive.study.comparison import compare_with_baselines, summari
 from sparseflow.adaptive.study.latencies import LatencySamples, RequestSize
 from sparseflow.adaptive.study.outcome_tables import StudyTables
 from sparseflow.errors import InputError
-from tests.adaptive.synthetic import WIDTH, outcomes, space
+from tests.adaptive.synthetic import WIDTH, make_outcomes, make_space
 
-PLANS = space(depth=4, top_k=3)
+PLANS = make_space(depth=4, top_k=3)
 
 
 def made(*, samples: int = 64) -> StudyTables:
     """Tables of requests whose needs are known."""
 
     def of(seed: int) -> OutcomeTable:
-        return outcomes(samples, seed=seed, plans=PLANS)
+        return make_outcomes(samples, seed=seed, plans=PLANS)
 
     half = torch.arange(samples) < samples // 2
     return StudyTables(
@@ -90,7 +90,7 @@ def test_what_is_refused() -> None:
         compare_with_baselines(made(), attainment=0.0)
     with pytest.raises(InputError, match="other plans"):
         compare_with_baselines(
-            made(), controllers=[Controllers(space(), width=WIDTH, model_id="m")], num_budgets=3
+            made(), controllers=[Controllers(make_space(), width=WIDTH, model_id="m")], num_budgets=3
         )
 
 

@@ -108,7 +108,7 @@ def test_what_is_refused(model) -> None:
     profile = small.profile_of(model)
     with pytest.raises(InputError, match=r"`sizes`"):
         sample_latencies(profile, [RequestSize(6, 0)])
-    with pytest.raises(InputError, match=r"at least 1, for one request or more"):
+    with pytest.raises(InputError, match=r"at least 1"):
         sample_latencies(profile, [])
     low = PlanProfile(
         metadata=profile.metadata,
@@ -121,5 +121,5 @@ def test_what_is_refused(model) -> None:
         "low"
     ] * int(found.measured.sum())
     batched = replace(profile, measurements=tuple(replace(each, batch=2) for each in profile.measurements))
-    with pytest.raises(InputError, match=r"measured none of its \d+ plans alone"):
+    with pytest.raises(InputError, match=r"batch size 1"):
         sample_latencies(batched, [RequestSize(6, 2)])

@@ -49,7 +49,9 @@ def of(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTa
 def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> None:
     profile = small.profile_of(model, noise=0.0)
     found = of(model, profile, tmp_path, train=30, validation=20, test=40)
-    judged = {name: evaluate_plans(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")}
+    judged = {
+        name: evaluate_plans(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")
+    }
     for table, split, some in (
         (found.train, "val", slice(30)),
         (found.validation, "val", slice(30, 50)),
@@ -90,7 +92,7 @@ def test_latencies_are_kept_and_made_anew_for_another_profile(
     assert len(made) == 8 and other.train.latency_ms.shape[2] == 2
     path = tmp_path / OUTCOMES_DIR / LATENCIES_FILE
     path.write_bytes(b"nothing")
-    with pytest.raises(FileFormatError, match="latencies.safetensors"):
+    with pytest.raises(FileFormatError, match=r"latencies.safetensors"):
         of(model, profile, tmp_path, **few)
 
 

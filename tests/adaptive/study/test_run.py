@@ -143,7 +143,7 @@ def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
 
 def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     asked = small.asked(made, out=tmp_path / "study")
-    with pytest.raises(InputError, match="absent.parquet"):
+    with pytest.raises(InputError, match=r"absent.parquet"):
         train(replace(asked, profile=tmp_path / "absent.parquet"), small.CONFIG)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"`out` \(=.*file\) is a file"):
@@ -155,18 +155,18 @@ def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
     other = Controllers.load(studied / "controllers.safetensors")
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"controllers of the model other, not of"):
+    with pytest.raises(InputError, match=r"model other"):
         evaluate(asked, controllers=tmp_path / "other.safetensors")
     before = (studied / "results.json").read_bytes()
     with pytest.raises(InputError, match=r"`out`.*training"):
         evaluate(small.asked(made, out=studied))
     assert (studied / "results.json").read_bytes() == before
-    with pytest.raises(InputError, match="results.json"):
+    with pytest.raises(InputError, match=r"results.json"):
         write_page(tmp_path, tmp_path / "page.html")
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(FileFormatError, match="results.json"):
+    with pytest.raises(FileFormatError, match=r"results.json"):
         write_page(tmp_path, tmp_path / "page.html")
-    kept = load_results(studied)
+    kept = json.loads((studied / "results.json").read_text("utf-8"))
     del kept["policies"][0]["curve"]
     (tmp_path / "results.json").write_text(json.dumps(kept))
     with pytest.raises(FileFormatError, match=r"KeyError\('curve'\)"):

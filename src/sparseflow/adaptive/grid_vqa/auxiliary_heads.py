@@ -56,10 +56,10 @@ class GroundingHead(nn.Module):
         cells, labels = grid**2, 2 * len(name_tokens) + 1
         sizes = (cells, labels, cells + 1)
         self.cell_head, self.content_head, self.location_head = (nn.Linear(width, size) for size in sizes)
-        self.register_buffer("words", torch.tensor([*name_tokens, *small_tokens]), persistent=False)
+        self.register_buffer("name_tokens", torch.tensor([*name_tokens, *small_tokens]), persistent=False)
         quiz = [*(name_tokens[label] for label in question_labels), *small_tokens]
-        self.register_buffer("quizzes", torch.tensor(quiz), persistent=False)
-        self.register_buffer("shown", compute_cell_coverage(grid, crop_side), persistent=False)
+        self.register_buffer("quiz_tokens", torch.tensor(quiz), persistent=False)
+        self.register_buffer("coverage", compute_cell_coverage(grid, crop_side), persistent=False)
 
     def append_quiz(self, text: Tensor) -> Tensor:
         """Append all quiz tokens in random order (torch's generator): [B, T] -> [B, T + quiz]."""

@@ -110,7 +110,7 @@ class VqaTrainConfig(StrictModel):
     """Batch size of each process."""
     vision_crops: tuple[int, int, int] = (1, 4, 9)
     """Random crops of each level in a step of the first part."""
-    vision_weights: dict[str, float] = {}
+    vision_weights: dict[str, float] = Field(default_factory=dict)
     """Relative frequency of each name in the first part; 1 by default."""
     vision_small: float = Field(default=0.4, ge=0.0, le=0.9)
     """Fraction of cells with a small item in the first part."""
@@ -147,9 +147,11 @@ class VqaTrainConfig(StrictModel):
     """Strength of the image augmentation; 0 disables it."""
     mix: float = Field(default=0.5, ge=0.0, le=1.0)
     """Fraction of items that blend two images, in the first part."""
-    shares: dict[Kind, float] = {
-        "at": 0.25, "count": 0.15, "where": 0.15, "left": 0.15, "small": 0.2, "list": 0.1,
-    }  # fmt: skip
+    shares: dict[Kind, float] = Field(
+        default_factory=lambda: {
+            "at": 0.25, "count": 0.15, "where": 0.15, "left": 0.15, "small": 0.2, "list": 0.1,
+        }
+    )  # fmt: skip
     """Frequencies of the kinds of questions in training."""
     ema: float = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of the weight average that is evaluated and saved."""
@@ -171,9 +173,11 @@ class VqaConfig(StrictModel):
     scene: VqaSceneConfig = Field(default_factory=VqaSceneConfig)
     model: VqaModelConfig = Field(default_factory=VqaModelConfig)
     train: VqaTrainConfig = Field(default_factory=VqaTrainConfig)
-    test_shares: dict[Kind, float] = {
-        "at": 0.25, "count": 0.2, "where": 0.1, "left": 0.15, "small": 0.2, "list": 0.1,
-    }  # fmt: skip
+    test_shares: dict[Kind, float] = Field(
+        default_factory=lambda: {
+            "at": 0.25, "count": 0.2, "where": 0.1, "left": 0.15, "small": 0.2, "list": 0.1,
+        }
+    )  # fmt: skip
     """Frequencies of the kinds of questions in every evaluation."""
     test_samples: int = Field(default=2000, ge=1)
     """Questions on which the full plan and the blind baseline are evaluated."""

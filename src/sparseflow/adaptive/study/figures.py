@@ -86,7 +86,7 @@ def plot_plans(plans: Sequence[Row], *, size: Row) -> Figure:
         return from_matplotlib(
             figure,
             title="Plans by latency and accuracy",
-            alt=f"{len(plans)} plans, {len(front)} of them on the Pareto front: from {first['p50_ms']:.3g} ms "
+            alt=f"{len(plans)} plans, {len(front)} on the Pareto front: from {first['p50_ms']:.3g} ms "
             f"at {first['accuracy']:.1%} to {last['p50_ms']:.3g} ms at {last['accuracy']:.1%}.",
             caption="Points are medians, vertical bars 95 % intervals of the accuracy, short strokes single "
             "requests. Numbers are those of the table below.",
