@@ -1,4 +1,4 @@
-"""What tests of the adaptive wing share: its benchmarks, imported by name."""
+"""Shared fixtures of the adaptive wing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "adaptive"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a benchmark by name. Those of other wings have the same names, so none stays imported."""
+    """Import a benchmark script by name; no script stays imported, since other wings use the same names."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    mine = {file.stem for file in SCRIPTS.glob("*.py")}
+    script_names = {path.stem for path in SCRIPTS.glob("*.py")}
 
-    def forget() -> None:
-        for name in mine:
+    def forget_scripts() -> None:
+        for name in script_names:
             sys.modules.pop(name, None)
 
-    forget()
+    forget_scripts()
     yield import_module
-    forget()
+    forget_scripts()

@@ -1,4 +1,4 @@
-"""What really ran in a model, seen from the inside: attention calls, and rows that went through experts."""
+"""Counts attention calls and expert rows inside a model."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Counts:
-    """Of forwards so far.
+class CallCounts:
+    """Counts of all forwards.
 
     Attributes:
         attention: Block -> calls of its attention.
-        rows: Block -> rows that its experts multiplied, one for each token and expert.
-        tokens: Block -> tokens that came to its experts.
+        rows: Block -> rows that its experts multiply, one per token and expert.
+        tokens: Block -> tokens that reach its experts.
     """
 
     attention: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)
     tokens: Counter[int] = field(default_factory=Counter)
 
-    def widths(self) -> dict[int, float]:
-        """Block -> experts that a token went through."""
+    def experts_per_token(self) -> dict[int, float]:
+        """Return the number of experts per token for each block."""
         return {block: self.rows[block] / self.tokens[block] for block in sorted(self.tokens)}
 
 
-def experts_of(block: nn.Module) -> nn.Module | None:
-    """The experts of a block."""
-    return next((each for each in block.modules() if type(each).__name__.endswith("Experts")), None)
+def find_experts(block: nn.Module) -> nn.Module | None:
+    """Return the experts module of a block; None without experts."""
+    return next((module for module in block.modules() if type(module).__name__.endswith("Experts")), None)
 
 
 @contextmanager
-def counted(blocks: Any) -> Iterator[Counts]:
-    """Count forwards of a decoder's blocks, by hooks deep inside of them; experts must run eagerly."""
-    found = Counts()
+def count_calls(blocks: Any) -> Iterator[CallCounts]:
+    """Count forwards of a decoder's blocks with hooks; experts must use the eager implementation."""
+    counts = CallCounts()
     hooks = []
 
-    def attended(at: int) -> Any:
-        return lambda module, given: found.attention.update([at])
+    def count_attention(index: int) -> Any:
+        return lambda module, inputs: counts.attention.update([index])
 
-    def came(at: int) -> Any:
-        return lambda module, given: found.tokens.update({at: len(given[0])})
+    def count_tokens(index: int) -> Any:
+        return lambda module, inputs: counts.tokens.update({index: len(inputs[0])})
 
-    def multiplied(at: int) -> Any:
-        def hook(module: nn.Module, given: tuple[Tensor], result: Tensor) -> None:
-            found.rows[at] += len(result)
+    def count_rows(index: int) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor], result: Tensor) -> None:
+            counts.rows[index] += len(result)
 
         return hook
 
-    for at, block in enumerate(blocks):
-        hooks.append(block.self_attn.register_forward_pre_hook(attended(at)))
-        experts = experts_of(block)
+    for index, block in enumerate(blocks):
+        hooks.append(block.self_attn.register_forward_pre_hook(count_attention(index)))
+        experts = find_experts(block)
         if experts is not None:
-            hooks.append(experts.register_forward_pre_hook(came(at)))
-            hooks.append(experts.get_submodule("act_fn").register_forward_hook(multiplied(at)))
+            hooks.append(experts.register_forward_pre_hook(count_tokens(index)))
+            hooks.append(experts.get_submodule("act_fn").register_forward_hook(count_rows(index)))
     try:
-        yield found
+        yield counts
     finally:
         for hook in hooks:
             hook.remove()

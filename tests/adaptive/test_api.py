@@ -43,7 +43,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny.olmoe()
+    return tiny.build_olmoe()
 
 
 def profiled(model: Any, folder: Path, runner_of: Callable[[PlanRuntime, Sequence[Plan]], Any]) -> Path:
@@ -162,7 +162,7 @@ def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
     with pytest.raises(InputError):
         adaptive.attach(model, plan_quality=[1.0])
     with pytest.raises(InputError):
-        adaptive.attach(tiny.olmoe(depth=7), profile=measured)
+        adaptive.attach(tiny.build_olmoe(depth=7), profile=measured)
     with pytest.raises(InputError):
         adaptive.attach(model, profile=measured.with_name("absent.parquet"))
     assert not any("forward" in vars(module) for module in model.modules())

@@ -99,7 +99,8 @@ def test_packed_images_are_not_training_images(archive: Path) -> None:
     assert all(name.split("/")[0] == "test" for name in names) and len(set(names)) == len(names)
     images = parse_vqa_config({"images": {"archives": [archive]}}).images
     packed, digits = (
-        load_image_bank(digits=True, archives=archives, seed=images.seed) for archives in (images.archives, ())
+        load_image_bank(digits=True, archives=archives, seed=images.seed)
+        for archives in (images.archives, ())
     )
     # Digits come first and are split as without an archive, so training digits stay in the training split.
     for label, name in enumerate(digits.names):

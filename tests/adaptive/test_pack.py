@@ -1,4 +1,4 @@
-"""Packing a trained model: the folder can be shipped, and its images are of the test split only."""
+"""Tests of packing a trained model: a complete directory, and images of the test split only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("PIL")
 
 from sparseflow.adaptive.adapters import get_adapter
-from sparseflow.adaptive.data import IMPORTANCE, WORTH
+from sparseflow.adaptive.data import IMPORTANCE_FILE, PLAN_QUALITY_FILE
 from sparseflow.adaptive.demo import run_demo
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import IMAGES, load_vqa_model
@@ -31,38 +31,47 @@ from tests.adaptive.grid_vqa.test_images import archive, noise, png
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `pack` takes. Of cats and dogs, and two test images are training images as well."""
+    """Arguments of `pack`. The classes are cat and dog, and two test images are also training images."""
     root = tmp_path_factory.mktemp("trained")
     train, test = noise(40), noise(30, seed=1)
     test[:2] = train[:2]
 
-    def named(part: str, images: np.ndarray) -> Path:
-        files = {f"{part}/{'cat' if at % 2 else 'dog'}/{at:02}.png": png(x) for at, x in enumerate(images)}
-        return archive(root / f"{part}.tar.gz", files)
+    def write_archive(split: str, images: np.ndarray) -> Path:
+        files = {
+            f"{split}/{'cat' if index % 2 else 'dog'}/{index:02}.png": png(image)
+            for index, image in enumerate(images)
+        }
+        return archive(root / f"{split}.tar.gz", files)
 
-    archives = [named("train", train), named("test", test)]
-    settings = quick(**{"images.archives": list(map(str, archives)), "images.question_names": ["cat", "one", "two"]})
+    archives = [write_archive("train", train), write_archive("test", test)]
+    settings = quick(
+        **{"images.archives": list(map(str, archives)), "images.question_names": ["cat", "one", "two"]}
+    )
     network, _, _ = load_vqa_model(untrained(root / "model", settings))
-    who = compute_weights_id(network)
-    found = measure_importance(lambda blocks: np.ones(4), get_adapter(network).geometry, beam=1, model_id=who)
-    (root / IMPORTANCE).write_text(json.dumps(found.to_dict()))
-    space = found.make_space()
-    worth = PlanQuality(model_id=who, space=space, accuracy=(0.5,) * len(space), samples=4, task="t")
-    worth.save(root / WORTH)
+    model_id = compute_weights_id(network)
+    importance = measure_importance(
+        lambda blocks: np.ones(4), get_adapter(network).geometry, beam=1, model_id=model_id
+    )
+    (root / IMPORTANCE_FILE).write_text(json.dumps(importance.to_dict()))
+    space = importance.make_space()
+    accuracy = (0.5,) * len(space)
+    quality = PlanQuality(model_id=model_id, space=space, accuracy=accuracy, samples=4, task="t")
+    quality.save(root / PLAN_QUALITY_FILE)
     return {
-        "model": root / "model", "importance": root / IMPORTANCE, "worth": root / WORTH, "archives": archives,
+        "model": root / "model", "importance": root / IMPORTANCE_FILE,
+        "plan_quality": root / PLAN_QUALITY_FILE, "archives": archives,
     }  # fmt: skip
 
 
-def words(trained: dict[str, Any], out: Path) -> list[str]:
-    """The same on a command line."""
+def make_argv(trained: dict[str, Any], out: Path) -> list[str]:
     return [
-        str(trained["model"]), "--importance", str(trained["importance"]), "--worth", str(trained["worth"]),
+        str(trained["model"]), "--importance", str(trained["importance"]),
+        "--plan-quality", str(trained["plan_quality"]),
         "--archives", *map(str, trained["archives"]), "--out", str(out),
     ]  # fmt: skip
 
 
-def test_a_packed_model_is_shown_without_its_archives(
+def test_pack_demo_runs_without_archives(
     script: Callable[[str], Any],
     trained: dict[str, Any],
     tmp_path: Path,
@@ -70,47 +79,47 @@ def test_a_packed_model_is_shown_without_its_archives(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pack, out = script("pack"), tmp_path / "cats"
-    monkeypatch.setattr(pack, "OTHERS", 9)
-    assert pack.main(words(trained, out)) == 0 and "23 images" in capsys.readouterr().out
-    with tarfile.open(out / IMAGES) as opened:
-        names = opened.getnames()
-    # Image 0 is a dog and image 1 a cat of the training; of dogs, which nobody asks about, there are enough.
+    monkeypatch.setattr(pack, "MAX_OTHER_IMAGES", 9)
+    assert pack.main(make_argv(trained, out)) == 0 and "23 images" in capsys.readouterr().out
+    with tarfile.open(out / IMAGES) as tar:
+        names = tar.getnames()
+    # Images 0 (dog) and 1 (cat) are training images; dogs do not occur in questions, so 9 suffice.
     assert names == sorted(names, key=lambda name: name[-6:]) and {name[:5] for name in names} == {"test/"}
     assert not {name[-6:-4] for name in names} & {"00", "01"}
     assert sum("cat" in name for name in names) == 14 and sum("dog" in name for name in names) == 9
-    kept = json.loads((out / "grid_vqa.json").read_text())["settings"]["images"]
-    assert kept["archives"] == ["train.tar.gz", "test.tar.gz"]
-    before = (out / IMAGES).read_bytes()
-    pack.main(words(trained, out))
-    assert (out / IMAGES).read_bytes() == before
+    images = json.loads((out / "grid_vqa.json").read_text())["settings"]["images"]
+    assert images["archives"] == ["train.tar.gz", "test.tar.gz"]
+    content = (out / IMAGES).read_bytes()
+    pack.main(make_argv(trained, out))
+    assert (out / IMAGES).read_bytes() == content
 
-    few = ["--questions", "2", "--budgets", "2", "--out", str(tmp_path / "runs")]
+    options = ["--num-questions", "2", "--num-budgets", "2", "--out", str(tmp_path / "runs")]
     capsys.readouterr()
-    assert run(["adaptive", "demo", "--model", str(out), *few, "--json"]) == 0
+    assert run(["adaptive", "demo", "--model", str(out), *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "cats"
     (out / IMAGES).unlink()
-    with pytest.raises(InputError, match=r"there is no archive train\.tar\.gz"):
-        run_demo(out, out=tmp_path / "runs")
+    with pytest.raises(InputError, match=r"train\.tar\.gz"):
+        run_demo(out, out_dir=tmp_path / "runs")
 
 
-def test_what_is_refused(script: Callable[[str], Any], trained: dict[str, Any], tmp_path: Path) -> None:
+def test_pack_files_of_another_model_raise(
+    script: Callable[[str], Any], trained: dict[str, Any], tmp_path: Path
+) -> None:
     pack, out = script("pack"), tmp_path / "out"
-    with pytest.raises(InputError, match=r"those of the training, train\.tar\.gz test\.tar\.gz"):
+    with pytest.raises(InputError, match=r"train\.tar\.gz test\.tar\.gz"):
         pack.pack(**trained | {"archives": trained["archives"][::-1], "out": out})
-    told = json.loads(trained["importance"].read_text()) | {"model_id": "other"}
-    (tmp_path / "other.json").write_text(json.dumps(told))
-    with pytest.raises(InputError, match=r"other\.json is of another model"):
+    record = json.loads(trained["importance"].read_text()) | {"model_id": "other"}
+    (tmp_path / "other.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"other\.json"):
         pack.pack(**trained | {"importance": tmp_path / "other.json", "out": out})
     assert not out.exists()
 
 
-def test_images_that_were_learnt_from_are_found_out(
-    script: Callable[[str], Any], trained: dict[str, Any]
-) -> None:
+def test_check_archive_training_images_raise(script: Callable[[str], Any], trained: dict[str, Any]) -> None:
     pack, (train, test) = script("pack"), trained["archives"]
     settings = load_vqa_model(trained["model"])[2]
     bank = VqaDataset(settings).bank
-    with pytest.raises(InputError, match=r"train\.tar\.gz would ask about images that were learnt from"):
-        pack.check(train, settings, bank)
-    assert {label for label, _, _ in pack.unlearnt([train, test], bank)} == {"cat", "dog"}
-    assert not any(name.startswith("train") for _, name, _ in pack.unlearnt([train, test], bank))
+    with pytest.raises(InputError, match=r"train\.tar\.gz"):
+        pack.check_archive(train, settings, bank)
+    assert {label for label, _, _ in pack.iterate_test_images([train, test], bank)} == {"cat", "dog"}
+    assert not any(name.startswith("train") for _, name, _ in pack.iterate_test_images([train, test], bank))

@@ -17,7 +17,7 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import ModelGeometry, Plan
 from sparseflow.errors import ModelError, PlanError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 
 GROUPS = {
     "n_routed_experts": 5,
@@ -51,7 +51,7 @@ def without_gradients() -> Iterator[None]:
 def made(kind: str, **others: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given: dict[str, Any] = tiny.text_config(depth=4, top_k=4, experts=5)
+    given: dict[str, Any] = tiny.make_text_config(depth=4, top_k=4, experts=5)
     given |= {"moe_intermediate_size": 8, "num_key_value_heads": 2, **OTHERS.get(kind, {}), **others}
     if "num_local_experts" in given or "n_routed_experts" in given:
         del given["num_experts"]
@@ -68,15 +68,15 @@ def test_every_registered_kind_runs_plans(kind: str) -> None:
     model = made(kind)
     adapter = get_adapter(model)
     assert adapter.geometry == ModelGeometry(depth=4, top_k=4, tiers=())
-    ids = tiny.text(rows=2)["input_ids"]
+    ids = tiny.make_text_prompt(rows=2)["input_ids"]
     plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 3))
     runtime = PlanRuntime(adapter)
-    with runtime.use_plan(plan), counted(adapter.blocks) as counts:
+    with runtime.use_plan(plan), count_calls(adapter.blocks) as counts:
         expected = model(input_ids=ids, use_cache=False).logits
         assert counts.attention == {0: 1, 1: 1, 3: 1}
         with_experts = {block for block in plan.blocks if adapter.router(adapter.blocks[block]) is not None}
         assert with_experts >= {1, 3}
-        assert counts.widths() == {block: 4.0 if block == 0 else 2.0 for block in with_experts}
+        assert counts.experts_per_token() == {block: 4.0 if block == 0 else 2.0 for block in with_experts}
         found = model(input_ids=ids[:, :5])
         logits = [found.logits]
         for at in range(5, 9):
@@ -88,11 +88,11 @@ def test_every_registered_kind_runs_plans(kind: str) -> None:
 
 
 def test_a_stack_without_a_head() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     inner = model.model
     adapter = get_adapter(inner)
     assert adapter.decoder is inner and adapter.geometry == get_adapter(model).geometry
-    inputs, plan = tiny.text(), Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
+    inputs, plan = tiny.make_text_prompt(), Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
     whole, headless = PlanRuntime(get_adapter(model)), None
     with whole.use_plan(plan):
         expected = model(**inputs).logits
@@ -105,7 +105,7 @@ def test_a_stack_without_a_head() -> None:
 def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
     model = made("mixtral", sliding_window=4)
     adapter = get_adapter(model)
-    ids = tiny.text(tokens=12)["input_ids"]
+    ids = tiny.make_text_prompt(tokens=12)["input_ids"]
     with PlanRuntime(adapter).use_plan(Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2, 3))):
         expected = model(input_ids=ids, use_cache=False).logits
         found = model(input_ids=ids[:, :7])
@@ -118,9 +118,9 @@ def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
 
 
 def test_embeddings_positions_and_tiers() -> None:
-    model = tiny.mixtral()
+    model = tiny.build_mixtral()
     adapter = get_adapter(model)
-    inputs = tiny.text(rows=2)
+    inputs = tiny.make_text_prompt(rows=2)
     assert torch.equal(adapter.embed(inputs["input_ids"]), model.model.embed_tokens(inputs["input_ids"]))
     assert adapter.count_vision_tokens(inputs) == 0
     same = adapter.reduce_to_tier(inputs, None)
@@ -161,11 +161,11 @@ def test_a_model_that_is_not_what_its_configuration_says() -> None:
     model.config = SimpleNamespace(model_type="olmoe")
     with pytest.raises(ModelError):
         get_adapter(model)
-    short = tiny.olmoe()
+    short = tiny.build_olmoe()
     del short.model.layers[-1]
     with pytest.raises(ModelError):
         get_adapter(short)
-    unlike = tiny.olmoe()
+    unlike = tiny.build_olmoe()
     unlike.model.layers[2].mlp.gate.top_k = 5
     with pytest.raises(ModelError):
         get_adapter(unlike)
@@ -176,21 +176,21 @@ def test_a_model_that_is_not_what_its_configuration_says() -> None:
 
 
 def test_mixed_kinds_of_attention() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 3
     with pytest.raises(ModelError):
         get_adapter(model)
 
 
 def test_experts_that_are_not_known() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     model.config.model_type = "someones_moe"
     with pytest.raises(ModelError):
         DecoderAdapter(model)
 
 
 def test_a_cache_that_does_not_tell() -> None:
-    adapter = get_adapter(tiny.olmoe())
+    adapter = get_adapter(tiny.build_olmoe())
     for cache in (((), ()), SimpleNamespace(layers=[object()])):
         with pytest.raises(ModelError):
             adapter.get_kv_lengths(cache)
@@ -201,13 +201,13 @@ def test_a_cache_that_does_not_tell() -> None:
 
 
 def test_a_router_without_a_top_k() -> None:
-    adapter = get_adapter(tiny.olmoe())
+    adapter = get_adapter(tiny.build_olmoe())
     with pytest.raises(ModelError, match="`top_k`"):
         adapter.with_top_k(nn.Linear(2, 2), 1)
 
 
 def test_a_narrowed_router_shares_its_weights() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     adapter = get_adapter(model)
     router: Any = adapter.router(adapter.blocks[0])
     view = adapter.with_top_k(router, 2)

@@ -18,7 +18,11 @@ from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
 from sparseflow.errors import ModelError, PlanError
 from tests.adaptive import tiny
 
-MODELS = {"siglip": tiny.llava_siglip(), "clip": tiny.llava_clip(), "dense": tiny.llava_dense()}
+MODELS = {
+    "siglip": tiny.build_llava_siglip(),
+    "clip": tiny.build_llava_clip(),
+    "dense": tiny.build_llava_dense(),
+}
 SIGLIP: Any = get_adapter(MODELS["siglip"])
 TOKENS = 4
 """Of a crop."""
@@ -103,7 +107,7 @@ def test_what_the_model_sees_at_a_tier() -> None:
 def test_a_dense_language_model_has_two_knobs() -> None:
     model = MODELS["dense"]
     runtime = PlanRuntime(get_adapter(model))
-    inputs = get_adapter(model).reduce_to_tier(tiny.prompt(model), "medium")
+    inputs = get_adapter(model).reduce_to_tier(tiny.make_prompt(model), "medium")
     plan = Plan(tier="medium", insertion_position=2, top_k=1, blocks=(0, 1, 3, 5))
     with runtime.use_plan(plan):
         found = model(**inputs)
@@ -186,7 +190,7 @@ def test_text_and_images_where_the_other_is_expected() -> None:
 
 
 def test_vision_towers_of_any_number_of_tokens() -> None:
-    model = tiny.llava_clip()
+    model = tiny.build_llava_clip()
     model.config.vision_config.model_type = "pixtral"
     with pytest.raises(ModelError):
         LlavaAdapter(model)

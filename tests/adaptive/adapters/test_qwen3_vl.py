@@ -21,7 +21,7 @@ from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
 from sparseflow.errors import PlanError
 from tests.adaptive import tiny
 
-MODEL = tiny.qwen3_vl_moe()
+MODEL = tiny.build_qwen3_vl_moe()
 ADAPTER = get_adapter(MODEL)
 MERGED = 2 * tiny.PATCH
 """Side of a token, in pixels."""
@@ -174,7 +174,7 @@ def test_positions_are_those_of_the_model(tier: Tier) -> None:
 
 
 def test_positions_of_text_and_of_padded_rows() -> None:
-    words = tiny.text(rows=2)
+    words = tiny.make_text_prompt(rows=2)
     found, after = ADAPTER.compute_positions(words)
     assert found.shape == (3, 2, 9) and after.tolist() == [9, 9]
     assert torch.equal(MODEL(**words, position_ids=found).logits, MODEL(**words).logits)
@@ -189,7 +189,7 @@ def test_positions_of_text_and_of_padded_rows() -> None:
 
 
 def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
-    model = tiny.qwen3_vl_moe(seed=2)
+    model = tiny.build_qwen3_vl_moe(seed=2)
     runtime = PlanRuntime(get_adapter(model))
     assert isinstance(runtime.adapter, Qwen3VLMoeAdapter)
     plan = Plan(tier="low", insertion_position=1, top_k=3, blocks=(0, 1, 4))
@@ -201,7 +201,7 @@ def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
         twin = copy.deepcopy(first.past_key_values)
         expected = model(input_ids=token, past_key_values=first.past_key_values).logits
     with runtime.use_plan(other):
-        model(**tiny.text(rows=3))
+        model(**tiny.make_text_prompt(rows=3))
     model.model.rope_deltas = None
     with runtime.use_plan(plan):
         assert torch.equal(model(input_ids=token, past_key_values=twin).logits, expected)
@@ -242,7 +242,7 @@ def test_rows_that_shrink_by_unlike_counts() -> None:
 
 
 def test_a_call_of_inputs_that_were_not_reduced() -> None:
-    model = tiny.qwen3_vl_moe(seed=3)
+    model = tiny.build_qwen3_vl_moe(seed=3)
     adapter, high = get_adapter(model), inputs_of([[pixels(4, 6)]])
     with pytest.raises(PlanError):
         adapter.check_tier(high, "low")
@@ -252,7 +252,7 @@ def test_a_call_of_inputs_that_were_not_reduced() -> None:
     adapter.check_tier(high, "high")
     with pytest.raises(PlanError):
         adapter.check_tier(low, "medium")
-    words = tiny.text()
+    words = tiny.make_text_prompt()
     with pytest.raises(PlanError, match="`tier`"):
         adapter.reduce_to_tier(high, None)
     with pytest.raises(PlanError, match="`tier`"):

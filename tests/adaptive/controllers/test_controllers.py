@@ -18,19 +18,19 @@ from sparseflow.adaptive.controllers.controllers import Controllers, Stage1, Sta
 from sparseflow.adaptive.plan.space import PlanAction, PlanSpace
 from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError, RunError
-from tests.adaptive.synthetic import WIDTH, outcomes, space
+from tests.adaptive.synthetic import WIDTH, make_outcomes, make_space
 
 SPACES = [
-    space(),
-    space(depth=4, top_k=3, tiers=1),
-    space(depth=2, top_k=1, tiers=0),
-    space(depth=12, top_k=2),
+    make_space(),
+    make_space(depth=4, top_k=3, tiers=1),
+    make_space(depth=2, top_k=1, tiers=0),
+    make_space(depth=12, top_k=2),
 ]
 
 
 def loud(plans: PlanSpace | None = None, seed: int = 0) -> Controllers:
     """Controllers whose first logits differ enough to tell choices apart."""
-    found = Controllers(plans or space(), width=WIDTH, model_id="m", seed=seed)
+    found = Controllers(plans or make_space(), width=WIDTH, model_id="m", seed=seed)
     with torch.no_grad():
         for head in (found.stage1.tier, found.stage1.insertion, found.stage2.top_k, found.stage2.option):
             head.weight.mul_(300.0)
@@ -42,7 +42,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_shapes_of_the_document() -> None:
-    stage1, stage2 = Stage1(2048), Stage2(2048, space().option_mask())
+    stage1, stage2 = Stage1(2048), Stage2(2048, make_space().option_mask())
     budget = encode_budget(torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0]))
     first = stage1(drawn(0, 5, 2048), budget)
     assert first["tier_logits"].shape == (5, 3) and first["insertion_logits"].shape == (5, 5)
@@ -56,13 +56,13 @@ def test_shapes_of_the_document() -> None:
 
 @pytest.mark.parametrize("position", [0, 6, -1])
 def test_a_position_that_there_is_not(position: int) -> None:
-    stage2 = Stage2(8, space().option_mask())
+    stage2 = Stage2(8, make_space().option_mask())
     with pytest.raises(InputError):
         stage2(drawn(0, 1, 8), encode_budget(torch.ones(1)), torch.tensor([position]))
 
 
 def test_the_scale_and_offset_of_a_model_do_not_matter() -> None:
-    table = outcomes(64)
+    table = make_outcomes(64)
     logits = []
     for scale, offset in ((1.0, 0.0), (1000.0, 0.0), (0.001, 5.0)):
         found = loud()
@@ -84,7 +84,7 @@ def test_without_a_fit_the_scale_does_not_matter_either() -> None:
 
 def test_half_precision_and_constant_features() -> None:
     found = loud()
-    table = outcomes(32)
+    table = make_outcomes(32)
     table.language[:, 3] = 7.0
     found.fit_features(table.language, table.tokens.bfloat16())
     assert float(found.stage1.language.scale[0, 3]) == 1.0
@@ -98,7 +98,7 @@ def test_half_precision_and_constant_features() -> None:
 @given(st.integers(0, 10**6), st.sampled_from(range(len(SPACES))), st.sampled_from([1, 3, 16]))
 def test_groups_are_the_rows_one_by_one(seed: int, which: int, group: int) -> None:
     plans = SPACES[which]
-    table = outcomes(6, seed=seed % 100, plans=plans)
+    table = make_outcomes(6, seed=seed % 100, plans=plans)
     found = loud(plans)
     found.fit_features(table.language, table.tokens)
     budgets = torch.linspace(80.0, 200.0, 6)
@@ -137,7 +137,7 @@ def test_groups_are_the_rows_one_by_one(seed: int, which: int, group: int) -> No
 
 
 def test_both_stages_one_after_the_other_choose_as_both_at_once() -> None:
-    table, found = outcomes(40), loud(seed=3)
+    table, found = make_outcomes(40), loud(seed=3)
     found.fit_features(table.language, table.tokens)
     budgets = torch.linspace(70.0, 300.0, 40)
     every = torch.arange(40)
@@ -174,7 +174,7 @@ def test_a_budget_that_is_none_and_features_that_are_broken() -> None:
 
 
 def test_a_new_policy_tries_everything() -> None:
-    table, found = outcomes(32), Controllers(space(), width=WIDTH, model_id="m")
+    table, found = make_outcomes(32), Controllers(make_space(), width=WIDTH, model_id="m")
     with torch.no_grad():
         choice = found.choose(table.language, torch.full((32,), 200.0), table.get_latency_tokens)
     # The last choice has one option in some cells and five in others.
@@ -185,17 +185,17 @@ def test_weights_are_those_of_the_seed_and_nothing_else_is_drawn() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, same, other = (Controllers(space(), width=4, model_id="m", seed=seed) for seed in (1, 1, 2))
+    one, same, other = (Controllers(make_space(), width=4, model_id="m", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
     torch.testing.assert_close(dict(one.state_dict()), dict(same.state_dict()), rtol=0.0, atol=0.0)
     assert not torch.equal(one.stage1.fuse.weight, other.stage1.fuse.weight)
     with pytest.raises(InputError):
-        Controllers(space(), width=0, model_id="m")
+        Controllers(make_space(), width=0, model_id="m")
 
 
 @pytest.mark.parametrize("plans", SPACES, ids=len)
 def test_a_file_holds_all_of_it(plans: PlanSpace, tmp_path: Path) -> None:
-    table, found = outcomes(20, plans=plans), loud(plans)
+    table, found = make_outcomes(20, plans=plans), loud(plans)
     found.fit_features(table.language, table.tokens)
     file = tmp_path / "c.safetensors"
     found.save(file)
@@ -242,7 +242,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):
         with pytest.raises(FileFormatError):
             Controllers.load(written(change))
-    other = space(depth=4).to_dict()
+    other = make_space(depth=4).to_dict()
     with pytest.raises(FileFormatError):
         Controllers.load(written({}, **{"stage1.fuse.bias": torch.zeros(3)}))
     with pytest.raises(FileFormatError):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from sparseflow.adaptive.controllers.plan_distribution import SHAPE, PlanDistribution, PlanPath
 from sparseflow.adaptive.plan.space import PlanAction, PlanSpace
 from sparseflow.errors import InputError, PlanError
-from tests.adaptive.synthetic import space
+from tests.adaptive.synthetic import make_space
 
 SPACES = [
-    space(),
-    space(depth=4, top_k=3, tiers=1),
-    space(depth=2, top_k=1, tiers=0),
-    space(depth=12, top_k=2),
+    make_space(),
+    make_space(depth=4, top_k=3, tiers=1),
+    make_space(depth=2, top_k=1, tiers=0),
+    make_space(depth=12, top_k=2),
 ]
 
 
@@ -33,7 +33,7 @@ def test_plans_and_actions_are_each_others(plans: PlanSpace) -> None:
 
 
 def test_the_document_has_225_plans() -> None:
-    assert len(PlanDistribution(space()).actions) == 225
+    assert len(PlanDistribution(make_space()).actions) == 225
 
 
 @pytest.mark.parametrize("plans", SPACES, ids=len)
@@ -82,7 +82,7 @@ def test_paths_sum_to_one_over_the_allowed_plans(seed: int, which: int) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6))
 def test_what_is_drawn_is_allowed(seed: int) -> None:
-    choices = PlanDistribution(space())
+    choices = PlanDistribution(make_space())
     allowed = allowed_of(choices, seed)
     random = np.random.default_rng(seed)
     rows = torch.arange(3).repeat_interleave(20)
@@ -96,7 +96,7 @@ def test_what_is_drawn_is_allowed(seed: int) -> None:
 
 
 def test_draws_have_the_frequencies_of_their_likelihood() -> None:
-    choices = PlanDistribution(space(depth=2, top_k=3, tiers=2))
+    choices = PlanDistribution(make_space(depth=2, top_k=3, tiers=2))
     random = np.random.default_rng(0)
     logits = [torch.from_numpy(random.normal(size=(1, size))).expand(20_000, -1) for size in SHAPE]
     path = PlanPath(choices.masks(), torch.zeros(20_000, dtype=torch.int64))
@@ -110,7 +110,7 @@ def test_draws_have_the_frequencies_of_their_likelihood() -> None:
 
 
 def test_a_step_that_was_decided_elsewhere() -> None:
-    choices = PlanDistribution(space())
+    choices = PlanDistribution(make_space())
     path = PlanPath(choices.masks(), torch.zeros(1, dtype=torch.int64))
     path.append(torch.tensor([2]))
     path.append(torch.tensor([4]))
@@ -121,14 +121,14 @@ def test_a_step_that_was_decided_elsewhere() -> None:
 
 
 def test_masks_are_those_of_the_document() -> None:
-    tiers, positions, top_ks, options = PlanDistribution(space()).masks()
+    tiers, positions, top_ks, options = PlanDistribution(make_space()).masks()
     assert bool(tiers.all()) and bool(positions.all()) and bool(top_ks.all())
     for tier, position, top_k in itertools.product(range(3), range(5), range(5)):
         assert options[0, tier, position, top_k].sum() == 5 - position
 
 
 def test_what_is_refused() -> None:
-    choices = PlanDistribution(space())
+    choices = PlanDistribution(make_space())
     with pytest.raises(InputError):
         choices.masks(torch.ones(1, 224, dtype=torch.bool))
     with pytest.raises(InputError):

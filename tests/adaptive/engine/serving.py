@@ -83,7 +83,7 @@ class Budgeted:
 
 def words(tokens: int, seed: int = 0) -> dict[str, Tensor]:
     """A prompt of random words, without a mask."""
-    return {"input_ids": tiny.text(tokens=tokens, seed=seed)["input_ids"]}
+    return {"input_ids": tiny.make_text_prompt(tokens=tokens, seed=seed)["input_ids"]}
 
 
 def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **given: Any) -> GenerationRequest:

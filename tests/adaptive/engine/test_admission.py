@@ -52,7 +52,7 @@ class TestDeciders:
             plan = replace(SHALLOW, tier="medium")
             engine = still(both, plans=[plan], max_tokens=64, prompts=sizes)
             decide = Budgeted(plan, position=1)
-            inputs = tiny.prompt(model("llava_siglip"))
+            inputs = tiny.make_prompt(model("llava_siglip"))
             handle = engine.submit(
                 GenerationRequest(inputs=inputs, decide=decide, budget_ms=1e5, max_new_tokens=3)
             )
@@ -127,7 +127,9 @@ class TestDeciders:
             wrong = engine.submit(request(plan=replace(DEEP, tier="low")))
             image = engine.submit(
                 GenerationRequest(
-                    inputs=tiny.prompt(model("llava_siglip")), decide=FixedPlan(plan=DEEP), max_new_tokens=2
+                    inputs=tiny.make_prompt(model("llava_siglip")),
+                    decide=FixedPlan(plan=DEEP),
+                    max_new_tokens=2,
                 )
             )
             right = engine.submit(request(plan=DEEP, max_new_tokens=2))
@@ -157,7 +159,7 @@ class TestBadInput:
         with attached("llava_siglip") as both:
             plans = [replace(DEEP, tier=tier) for tier in ("low", "high")]
             engine = still(both, plans=plans, max_tokens=40)
-            inputs = tiny.prompt(model("llava_siglip"))
+            inputs = tiny.make_prompt(model("llava_siglip"))
             low, high = (
                 engine.submit(GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3))
                 for plan in plans
@@ -171,7 +173,7 @@ class TestBadInput:
         with attached("llava_siglip") as both:
             plan = replace(DEEP, tier="low")
             engine = still(both, plans=[plan], max_tokens=96, prompts=(32,))
-            inputs = tiny.prompt(model("llava_siglip"))
+            inputs = tiny.make_prompt(model("llava_siglip"))
             few = inputs | {"pixel_values": inputs["pixel_values"][:3]}
             wide = inputs | {"pixel_values": inputs["pixel_values"].repeat(1, 1, 1, 2)}
             bad = [

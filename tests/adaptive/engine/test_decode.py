@@ -22,7 +22,7 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import InputError, ModelError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 from tests.adaptive.engine.serving import DEEP, LATER, NARROW, SHALLOW, attached, words
 
 PROMPTS = (5, 9, 2)
@@ -78,10 +78,10 @@ def test_what_runs_is_the_plan() -> None:
         steps = steps_of(adapter, runtime, rows=2)
         cache = SlotCache(get_decode_plan(SHALLOW, adapter.geometry), 6, slots=2, tokens=40)
         begun(adapter, runtime, SHALLOW, cache, words(4))
-        with counted(adapter.blocks) as counts:
+        with count_calls(adapter.blocks) as counts:
             steps.run(cache, [5])
         assert counts.attention == {0: 1, 1: 1, 4: 1}
-        assert counts.widths() == {0: 6, 1: 6, 4: 3}
+        assert counts.experts_per_token() == {0: 6, 1: 6, 4: 3}
 
 
 def test_rows_come_and_go() -> None:
@@ -198,7 +198,7 @@ def test_refuses() -> None:
 
 
 def test_attention_that_slots_cannot_serve() -> None:
-    adapter = get_adapter(tiny.mixtral())
+    adapter = get_adapter(tiny.build_mixtral())
     config: Any = adapter.decoder.config
     check(adapter, 512)
     with pytest.raises(ModelError):
@@ -214,7 +214,7 @@ def test_attention_that_slots_cannot_serve() -> None:
 
 
 def test_eager_attention() -> None:
-    model = tiny.olmoe(dtype=torch.float32)
+    model = tiny.build_olmoe(dtype=torch.float32)
     model.set_attn_implementation("eager")
     adapter = get_adapter(model)
     runtime = PlanRuntime(adapter)
@@ -231,7 +231,7 @@ def test_eager_attention() -> None:
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_steps_by_kernels() -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    adapter = get_adapter(tiny.olmoe(depth=3, dtype=torch.float32))
+    adapter = get_adapter(tiny.build_olmoe(depth=3, dtype=torch.float32))
     runtime = PlanRuntime(adapter)
     plan = Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_steps_by_kernels() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("plan", [DEEP, SHALLOW])
 def test_recorded_steps_on_a_gpu(dtype: torch.dtype, plan: Plan) -> None:
-    adapter = get_adapter(tiny.olmoe(dtype=dtype).cuda())
+    adapter = get_adapter(tiny.build_olmoe(dtype=dtype).cuda())
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
         steps = steps_of(adapter, runtime, contexts=[8, 16])

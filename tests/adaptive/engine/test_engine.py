@@ -197,7 +197,9 @@ class TestEnding:
 
             decide = Hook(plan)
             handle.append(
-                engine.submit(GenerationRequest(inputs=tiny.prompt(model("llava_siglip")), decide=decide))
+                engine.submit(
+                    GenerationRequest(inputs=tiny.make_prompt(model("llava_siglip")), decide=decide)
+                )
             )
             driven(engine)
             for each in (waiting, handle[0]):

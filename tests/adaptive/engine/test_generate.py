@@ -49,9 +49,9 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 @pytest.mark.parametrize("text", [DEEP, SHALLOW, NARROW])
 def test_one_row(family: str, text: Plan) -> None:
     with attached(family) as both:
-        prompts: list[tuple[Any, Plan]] = [(tiny.text(), text)]
+        prompts: list[tuple[Any, Plan]] = [(tiny.make_text_prompt(), text)]
         if both[0].geometry.tiers:
-            inputs = tiny.prompt(model(family), images=2)
+            inputs = tiny.make_prompt(model(family), images=2)
             prompts += [(inputs, replace(text, tier=tier)) for tier in ("low", "high")]
         for inputs, plan in prompts:
             found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
@@ -63,7 +63,7 @@ def test_one_row(family: str, text: Plan) -> None:
 def test_rows_of_equal_length(family: str) -> None:
     with attached(family) as both:
         plan = replace(SHALLOW, tier="medium" if both[0].geometry.tiers else None)
-        inputs = tiny.prompt(model(family), rows=3)
+        inputs = tiny.make_prompt(model(family), rows=3)
         found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
         assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
 
@@ -73,7 +73,7 @@ def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     most = max(lengths)
     ids, mask = torch.zeros(len(lengths), most, dtype=torch.int64), torch.zeros(len(lengths), most).long()
     for row, length in enumerate(lengths):
-        ids[row, most - length :] = tiny.text(tokens=length, seed=row)["input_ids"][0]
+        ids[row, most - length :] = tiny.make_text_prompt(tokens=length, seed=row)["input_ids"][0]
         mask[row, most - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -91,7 +91,7 @@ def test_rows_padded_on_their_left(family: str) -> None:
 
 
 def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    inputs = tiny.text(rows=3)
+    inputs = tiny.make_text_prompt(rows=3)
     whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(whole[0, 2]), int(whole[1, 5])]
     found = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
@@ -104,7 +104,7 @@ def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
 
 
 def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    inputs = tiny.text(rows=2, seed=4)
+    inputs = tiny.make_text_prompt(rows=2, seed=4)
     whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(whole[0, 1])]
     # The model's own padding, where it has one.
@@ -116,14 +116,14 @@ def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> No
 
 
 def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    inputs, way = tiny.text(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    inputs, way = tiny.make_text_prompt(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
 
     def answer(sampling: Any, given: Any = inputs) -> Tensor:
         return generate(*olmoe, given, DEEP, max_new_tokens=TOKENS, sampling=sampling).new_tokens
 
     first = answer(way)
     assert torch.equal(first, answer(way)) and not torch.equal(first, answer(replace(way, seed=4)))
-    rows = tiny.text(rows=2)
+    rows = tiny.make_text_prompt(rows=2)
     ways = [SamplingParams(), way]
     found = answer(ways, rows)
     for row in range(2):
@@ -135,19 +135,24 @@ def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
 
 def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     told: list[list[int]] = []
-    found = generate(*olmoe, tiny.text(rows=2), DEEP, max_new_tokens=4, on_tokens=told.append)
+    found = generate(*olmoe, tiny.make_text_prompt(rows=2), DEEP, max_new_tokens=4, on_tokens=told.append)
     assert torch.equal(torch.tensor(told).T, found.new_tokens)
 
 
 def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     found = generate(
-        *olmoe, tiny.text(), DEEP, max_new_tokens=3, received_s=time.perf_counter() - 2.0, budget_ms=1e3
+        *olmoe,
+        tiny.make_text_prompt(),
+        DEEP,
+        max_new_tokens=3,
+        received_s=time.perf_counter() - 2.0,
+        budget_ms=1e3,
     )
     times = found.timings
     parts = (times.decide_ms, times.vision_ms, times.prefill_ms, times.decode_ms)
     assert min(parts) >= 0.0 and times.queued_ms >= 2000.0
     assert times.total_ms >= times.queued_ms + sum(parts) and found.budget_met is False
-    assert generate(*olmoe, tiny.text(), DEEP, max_new_tokens=1).budget_met is None
+    assert generate(*olmoe, tiny.make_text_prompt(), DEEP, max_new_tokens=1).budget_met is None
 
 
 class Decider:
@@ -177,7 +182,7 @@ class Decider:
 
 def test_a_decider() -> None:
     with attached("llava_siglip") as both:
-        inputs, plan = tiny.prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
+        inputs, plan = tiny.make_prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
         decide = Decider(plan)
         found = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
         assert [each[0] for each in decide.asked] == ["first", "again", "second"]
@@ -196,33 +201,38 @@ def test_a_decider() -> None:
 def test_a_decider_that_refuses_or_cuts_short(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     with pytest.raises(RequestRejected):
         generate(
-            *olmoe, tiny.text(), Decider(DEEP, refusal=Rejection(reason="no", least_ms=12.0)), budget_ms=1.0
+            *olmoe,
+            tiny.make_text_prompt(),
+            Decider(DEEP, refusal=Rejection(reason="no", least_ms=12.0)),
+            budget_ms=1.0,
         )
-    found: GenerationResult = generate(*olmoe, tiny.text(), Decider(DEEP, tokens=2), max_new_tokens=TOKENS)
+    found: GenerationResult = generate(
+        *olmoe, tiny.make_text_prompt(), Decider(DEEP, tokens=2), max_new_tokens=TOKENS
+    )
     assert found.new_tokens.shape == (1, 2)
     with pytest.raises(InputError):
-        generate(*olmoe, tiny.text(rows=2), Decider(DEEP))
+        generate(*olmoe, tiny.make_text_prompt(rows=2), Decider(DEEP))
 
 
 def test_bad_input(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     with pytest.raises(InputError):
         generate(*olmoe, {"input_ids": torch.zeros(3)}, DEEP)
     with pytest.raises(InputError):
-        generate(*olmoe, tiny.text(), DEEP, max_new_tokens=0)
+        generate(*olmoe, tiny.make_text_prompt(), DEEP, max_new_tokens=0)
     with pytest.raises(InputError):
-        generate(*olmoe, tiny.text(), DEEP, budget_ms=-1.0)
+        generate(*olmoe, tiny.make_text_prompt(), DEEP, budget_ms=-1.0)
     with pytest.raises(PlanError):
-        generate(*olmoe, tiny.text(), replace(DEEP, tier="low"))
+        generate(*olmoe, tiny.make_text_prompt(), replace(DEEP, tier="low"))
     with pytest.raises(PlanError):
-        generate(*olmoe, tiny.text(), replace(DEEP, top_k=9))
+        generate(*olmoe, tiny.make_text_prompt(), replace(DEEP, top_k=9))
 
 
 def test_nan() -> None:
-    made = tiny.olmoe()
+    made = tiny.build_olmoe()
     made.lm_head.weight.data.fill_(float("nan"))
     adapter = get_adapter(made)
     with pytest.raises(RunError):
-        generate(adapter, PlanRuntime(adapter), tiny.text(), DEEP)
+        generate(adapter, PlanRuntime(adapter), tiny.make_text_prompt(), DEEP)
 
 
 @pytest.mark.gpu
@@ -231,7 +241,7 @@ def test_on_a_gpu(family: str) -> None:
     made = tiny.FAMILIES[family]().cuda()
     adapter = get_adapter(made)
     runtime = PlanRuntime(adapter)
-    inputs = {name: each.cuda() for name, each in tiny.prompt(made, images=2).items()}
+    inputs = {name: each.cuda() for name, each in tiny.make_prompt(made, images=2).items()}
     plan = replace(SHALLOW, tier="low" if adapter.geometry.tiers else None)
     found = generate(adapter, runtime, inputs, plan, max_new_tokens=TOKENS)
     assert torch.equal(found.sequences, by_transformers(adapter, runtime, inputs, plan))

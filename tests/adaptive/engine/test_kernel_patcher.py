@@ -31,7 +31,7 @@ def without_gradients() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made() -> Any:
-    return tiny.olmoe(depth=3, dtype=torch.float32)
+    return tiny.build_olmoe(depth=3, dtype=torch.float32)
 
 
 def test_what_can_be_replaced(made: Any) -> None:
@@ -44,7 +44,7 @@ def test_what_can_be_replaced(made: Any) -> None:
     alone = KernelPatcher(get_adapter(made))
     assert not (alone.experts or alone.norms or alone.routers or alone.rotary_modules)
     # Normalisations compute in float32 whatever the model; only weights could be wider.
-    wide = KernelPatcher(get_adapter(tiny.olmoe(depth=2)), kernels=True)
+    wide = KernelPatcher(get_adapter(tiny.build_olmoe(depth=2)), kernels=True)
     assert len(wide.experts) == 2 and not wide.norms
 
 
@@ -99,7 +99,7 @@ def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
     kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
     (file,) = kernel_patcher.rotary_modules
     function = file.apply_rotary_pos_emb
-    another = KernelPatcher(get_adapter(tiny.olmoe(depth=2, dtype=torch.float32)), kernels=True)
+    another = KernelPatcher(get_adapter(tiny.build_olmoe(depth=2, dtype=torch.float32)), kernels=True)
     one, other = kernel_patcher.patch(1), another.patch(1)
     one.__enter__()
     other.__enter__()
@@ -141,7 +141,7 @@ def test_many_tokens_keep_the_experts(made: Any) -> None:
 
 
 def test_what_differs_is_not_replaced() -> None:
-    model = tiny.olmoe(depth=3, dtype=torch.float32)
+    model = tiny.build_olmoe(depth=3, dtype=torch.float32)
     layers = model.model.layers
     layers[0].mlp.experts.act_fn = nn.GELU()
     layers[1].mlp.experts.is_transposed = True
@@ -159,7 +159,7 @@ def test_what_differs_is_not_replaced() -> None:
 
 def test_families() -> None:
     for family, experts in (("mixtral", 2), ("qwen3_vl_moe", 2), ("llava_dense", 0)):
-        build = tiny.llava_dense if family == "llava_dense" else tiny.FAMILIES[family]
+        build = tiny.build_llava_dense if family == "llava_dense" else tiny.FAMILIES[family]
         kernel_patcher = KernelPatcher(get_adapter(build(depth=2, dtype=torch.float32)), kernels=True)
         assert len(kernel_patcher.experts) == experts and len(kernel_patcher.norms) >= 5
 
@@ -167,7 +167,7 @@ def test_families() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
-    model = tiny.olmoe(depth=3, dtype=dtype).cuda()
+    model = tiny.build_olmoe(depth=3, dtype=dtype).cuda()
     kernel_patcher = KernelPatcher(get_adapter(model))
     assert len(kernel_patcher.experts) == 3 and len(kernel_patcher.norms) == 13
     for tokens in (1, 5, 40):

@@ -49,7 +49,7 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 def images(family: str, count: int) -> tuple[list[Any], tuple[Plan, ...]]:
     """Prompts with images, and plans of several tiers."""
     made = model(family)
-    prompts = [tiny.prompt(made, tokens=3 + seed, seed=seed) for seed in range(count)]
+    prompts = [tiny.make_prompt(made, tokens=3 + seed, seed=seed) for seed in range(count)]
     plans = [replace(plan, tier=tier) for plan in (DEEP, SHALLOW) for tier in ("low", "medium", "high")]
     return prompts, tuple(plans)
 

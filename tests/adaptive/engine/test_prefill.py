@@ -21,7 +21,7 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import ModelError, PlanError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 from tests.adaptive.engine.serving import (
     DEEP,
     LATER,
@@ -90,7 +90,7 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
         prefill = prefill_of(adapter, runtime, SIZES[how])
         prompts: list[tuple[Any, Plan]] = [(words(5), text), (words(11, 1), text)]
         if adapter.geometry.tiers:
-            prompts[1] = (tiny.prompt(model(family)), replace(text, tier="low"))
+            prompts[1] = (tiny.make_prompt(model(family)), replace(text, tier="low"))
         cache = cache_of(adapter, text)
         # What a slot held before must not matter.
         for layer in (cache.blocks[block] for block in text.blocks):
@@ -116,18 +116,18 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
 def test_the_second_controller_sees_the_latency_token(how: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="low")
-        inputs, seen = tiny.prompt(model("llava_siglip")), []
+        inputs, seen = tiny.make_prompt(model("llava_siglip")), []
 
         def decide(token: Tensor) -> Plan:
             seen.append(token)
             return plan
 
-        with counted(adapter.blocks) as counts:
+        with count_calls(adapter.blocks) as counts:
             run(
                 prefill_of(adapter, runtime, SIZES[how]), inputs, plan, cache_of(adapter, plan), decide=decide
             )
         if how == "whole":
-            assert counts.attention == {0: 1, 1: 1, 4: 1} and counts.widths() == {0: 6, 1: 6, 4: 3}
+            assert counts.attention == {0: 1, 1: 1, 4: 1} and counts.experts_per_token() == {0: 6, 1: 6, 4: 3}
         hidden: list[Any] = []
         hook = adapter.blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
         expected(adapter, runtime, inputs, plan)
@@ -145,7 +145,7 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
             asked.append(position)
             return 2
 
-        inputs, cache = tiny.prompt(model("llava_siglip")), cache_of(adapter, plan)
+        inputs, cache = tiny.make_prompt(model("llava_siglip")), cache_of(adapter, plan)
         found = run(
             prefill_of(adapter, runtime, SIZES[how]),
             inputs,
@@ -179,7 +179,7 @@ def test_decisions_must_fit_together(how: str) -> None:
 def test_several_rows_at_once() -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="medium")
-        inputs = tiny.prompt(model("llava_siglip"), rows=2)
+        inputs = tiny.make_prompt(model("llava_siglip"), rows=2)
         cache = cache_of(adapter, plan)
         # However it is asked for, several rows run whole.
         found = run(prefill_of(adapter, runtime, (64, 96)), inputs, plan, cache)
@@ -190,14 +190,14 @@ def test_several_rows_at_once() -> None:
 
 
 def test_rotary_positions_of_images() -> None:
-    adapter = get_adapter(tiny.qwen3_vl_moe())
+    adapter = get_adapter(tiny.build_qwen3_vl_moe())
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
         plan = replace(DEEP, tier="high")
         module, name = adapter.state[0]
         found = run(
             prefill_of(adapter, runtime, None),
-            tiny.prompt(model("qwen3_vl_moe")),
+            tiny.make_prompt(model("qwen3_vl_moe")),
             plan,
             cache_of(adapter, plan),
         )
@@ -209,7 +209,7 @@ def test_rotary_positions_of_images() -> None:
 def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
     with attached("qwen3_vl_moe") as (adapter, runtime), torch.no_grad():
         prefill = prefill_of(adapter, runtime, (32, 64))
-        inputs, plan = tiny.prompt(model("qwen3_vl_moe")), replace(DEEP, tier="high")
+        inputs, plan = tiny.make_prompt(model("qwen3_vl_moe")), replace(DEEP, tier="high")
         with caplog.at_level(logging.INFO):
             run(prefill, inputs, plan, cache_of(adapter, plan))
             run(prefill, inputs, plan, cache_of(adapter, plan))
@@ -222,7 +222,7 @@ def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
-    made = tiny.olmoe()
+    made = tiny.build_olmoe()
     adapter = get_adapter(made)
 
     def scaled(module: Any, given: Any, named: dict[str, Any]) -> Any:
@@ -268,14 +268,14 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
         )
         for seed in range(4):
             inputs = adapter.reduce_to_tier(
-                tiny.prompt(made, tokens=3 + seed, seed=seed), "medium" if seed % 2 else "low"
+                tiny.make_prompt(made, tokens=3 + seed, seed=seed), "medium" if seed % 2 else "low"
             )
             found = vision.embed(inputs, images=True)
             assert found is not None and found.shape[1] == inputs["input_ids"].shape[1]
             torch.testing.assert_close(found, entering(adapter, inputs), rtol=0.0, atol=EXACT)
         # Once by the first, and in each forward here.
         assert len(own) == 1 + 4 and "get_placeholder_mask" not in vars(made.model)
-        work = vision.warm_up(adapter.reduce_to_tier(tiny.prompt(made), "medium"))
+        work = vision.warm_up(adapter.reduce_to_tier(tiny.make_prompt(made), "medium"))
         # 20 vision tokens, one after them, and nine words fit into two sizes.
         assert len(work) == 2
         for each in work:
@@ -288,7 +288,7 @@ def test_images_that_a_recording_would_see_otherwise(
 ) -> None:
     made = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
-        inputs = adapter.reduce_to_tier(tiny.prompt(made), "low")
+        inputs = adapter.reduce_to_tier(tiny.make_prompt(made), "low")
         for wrong, said in ((5, "would differ"), ("token", "TypeError")):
             vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), room(adapter, 32))
             vision._image_token = wrong  # pyright: ignore[reportAttributeAccessIssue]
@@ -303,7 +303,7 @@ def test_images_that_a_recording_would_see_otherwise(
 
 @pytest.mark.parametrize("how", SIZES)
 def test_a_model_that_gives_all_logits(how: str) -> None:
-    made = tiny.olmoe()
+    made = tiny.build_olmoe()
     own = made.forward
 
     def forward(
@@ -330,24 +330,24 @@ def test_a_model_that_gives_all_logits(how: str) -> None:
 
 
 def test_an_adapter_that_names_another_module() -> None:
-    made = tiny.llava_siglip()
+    made = tiny.build_llava_siglip()
     adapter = get_adapter(made)
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
         prefill = prefill_of(adapter, runtime, (64,))
         adapter._decoder = torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ModelError):
-            run(prefill, tiny.prompt(made), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
+            run(prefill, tiny.make_prompt(made), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_model_stays_as_it_is(how: str) -> None:
-    made = tiny.llava_siglip()
+    made = tiny.build_llava_siglip()
     adapter = get_adapter(made)
     runtime = PlanRuntime(adapter)
     run(
         prefill_of(adapter, runtime, None),
-        tiny.prompt(made),
+        tiny.make_prompt(made),
         replace(DEEP, tier="low"),
         cache_of(adapter, DEEP),
     )
@@ -358,9 +358,9 @@ def test_the_model_stays_as_it_is(how: str) -> None:
         plan = replace(SHALLOW, tier="low")
         for each in prefill.warm_up(plan, cache_of(adapter, plan)):
             each()
-        run(prefill, tiny.prompt(made), plan, cache_of(adapter, plan))
+        run(prefill, tiny.make_prompt(made), plan, cache_of(adapter, plan))
         with pytest.raises(ZeroDivisionError):
-            run(prefill, tiny.prompt(made), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
+            run(prefill, tiny.make_prompt(made), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
     assert same(made, before)
     assert forwards == {id(each): vars(each).get("forward") for each in made.modules()}
     assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
@@ -370,7 +370,7 @@ def test_the_model_stays_as_it_is(how: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tier", ["low", None])
 def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) -> None:
-    made = tiny.llava_siglip().to(device)
+    made = tiny.build_llava_siglip().to(device)
     adapter = get_adapter(made)
     plan, order = replace(DEEP, tier=tier), []
 
@@ -382,7 +382,7 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
         prefill = PrefillRunner(
             adapter, PlanRuntime(adapter), GraphCache(device), tokens=96, sizes=(16, 40, 96)
         )
-        inputs = {name: each.to(device) for name, each in tiny.prompt(made).items()}
+        inputs = {name: each.to(device) for name, each in tiny.make_prompt(made).items()}
         given = (
             adapter.reduce_to_tier(inputs, tier)
             if tier
@@ -407,7 +407,7 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
-    made = tiny.llava_siglip(dtype=dtype).cuda()
+    made = tiny.build_llava_siglip(dtype=dtype).cuda()
     adapter = get_adapter(made)
     runtime = PlanRuntime(adapter)
     graphs = GraphCache("cuda")
@@ -418,7 +418,7 @@ def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
                 cache = cache_of(adapter, text, slots=4)
                 for tier in ("low", "medium", "high", "low"):
                     plan = replace(text, tier=tier)
-                    inputs = {name: each.cuda() for name, each in tiny.prompt(made, seed=seed).items()}
+                    inputs = {name: each.cuda() for name, each in tiny.make_prompt(made, seed=seed).items()}
                     found = run(prefill, inputs, plan, cache)
                     tolerance = EXACT if dtype == torch.float64 else 1e-3
                     logits = expected(adapter, runtime, inputs, plan)[0]

@@ -23,7 +23,7 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.errors import InputError, ModelError, PlanError
 from tests.adaptive import tiny
-from tests.adaptive.counting import counted
+from tests.adaptive.counting import count_calls
 
 EXACT = 1e-10
 SOME = 11
@@ -102,18 +102,18 @@ def grown(inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
 def test_cached_and_uncached_agree_and_what_ran_is_the_plan(family: str) -> None:
     model = _model(family)
     adapter = get_adapter(model)
-    every = tiny.prompt(model, images=2, rows=2)
+    every = tiny.make_prompt(model, images=2, rows=2)
     full = whole(model, every)
     with attached(model) as runtime:
         for each in space_of(adapter).plans[::SOME]:
             inputs = adapter.reduce_to_tier(every, each.tier)
-            with runtime.use_plan(each) as running, counted(adapter.blocks) as counts:
+            with runtime.use_plan(each) as running, count_calls(adapter.blocks) as counts:
                 expected = whole(model, inputs)
                 assert counts.attention == dict.fromkeys(each.blocks, 1)
                 widths = {
                     block: 6 if block < each.insertion_position else each.top_k for block in each.blocks
                 }
-                assert counts.widths() == widths
+                assert counts.experts_per_token() == widths
                 assert set(counts.tokens.values()) == {inputs["input_ids"].numel()}
                 assert running.executed_blocks == list(each.blocks) and running.executed_routers == set(
                     each.blocks
@@ -128,7 +128,7 @@ def test_cached_and_uncached_agree_and_what_ran_is_the_plan(family: str) -> None
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
 def test_skipping_is_a_model_of_the_kept_blocks(family: str) -> None:
-    model, inputs = _model(family), tiny.text(tokens=12, rows=2)
+    model, inputs = _model(family), tiny.make_text_prompt(tokens=12, rows=2)
     kept = (0, 1, 3, 5)
     smaller = tiny.FAMILIES[family](depth=len(kept))
     weights = {}
@@ -154,7 +154,7 @@ class _Nothing(nn.Module):
 @pytest.mark.parametrize("family", ["llava_siglip", "llava_clip", "qwen3_vl_moe"])
 def test_skipping_is_a_model_with_nothing_in_these_places(family: str) -> None:
     model = _model(family)
-    inputs = tiny.prompt(model)
+    inputs = tiny.make_prompt(model)
     emptied = copy.deepcopy(model)
     layers: Any = get_adapter(emptied).decoder.layers
     # Early blocks of Qwen3-VL have pixels added behind them, whether they run or not.
@@ -168,7 +168,7 @@ def test_skipping_is_a_model_with_nothing_in_these_places(family: str) -> None:
 def test_narrower_is_a_model_configured_so(family: str, top_k: int) -> None:
     model, narrow = _model(family), tiny.FAMILIES[family](top_k=top_k)
     narrow.load_state_dict(model.state_dict())
-    decoder, inputs = get_adapter(narrow), tiny.prompt(model)
+    decoder, inputs = get_adapter(narrow), tiny.make_prompt(model)
     tier = "high" if "pixel_values" in inputs else None
     # Blocks before the insertion keep the model's own.
     for block in (0, 1):
@@ -179,7 +179,7 @@ def test_narrower_is_a_model_configured_so(family: str, top_k: int) -> None:
 
 
 def test_changing_only_the_configuration_changes_nothing_so_the_live_router_counts() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     model.config.num_experts_per_tok = 2
     assert get_adapter(model).geometry.top_k == 6
 
@@ -187,7 +187,7 @@ def test_changing_only_the_configuration_changes_nothing_so_the_live_router_coun
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
 def test_experts_run_alike_by_either_implementation(experts: str) -> None:
     model = _model("olmoe")
-    inputs = tiny.text(rows=2)
+    inputs = tiny.make_text_prompt(rows=2)
     with attached(model) as runtime, runtime.use_plan(plan("01345", top_k=3)):
         expected = whole(model, inputs)
         model.set_experts_implementation(experts)
@@ -218,7 +218,7 @@ def _insides(model: nn.Module) -> dict[str, Any]:
 def test_removing_leaves_the_model_as_it_was(family: str) -> None:
     model = tiny.FAMILIES[family]()
     adapter = get_adapter(model)
-    inputs = tiny.prompt(model)
+    inputs = tiny.make_prompt(model)
     before, weights = whole(model, inputs), {name: each.clone() for name, each in model.state_dict().items()}
     insides, forward = _insides(model), model.forward
     runtime = PlanRuntime(adapter)
@@ -246,7 +246,7 @@ def test_removing_leaves_the_model_as_it_was(family: str) -> None:
 
 
 def test_a_forward_that_stood_there_stands_there_again() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     calls = []
     block = model.model.layers[3]
     original = block.forward
@@ -259,10 +259,10 @@ def test_a_forward_that_stood_there_stands_there_again() -> None:
     insides = _insides(model)
     with attached(model) as runtime:
         with runtime.use_plan(plan("0124")):
-            whole(model, tiny.text())
+            whole(model, tiny.make_text_prompt())
         assert not calls
         with runtime.use_plan(plan("0123")):
-            whole(model, tiny.text())
+            whole(model, tiny.make_text_prompt())
         assert calls == [3]
     assert _insides(model) == insides and block.forward is watched
 
@@ -282,7 +282,7 @@ def test_a_forward_that_was_put_on_top_is_not_lost(olmoe: tuple[Any, PlanRuntime
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_vl_moe"])
 def test_a_copy_and_a_pickle_have_no_knobs_and_their_own_weights(family: str) -> None:
     model = _model(family)
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     before = whole(model, inputs)
     file = io.BytesIO()
     with attached(model) as runtime:
@@ -299,7 +299,7 @@ def test_a_copy_and_a_pickle_have_no_knobs_and_their_own_weights(family: str) ->
 
 
 def test_weights_that_are_loaded_anew_are_those_of_narrowed_routers() -> None:
-    model, other, inputs = tiny.olmoe(), tiny.olmoe(seed=1), tiny.text()
+    model, other, inputs = tiny.build_olmoe(), tiny.build_olmoe(seed=1), tiny.make_text_prompt()
     with attached(model) as runtime, runtime.use_plan(plan(top_k=3)):
         before = whole(model, inputs)
         model.load_state_dict(other.state_dict(), assign=True)
@@ -312,7 +312,7 @@ def test_weights_that_are_loaded_anew_are_those_of_narrowed_routers() -> None:
 
 
 def test_knobs_and_model_are_freed_together() -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     runtime = PlanRuntime(get_adapter(model))
     gone = weakref.ref(model)
     del model, runtime
@@ -325,7 +325,7 @@ def test_knobs_and_model_are_freed_together() -> None:
 
 def test_a_change_within_a_request_is_a_typed_error(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    ids = tiny.text()["input_ids"]
+    ids = tiny.make_text_prompt()["input_ids"]
     first, other = plan("0134", top_k=4), plan("0124", top_k=4)
     with runtime.use_plan(first):
         kept = model(input_ids=ids, use_cache=True).past_key_values
@@ -362,7 +362,7 @@ def test_block_0_is_never_skipped(olmoe: tuple[Any, PlanRuntime]) -> None:
 
 def test_a_copied_cache_remembers_its_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    ids, chosen = tiny.text()["input_ids"], plan("0145", top_k=3)
+    ids, chosen = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
     with runtime.use_plan(chosen):
         kept = model(input_ids=ids, use_cache=True).past_key_values
         branches = [copy.deepcopy(kept) for _ in range(2)]
@@ -376,7 +376,7 @@ def test_an_emptied_cache_may_be_begun_anew(olmoe: tuple[Any, PlanRuntime]) -> N
     from transformers import DynamicCache, StaticCache
 
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     kept = StaticCache(config=model.config, max_cache_len=16)
     with runtime.use_plan(plan("0145")):
         model(**inputs, past_key_values=kept)
@@ -393,7 +393,7 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
     from transformers import DynamicCache
 
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     ids = inputs["input_ids"]
     kept = DynamicCache(config=model.config)
 
@@ -419,7 +419,7 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
 
 def test_a_cache_that_something_else_wrote_to_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    ids = tiny.text()["input_ids"]
+    ids = tiny.make_text_prompt()["input_ids"]
     with runtime.use_plan(plan("0135")):
         kept = model(input_ids=ids, use_cache=True).past_key_values
         kept.layers[3].crop(-1)
@@ -435,7 +435,7 @@ def test_nothing_is_read_while_a_graph_is_recorded(
     olmoe: tuple[Any, PlanRuntime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, runtime = olmoe
-    ids, chosen = tiny.text()["input_ids"], plan("0145", top_k=3)
+    ids, chosen = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
     with runtime.use_plan(chosen):
         kept = model(input_ids=ids, use_cache=True).past_key_values
         expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(kept)).logits
@@ -456,7 +456,7 @@ def test_nothing_is_read_while_a_graph_is_recorded(
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
     model = _model(family)
-    inputs = tiny.prompt(model, rows=2)
+    inputs = tiny.make_prompt(model, rows=2)
     tier = "high" if "pixel_values" in inputs else None
     seen: list[Tensor] = []
     chosen = plan("0125", top_k=3, position=2, tier=tier)
@@ -479,7 +479,7 @@ def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
 
 def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     for decided, says in (
         (plan(position=3), "p3"),
         (plan(top_k=7, position=2), r"`top_k` \(=7\)"),
@@ -509,7 +509,7 @@ def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
 
 def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    inputs = tiny.text(rows=2)
+    inputs = tiny.make_text_prompt(rows=2)
     plans = [plan("0123", top_k=2), plan("0145", top_k=4), plan("012345", top_k=6), None]
 
     def run(each: Plan | None) -> Tensor:
@@ -540,7 +540,7 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
 
 def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     bare = whole(model, inputs)
     with runtime.use_plan(plan("012")):
         outer = whole(model, inputs)
@@ -552,7 +552,7 @@ def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> 
 
 
 def test_two_models_in_one_context() -> None:
-    first, second, inputs = _model("olmoe"), tiny.olmoe(seed=3), tiny.text()
+    first, second, inputs = _model("olmoe"), tiny.build_olmoe(seed=3), tiny.make_text_prompt()
     bare = whole(second, inputs)
     runtime, others = PlanRuntime(get_adapter(first)), PlanRuntime(get_adapter(second))
     with runtime.use_plan(plan("012")):
@@ -596,13 +596,13 @@ def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
     if "prompt_lookup_num_tokens" in how:
         can_roll_back()
     adapter = get_adapter(model)
-    inputs = tiny.prompt(model)
+    inputs = tiny.make_prompt(model)
     chosen = plan("0235", top_k=3, position=1, tier="low" if "pixel_values" in inputs else None)
     small = adapter.reduce_to_tier(inputs, chosen.tier)
     with (
         attached(model) as runtime,
         runtime.use_plan(chosen),
-        counted(adapter.blocks) as counts,
+        count_calls(adapter.blocks) as counts,
         torch.random.fork_rng(devices=[]),
     ):
         torch.manual_seed(0)
@@ -610,7 +610,7 @@ def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
         special = list(range(60, tiny.VOCABULARY))
         found = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **how)
         assert set(counts.attention) == set(chosen.blocks)
-        assert counts.widths() == {0: 6.0, 2: 3.0, 3: 3.0, 5: 3.0}
+        assert counts.experts_per_token() == {0: 6.0, 2: 3.0, 3: 3.0, 5: 3.0}
         if not how:
             count = small["input_ids"].shape[1]
             for at in range(count, found.shape[1]):
@@ -619,7 +619,7 @@ def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
 
 def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     with runtime.use_plan(plan("0135", top_k=3)):
         found = model(**inputs, output_hidden_states=True, output_router_logits=True, output_attentions=False)
         assert len(found.hidden_states) == 7 and len(found.router_logits) == 4
@@ -635,7 +635,7 @@ def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> N
 
 
 def test_gradients_are_those_of_the_kept_blocks_and_chosen_experts() -> None:
-    model, inputs = tiny.olmoe(), tiny.text()
+    model, inputs = tiny.build_olmoe(), tiny.make_text_prompt()
     runtime = PlanRuntime(get_adapter(model))
     with torch.enable_grad(), runtime.use_plan(plan("0135", top_k=2)):
         model(**inputs, labels=inputs["input_ids"], output_router_logits=True).loss.backward()
@@ -646,7 +646,7 @@ def test_gradients_are_those_of_the_kept_blocks_and_chosen_experts() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
-    model, inputs = tiny.olmoe(), tiny.text()
+    model, inputs = tiny.build_olmoe(), tiny.make_text_prompt()
     runtime = PlanRuntime(get_adapter(model))
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": reentrant})
@@ -672,9 +672,9 @@ def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple
     # As accelerate leaves it, where a model is spread over devices.
     router._hf_hook = object()
     again = PlanRuntime(get_adapter(model))
-    with again.use_plan(plan(top_k=2)), counted(model.model.layers) as counts:
-        whole(model, tiny.text())
-        assert counts.widths()[2] == 2.0
+    with again.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
+        whole(model, tiny.make_text_prompt())
+        assert counts.experts_per_token()[2] == 2.0
     again.remove()
     assert isinstance(router.forward, partial)
     del router.forward, router._hf_hook
@@ -683,7 +683,7 @@ def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple
 @pytest.mark.slow
 def test_compiled_models_run_the_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    inputs = tiny.text()
+    inputs = tiny.make_text_prompt()
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
     bare = whole(model, inputs)
@@ -741,7 +741,7 @@ class _FewBlocks(DecoderAdapter):
     ],
 )
 def test_knobs_that_would_do_nothing_are_refused_when_they_are_attached(adapter: Any, says: str) -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     insides = _insides(model)
     with pytest.raises(ModelError, match=says or None):
         PlanRuntime(adapter(model))
@@ -750,15 +750,15 @@ def test_knobs_that_would_do_nothing_are_refused_when_they_are_attached(adapter:
 
 @pytest.mark.parametrize(("adapter", "says"), [(_WrongBlocks, ""), (_WrongRouters, "")])
 def test_knobs_that_do_nothing_are_an_error_at_the_call(adapter: Any, says: str) -> None:
-    model = tiny.olmoe()
+    model = tiny.build_olmoe()
     with PlanRuntime(adapter(model)).use_plan(plan("0134")), pytest.raises(ModelError, match=says or None):
-        whole(model, tiny.text())
+        whole(model, tiny.make_text_prompt())
 
 
 def test_fewer_experts_where_no_block_has_any_is_refused() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config: dict[str, Any] = tiny.text_config(depth=4, top_k=3, experts=4) | {"mlp_only_layers": [1, 3]}
+    config: dict[str, Any] = tiny.make_text_config(depth=4, top_k=3, experts=4) | {"mlp_only_layers": [1, 3]}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, moe_intermediate_size=8)).eval()
     runtime = PlanRuntime(get_adapter(model))
     assert runtime.geometry.top_k == 3
@@ -772,7 +772,7 @@ def test_fewer_experts_where_no_block_has_any_is_refused() -> None:
 
 
 def test_models_without_weights_are_refused() -> None:
-    model = tiny.olmoe().to("meta")
+    model = tiny.build_olmoe().to("meta")
     with pytest.raises(ModelError, match="`meta`"):
         PlanRuntime(get_adapter(model))
 
@@ -781,7 +781,7 @@ def test_a_call_of_another_tier_is_refused() -> None:
     for family in ("llava_siglip", "qwen3_vl_moe"):
         model = _model(family)
         adapter = get_adapter(model)
-        inputs, only_text = tiny.prompt(model), tiny.text()
+        inputs, only_text = tiny.make_prompt(model), tiny.make_text_prompt()
         with attached(model) as runtime:
             with runtime.use_plan(plan("0134", tier="medium")):
                 whole(model, adapter.reduce_to_tier(inputs, "medium"))
@@ -805,7 +805,7 @@ def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
     with attached(model) as runtime:
         plans = [plan("0134", tier="low"), plan("01345", top_k=3, tier="high"), plan("0123")]
         asked = [
-            adapter.reduce_to_tier(tiny.prompt(model, images=count, seed=count), each.tier)
+            adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), each.tier)
             for count, each in zip((1, 3, 0), plans, strict=True)
         ]
         alone, together, kept = [], [], []

@@ -19,14 +19,14 @@ from sparseflow.adaptive.policy.policies import (
     StaticPolicy,
 )
 from sparseflow.errors import InputError
-from tests.adaptive.synthetic import outcomes, space
+from tests.adaptive.synthetic import make_outcomes, make_space
 
-SMALL = space(depth=2, top_k=1, tiers=2)
+SMALL = make_space(depth=2, top_k=1, tiers=2)
 
 
 def by_hand() -> OutcomeTable:
     """Two samples, two plans: the quick one is right for the first sample, the slow one for both."""
-    template = outcomes(2, plans=SMALL)
+    template = make_outcomes(2, plans=SMALL)
     assert len(SMALL) == 2
     return OutcomeTable(
         space=SMALL, correct=torch.tensor([[1.0, 1.0], [0.0, 1.0]]),
@@ -51,7 +51,7 @@ def test_the_measures_by_hand() -> None:
 
 
 def test_several_seeds_are_judged_by_their_mean() -> None:
-    table = outcomes(40, jitter=0.1)
+    table = make_outcomes(40, jitter=0.1)
     budgets, costs = budget_grid(table.budget_range_ms(), 5), QuantileLatencies.from_outcomes(table)
     every = [RandomPolicy(costs=costs, seed=seed) for seed in range(3)]
     together, alone = (
@@ -65,7 +65,7 @@ def test_several_seeds_are_judged_by_their_mean() -> None:
 
 
 def test_intervals_are_paired_and_over_images() -> None:
-    table = outcomes(60, jitter=0.1)
+    table = make_outcomes(60, jitter=0.1)
     budgets = budget_grid(table.budget_range_ms(), 4)
     lookup, oracle = (
         evaluate_policy(LookupTablePolicy.from_outcomes(table), table, budgets),
@@ -95,7 +95,7 @@ def test_intervals_are_paired_and_over_images() -> None:
 
 
 def test_some_requests_are_compared_by_themselves() -> None:
-    table = outcomes(60, jitter=0.1)
+    table = make_outcomes(60, jitter=0.1)
     budgets = budget_grid(table.budget_range_ms(), 6)
     lookup, oracle = (
         evaluate_policy(LookupTablePolicy.from_outcomes(table), table, budgets),
@@ -123,7 +123,7 @@ def test_some_requests_are_compared_by_themselves() -> None:
 
 
 def test_a_margin_keeps_the_attainment_that_is_asked() -> None:
-    train, validation = outcomes(60, seed=1, jitter=0.2), outcomes(60, seed=2, jitter=0.2)
+    train, validation = make_outcomes(60, seed=1, jitter=0.2), make_outcomes(60, seed=2, jitter=0.2)
     budgets = budget_grid(train.budget_range_ms(), 6)[1:]
     for policy in (
         LookupTablePolicy.from_outcomes(train, quantile=0.5),

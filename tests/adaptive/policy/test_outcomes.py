@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from sparseflow.adaptive.policy.outcomes import Environment, OutcomeTable, budget_grid, draw_budgets
 from sparseflow.errors import FileFormatError, InputError
-from tests.adaptive.synthetic import WIDTH, outcomes, space
+from tests.adaptive.synthetic import WIDTH, make_outcomes, make_space
 
-SMALL = space(depth=3, top_k=2, tiers=2)
+SMALL = make_space(depth=3, top_k=2, tiers=2)
 
 
 def small(samples: int = 12, **options: float) -> OutcomeTable:
-    return outcomes(samples, plans=SMALL, **options)  # pyright: ignore[reportArgumentType]
+    return make_outcomes(samples, plans=SMALL, **options)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_table_answers_what_is_asked() -> None:

@@ -24,13 +24,13 @@ from sparseflow.adaptive.policy.policies import (
     fraction_in_time,
 )
 from sparseflow.errors import InputError
-from tests.adaptive.synthetic import WIDTH, outcomes, space
+from tests.adaptive.synthetic import WIDTH, make_outcomes, make_space
 
-SMALL = space(depth=3, top_k=2, tiers=2)
+SMALL = make_space(depth=3, top_k=2, tiers=2)
 
 
 def table(seed: int = 0) -> OutcomeTable:
-    return outcomes(24, seed=seed, luck=0.3, jitter=0.2, repeats=3, plans=SMALL)
+    return make_outcomes(24, seed=seed, luck=0.3, jitter=0.2, repeats=3, plans=SMALL)
 
 
 def goodput(
@@ -140,7 +140,7 @@ def test_where_nothing_fits_the_cheapest_does() -> None:
 
 
 def test_controllers_choose_among_what_fits_in_any_order_of_blocks() -> None:
-    known = outcomes(2100, seed=3, repeats=2)
+    known = make_outcomes(2100, seed=3, repeats=2)
     made = Controllers(known.space, width=WIDTH, model_id="m")
     made.fit_features(known.language, known.tokens)
     costs = QuantileLatencies.from_outcomes(known, 0.9)

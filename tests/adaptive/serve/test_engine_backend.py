@@ -532,7 +532,7 @@ def select_plan(plan: Plan, images: int) -> Plan:
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[Any, Engine]]:
     pytest.importorskip("transformers")
-    model = tiny.llava_siglip()
+    model = tiny.build_llava_siglip()
     adapter = get_adapter(model)
     plans = [FULL, CHEAP, select_plan(FULL, 0), select_plan(CHEAP, 0)]
     engine = Engine(adapter, PlanRuntime(adapter), plans=plans, max_batch=3, max_tokens=160, graphs=False)

@@ -8,11 +8,11 @@ from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.policy.outcomes import QuantileLatencies, budget_grid, find_feasible
 from sparseflow.adaptive.policy.policies import ControllerPolicy, OraclePolicy
 from sparseflow.adaptive.training.joint import ImitationTargets
-from tests.adaptive.synthetic import WIDTH, outcomes
+from tests.adaptive.synthetic import WIDTH, make_outcomes
 
 
 def test_the_loss_is_the_likelihood_of_the_oracles_plans() -> None:
-    table = outcomes(32)
+    table = make_outcomes(32)
     made = Controllers(table.space, width=WIDTH, model_id="m")
     made.fit_features(table.language, table.tokens)
     samples, budgets = torch.arange(32), torch.linspace(60.0, 300.0, 32)
@@ -33,7 +33,7 @@ def test_the_loss_is_the_likelihood_of_the_oracles_plans() -> None:
 
 def test_labels_do_not_follow_luck() -> None:
     """With equally good plans for a request, the one that is good for most is the label, not the quickest."""
-    table = outcomes(200)
+    table = make_outcomes(200)
     prefer = table.correct.mean(0)
     samples, budgets = torch.arange(200), torch.full((200,), 1000.0)
     labels = OraclePolicy(prefer=prefer).choose(table, samples, budgets)
@@ -42,7 +42,7 @@ def test_labels_do_not_follow_luck() -> None:
 
 
 def test_a_few_requests_are_learnt_by_heart() -> None:
-    table = outcomes(8)
+    table = make_outcomes(8)
     made = Controllers(table.space, width=WIDTH, model_id="m")
     made.fit_features(table.language, table.tokens)
     imitation, budgets = ImitationTargets(table), budget_grid(table.budget_range_ms(), 4)

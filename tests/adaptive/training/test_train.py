@@ -27,7 +27,7 @@ from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
-from tests.adaptive.synthetic import outcomes, reachable, space
+from tests.adaptive.synthetic import compute_max_goodput, make_outcomes, make_space
 from tests.killed import ROOT, environment, run_script
 
 ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
@@ -39,7 +39,7 @@ QUICK: dict[str, Any] = {
 
 
 def tables() -> tuple[OutcomeTable, OutcomeTable]:
-    return outcomes(64, seed=1), outcomes(32, seed=2)
+    return make_outcomes(64, seed=1), make_outcomes(32, seed=2)
 
 
 def config(**changes: Any) -> GrpoConfig:
@@ -62,14 +62,18 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
     """How much more goodput than the lookup table at least; how much less than can be reached; attainment."""
-    learnt, held_out, test = outcomes(1024, seed=1), outcomes(256, seed=2), outcomes(256, seed=3)
+    learnt, held_out, test = (
+        make_outcomes(1024, seed=1),
+        make_outcomes(256, seed=2),
+        make_outcomes(256, seed=3),
+    )
     costs = QuantileLatencies.from_outcomes(learnt, 0.99) if masked else None
     settings = GrpoConfig(steps=steps, seed=seed)
     found = train(settings, learnt, folder, held_out=held_out, model_id="m", costs=costs)
     budgets = budget_grid(learnt.budget_range_ms(), 24)
     lookup = evaluate_policy(LookupTablePolicy.from_outcomes(learnt), test, budgets)
     mine = evaluate_policy(ControllerPolicy(controllers=found.controllers, costs=costs), test, budgets)
-    bound = reachable(
+    bound = compute_max_goodput(
         256, seed=3, budgets_ms=budgets, costs_ms=learnt.latency_quantiles_ms(0.99) if masked else None
     ).mean()
     gain = compare_policies(mine, lookup)["goodput"]
@@ -146,7 +150,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(
         quick(tmp_path, rate=0.1)
     learnt, held_out = tables()
     with pytest.raises(InputError):
-        train(config(), outcomes(64, seed=5), tmp_path, held_out=held_out, model_id="m")
+        train(config(), make_outcomes(64, seed=5), tmp_path, held_out=held_out, model_id="m")
     with pytest.raises(InputError):
         train(config(), learnt, tmp_path, held_out=held_out, model_id="other")
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
@@ -314,8 +318,8 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
 
 
 def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
-    plans = space(depth=3, top_k=2, tiers=0)
-    learnt, held_out = outcomes(48, seed=1, plans=plans), outcomes(24, seed=2, plans=plans)
+    plans = make_space(depth=3, top_k=2, tiers=0)
+    learnt, held_out = make_outcomes(48, seed=1, plans=plans), make_outcomes(24, seed=2, plans=plans)
     found = train(
         config(steps=0, warm_start=30, validate_every=10),
         learnt,
@@ -334,7 +338,9 @@ def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
 def test_environments_of_other_plans(tmp_path: Path) -> None:
     learnt, _ = tables()
     with pytest.raises(InputError):
-        train(GrpoConfig(), learnt, tmp_path, held_out=outcomes(8, plans=space(depth=3)), model_id="m")
+        train(
+            GrpoConfig(), learnt, tmp_path, held_out=make_outcomes(8, plans=make_space(depth=3)), model_id="m"
+        )
 
 
 @pytest.mark.parametrize(
