@@ -336,17 +336,17 @@ def test_gpu_uses_kernels_without_gradients(
     score = EntropyScore(8, (4, 4), ScoreConfig(measure=measure)).cuda()
     assert module._KERNELS is not None
     dtypes: list[torch.dtype] = []
-    fused = module._KERNELS.entropies
+    compute_entropies = module._KERNELS.compute_entropies
 
-    class Watched:
-        fits = staticmethod(module._KERNELS.fits)
+    class RecordingKernels:
+        supports_input = staticmethod(module._KERNELS.supports_input)
 
         @staticmethod
-        def entropies(x: Tensor, *arguments: Any) -> Any:
+        def compute_entropies(x: Tensor, *arguments: Any) -> Any:
             dtypes.append(x.dtype)
-            return fused(x, *arguments)
+            return compute_entropies(x, *arguments)
 
-    monkeypatch.setattr(module, "_KERNELS", Watched)
+    monkeypatch.setattr(module, "_KERNELS", RecordingKernels)
     x = features((2, 8, 16, 40)).cuda()
     mask = random_mask((2, 8, 16)).cuda() if masked else None
     remaining = torch.ones(2, 8, 16, dtype=torch.bool, device="cuda") if mask is None else mask

@@ -93,7 +93,8 @@ class GpuWorkload:
         self._make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True, blocking=True)
         self._busy_s = 0.0
         try:
-            torch.cuda.set_device(device)
+            # `set_device` needs an index, which "cuda" does not have.
+            torch.cuda.set_device(torch.device(device).index or 0)
             self._step = _make_matmul(device) if kind == "gpu-matmul" else _make_copy(device)
             for _ in range(10):
                 self._step()
