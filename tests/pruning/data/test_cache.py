@@ -25,11 +25,11 @@ def videos(tree: Tree) -> list[tuple[str, Path]]:
 def test_cache_equals_decoded_videos(
     tmp_path: Path, videos: list[tuple[str, Path]], size: int | None, workers: int
 ) -> None:
-    updates: list[tuple[int, int]] = []
+    updates: list[float] = []
     built = build_cache(
-        videos, tmp_path, size=size, workers=workers, progress=lambda *update: updates.append(update)
+        videos, tmp_path, size=size, workers=workers, progress=lambda _, fraction: updates.append(fraction)
     )
-    assert updates == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert updates == [0.25, 0.5, 0.75, 1.0]
     opened = VideoCache.open(tmp_path)
     assert opened.size == size and opened.videos == built.videos and not opened.skipped
     for name, path in videos:
@@ -59,9 +59,9 @@ def test_killed_build_resumes(tmp_path: Path, own_tree: Tree) -> None:
     fourth.rename(fourth.with_name(f".{fourth.name}.tmp"))
     for _, path in sources[:3]:
         path.unlink()
-    updates: list[tuple[int, int]] = []
-    resumed = build_cache(sources, folder, size=24, progress=lambda *update: updates.append(update))
-    assert updates == [(1, 3), (2, 3), (3, 3)]
+    updates: list[float] = []
+    resumed = build_cache(sources, folder, size=24, progress=lambda _, fraction: updates.append(fraction))
+    assert updates == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert resumed.videos == complete.videos
     assert not list(folder.rglob("*.tmp"))
     sources[3][1].unlink()
@@ -135,7 +135,9 @@ def test_invalid_arguments_raise(tmp_path: Path, videos: list[tuple[str, Path]])
 @pytest.mark.usefixtures("refused_at_once")
 def test_index_conforms_to_journals(tmp_path: Path, videos: list[tuple[str, Path]]) -> None:
     build_cache(videos[:2], tmp_path, size=None)
-    check_journal_file(
-        lambda: Journal(tmp_path / INDEX_FILE, cache._ROW_TYPE, header=VideoCacheHeader(size=None)),
-        tmp_path / INDEX_FILE,
-    )
+
+    def open_rows() -> list[object]:
+        with Journal(tmp_path / INDEX_FILE, cache._ROW_TYPE, header=VideoCacheHeader(size=None)) as journal:
+            return list(journal.rows)
+
+    check_journal_file(open_rows, tmp_path / INDEX_FILE)

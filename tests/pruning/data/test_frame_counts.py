@@ -25,20 +25,20 @@ def test_count_frames_with_workers_counts_all_videos(tree: Tree) -> None:
 
 def test_counted_videos_are_not_counted_again(tmp_path: Path) -> None:
     videos = [(str(frames), write_video(tmp_path / f"{frames}.avi", frames)) for frames in (3, 6)]
-    updates: list[tuple[int, int]] = []
+    updates: list[float] = []
 
     def count(selection: list[tuple[str, Path]]) -> dict[str, int]:
         updates.clear()
-        file = tmp_path / "retained" / "counts.json"
+        file = tmp_path / "new" / "counts.json"
         return count_frames(
-            selection, counts_path=file, progress=lambda *update: updates.append(update)
+            selection, counts_path=file, progress=lambda _, fraction: updates.append(fraction)
         ).frames
 
-    assert (count(videos[:1]), updates) == ({"3": 3}, [(1, 1)])
-    assert (count(videos), updates) == ({"3": 3, "6": 6}, [(1, 1)])
+    assert (count(videos[:1]), updates) == ({"3": 3}, [1.0])
+    assert (count(videos), updates) == ({"3": 3, "6": 6}, [1.0])
     assert (count(videos[1:]), updates) == ({"6": 6}, [])
     write_video(videos[0][1], 9)
-    assert (count(videos), updates) == ({"3": 9, "6": 6}, [(1, 1)])
+    assert (count(videos), updates) == ({"3": 9, "6": 6}, [1.0])
 
 
 def test_counts_before_a_failure_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_counts_before_a_failure_are_saved(tmp_path: Path, monkeypatch: pytest.M
         file = tmp_path / f"counts{interval}.json"
         with pytest.raises(FileFormatError, match=r"bad\.avi"):
             count_frames([("good", good), ("bad", bad)], counts_path=file)
-        assert '"good":[3,' in file.read_text()
+        assert '"good": [3,' in file.read_text()
 
 
 def test_undecodable_video_is_skipped(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def scores(b: int, s: int, *, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("share", "tokens", "left"), [(0.5, 64, 32), (1.0, 7, 7), (1e-9, 64, 1), (0.6, 1568, 941), (0.3, 1, 1)]
+    ("share", "tokens", "remaining"),
+    [(0.5, 64, 32), (1.0, 7, 7), (1e-9, 64, 1), (0.6, 1568, 941), (0.3, 1, 1)],
 )
 def test_count_kept_tokens_rounds_share(share: float, tokens: int, remaining: int) -> None:
     assert count_kept_tokens(share, tokens) == remaining
