@@ -68,7 +68,7 @@ def test_train_profile_generate_within_budget(model: str, capsys: pytest.Capture
     output = capsys.readouterr()
     assert json.loads(output.out)["samples"] == 8 and "weights" not in output.err
     profile = ["adaptive", "profile", model, "--importance", "importance.json", "--out", "profile.parquet"]
-    few = [
+    options = [
         "--num-plans",
         "8",
         "--text-tokens",
@@ -82,20 +82,20 @@ def test_train_profile_generate_within_budget(model: str, capsys: pytest.Capture
         "--runner",
         "eager",
     ]
-    assert run([*profile, *few, "--json"]) == 0
+    assert run([*profile, *options, "--json"]) == 0
     result = read_json(capsys)
     # 8 plans, and 6 without image, at two lengths, twice.
     assert (result["requests"], result["failed"]) == (56, 0)
     # With more new tokens the highest tier does not fit into the context.
-    ask = ["adaptive", "generate", model, "how many one are there", "--image", "canvas.png"]
-    ask += ["--max-new-tokens", "16"]
-    assert run([*ask, "--profile", result["predictor"], "--budget-ms", "1e9", "--json"]) == 0
+    command = ["adaptive", "generate", model, "how many one are there", "--image", "canvas.png"]
+    command += ["--max-new-tokens", "16"]
+    assert run([*command, "--profile", result["predictor"], "--budget-ms", "1e9", "--json"]) == 0
     answer = read_json(capsys)
     assert answer["budget_met"] and answer["feasible"] and answer["plan"]["tier"] == "high"
-    assert run([*ask, "--profile", result["predictor"], "--budget-ms", "0.01"]) == 0
+    assert run([*command, "--profile", result["predictor"], "--budget-ms", "0.01"]) == 0
     assert "budget missed" in capsys.readouterr().err
     reject = ["--budget-ms", "0.01", "--on-infeasible", "reject"]
-    assert run([*ask, "--profile", result["predictor"], *reject]) == 1
+    assert run([*command, "--profile", result["predictor"], *reject]) == 1
     assert " ms" in capsys.readouterr().err
 
 
@@ -134,7 +134,7 @@ def test_serve_replicas_receive_picklable_app_factory(
         started.append({"app": pickle.loads(pickle.dumps(make))(), **options})
 
     monkeypatch.setattr(serve, "serve_replicas", start)
-    ask = [
+    command = [
         "adaptive",
         "serve",
         model,
@@ -145,7 +145,7 @@ def test_serve_replicas_receive_picklable_app_factory(
         "--max-batch-size",
         "2",
     ]
-    assert run([*ask, "--replicas", "3", "--port", "0", "--drain-s", "1"]) == 0
+    assert run([*command, "--replicas", "3", "--port", "0", "--drain-s", "1"]) == 0
     (result,) = started
     assert (result["replicas"], result["port"], result["drain_s"], result["gpus_per_replica"]) == (
         3,
@@ -156,19 +156,19 @@ def test_serve_replicas_receive_picklable_app_factory(
     service = result["app"].state.service
     assert service.model == "model"
     service.backend.close()
-    assert run([*ask, "--replicas", "0"]) == 2
+    assert run([*command, "--replicas", "0"]) == 2
 
 
 def test_generate_budget_needs_profile(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    ask = ["adaptive", "generate", model, "how many one are there", "--max-new-tokens", "3"]
-    assert run([*ask, "--json"]) == 0
+    command = ["adaptive", "generate", model, "how many one are there", "--max-new-tokens", "3"]
+    assert run([*command, "--json"]) == 0
     assert read_json(capsys)["plan"]["tier"] is None
-    assert run([*ask, "--budget-ms", "100"]) == 2
+    assert run([*command, "--budget-ms", "100"]) == 2
     assert "profile" in capsys.readouterr().err
-    assert run([*ask, "--image", "absent.png"]) == 2
+    assert run([*command, "--image", "absent.png"]) == 2
     assert "absent.png" in capsys.readouterr().err
-    assert run([*ask, "--profile", "absent.parquet"]) == 2
+    assert run([*command, "--profile", "absent.parquet"]) == 2
     assert "absent.parquet" in capsys.readouterr().err
 
 
@@ -176,14 +176,14 @@ def test_generate_invalid_prompt_exits_with_2(model: str, capsys: pytest.Capture
     capsys.readouterr()
     Path("damaged.png").write_bytes(Path("canvas.png").read_bytes()[:60])
     Path("notes.txt").write_text("no image")
-    ask = ["adaptive", "generate", model]
+    command = ["adaptive", "generate", model]
     for arguments, value in (
         (["how many", "--image", "damaged.png"], "damaged.png"),
         (["how many", "--image", "notes.txt"], "notes.txt"),
         (["how " * 3000], "context"),
         (["<image> how many", "--image", "canvas.png"], "'<image>'"),
     ):
-        assert run([*ask, *arguments]) == 2
+        assert run([*command, *arguments]) == 2
         assert value in capsys.readouterr().err
 
 
@@ -193,22 +193,22 @@ def test_generate_text_model_refuses_images(
     monkeypatch.chdir(tmp_path)
     tiny.build_olmoe().save_pretrained("text")
     Vocabulary(["how", "many"]).tokenizer.save_pretrained("text")
-    ask = ["adaptive", "generate", "text", "how many", "--max-new-tokens", "2"]
-    assert run([*ask, "--json"]) == 0
+    command = ["adaptive", "generate", "text", "how many", "--max-new-tokens", "2"]
+    assert run([*command, "--json"]) == 0
     assert read_json(capsys)["plan"]["tier"] is None
-    assert run([*ask, "--image", "a.png"]) == 2
+    assert run([*command, "--image", "a.png"]) == 2
     assert "images" in capsys.readouterr().err
 
 
 def test_serve_checks_address_before_reading_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["adaptive", "serve", "no-model", "--profile", "absent.parquet"]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run([*ask, "--port", str(taken.getsockname()[1])]) == 2
+    command = ["adaptive", "serve", "no-model", "--profile", "absent.parquet"]
+    with socket.create_server(("127.0.0.1", 0)) as bound_socket:
+        assert run([*command, "--port", str(bound_socket.getsockname()[1])]) == 2
     assert "port" in capsys.readouterr().err
     for wrong in ("-1", "nan"):
-        assert run([*ask, "--port", "0", "--drain-s", wrong]) == 2
+        assert run([*command, "--port", "0", "--drain-s", wrong]) == 2
         assert "`drain_s`" in capsys.readouterr().err
-    assert run([*ask, "--port", "0"]) == 2
+    assert run([*command, "--port", "0"]) == 2
     assert "no-model" in capsys.readouterr().err
 
 
@@ -222,7 +222,7 @@ def test_generate_invalid_model_exits_with_2(tmp_path: Path, capsys: pytest.Capt
 
 def profile_command(model: str, *more: str) -> list[str]:
     """Command of a small profile with the model's forward."""
-    few = [
+    options = [
         "--num-plans",
         "6",
         "--num-text-plans",
@@ -234,7 +234,7 @@ def profile_command(model: str, *more: str) -> list[str]:
         "--runner",
         "eager",
     ]
-    return ["adaptive", "profile", model, *few, *more]
+    return ["adaptive", "profile", model, *options, *more]
 
 
 def test_profile_refuses_to_overwrite_foreign_predictor(
@@ -251,10 +251,10 @@ def test_profile_refuses_to_overwrite_foreign_predictor(
     assert Path("predictor.json").read_bytes() == first
     assert run([*other, "--rounds", "2"]) == 0
     record = json.loads(Path("other.predictor.json").read_text())
-    elsewhere = record["metadata"]["device"] | {"name": "Abacus"}
+    other_device = record["metadata"]["device"] | {"name": "Abacus"}
     for changed, value in (
         ({"metadata": record["metadata"] | {"model_id": "foreign"}}, "foreign"),
-        ({"metadata": record["metadata"] | {"device": elsewhere}}, "Abacus"),
+        ({"metadata": record["metadata"] | {"device": other_device}}, "Abacus"),
         ({"format": "another"}, "other.predictor.json"),
     ):
         Path("other.predictor.json").write_text(json.dumps(record | changed))
@@ -269,12 +269,12 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = json.loads(Path(model, "config.json").read_text())["text_config"]["max_position_embeddings"]
-    assert run(profile_command(model, "--out", "whole.parquet", "--json")) == 0
+    assert run(profile_command(model, "--out", "full.parquet", "--json")) == 0
     assert read_json(capsys)["tiers_left_out"] == []
-    full = PlanLatencyPredictor.load("whole.predictor.json").metadata
+    full = PlanLatencyPredictor.load("full.predictor.json").metadata
     assert full.config["max_tokens"] == context
-    # Without --tokens, prompts are as long as still leaves room for the highest tier.
-    longest = max(measurement.text_tokens for measurement in PlanProfile.load("whole.parquet").measurements)
+    # Without --text-tokens, prompts are as long as still leaves room for the highest tier.
+    longest = max(measurement.text_tokens for measurement in PlanProfile.load("full.parquet").measurements)
     assert longest == min(64, context - full.vision_tokens["high"] - 2)
     limit = full.vision_tokens["medium"] + 12 + 2
     lower = profile_command(model, "--text-tokens", "12", "--out", "profile.parquet")
@@ -308,10 +308,10 @@ def test_profile_leaves_out_tiers_that_do_not_fit(
 def test_profile_engine_measures_under_load_and_reports_progress(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[tuple[str, float]] = []
+    messages: list[tuple[str, float]] = []
     monkeypatch.setattr(
         "sparseflow.cli.adaptive.profiling.progress_bar",
-        lambda: nullcontext(lambda *args: shown.append(args)),
+        lambda: nullcontext(lambda *args: messages.append(args)),
     )
 
     def measure(runner: Any, space: Any, out: Path, *, progress: Any, **options: Any) -> Any:
@@ -324,7 +324,7 @@ def test_profile_engine_measures_under_load_and_reports_progress(
     command = ["adaptive", "profile", model, "--out", "profile.parquet", "--num-plans", "6"]
     assert run(command) == 2
     assert "measuring [0.0, 0.7] and [1, 8]" in capsys.readouterr().err
-    assert shown == [("recorded 1 of 3", 0.0), ("round 1", 0.25), ("recorded 2 of 3", 0.25)]
+    assert messages == [("recorded 1 of 3", 0.0), ("round 1", 0.25), ("recorded 2 of 3", 0.25)]
     assert run([*command, "--load", "0.2", "--batch-size", "2"]) == 2
     assert "measuring [0.2] and [2]" in capsys.readouterr().err
     assert run([*command, "--runner", "other"]) == 2
