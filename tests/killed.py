@@ -1,6 +1,7 @@
-"""Work that SIGKILL ends in the middle, in processes forked from one that has imported all that they need.
+"""Helpers that kill a process in the middle of its work.
 
-The process that imports is a new one: tests run in processes with threads, which cannot be forked safely.
+The killed processes are forked from a new process that has imported what they need: test processes have
+threads and cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -12,33 +13,32 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from sparseflow.core.progress import Progress
 
-Progress = Callable[[str, float], None]
-"""Told what is being done and the share of the work that is over."""
+ROOT = Path(__file__).parents[1]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a process which imports the package and its tests from here."""
+    """Environment of a process that imports the package and its tests from this checkout."""
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"} | more
 
 
 def run_script(code: str, *arguments: str) -> None:
-    """Run code in a process of its own; what goes wrong in it is told."""
-    told = subprocess.run(
+    """Run code in a new process and assert that it succeeds."""
+    completed = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
-def killed_when(run: Callable[[Progress], object], there: Callable[[str, float], bool]) -> None:
-    """Run in a forked process that kills itself as soon as its progress is `there`."""
+def killed_when(run: Callable[[Progress], object], condition: Callable[[str, float], bool]) -> None:
+    """Run in a forked process that kills itself when its progress meets `condition`."""
     child = os.fork()
     if not child:
 
-        def progress(what: str, share: float) -> None:
-            if there(what, share):
+        def progress(message: str, fraction: float) -> None:
+            if condition(message, fraction):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         run(progress)

@@ -35,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Directory with a model and questions."""
     directory = tmp_path_factory.mktemp(request.param)
     opened = folders.opened(folders.model_folder(directory / "model", request.param))
-    lines = folders.lines(opened, directory, 27, images=opened.sight is not None)
+    lines = folders.lines(opened, directory, 27, images=opened.image_processor is not None)
     for index, line in enumerate(lines):
         line["split"] = ("train", "val", "test")[index % 3]
     folders.write(directory / "questions.jsonl", lines)
@@ -99,7 +99,7 @@ def test_importance_eval_train_generate_with_questions(
     trained = read_json(capsys)
     assert trained["policies"][0]["name"] == "controllers"
     assert Controllers.load(trained["controllers"]).space == importance.make_space()
-    image = ["--image", "0.png"] if opened.sight is not None else []
+    image = ["--image", "0.png"] if opened.image_processor is not None else []
     budget = ["--profile", "profile.parquet", "--controller", trained["controllers"], "--budget-ms", "1e5"]
     assert (
         run(["adaptive", "generate", "model", "w7 w8", *image, *budget, "--max-new-tokens", "2", "--json"])

@@ -79,8 +79,8 @@ def test_plan_verify_layout_agree(config: str, capsys: pytest.CaptureFixture[str
     assert (priced.objective, priced.chips) == (result["objective"], result["chips"])
     before = Path("plan/plan.json").read_bytes()
     assert run(command) == 0
-    shown = capsys.readouterr().out
-    assert "energy delay mj ms: " in shown and "layers split: " in shown
+    output = capsys.readouterr().out
+    assert "energy delay mj ms: " in output and "layers split: " in output
     assert Path("plan/plan.json").read_bytes() == before  # the same arguments give the same plan
 
     assert run(["codesign", "verify", "plan/plan.json", "--json"]) == 0
@@ -151,11 +151,11 @@ def test_plan_report_command_can_be_repeated(config: str, capsys: pytest.Capture
     assert run(command) == 0
     page = html.unescape(Path("a plan/report.html").read_text())
     (line,) = {line for line in re.findall(r"sparseflow codesign plan [^<\n]*", page)}
-    again = shlex.split(line)[1:]
-    assert sorted(again) == sorted(command)
+    repeated_command = shlex.split(line)[1:]
+    assert sorted(repeated_command) == sorted(command)
     before = Path("a plan/plan.json").read_bytes()
     Path("a plan/plan.json").unlink()
-    assert run(again) == 0 and Path("a plan/plan.json").read_bytes() == before
+    assert run(repeated_command) == 0 and Path("a plan/plan.json").read_bytes() == before
     capsys.readouterr()
 
 
@@ -237,8 +237,8 @@ def test_train_verify_report_resume(config: str, capsys: pytest.CaptureFixture[s
 
     # The report shows the design of the run, not those of its baselines.
     page = Path("runs/two-stage-0/report.html").read_text()
-    own, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
-    assert own["mode"] == "two-stage" and f"{own['energy_delay']:.4g} mJ ms" in page
+    own_design, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
+    assert own_design["mode"] == "two-stage" and f"{own_design['energy_delay']:.4g} mJ ms" in page
     assert all(f"{record['energy_delay']:.4g} mJ ms" not in page for record in baselines)
     assert run(["codesign", "verify", "runs/joint-0/trace.jsonl", "--json"]) == 0
     assert {"replayed", "error"} <= set(read_json(capsys))
@@ -269,8 +269,8 @@ def test_verify_trained_run(config: str, capsys: pytest.CaptureFixture[str]) -> 
     command = ["codesign", "train", "--config", config, "--out", "runs", "--mode", "joint", *close, *SPLIT]
     assert run([*command, "--json"]) == 0
     read_json(capsys)
-    again = shlex.split(json.loads(Path("runs/designs.json").read_text())["command"])
-    assert [record for record in again if "=" in record] == [
+    repeated_command = shlex.split(json.loads(Path("runs/designs.json").read_text())["command"])
+    assert [record for record in repeated_command if "=" in record] == [
         record for record in (*close, *SPLIT) if "=" in record
     ]
     planned = load_plan("runs/joint-0/plan.json")
@@ -305,8 +305,8 @@ def test_profile_resumes_and_refuses_another_tdp(
 ) -> None:
     # A small network is enough for few points.
     fitting = importlib.import_module("sparseflow.codesign.hardware.proxy.fitting")
-    few = partial(fitting.Training, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
-    monkeypatch.setattr(fitting, "ProxyTrainingConfig", few)
+    small_config = partial(fitting.ProxyTrainingConfig, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
+    monkeypatch.setattr(fitting, "ProxyTrainingConfig", small_config)
     monkeypatch.setattr("sparseflow.codesign.hardware.proxy.analytic._ROOFLINE_STEPS", 60)
     command = ["codesign", "profile", "--out", "profile", "--num-points", "8"]
     assert run([*command, "--json"]) == 0

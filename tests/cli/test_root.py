@@ -50,9 +50,9 @@ def test_version_prints_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["--help"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in root.COMMANDS:
-        assert f" {name} " in shown
+        assert f" {name} " in output
 
 
 def test_run_command_and_group_receive_arguments(command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,9 +30,9 @@ def test_tune_writes_kernel_and_resumes_trials(
     out = tmp_path / "run"
     command = ["tune", "spmm", matrix, "--n-cols", "8", "--trials", "2", "--threads", "1", "--out", str(out)]
     assert run(command) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     kernel_file = out / "kernel.sfk"
-    assert all(word in shown for word in ("tuned", "tiled_csr", "library", str(kernel_file)))
+    assert all(word in output for word in ("tuned", "tiled_csr", "library", str(kernel_file)))
     kernel = tuning.load(kernel_file)
     dense = np.arange(24, dtype=np.float32).reshape(3, 8)
     a = np.array([[0, 5, 0], [1, 0, 2], [0, 0, 0], [0, 0, -1]], np.float32)

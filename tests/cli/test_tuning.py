@@ -79,8 +79,8 @@ def test_collect_then_repeat_resumes(folder: Path, capsys: pytest.CaptureFixture
         "--out", "out",
     ]  # fmt: skip
     assert run(command) == 0
-    shown = capsys.readouterr().out
-    assert "8 tasks" in shown and "24 rows (24 new" in shown and "labels: out" in shown
+    output = capsys.readouterr().out
+    assert "8 tasks" in output and "24 rows (24 new" in output and "labels: out" in output
     tasks = LabelSet.open("out").tasks
     assert {(task.matrix, task.family) for task in tasks} >= {("net7", "seven"), ("net100", "net")}
     assert {"uniform", "banded"} < {task.family for task in tasks}
@@ -95,9 +95,9 @@ def test_collect_then_repeat_resumes(folder: Path, capsys: pytest.CaptureFixture
 def test_import_counts_rows_and_rejected_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tuning", "import", "labels.tsv", "--operator", "spmv", "--matrices", "matrices"]
     assert run([*command, "--out", "out", "--families", "families.json"]) == 0
-    shown = capsys.readouterr().out
-    assert "1 rows of 1 tasks, 1 with" in shown and "labels: out" in shown
-    assert "rejected: 1 rows, latency; line 3: latency: '-'" in shown
+    output = capsys.readouterr().out
+    assert "1 rows of 1 tasks, 1 with" in output and "labels: out" in output
+    assert "rejected: 1 rows, latency; line 3: latency: '-'" in output
     (task,) = LabelSet.open("out").tasks
     assert (task.family, task.device, task.threads, task.shape) == ("seven", "labels", 8, (300, 500))
     assert run([*command, "--out", "other", "--json"]) == 0

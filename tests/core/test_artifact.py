@@ -103,7 +103,7 @@ def test_files_pass_the_conformance_checks(profile: Profile, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "shown"),
+    ("changes", "expected_text"),
     [
         ({"format": "sparseflow.other"}, "sparseflow.other"),
         ({"format": None}, "None"),
@@ -126,11 +126,11 @@ def test_files_pass_the_conformance_checks(profile: Profile, tmp_path: Path) -> 
     ],
 )
 def test_load_wrong_content_shows_it(
-    profile: Profile, changes: dict[str, Any], shown: str, tmp_path: Path
+    profile: Profile, changes: dict[str, Any], expected_text: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile.to_dict() | changes))
-    with pytest.raises(FileFormatError, match=shown) as caught:
+    with pytest.raises(FileFormatError, match=expected_text) as caught:
         Profile.load(path)
     assert str(path) in str(caught.value) and "sparseflow test profile" in str(caught.value)
 

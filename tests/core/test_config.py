@@ -170,7 +170,7 @@ def test_load_config_applies_overrides_before_it_validates(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "shown"),
+    ("content", "expected_text"),
     [
         ({"unknown": 1}, "unknown"),
         ({"amp": "on"}, "amp"),
@@ -179,8 +179,8 @@ def test_load_config_applies_overrides_before_it_validates(tmp_path: Path) -> No
         (3, "the settings"),
     ],
 )
-def test_validate_config_shows_the_field(content: Any, shown: str) -> None:
-    with pytest.raises(InputError, match=shown) as caught:
+def test_validate_config_shows_the_field(content: Any, expected_text: str) -> None:
+    with pytest.raises(InputError, match=expected_text) as caught:
         validate_config(Settings, content, "the settings")
     assert "\n" not in str(caught.value)
 
@@ -191,17 +191,17 @@ def test_strict_model_is_immutable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "shown"),
+    ("content", "expected_text"),
     [
         ('{"train": {"lens": [1, null]}}', "train.lens.1: "),
         ('{"amp": 1}', "amp: "),
         ("[", "Invalid JSON"),
     ],
 )
-def test_describe_validation_error_starts_with_the_field(content: str, shown: str) -> None:
+def test_describe_validation_error_starts_with_the_field(content: str, expected_text: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Settings.model_validate_json(content)
-    assert describe_validation_error(caught.value).startswith(shown)
+    assert describe_validation_error(caught.value).startswith(expected_text)
 
 
 def test_parse_overrides_reads_yaml_values() -> None:

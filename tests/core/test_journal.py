@@ -80,7 +80,7 @@ def test_journal_of_another_header_names_each_difference(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"),
+    ("line", "expected_text"),
     [
         ('{"format": "other"}', "other"),
         ('{"format": "sparseflow.test.trials", "version": 2, "problem": "spmm"}', "newer"),
@@ -89,11 +89,11 @@ def test_journal_of_another_header_names_each_difference(path: Path) -> None:
         ("{", "line 1"),
     ],
 )
-def test_journal_with_a_foreign_header_is_refused(path: Path, line: str, shown: str) -> None:
+def test_journal_with_a_foreign_header_is_refused(path: Path, line: str, expected_text: str) -> None:
     path.write_text(line + "\n")
-    with pytest.raises(FileFormatError, match=shown):
+    with pytest.raises(FileFormatError, match=expected_text):
         open_journal(path)
-    with pytest.raises(FileFormatError, match=shown):
+    with pytest.raises(FileFormatError, match=expected_text):
         read_journal(path, Row, header_type=Header)
     assert path.read_text() == line + "\n"
 

@@ -22,7 +22,7 @@ def restore_logger() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"),
+    ("options", "expected_lines"),
     [
         ({}, ["info", "warning"]),
         ({"verbose": True}, ["debug", "info", "warning"]),
@@ -31,7 +31,7 @@ def restore_logger() -> Iterator[None]:
     ],
 )
 def test_configure_console_filters_by_level(
-    capsys: pytest.CaptureFixture[str], options: dict[str, bool], shown: list[str]
+    capsys: pytest.CaptureFixture[str], options: dict[str, bool], expected_lines: list[str]
 ) -> None:
     configure_console()
     configure_console(**options)
@@ -39,5 +39,5 @@ def test_configure_console_filters_by_level(
         getattr(LOGGER, level)(f"a-{level}-word")
     out, err = capsys.readouterr()
     assert out == ""
-    assert [level for level in ("debug", "info", "warning") if f"a-{level}-word" in err] == shown
+    assert [level for level in ("debug", "info", "warning") if f"a-{level}-word" in err] == expected_lines
     assert err.count("a-warning-word") == 1, "a second call must replace the first"

@@ -67,10 +67,10 @@ def test_exception_in_the_block_fails_the_run_and_open_resumes_it(run: Run) -> N
         raise ValueError("out of memory")
     info = json.loads((run.path / "run.json").read_text())
     assert (info["status"], info["error"], info["rows"]) == ("failed", "ValueError: out of memory", 1)
-    with Run.open(run.path) as again:
-        again.append({"a": 2})
-    assert again.status == "finished" and again.info["error"] is None
-    assert again.read_rows() == [{"a": 1}, {"a": 2}]
+    with Run.open(run.path) as resumed_run:
+        resumed_run.append({"a": 2})
+    assert resumed_run.status == "finished" and resumed_run.info["error"] is None
+    assert resumed_run.read_rows() == [{"a": 1}, {"a": 2}]
 
 
 def test_update_results_stores_them_in_run_json(run: Run) -> None:
@@ -156,8 +156,8 @@ def test_kill_between_parquet_and_run_json_loses_no_rows(run: Run, monkeypatch: 
     assert sorted(os.listdir(run.path)) == ["run.json", "samples.jsonl", "samples.parquet"]
     assert run._journal is not None
     run._journal.close()
-    with Run.open(run.path) as again:
-        again.append({"a": 2})
+    with Run.open(run.path) as resumed_run:
+        resumed_run.append({"a": 2})
     assert Run.open(run.path).read_rows() == [{"a": 1}, {"a": 2}]
 
 

@@ -179,9 +179,9 @@ def test_bootstrap_median_contains_the_median(values: list[float]) -> None:
 
 def test_bootstrap_median_narrows_with_more_values() -> None:
     values = np.random.default_rng(0).normal(10.0, 1.0, 400).tolist()
-    few, many = timing.bootstrap_median(values[:20]), timing.bootstrap_median(values)
-    assert many.high - many.low < (few.high - few.low) / 2
-    assert many.low < 10.0 < many.high
+    interval_20, interval_all = timing.bootstrap_median(values[:20]), timing.bootstrap_median(values)
+    assert interval_all.high - interval_all.low < (interval_20.high - interval_20.low) / 2
+    assert interval_all.low < 10.0 < interval_all.high
 
 
 @pytest.mark.gpu
