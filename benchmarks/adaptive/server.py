@@ -232,7 +232,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         space = PlanSpace.from_importance(geometry, rng.random(geometry.depth).tolist())
         plans = select_representative_plans(space, args.plans)
         prompts = PromptBuilder(
-            folder_model.tokenizer, context=folder_model.context, sight=folder_model.sight, stop=attached.stop
+            folder_model.tokenizer,
+            context=folder_model.context,
+            image_processor=folder_model.image_processor,
+            stop=attached.stop,
         )
         engine = Engine(
             attached.adapter,

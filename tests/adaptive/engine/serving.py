@@ -149,7 +149,7 @@ def mixed(
     """
     handles: list[RequestHandle] = []
     waiting = list(requests)
-    while waiting or not all(handle.done for handle in handles):
+    while waiting or not all(handle.finished for handle in handles):
         while waiting and draw.random() < 0.5:
             handles.append(engine.submit(waiting.pop()))
         if handles and draw.random() < 0.1:

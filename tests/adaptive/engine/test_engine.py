@@ -89,7 +89,7 @@ class TestAnswers:
     def test_one_token_needs_no_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_tokens=6)
         handle = engine.submit(request(6, max_new_tokens=1))
-        assert engine.step() and handle.done and not engine.step()
+        assert engine.step() and handle.finished and not engine.step()
 
     def test_a_slot_may_be_filled_to_the_last_place(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_tokens=8)
@@ -115,16 +115,16 @@ class TestOrder:
         )
         done: list[RequestHandle] = []
         while engine.step():
-            done += [handle for handle in (late, early, never) if handle.done and handle not in done]
+            done += [handle for handle in (late, early, never) if handle.finished and handle not in done]
         assert done == [early, late, never]
 
     def test_who_waits_is_not_overtaken_for_ever(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_batch=1, fairness=2)
         patient = engine.submit(request(4, max_new_tokens=2))
         hasty = [engine.submit(request(5, budget_ms=1e6, max_new_tokens=2)) for _ in range(5)]
-        while not patient.done:
+        while not patient.finished:
             assert engine.step()
-        assert sum(handle.done for handle in hasty) == 2
+        assert sum(handle.finished for handle in hasty) == 2
         driven(engine)
 
     @pytest.mark.parametrize("fairness", [1, 3])

@@ -183,10 +183,10 @@ class TestHandle:
         with pytest.raises(TimeoutError):
             handle.result(0.0)
         handle.append_token(4)
-        assert handle.tokens == (4,) and not handle.done
+        assert handle.tokens == (4,) and not handle.finished
         handle.finish(finished())
         handle.finish(RequestCancelled("too late"))
-        assert handle.done and handle.result() == finished()
+        assert handle.finished and handle.result() == finished()
 
     def test_iterates_while_tokens_come(self) -> None:
         handle, seen, first = RequestHandle(request()), [], threading.Event()
@@ -223,7 +223,7 @@ class TestHandle:
         handle = RequestHandle(request(), lambda: woken.append(1))
         assert not handle.cancelled
         handle.cancel()
-        assert handle.cancelled and woken == [1] and not handle.done
+        assert handle.cancelled and woken == [1] and not handle.finished
 
     def test_listeners(self, caplog: pytest.LogCaptureFixture) -> None:
         handle, told = RequestHandle(request()), []

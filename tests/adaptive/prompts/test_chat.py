@@ -29,7 +29,7 @@ def message(role: str, *parts: Any) -> Message:
 
 
 def prompts(**how: Any) -> PromptBuilder:
-    return PromptBuilder(ByteTokenizer(), **{"context": 400, "sight": FakeImageProcessor(), **how})
+    return PromptBuilder(ByteTokenizer(), **{"context": 400, "image_processor": FakeImageProcessor(), **how})
 
 
 def text_of(ids: torch.Tensor) -> str:
@@ -55,20 +55,20 @@ def test_images_stand_where_they_were_put() -> None:
 
 
 def test_a_model_without_images_gets_plain_text() -> None:
-    found = prompts(sight=None).prompt([message("user", "one", "two")], [])
+    found = prompts(image_processor=None).prompt([message("user", "one", "two")], [])
     assert text_of(found.inputs["input_ids"]) == "user: one\ntwo\nassistant:"
-    assert not prompts(sight=None).takes_images
+    assert not prompts(image_processor=None).takes_images
     with pytest.raises(ApiError, match="takes no images") as caught:
-        prompts(sight=None).prompt([message("user", "one", URL)], [RED])
+        prompts(image_processor=None).prompt([message("user", "one", URL)], [RED])
     assert (caught.value.code, caught.value.param) == ("unsupported_content", "messages.0.content.1")
 
 
 def test_text_cannot_pass_for_an_image() -> None:
-    with pytest.raises(ApiError, match=f"text must not hold '{IMAGE}'") as caught:
+    with pytest.raises(ApiError, match=IMAGE) as caught:
         prompts().prompt([message("user", "see ", f"a {IMAGE} b")], [])
     assert caught.value.param == "messages.0.content.1"
     # Where there are no images, it is a word like any other.
-    prompts(sight=None).prompt([message("user", "a <image> b")], [])
+    prompts(image_processor=None).prompt([message("user", "a <image> b")], [])
 
 
 def test_a_prompt_over_the_context_is_refused() -> None:
@@ -79,22 +79,22 @@ def test_a_prompt_over_the_context_is_refused() -> None:
         roomy.prompt([message("user", text)], [], 6)
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     assert caught.value.body["error"]["prompt_tokens"] == 25
-    assert "context is 30 tokens" in caught.value.message
+    assert "30" in caught.value.message
 
 
 def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
     asked = [message("user", "abc", URL)], [RED]
     # 20 tokens of text, and 1, 2 or 4 of the image.
-    with pytest.raises(ApiError, match="messages have 21 with images at tier 'low', the lowest") as caught:
+    with pytest.raises(ApiError, match=r"21 tokens .* 'low'") as caught:
         prompts(context=21).prompt(*asked)
     assert caught.value.body["error"]["prompt_tokens"] == 21
     fitting = prompts(context=22)
     found = fitting.prompt(*asked)
     assert (found.tokens, found.text_tokens, found.vision_tokens) == (24, 20, 4)
-    assert [found.at(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
-    assert fitting.room(found) == 1
+    assert [found.count_tokens(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
+    assert fitting.answer_capacity(found) == 1
     # Where no plan is of the lowest tier, the next one counts.
-    with pytest.raises(ApiError, match="messages have 22 with images at tier 'medium'"):
+    with pytest.raises(ApiError, match=r"22 tokens .* 'medium'"):
         prompts(context=22, lowest="medium").prompt(*asked)
 
 
@@ -115,13 +115,15 @@ def crops(words: Any) -> CropProcessor:
 
 
 def test_crops_of_the_highest_tier(words: Any) -> None:
-    found = PromptBuilder(words, context=100, sight=crops(words)).prompt(
+    found = PromptBuilder(words, context=100, image_processor=crops(words)).prompt(
         [message("user", "What is at row 1?", URL)], [RED]
     )
     ids = found.inputs["input_ids"][0]
     assert (ids == 4).sum() == 14 * 3
     assert words.decode(ids[ids != 4]) == "<bos> what is at row 1 ? <answer>"
-    assert torch.equal(found.inputs["pixel_values"], make_nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3))
+    assert torch.equal(
+        found.inputs["pixel_values"], make_nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3)
+    )
     assert found.inputs["attention_mask"].shape == found.inputs["input_ids"].shape
     assert (found.tokens, found.text_tokens) == (50, 8)
     assert found.vision == {"low": 3, "medium": 15, "high": 42}
@@ -135,13 +137,13 @@ def test_images_of_unlike_sizes(words: Any) -> None:
 
 
 def test_a_template_that_loses_an_image(words: Any) -> None:
-    with pytest.raises(InputError, match="1 placeholders of 2 images"):
+    with pytest.raises(InputError, match=r"1 placeholders .* 2 images"):
         crops(words).inputs("<image> cat", [RED, RED])
 
 
 def test_images_side_by_side_are_refused(words: Any) -> None:
-    with pytest.raises(ApiError, match="stand side by side") as caught:
-        PromptBuilder(words, context=200, sight=crops(words)).prompt(
+    with pytest.raises(ApiError, match="placeholders") as caught:
+        PromptBuilder(words, context=200, image_processor=crops(words)).prompt(
             [message("user", "cat", URL, URL)], [RED, RED]
         )
     assert caught.value.status == 400
@@ -155,7 +157,7 @@ def test_a_template_that_refuses_a_conversation(words: Any) -> None:
     try:
         made = PromptBuilder(words, context=9)
         assert made.prompt([message("user", "cat")], []).tokens == 1
-        with pytest.raises(ApiError, match="refuses this conversation: begin with the user"):
+        with pytest.raises(ApiError, match="begin with the user"):
             made.prompt([message("system", "cat")], [])
     finally:
         words.chat_template = kept
@@ -180,14 +182,14 @@ def test_patches_of_a_processor_of_transformers() -> None:
     sight = PatchProcessor(words, processor, image_token=4, merge=2)
     pictures = [torch.zeros(3, 24, 32, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)]
     turns = [message("user", "what?", URL), message("user", "what?", URL)]
-    found = PromptBuilder(words, context=60, sight=sight).prompt(turns, pictures)
+    found = PromptBuilder(words, context=60, image_processor=sight).prompt(turns, pictures)
     assert found.inputs["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
     assert (found.inputs["input_ids"] == 4).sum() == 12 + 4
     assert found.inputs["mm_token_type_ids"].sum() == 16
     assert (found.tokens, found.text_tokens, found.images) == (22, 6, 2)
 
     # And the adapter knows them: the prompt of tiny models has another number for images.
-    adapter = get_adapter(tiny.qwen3_vl_moe())
+    adapter = get_adapter(tiny.build_qwen3_vl_moe())
     ids = found.inputs["input_ids"]
     inputs = {**found.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
     for tier in TIERS:

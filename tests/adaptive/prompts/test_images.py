@@ -83,18 +83,18 @@ def test_a_turned_photograph_is_upright() -> None:
 @pytest.mark.parametrize(
     ("url", "code", "said"),
     [
-        ("https://example.org/cat.png", "invalid_image_url", "nothing is fetched from the network"),
-        ("file:///etc/passwd", "invalid_image_url", "begins with 'file'"),
-        ("", "invalid_image_url", "must be data URLs"),
-        ("data:image/png;base64", "invalid_image_url", "must be data URLs"),
+        ("https://example.org/cat.png", "invalid_image_url", "'https'"),
+        ("file:///etc/passwd", "invalid_image_url", "'file'"),
+        ("", "invalid_image_url", "''"),
+        ("data:image/png;base64", "invalid_image_url", "'data'"),
         ("data:image/png,abc", "invalid_image_url", ";base64"),
-        ("data:text/html;base64,aaaa", "invalid_image_url", "no image"),
+        ("data:text/html;base64,aaaa", "invalid_image_url", "text/html"),
         ("data:image/png;base64,", "invalid_image", "empty"),
         ("data:image/png;base64,a", "invalid_base64", "not base64"),
         ("data:image/png;base64,ab cd", "invalid_base64", "not base64"),
         ("data:image/png;base64,äöü=", "invalid_base64", "not base64"),
-        ("data:image/png;base64,aGVsbG8=", "invalid_image", "none of PNG, JPEG, WEBP, GIF"),
-        ("data:image/svg+xml;base64,PHN2Zy8+", "invalid_image", "none of"),
+        ("data:image/png;base64,aGVsbG8=", "invalid_image", "PNG, JPEG, WEBP, GIF"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "invalid_image", "PNG, JPEG, WEBP, GIF"),
     ],
 )
 def test_addresses_that_hold_no_image(url: str, code: str, said: str) -> None:
@@ -112,7 +112,7 @@ def test_what_else_may_stand_in_a_data_url() -> None:
 def test_too_many_pixels_are_seen_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     url = make_data_url(Image.new("1", (101, 100)))
     monkeypatch.setattr(
-        "sparseflow.adaptive.prompts.images._pixels", lambda *_: pytest.fail("it was decoded")
+        "sparseflow.adaptive.prompts.images._load_pixels", lambda *_: pytest.fail("it was decoded")
     )
     refusal = refused(url)
     assert refusal.code == "image_too_large"
@@ -123,7 +123,7 @@ def test_too_many_bytes_are_seen_before_they_are_there(monkeypatch: pytest.Monke
     monkeypatch.setattr("base64.b64decode", lambda *_, **__: pytest.fail("it was decoded"))
     refusal = refused("data:image/png;base64," + "A" * 300_000)
     assert refusal.code == "image_too_large"
-    assert "200000 are the most" in refusal.message
+    assert "200000" in refusal.message
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> str:

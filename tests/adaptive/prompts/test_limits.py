@@ -22,5 +22,5 @@ def test_limits_that_are_none(name: str, value: float) -> None:
 
 
 def test_an_answer_is_not_longer_than_any_may_be() -> None:
-    with pytest.raises(InputError, match=r"`new_tokens` \(=9\) must not be above `most_new_tokens` \(=8\)"):
-        RequestLimits(new_tokens=9, most_new_tokens=8)
+    with pytest.raises(InputError, match=r"`new_tokens` \(=9\) must not be above `max_new_tokens` \(=8\)"):
+        RequestLimits(new_tokens=9, max_new_tokens=8)

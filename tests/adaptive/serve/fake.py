@@ -180,7 +180,7 @@ def make_app(
 ) -> FastAPI:
     """Create the app of a fake model."""
     prompts = PromptBuilder(
-        ByteTokenizer(), context=context, sight=FakeImageProcessor(), stop=[ByteTokenizer.stop_id]
+        ByteTokenizer(), context=context, image_processor=FakeImageProcessor(), stop=[ByteTokenizer.stop_id]
     )
     return create_app(Service(MODEL, backend or FakeBackend(), prompts, limits=limits))
 

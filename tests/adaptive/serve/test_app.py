@@ -364,7 +364,7 @@ def test_metrics_after_requests_are_exported(start_server: Callable[..., Running
 
 def test_completions_concurrent_are_independent(start_server: Callable[..., RunningServer]) -> None:
     fake = FakeBackend(slots=4, scripts=SCRIPTS)
-    running = start_server(fake, places=200)
+    running = start_server(fake, max_queued=200)
 
     async def send_all() -> list[Any]:
         client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0, timeout=60.0)
@@ -389,7 +389,7 @@ def test_completions_concurrent_are_independent(start_server: Callable[..., Runn
 
 
 def test_completion_full_server_returns_429(start_server: Callable[..., RunningServer]) -> None:
-    running = start_server(FakeBackend(slots=1, scripts=SCRIPTS), places=2)
+    running = start_server(FakeBackend(slots=1, scripts=SCRIPTS), max_queued=2)
     stream = running.complete("hang", stream=True)
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(running.complete, "Hi") for _ in range(2)]

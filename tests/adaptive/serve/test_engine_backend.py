@@ -558,7 +558,7 @@ def make_engine_app(real: tuple[Any, Engine]) -> Any:
         Service(
             "tiny",
             engine_backend,
-            PromptBuilder(LetterTokenizer(), context=160, sight=image_processor, stop=[STOP]),
+            PromptBuilder(LetterTokenizer(), context=160, image_processor=image_processor, stop=[STOP]),
             temperature=0.0,
         )
     )
@@ -587,7 +587,7 @@ def test_real_engine_concurrent_answers_match_sequential(real: tuple[Any, Engine
                 assert completion.usage.completion_tokens <= 6
                 service: Service = app.state.service
                 prompt = service.prompts.prompt([_message("describe", urls)], [_pixels(url) for url in urls])
-                assert completion.usage.prompt_tokens == prompt.at(plan.tier)
+                assert completion.usage.prompt_tokens == prompt.count_tokens(plan.tier)
                 sequential[name] = completion.choices[0].message.content
                 request = GenerationRequest(
                     inputs=prompt.inputs, decide=FixedPlan(plan=plan), max_new_tokens=6, stop=[STOP]

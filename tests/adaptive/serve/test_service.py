@@ -61,7 +61,7 @@ def run_scenario(
         service = Service(
             MODEL,
             used_backend,
-            PromptBuilder(ByteTokenizer(), context=512, sight=FakeImageProcessor()),
+            PromptBuilder(ByteTokenizer(), context=512, image_processor=FakeImageProcessor()),
             limits=RequestLimits(**limits),
         )
         await service.open()
@@ -141,7 +141,7 @@ def test_submit_image_limits_new_tokens_by_lowest_tier() -> None:
         image_url = make_data_url(Image.new("RGB", (2, 2)))
         answer = await submit(service, messages=make_messages("x" * 490, image_url))
         ((job, _),) = backend.jobs
-        assert (job.prompt.at("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 4)
+        assert (job.prompt.count_tokens("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 4)
         assert answer.usage["prompt_tokens"] == 511
         backend.jobs[0][1](StartedEvent(plan=PLANS[0], p50_ms=1.0, p99_ms=2.0))
         assert answer.usage["prompt_tokens"] == 508
@@ -297,7 +297,7 @@ def test_submit_cancelled_during_body_read_releases_ticket() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         (await submit(service)).disconnect()
 
-    run_scenario(scenario, places=2)
+    run_scenario(scenario, max_queued=2)
 
 
 def test_service_invalid_arguments_raise() -> None:

@@ -109,7 +109,7 @@ class BackgroundTraffic:
     def num_running(self) -> int:
         """Number of unfinished background requests."""
         with self._lock:
-            self._handles = [handle for handle in self._handles if not handle.done]
+            self._handles = [handle for handle in self._handles if not handle.finished]
             return len(self._handles)
 
     def hold_concurrency(self, count: int) -> None:
@@ -124,7 +124,7 @@ class BackgroundTraffic:
         submitted: list[RequestHandle] = []
         while True:
             self._check_stream()
-            prefilling = not all(handle.done or handle.tokens for handle in submitted)
+            prefilling = not all(handle.finished or handle.tokens for handle in submitted)
             running = self.num_running
             if running == count and not prefilling:
                 return

@@ -144,7 +144,7 @@ def profile_model(
         _LOG.warning(
             "without --importance, plans skip blocks by a heuristic; run `adaptive importance` first"
         )
-    example = None if folder.sight is None else make_example_prompt(folder).inputs
+    example = None if folder.image_processor is None else make_example_prompt(folder).inputs
     vision = {} if example is None else RandomPrompts(adapter, example, device="cpu").vision_tokens
     lengths = list(config.text_tokens or _default_lengths(vision, max_tokens - config.decode_steps))
     tiers = _select_tiers(vision, max(lengths), config.decode_steps + 1, max_tokens)
@@ -184,7 +184,8 @@ def make_example_prompt(folder: ModelFolder) -> Prompt:
     message = Message.model_validate({"role": "user", "content": parts})
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (3, 224, 224), generator=generator, dtype=torch.uint8)
-    return PromptBuilder(folder.tokenizer, context=sys.maxsize, sight=folder.sight).prompt([message], [image])
+    builder = PromptBuilder(folder.tokenizer, context=sys.maxsize, image_processor=folder.image_processor)
+    return builder.prompt([message], [image])
 
 
 def _measure(

@@ -27,7 +27,7 @@ class PromptBuilder:
     Args:
         tokenizer: With a chat template.
         context: Most tokens of a prompt and its answer together.
-        sight: How images get in; None for a model that takes none.
+        image_processor: Builder of image inputs; None for a model without images.
         stop: Tokens that end an answer.
         lowest: The lowest tier that prompts may run at: where they fit at that, they are not too long.
 
@@ -40,43 +40,40 @@ class PromptBuilder:
         tokenizer: Tokenizer,
         *,
         context: int,
-        sight: ImagePromptProcessor | None = None,
+        image_processor: ImagePromptProcessor | None = None,
         stop: Sequence[int] = (),
         lowest: Tier = TIERS[0],
     ) -> None:
         if not tokenizer.chat_template:
-            raise InputError(
-                "the tokenizer has no chat template, so a conversation cannot become a prompt; set its "
-                "`chat_template`"
-            )
+            raise InputError("the tokenizer has no chat template; set its `chat_template`")
         self.tokenizer = tokenizer
         self.context = context
         self.stop = frozenset(stop)
-        self._sight = sight
+        self._image_processor = image_processor
         self._lowest: Tier = lowest
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model does."""
-        return self._sight is not None
+        """Whether the model takes images."""
+        return self._image_processor is not None
 
     def prompt(self, messages: Sequence[Message], images: Sequence[Tensor], new_tokens: int = 1) -> Prompt:
-        """The prompt of a conversation.
+        """Build the prompt of a conversation.
 
         Args:
             messages: The conversation.
-            images: Of its image parts, in their order: each [3, height, width] uint8.
-            new_tokens: Tokens that the answer is to have room for.
+            images: Pixels of its image parts, in order: [3, height, width] uint8 each.
+            new_tokens: Tokens reserved for the answer.
 
         Raises:
-            Refusal: 400; the model takes no images, the template refuses the conversation, or the prompt is
-                too long even at the lowest tier.
+            ApiError: 400; the model takes no images, the template fails, or the prompt is too long even at
+                the lowest tier.
         """
-        text, vision = self._rendered(messages), {}
-        if images and self._sight is not None:
+        text, vision = self._render(messages), {}
+        if images and self._image_processor is not None:
             try:
-                inputs = self._sight.inputs(text, images)
-                vision = self._sight.tokens(inputs)
+                inputs = self._image_processor.inputs(text, images)
+                vision = self._image_processor.tokens(inputs)
             except (InputError, ValueError) as error:
                 raise invalid(f"the images do not fit the conversation: {error}", "messages") from error
         else:
@@ -84,27 +81,27 @@ class PromptBuilder:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         tokens = inputs["input_ids"].shape[1]
         if not tokens:
-            raise invalid("the conversation is empty: the template makes no token of it", "messages")
+            raise invalid("the conversation is empty: the template returns no tokens", "messages")
         text_tokens = tokens - max(vision.values(), default=0)
         prompt = Prompt(inputs=inputs, text_tokens=text_tokens, images=len(images), vision=vision)
-        if self.room(prompt) < new_tokens:
-            least = prompt.at(self._lowest)
-            coarse = f" with images at tier {self._lowest!r}, the lowest," if images else ""
+        if self.answer_capacity(prompt) < new_tokens:
+            num_tokens = prompt.count_tokens(self._lowest)
+            tier = f" with images at tier {self._lowest!r}, the lowest" if images else ""
             raise ApiError(
                 400,
-                f"this model's context is {self.context} tokens; the messages have {least}{coarse} and the "
-                f"answer is to have {new_tokens}; shorten either",
-                code="context_length_exceeded", param="messages", more={"prompt_tokens": least},
+                f"the prompt has {num_tokens} tokens{tier}, and {new_tokens} are requested for the answer; "
+                f"the context of this model has {self.context}; shorten either",
+                code="context_length_exceeded", param="messages", more={"prompt_tokens": num_tokens},
             )  # fmt: skip
         return prompt
 
-    def of_user(self, text: str, images: Sequence[Path | str] = (), new_tokens: int = 1) -> Prompt:
-        """The prompt of one user's message that is no client's: what is wrong with it is an `InputError`.
+    def build_user_prompt(self, text: str, images: Sequence[Path | str] = (), new_tokens: int = 1) -> Prompt:
+        """Build the prompt of one user message, with errors as `InputError`.
 
         Args:
-            text: What is said.
-            images: Files of images, which come before the text.
-            new_tokens: As of `prompt`.
+            text: Text of the message.
+            images: Image files, placed before the text.
+            new_tokens: Tokens reserved for the answer.
 
         Raises:
             InputError: An image cannot be read or used, the model takes none, or the prompt is too long.
@@ -128,41 +125,44 @@ class PromptBuilder:
         except ApiError as error:
             raise InputError(str(error)) from error
 
-    def room(self, prompt: Prompt) -> int:
-        """Most tokens of an answer to a prompt, which runs at the lowest tier then."""
-        return self.context - prompt.at(self._lowest)
+    def answer_capacity(self, prompt: Prompt) -> int:
+        """Compute the maximum number of answer tokens, with images at the lowest tier."""
+        return self.context - prompt.count_tokens(self._lowest)
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         conversation = [
-            # Templates know no developer; he says what the system says.
-            {"role": "system" if each.role == "developer" else each.role, "content": self._content(each, at)}
-            for at, each in enumerate(messages)
+            # Chat templates have no developer role.
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": self._convert_content(message, index),
+            }
+            for index, message in enumerate(messages)
         ]
         try:
             text = self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            raise invalid(f"the model's template refuses this conversation: {error}", "messages") from error
+            raise invalid(f"the chat template failed: {error}", "messages") from error
         return text
 
-    def _content(self, message: Message, at: int) -> str | list[Mapping[str, str]]:
+    def _convert_content(self, message: Message, index: int) -> str | list[Mapping[str, str]]:
         parts: list[Mapping[str, str]] = []
-        for place, part in enumerate(message.content):
+        for part_index, part in enumerate(message.content):
             if isinstance(part, ImagePart):
-                if self._sight is None:
-                    raise no_images(f"messages.{at}.content.{place}")
+                if self._image_processor is None:
+                    raise no_images(f"messages.{index}.content.{part_index}")
                 parts.append({"type": "image"})
                 continue
-            if self._sight is not None and self._sight.placeholder in part.text:
+            if self._image_processor is not None and self._image_processor.placeholder in part.text:
                 raise invalid(
-                    f"text must not hold {self._sight.placeholder!r}, which stands for an image; send images "
-                    "as parts",
-                    f"messages.{at}.content.{place}",
+                    f"text must not contain {self._image_processor.placeholder!r}, the placeholder of an "
+                    "image; send images as parts",
+                    f"messages.{index}.content.{part_index}",
                 )
             parts.append({"type": "text", "text": part.text})
         # Templates of models without images expect plain text.
-        return "\n".join(part["text"] for part in parts) if self._sight is None else parts
+        return "\n".join(part["text"] for part in parts) if self._image_processor is None else parts
 
 
 def no_images(param: str) -> ApiError:

@@ -1,6 +1,6 @@
-"""Refusing a request, in the words that OpenAI's clients understand.
+"""Messages, prompts, request limits and errors of the OpenAI-compatible API.
 
-A client turns the status into one of its exceptions and shows the message; programs look at `code`.
+Clients map the HTTP status to an exception and show the message; programs compare `code`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 class ApiError(SparseFlowError):
-    """A request that gets an error for an answer.
+    """Error response to a request.
 
     Args:
-        status: Of HTTP, 400 to 599.
+        status: HTTP status, 400 to 599.
         message: What was given, what is expected and what to do.
-        code: What went wrong, in a word that programs compare.
-        param: The field to blame.
-        retry_after_s: When another try may help.
-        more: Numbers that programs need; they stand beside `message`.
+        code: Machine-readable error code.
+        param: Invalid field of the request.
+        retry_after_s: Seconds after which a retry may succeed.
+        more: Additional fields of the error, next to `message`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ApiError(SparseFlowError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client gets, as JSON keeps it."""
+        """JSON body of the response."""
         return {
             "error": {
                 "message": self.message,
@@ -63,8 +63,10 @@ class ApiError(SparseFlowError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response. `Retry-After` knows whole seconds only; OpenAI's clients read milliseconds
-        first."""
+        """HTTP headers of the response.
+
+        `Retry-After` is in whole seconds; OpenAI clients read `Retry-After-Ms` first.
+        """
         if self.retry_after_s is None:
             return {}
         return {
@@ -74,24 +76,24 @@ class ApiError(SparseFlowError):
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
-    """A request that no try can make work as it is."""
+    """Create the error of an invalid request (400)."""
     return ApiError(400, message, code=code, param=param)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Bounds that keep one request from hurting the others; over them it is refused.
+    """Limits on the size of requests; a request above a limit is rejected.
 
     Attributes:
-        body_bytes: Of a request, images included.
-        body_s: Seconds in which all of a request must have come in.
-        images: In one request.
-        image_bytes: Of one image as it is sent, decoded from base64.
-        image_pixels: Of one image, known before it is decoded.
-        new_tokens: Of an answer whose request does not say.
-        most_new_tokens: Of any answer.
-        places: Requests that may be prepared or wait, beside those that run.
-        preparing: Threads that decode images and tokenise.
+        body_bytes: Maximum size of a request with its images.
+        body_s: Maximum time to receive a request.
+        images: Maximum number of images in a request.
+        image_bytes: Maximum size of an image file, after base64 decoding.
+        image_pixels: Maximum number of pixels of an image, checked before decoding.
+        new_tokens: Answer length if the request does not set one.
+        max_new_tokens: Maximum answer length.
+        max_queued: Maximum number of requests that are prepared or wait, in addition to the running ones.
+        prepare_threads: Number of threads that decode images and tokenize.
     """
 
     body_bytes: int = 32 * 2**20
@@ -100,24 +102,24 @@ class RequestLimits:
     image_bytes: int = 16 * 2**20
     image_pixels: int = 16_000_000
     new_tokens: int = 64
-    most_new_tokens: int = 4096
-    places: int = 64
-    preparing: int = 2
+    max_new_tokens: int = 4096
+    max_queued: int = 64
+    prepare_threads: int = 2
 
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if not (math.isfinite(value) and value > 0) and not (setting.name == "images" and value == 0):
                 raise InputError(f"`{setting.name}` (={value}) must be positive and finite")
-        if self.new_tokens > self.most_new_tokens:
+        if self.new_tokens > self.max_new_tokens:
             raise InputError(
-                f"`new_tokens` (={self.new_tokens}) must not be above `most_new_tokens` "
-                f"(={self.most_new_tokens})"
+                f"`new_tokens` (={self.new_tokens}) must not be above `max_new_tokens` "
+                f"(={self.max_new_tokens})"
             )
 
 
 class RequestModel(BaseModel):
-    """Fields that are not named are let pass; those that are must have the type that they say."""
+    """Base model: unknown fields are ignored, known fields are validated strictly."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -130,7 +132,7 @@ class TextPart(RequestModel):
 
 
 class ImageUrl(RequestModel):
-    """Where an image is; `detail` is let pass, for the plan says how closely it is looked at."""
+    """URL of an image; `detail` is ignored because the plan selects the resolution."""
 
     url: str
 
@@ -157,26 +159,25 @@ class Message(RequestModel):
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            raise ValueError("it must be a string, or an array of parts of type text and image_url")
+            raise ValueError("must be a string or an array of parts of type text and image_url")
         return content
 
     @model_validator(mode="after")
     def _images_of_users(self) -> Message:
         if self.role != "user" and any(isinstance(part, ImagePart) for part in self.content):
-            raise ValueError(f"images may stand in messages of the user only, not of the {self.role}")
+            raise ValueError(f"images are allowed in user messages only (role={self.role})")
         return self
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """A conversation as a model takes it.
+    """Model inputs of a conversation.
 
     Attributes:
-        inputs: Those of the highest tier, one row: `input_ids` [1, tokens] int64 and, with images, their
-            pixels.
-        text_tokens: Of its tokens, those that are not of images.
-        images: How many.
-        vision: Tokens of all images, at each tier; empty without images.
+        inputs: Inputs at the highest tier, one row: `input_ids` [1, tokens] int64 and pixels of images.
+        text_tokens: Number of text tokens.
+        images: Number of images.
+        vision: Number of image tokens by tier; empty without images.
     """
 
     inputs: Mapping[str, Any]
@@ -186,14 +187,14 @@ class Prompt:
 
     @property
     def vision_tokens(self) -> int:
-        """Tokens of all images at the highest tier; 0 without images."""
+        """Number of image tokens at the highest tier; 0 without images."""
         return max(self.vision.values(), default=0)
 
     @property
     def tokens(self) -> int:
-        """Of all of it, at the highest tier."""
+        """Number of tokens at the highest tier."""
         return self.text_tokens + self.vision_tokens
 
-    def at(self, tier: Tier | None) -> int:
-        """Tokens of all of it at a tier; without images tiers do not matter."""
+    def count_tokens(self, tier: Tier | None) -> int:
+        """Count the tokens at a tier; None counts the text only."""
         return self.text_tokens + (0 if tier is None else self.vision.get(tier, 0))

@@ -1,6 +1,6 @@
-"""A model's folder, as transformers writes it: the model, its words, and how images get into its prompts.
+"""Loading of a transformers model directory: model, tokenizer and image processor.
 
-Nothing is fetched, no code of the folder runs, and weights are read from safetensors only.
+Only local files are read, no code of the directory is run, and weights come from safetensors only.
 """
 
 from __future__ import annotations
@@ -27,96 +27,96 @@ _PROCESSOR = "preprocessor_config.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFolder:
-    """What a model's folder holds.
+    """Model, tokenizer and image processor of a directory.
 
     Attributes:
-        model: In evaluation mode, on its device.
-        tokenizer: Its words.
-        sight: How images get into prompts (`serve.chat.ImagePromptProcessor`); None for a model that takes
-            none.
-        context: Most tokens of a prompt and its answer together.
+        model: Model in evaluation mode, on its device.
+        tokenizer: Tokenizer of the model.
+        image_processor: Builder of image inputs (`ImagePromptProcessor`); None for a model without images.
+        context: Maximum number of tokens of a prompt with its answer.
     """
 
     model: Any
     tokenizer: Any
-    sight: Any
+    image_processor: Any
     context: int
 
     def prompt(self, text: str, images: Sequence[Path | str] = ()) -> Prompt:
-        """A prompt of one user's message: its `inputs` are those of the model's forward at the highest tier.
+        """Build the prompt of one user message, with `inputs` at the highest tier.
 
         Args:
-            text: What is asked.
-            images: Files of images, which come before the text.
+            text: Text of the message.
+            images: Image files, placed before the text.
 
         Raises:
             InputError: An image cannot be read or used, or the prompt is too long.
         """
         from sparseflow.adaptive.prompts.chat import PromptBuilder
 
-        prompts = PromptBuilder(self.tokenizer, context=self.context, sight=self.sight)
-        return prompts.of_user(text, images)
+        prompts = PromptBuilder(self.tokenizer, context=self.context, image_processor=self.image_processor)
+        return prompts.build_user_prompt(text, images)
 
 
 def open_folder(
     folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> ModelFolder:
-    """Read a model.
+    """Load a model directory.
 
     Args:
-        folder: With `config.json`, weights and tokenizer.
-        device: Where to put it.
-        dtype: Of its weights; by default float32 on a CPU and bfloat16 elsewhere.
+        folder: Directory with `config.json`, weights and tokenizer.
+        device: Device of the model.
+        dtype: Data type of the weights; by default float32 on a CPU and bfloat16 elsewhere.
 
     Raises:
-        InputError: There is no such folder.
-        FileFormatError: It holds something that cannot be read.
-        ModelError: Its architecture has no adapter, or one of a package that cannot be loaded.
+        InputError: The directory does not exist or has no `config.json`.
+        FileFormatError: A file cannot be read.
+        ModelError: The architecture has no adapter, or the package of the adapter cannot be loaded.
         MissingExtraError: transformers is missing.
     """
     transformers = require("transformers", "adaptive")
-    root, where = Path(folder), torch.device(device)
+    root, target_device = Path(folder), torch.device(device)
     if not (root / "config.json").is_file():
-        raise InputError(
-            f"{root} holds no model: there is no config.json; give a folder that transformers wrote"
-        )
-    wanted = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
+        raise InputError(f"{root} has no config.json; expected a directory that `save_pretrained` wrote")
+    target_dtype = dtype or (torch.float32 if target_device.type == "cpu" else torch.bfloat16)
     try:
-        # A package that brings the adapter may tell transformers of the model's classes, too.
-        told = json.loads((root / "config.json").read_text("utf-8"))
-        load_plugin(str(told.get("model_type") if isinstance(told, dict) else None))
+        # The package of an adapter may also register the model classes with transformers.
+        metadata = json.loads((root / "config.json").read_text("utf-8"))
+        load_plugin(str(metadata.get("model_type") if isinstance(metadata, dict) else None))
         config = transformers.AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
-        seeing = getattr(config, "vision_config", None) is not None
-        kind = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(
-            root, dtype=wanted, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        has_vision = getattr(config, "vision_config", None) is not None
+        auto_class = (
+            transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+        )
+        model = auto_class.from_pretrained(
+            root, dtype=target_dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             root, local_files_only=True, trust_remote_code=False
         )
-        sight = _sight(root, model, tokenizer, transformers) if seeing else None
+        image_processor = (
+            _create_image_processor(root, model, tokenizer, transformers) if has_vision else None
+        )
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, ModelError):
             raise
         text = next(iter(str(error).splitlines()), repr(error))
-        raise FileFormatError(f"{root} holds no model that can be read: {text}") from error
+        raise FileFormatError(f"the model in {root} cannot be read: {text}") from error
     text_config = config.get_text_config()
     return ModelFolder(
-        model=model.to(where).eval(), tokenizer=tokenizer, sight=sight,
+        model=model.to(target_device).eval(), tokenizer=tokenizer, image_processor=image_processor,
         context=int(text_config.max_position_embeddings),
     )  # fmt: skip
 
 
-def _sight(root: Path, model: Any, tokenizer: Any, transformers: Any) -> Any:
-    # Of the server, but what makes prompts needs no server.
+def _create_image_processor(root: Path, model: Any, tokenizer: Any, transformers: Any) -> Any:
     from sparseflow.adaptive.prompts.processors import CropProcessor, PatchProcessor
 
     adapter, config = get_adapter(model), model.config
     if isinstance(adapter, LlavaAdapter):
-        told = json.loads((root / _PROCESSOR).read_text("utf-8"))
+        settings = json.loads((root / _PROCESSOR).read_text("utf-8"))
         return CropProcessor(
             tokenizer, image_token=config.image_token_id, size=config.vision_config.image_size,
-            tokens_per_crop=adapter.tokens_per_crop, mean=told["image_mean"], std=told["image_std"],
+            tokens_per_crop=adapter.tokens_per_crop, mean=settings["image_mean"], std=settings["image_std"],
         )  # fmt: skip
     processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(root, local_files_only=True)
     merge = config.vision_config.spatial_merge_size

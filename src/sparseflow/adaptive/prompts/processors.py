@@ -1,8 +1,7 @@
-"""From a conversation to a prompt: the tokenizer's chat template, and images at the highest tier.
+"""Image inputs of prompts: nested crops for LLaVA-style models, patches for Qwen-VL.
 
-Templates put one placeholder for each image. How many tokens an image has, and what its pixels become, is
-known by one of two ways of seeing: `CropProcessor` for LLaVA-style models, `PatchProcessor` for Qwen-VL;
-write another as `ImagePromptProcessor` says.
+A chat template has one placeholder per image; a processor expands it to the image's tokens at the highest
+tier. Other models need their own `ImagePromptProcessor`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from sparseflow.errors import InputError
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """Tokenizer interface; transformers tokenizers implement it."""
 
     chat_template: Any
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **how: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -31,45 +30,45 @@ class Tokenizer(Protocol):
 
 
 class ImagePromptProcessor(Protocol):
-    """How images get into a prompt.
+    """Builder of image inputs.
 
     Attributes:
-        placeholder: What stands in a rendered template for an image.
+        placeholder: Text that represents an image in a rendered template.
     """
 
     @property
     def placeholder(self) -> str: ...
 
     def inputs(self, text: str, images: Sequence[Tensor]) -> dict[str, Any]:
-        """Inputs of the highest tier.
+        """Build the model inputs at the highest tier.
 
         Args:
-            text: A rendered template, with a placeholder for each image.
-            images: Each [3, height, width] uint8; at least one.
+            text: Rendered template with one placeholder per image.
+            images: Pixels, [3, height, width] uint8 each; at least one image.
 
         Returns:
-            `input_ids` [1, tokens] int64 and what else the model takes.
+            `input_ids` [1, tokens] int64 and the other inputs of the model.
 
         Raises:
-            InputError: The template and the images do not fit.
+            InputError: The number of placeholders differs from the number of images.
         """
         ...
 
     def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
-        """How many tokens all images of such inputs have at each tier."""
+        """Count the image tokens by tier."""
         ...
 
 
 class CropProcessor:
-    """Images as nested crops, as `adapters.llava` takes them.
+    """Image inputs as nested crops, for `adapters.llava`.
 
     Args:
-        tokenizer: Of the model.
-        image_token: The placeholder's number, in the configuration `image_token_index`.
-        size: Side of a crop in pixels: the vision tower's `image_size`.
-        tokens_per_crop: As of the adapter.
-        mean: Of red, green and blue, as in the image processor's `image_mean`.
-        std: Of each, as in `image_std`.
+        tokenizer: Tokenizer of the model.
+        image_token: Token id of the placeholder (`image_token_index` of the model config).
+        size: Side of a crop in pixels (`image_size` of the vision tower).
+        tokens_per_crop: Number of tokens of a crop.
+        mean: RGB mean (`image_mean` of the image processor).
+        std: RGB standard deviation (`image_std`).
     """
 
     def __init__(
@@ -89,28 +88,28 @@ class CropProcessor:
         self._size, self._mean, self._std = size, tuple(mean), tuple(std)
 
     def inputs(self, text: str, images: Sequence[Tensor]) -> dict[str, Any]:
-        """As in `ImagePromptProcessor`."""
-        ids = _encoded(self._tokenizer, text, self._image_token, len(images))
+        """Implement `ImagePromptProcessor`."""
+        ids = _encode(self._tokenizer, text, self._image_token, len(images))
         long = expand_placeholders(ids, self._image_token, CROPS[TIERS[-1]] * self._tokens_per_crop)[None]
-        # One by one: images differ in size.
+        # Images differ in size.
         crops = [make_nested_crops(image, self._size, mean=self._mean, std=self._std) for image in images]
         return {"input_ids": long, "attention_mask": torch.ones_like(long), "pixel_values": torch.cat(crops)}
 
     def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
-        """As in `ImagePromptProcessor`."""
+        """Implement `ImagePromptProcessor`."""
         images = len(inputs["pixel_values"]) // CROPS[TIERS[-1]]
         return {tier: images * crops * self._tokens_per_crop for tier, crops in CROPS.items()}
 
 
 class PatchProcessor:
-    """Images as patches, as Qwen-VL takes them: a token for each square of `merge` by `merge` of them.
+    """Image inputs as patches, for Qwen-VL; `merge` × `merge` patches are one token.
 
     Args:
-        tokenizer: Of the model.
-        image_processor: Called with `images` and `return_tensors`; gives `pixel_values` and `image_grid_thw`,
-            as `Qwen2VLImageProcessorPil` of transformers.
-        image_token: The placeholder's number, in the configuration `image_token_id`.
-        merge: In the vision configuration `spatial_merge_size`.
+        tokenizer: Tokenizer of the model.
+        image_processor: Callable with `images` and `return_tensors` that returns `pixel_values` and
+            `image_grid_thw`, such as `Qwen2VLImageProcessorPil` of transformers.
+        image_token: Token id of the placeholder (`image_token_id` of the model config).
+        merge: `spatial_merge_size` of the vision config.
     """
 
     def __init__(
@@ -123,37 +122,37 @@ class PatchProcessor:
         self._merge = merge
 
     def inputs(self, text: str, images: Sequence[Tensor]) -> dict[str, Any]:
-        """As in `ImagePromptProcessor`."""
-        ids = _encoded(self._tokenizer, text, self._image_token, len(images))
-        found = self._image_processor(images=list(images), return_tensors="pt")
+        """Implement `ImagePromptProcessor`."""
+        ids = _encode(self._tokenizer, text, self._image_token, len(images))
+        features = self._image_processor(images=list(images), return_tensors="pt")
         repeats = torch.ones_like(ids)
-        repeats[ids == self._image_token] = found["image_grid_thw"].prod(1) // self._merge**2
+        repeats[ids == self._image_token] = features["image_grid_thw"].prod(1) // self._merge**2
         long = ids.repeat_interleave(repeats)[None]
         return {
             "input_ids": long,
             "attention_mask": torch.ones_like(long),
             "mm_token_type_ids": (long == self._image_token).int(),
-            "pixel_values": found["pixel_values"],
-            "image_grid_thw": found["image_grid_thw"],
+            "pixel_values": features["pixel_values"],
+            "image_grid_thw": features["image_grid_thw"],
         }
 
     def tokens(self, inputs: Mapping[str, Any]) -> dict[Tier, int]:
-        """As in `ImagePromptProcessor`."""
-        # It needs transformers, which whoever has an image processor has.
+        """Implement `ImagePromptProcessor`."""
+        # Imported late: it needs transformers.
         from sparseflow.adaptive.adapters.qwen3_vl import SCALES, scale_grid
 
         grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]
-        found: dict[Tier, int] = {}
+        num_tokens: dict[Tier, int] = {}
         for tier, scale in SCALES.items():
             smaller = [scale_grid(grid, scale, self._merge) for grid in grids]
-            found[tier] = sum(rows * columns // self._merge**2 for rows, columns in smaller)
-        return found
+            num_tokens[tier] = sum(rows * columns // self._merge**2 for rows, columns in smaller)
+        return num_tokens
 
 
-def _encoded(tokenizer: Tokenizer, text: str, image_token: int, images: int) -> Tensor:
-    """Tokens of a rendered template that has a placeholder for each image: [tokens] int64."""
+def _encode(tokenizer: Tokenizer, text: str, image_token: int, images: int) -> Tensor:
+    """Encode a rendered template and check its placeholders; returns [tokens] int64."""
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
-    found = int((ids == image_token).sum())
-    if found != images:
-        raise InputError(f"the template has {found} placeholders of {images} images")
+    num_placeholders = int((ids == image_token).sum())
+    if num_placeholders != images:
+        raise InputError(f"the template has {num_placeholders} placeholders for {images} images")
     return ids

@@ -64,7 +64,7 @@ class _QuestionRecord(StrictModel, strict=True):
     prompt: str
     answer: str
     images: Annotated[list[str], Field(max_length=LIMITS.images, default_factory=list)]
-    max_new_tokens: Annotated[int, Field(ge=1, le=LIMITS.most_new_tokens)] = LIMITS.new_tokens
+    max_new_tokens: Annotated[int, Field(ge=1, le=LIMITS.max_new_tokens)] = LIMITS.new_tokens
     split: Split | None = None
     kind: Annotated[str, Field(max_length=40)] = ""
 

@@ -78,7 +78,9 @@ class QuestionRunner:
         self.adapter, self.runtime, self.stop = attached.adapter, attached.runtime, attached.stop
         self.model, self._tokenizer = folder.model, folder.tokenizer
         context = folder.context if max_total_tokens is None else min(folder.context, max_total_tokens)
-        self._prompts = PromptBuilder(folder.tokenizer, context=context, sight=folder.sight, stop=self.stop)
+        self._prompts = PromptBuilder(
+            folder.tokenizer, context=context, image_processor=folder.image_processor, stop=self.stop
+        )
 
     def close(self) -> None:
         """Detach the runtime."""
@@ -115,7 +117,9 @@ class QuestionRunner:
                 f"(={question.max_new_tokens}); raise it"
             )
         try:
-            prompt = self._prompts.of_user(question.prompt, question.images, question.max_new_tokens)
+            prompt = self._prompts.build_user_prompt(
+                question.prompt, question.images, question.max_new_tokens
+            )
         except InputError as error:
             raise InputError(f"{question.location}: {error}") from error
         tiers = select_fitting_tiers(
@@ -237,7 +241,7 @@ def group_into_batches(questions: Sequence[PreparedQuestion], tier: Tier | None)
     for indices in groups.values():
         batch: list[int] = []
         for index in sorted(indices, key=lambda index: (questions[index].prompt.tokens, index)):
-            padded_tokens = (len(batch) + 1) * questions[index].prompt.at(tier)
+            padded_tokens = (len(batch) + 1) * questions[index].prompt.count_tokens(tier)
             if batch and (len(batch) == MAX_BATCH_SIZE or padded_tokens > MAX_BATCH_TOKENS):
                 batches.append(batch)
                 batch = []

@@ -226,7 +226,7 @@ class AnswerStream:
     def usage(self) -> dict[str, int]:
         """Token counts in OpenAI's format."""
         prompt, completion_tokens = self.spec.prompt, self._text.num_tokens
-        prompt_tokens = prompt.tokens if self._plan is None else prompt.at(self._plan.tier)
+        prompt_tokens = prompt.tokens if self._plan is None else prompt.count_tokens(self._plan.tier)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

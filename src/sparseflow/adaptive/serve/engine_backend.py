@@ -363,7 +363,7 @@ class _RunningJob:
         """Emit new tokens and the end, on the loop."""
         if self.ended:
             return
-        ended = handle.done
+        ended = handle.finished
         new_tokens = handle.tokens[self.num_sent :]
         self.num_sent += len(new_tokens)
         visible = tuple(token for token in new_tokens if token not in self.stop)

@@ -63,7 +63,7 @@ def create_model_app(
     prompts = PromptBuilder(
         folder.tokenizer,
         context=max_tokens,
-        sight=folder.sight,
+        image_processor=folder.image_processor,
         stop=attached.stop,
         lowest=tiers[0] if tiers else "low",
     )
@@ -78,7 +78,7 @@ def create_model_app(
     )
     engine = Engine(attached.adapter, attached.runtime, plans=plans, max_batch=slots, max_tokens=max_tokens)
     engine.warm_up(
-        None if folder.sight is None else make_example_prompt(folder).inputs,
+        None if folder.image_processor is None else make_example_prompt(folder).inputs,
         progress=lambda step, total: progress(f"warmed {step} of {total} steps", step / total),
     )
     backend = EngineBackend(engine, decider=make_job_decider(selector), forecast=forecast, stop=attached.stop)

@@ -100,12 +100,12 @@ class Service:
         self.prompts = prompts
         self.limits = limits or RequestLimits()
         self.drain = DrainManager()
-        self.queue = AdmissionQueue(slots=backend.slots, max_queued=self.limits.places)
+        self.queue = AdmissionQueue(slots=backend.slots, max_queued=self.limits.max_queued)
         self.metrics = ServerMetrics(self.queue)
         self._temperature = temperature
         self._answers: dict[Ticket, AnswerStream] = {}
         self._threads = ThreadPoolExecutor(
-            self.limits.preparing, thread_name_prefix="prepare", initializer=_use_one_torch_thread
+            self.limits.prepare_threads, thread_name_prefix="prepare", initializer=_use_one_torch_thread
         )
 
     @property
@@ -127,9 +127,11 @@ class Service:
 
     async def open(self) -> None:
         """Warm up and accept requests."""
-        loop, barrier = asyncio.get_running_loop(), threading.Barrier(self.limits.preparing)
+        loop, barrier = asyncio.get_running_loop(), threading.Barrier(self.limits.prepare_threads)
         # All threads start together: a thread started during `_use_one_torch_thread` of another inherits 1.
-        tasks = [loop.run_in_executor(self._threads, barrier.wait) for _ in range(self.limits.preparing)]
+        tasks = [
+            loop.run_in_executor(self._threads, barrier.wait) for _ in range(self.limits.prepare_threads)
+        ]
         await asyncio.gather(*tasks)
         await loop.run_in_executor(self._threads, self._warm)
         self.drain.open()
@@ -150,7 +152,7 @@ class Service:
             received_s: Receipt time by `time.perf_counter`; the budget counts from it.
 
         Returns:
-            The queued answer. The caller must `disconnect` it when nobody reads it.
+            The queued answer. The caller must call `disconnect` after reading it.
 
         Raises:
             ApiError: The request is refused.
@@ -209,9 +211,9 @@ class Service:
         request = parse_request(body, headers)
         self.check_model(request.model)
         new_tokens = request.new_tokens or self.limits.new_tokens
-        if new_tokens > self.limits.most_new_tokens:
+        if new_tokens > self.limits.max_new_tokens:
             raise invalid(
-                f"max_completion_tokens (={new_tokens}) must be at most {self.limits.most_new_tokens}",
+                f"max_completion_tokens (={new_tokens}) must be at most {self.limits.max_new_tokens}",
                 "max_completion_tokens",
             )
         image_urls = [
@@ -231,9 +233,11 @@ class Service:
         reserved_tokens = new_tokens if request.new_tokens else 1
         prompt = self.prompts.prompt(request.messages, images, reserved_tokens)
         return _PreparedRequest(
-            request=request, prompt=prompt, max_new_tokens=min(new_tokens, self.prompts.room(prompt)),
+            request=request,
+            prompt=prompt,
+            max_new_tokens=min(new_tokens, self.prompts.answer_capacity(prompt)),
             preparation_ms=(time.thread_time() - start_s) * 1000.0,
-        )  # fmt: skip
+        )
 
     def _admit(self, prepared: _PreparedRequest, ticket: Ticket, received_s: float) -> AnswerStream:
         request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.max_new_tokens

@@ -36,7 +36,7 @@ class RequestHandle:
             return tuple(self._tokens)
 
     @property
-    def done(self) -> bool:
+    def finished(self) -> bool:
         """Whether the request has ended."""
         return self._outcome is not None
 
@@ -98,7 +98,7 @@ class RequestHandle:
         self.add_listener(notify)
         position = 0
         while True:
-            ended = self.done
+            ended = self.finished
             new = self.tokens[position:]
             for token in new:
                 yield token
