@@ -153,7 +153,7 @@ def max_total_tokens(args: argparse.Namespace, adapter: Adapter) -> int:
 
 
 def max_text_tokens(args: argparse.Namespace, adapter: Adapter, new_tokens: int) -> int:
-    """Return the number of text tokens that fit beside vision tokens (highest tier) and answer."""
+    """Return the maximum number of text tokens, given vision tokens (highest tier) and answer."""
     size = getattr(adapter, "tokens_per_crop", None)
     return max_total_tokens(args, adapter) - (0 if size is None else 14 * size) - new_tokens
 

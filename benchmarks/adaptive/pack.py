@@ -8,7 +8,7 @@ r"""Pack a trained Grid-VQA model into a directory for the package data.
 
 The archives are those of the training. Some of their images are packed unchanged and under the same names:
 only images of the training's test split that are in no other split, so none of them was a training image,
-whatever split the packed archive puts it into. Repeated calls write the same archive.
+regardless of the split of the packed archive. Repeated calls write the same archive.
 """
 
 from __future__ import annotations
