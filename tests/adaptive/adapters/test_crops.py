@@ -35,15 +35,15 @@ def test_levels_are_those_of_pillow(height: int, width: int) -> None:
     crops = make_nested_crops(given_image, size, **PLAIN)
     assert crops.shape == (14, 3, size, size) and crops.dtype == torch.float32
     whole = picture.fromarray(given_image.permute(1, 2, 0).numpy())
-    at = 0
+    index = 0
     for level in (1, 2, 3):
         resized = np.asarray(whole.resize((level * size, level * size), picture.Resampling.BICUBIC)) / 255.0
         for top in range(level):
             for left in range(level):
                 expected = resized[top * size : (top + 1) * size, left * size : (left + 1) * size]
                 # It also rounds to whole steps, twice.
-                assert np.abs(crops[at].permute(1, 2, 0).numpy() - expected).max() <= 1.6 / 255.0
-                at += 1
+                assert np.abs(crops[index].permute(1, 2, 0).numpy() - expected).max() <= 1.6 / 255.0
+                index += 1
 
 
 def test_an_image_of_the_right_size_is_cut_unchanged_and_normalised() -> None:
@@ -63,10 +63,10 @@ def test_tiers_are_nested_and_images_apart(height: int, width: int, size: int, c
     whole = make_nested_crops(pictures, size, **PLAIN).unflatten(0, (count, 14))
     assert float(whole.min()) >= 0.0 and float(whole.max()) <= 1.0
     for tier in TIERS:
-        found = make_nested_crops(pictures, size, tier=tier, **PLAIN).unflatten(0, (count, CROPS[tier]))
-        assert torch.equal(found, whole[:, : CROPS[tier]])
-    for alone, each in zip(pictures, whole, strict=True):
-        assert torch.allclose(make_nested_crops(alone, size, **PLAIN), each, atol=1e-6)
+        crops = make_nested_crops(pictures, size, tier=tier, **PLAIN).unflatten(0, (count, CROPS[tier]))
+        assert torch.equal(crops, whole[:, : CROPS[tier]])
+    for single, each in zip(pictures, whole, strict=True):
+        assert torch.allclose(make_nested_crops(single, size, **PLAIN), each, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_tiers_are_nested_and_images_apart(height: int, width: int, size: int, c
 )
 def test_floating_images(given_as: torch.dtype, kept: torch.dtype) -> None:
     bytes_ = image(20, 30)
-    found = make_nested_crops((bytes_ / 255.0).to(given_as), 4, **PLAIN)
-    assert found.dtype == kept
-    assert torch.allclose(found.float(), make_nested_crops(bytes_, 4, **PLAIN), atol=5e-3)
+    crops = make_nested_crops((bytes_ / 255.0).to(given_as), 4, **PLAIN)
+    assert crops.dtype == kept
+    assert torch.allclose(crops.float(), make_nested_crops(bytes_, 4, **PLAIN), atol=5e-3)
 
 
 @pytest.mark.parametrize(

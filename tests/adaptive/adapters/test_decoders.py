@@ -77,13 +77,13 @@ def test_every_registered_kind_runs_plans(kind: str) -> None:
         with_experts = {block for block in plan.blocks if adapter.router(adapter.blocks[block]) is not None}
         assert with_experts >= {1, 3}
         assert counts.experts_per_token() == {block: 4.0 if block == 0 else 2.0 for block in with_experts}
-        found = model(input_ids=ids[:, :5])
-        logits = [found.logits]
-        for at in range(5, 9):
-            found = model(input_ids=ids[:, at : at + 1], past_key_values=found.past_key_values)
-            logits.append(found.logits)
+        output = model(input_ids=ids[:, :5])
+        logits = [output.logits]
+        for index in range(5, 9):
+            output = model(input_ids=ids[:, index : index + 1], past_key_values=output.past_key_values)
+            logits.append(output.logits)
     assert (torch.cat(logits, 1) - expected).abs().max() < EXACT.get(kind, 1e-10)
-    assert adapter.get_kv_lengths(found.past_key_values) == {0: 9, 1: 9, 3: 9}
+    assert adapter.get_kv_lengths(output.past_key_values) == {0: 9, 1: 9, 3: 9}
     assert (model(input_ids=ids).logits - expected).abs().max() > 1e-3
 
 
@@ -108,13 +108,13 @@ def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
     ids = tiny.make_text_prompt(tokens=12)["input_ids"]
     with PlanRuntime(adapter).use_plan(Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2, 3))):
         expected = model(input_ids=ids, use_cache=False).logits
-        found = model(input_ids=ids[:, :7])
-        logits = [found.logits]
-        for at in range(7, 12):
-            found = model(input_ids=ids[:, at : at + 1], past_key_values=found.past_key_values)
-            logits.append(found.logits)
+        output = model(input_ids=ids[:, :7])
+        logits = [output.logits]
+        for index in range(7, 12):
+            output = model(input_ids=ids[:, index : index + 1], past_key_values=output.past_key_values)
+            logits.append(output.logits)
     assert (torch.cat(logits, 1) - expected).abs().max() < 1e-10
-    assert adapter.get_kv_lengths(found.past_key_values) == {0: 12, 2: 12, 3: 12}
+    assert adapter.get_kv_lengths(output.past_key_values) == {0: 12, 2: 12, 3: 12}
 
 
 def test_embeddings_positions_and_tiers() -> None:
@@ -130,10 +130,10 @@ def test_embeddings_positions_and_tiers() -> None:
             refuse(inputs, "low")
     # Padding on the left, as generation has it.
     inputs["attention_mask"][1, :3] = 0
-    found, after = adapter.compute_positions(inputs)
-    assert found[1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] and after.tolist() == [9, 6]
+    positions, after = adapter.compute_positions(inputs)
+    assert positions[1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] and after.tolist() == [9, 6]
     expected = model(input_ids=inputs["input_ids"][1:, 3:]).logits
-    assert (model(**inputs, position_ids=found).logits[1:, 3:] - expected).abs().max() < 1e-10
+    assert (model(**inputs, position_ids=positions).logits[1:, 3:] - expected).abs().max() < 1e-10
     assert adapter.compute_positions({"input_ids": inputs["input_ids"]})[1].tolist() == [9, 9]
 
 

@@ -40,8 +40,8 @@ def test_the_tokens_of_a_crop_are_those_of_the_model(kind: str) -> None:
     adapter = get_adapter(model)
     assert isinstance(adapter, LlavaAdapter)
     pixels = torch.zeros(1, 3, tiny.SIZE, tiny.SIZE, dtype=torch.float64)
-    found = model.get_image_features(pixels, return_dict=True).pooler_output
-    assert adapter.tokens_per_crop == TOKENS == len(found[0])
+    features = model.get_image_features(pixels, return_dict=True).pooler_output
+    assert adapter.tokens_per_crop == TOKENS == len(features[0])
     assert adapter.geometry.tiers == TIERS and adapter.geometry.top_k == (1 if kind == "dense" else 6)
 
 
@@ -53,13 +53,17 @@ def test_tokens_of_a_crop_by_strategy(kind: str, strategy: str) -> None:
     config: Any = LlavaConfig.from_dict(MODELS[kind].config.to_dict())
     config.vision_feature_select_strategy = strategy
     model: Any = LlavaForConditionalGeneration(config).eval()
-    found = model.get_image_features(torch.zeros(1, 3, tiny.SIZE, tiny.SIZE), return_dict=True).pooler_output
-    assert LlavaAdapter(model).tokens_per_crop == len(found[0])
+    features = model.get_image_features(
+        torch.zeros(1, 3, tiny.SIZE, tiny.SIZE), return_dict=True
+    ).pooler_output
+    assert LlavaAdapter(model).tokens_per_crop == len(features[0])
 
 
 def row(tier: Tier, images: int, text: int = 3) -> list[int]:
     ids = [tiny.IMAGE] * (CROPS[tier] * TOKENS)
-    return sum(([*ids, 10 + at] for at in range(images)), [7]) + [20 + at % 30 for at in range(text)]
+    return sum(([*ids, 10 + index] for index in range(images)), [7]) + [
+        20 + index % 30 for index in range(text)
+    ]
 
 
 def inputs_of(tier: Tier, rows: list[int]) -> dict[str, Tensor]:
@@ -75,15 +79,15 @@ def inputs_of(tier: Tier, rows: list[int]) -> dict[str, Tensor]:
 def test_a_tier_is_what_would_have_been_made_for_it(images: int, rows: int, tier: Tier) -> None:
     high = inputs_of("high", [images] * rows)
     before = {name: value.clone() for name, value in high.items()}
-    found, expected = SIGLIP.reduce_to_tier(high, tier), inputs_of(tier, [images] * rows)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    reduced, expected = SIGLIP.reduce_to_tier(high, tier), inputs_of(tier, [images] * rows)
+    assert list(reduced) == list(expected)
+    assert all(torch.equal(reduced[name], expected[name]) for name in expected)
     assert all(torch.equal(high[name], before[name]) for name in before)
-    assert SIGLIP.count_vision_tokens(found) == rows * images * CROPS[tier] * TOKENS
-    SIGLIP.check_tier(found, tier)
+    assert SIGLIP.count_vision_tokens(reduced) == rows * images * CROPS[tier] * TOKENS
+    SIGLIP.check_tier(reduced, tier)
     for other in set(TIERS) - {tier}:
         with pytest.raises(PlanError):
-            SIGLIP.check_tier(found, other)
+            SIGLIP.check_tier(reduced, other)
 
 
 def test_what_the_model_sees_at_a_tier() -> None:
@@ -110,8 +114,8 @@ def test_a_dense_language_model_has_two_knobs() -> None:
     inputs = get_adapter(model).reduce_to_tier(tiny.make_prompt(model), "medium")
     plan = Plan(tier="medium", insertion_position=2, top_k=1, blocks=(0, 1, 3, 5))
     with runtime.use_plan(plan):
-        found = model(**inputs)
-    assert get_adapter(model).get_kv_lengths(found.past_key_values) == dict.fromkeys(plan.blocks, 30)
+        output = model(**inputs)
+    assert get_adapter(model).get_kv_lengths(output.past_key_values) == dict.fromkeys(plan.blocks, 30)
     with (
         pytest.raises(PlanError),
         runtime.use_plan(Plan(tier="medium", insertion_position=2, top_k=2, blocks=(0, 1, 3, 5))),
@@ -154,9 +158,11 @@ def test_inputs_that_cannot_be_reduced(change: dict[str, Any], says: str) -> Non
 
 def test_images_side_by_side_and_others_that_are_cut_short() -> None:
     high = inputs_of("high", [2])
-    together = high["input_ids"][:, [at for at in range(high["input_ids"].shape[1]) if at != 1 + 14 * TOKENS]]
+    batched = high["input_ids"][
+        :, [index for index in range(high["input_ids"].shape[1]) if index != 1 + 14 * TOKENS]
+    ]
     for ids, says in (
-        (together, "112"),
+        (batched, "112"),
         (high["input_ids"][:, 2:], "55"),
     ):
         with pytest.raises(PlanError, match=says or None):

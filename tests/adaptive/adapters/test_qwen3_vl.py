@@ -87,17 +87,17 @@ def scale_grid(image: Tensor, tier: Tier) -> Tensor:
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=3), st.integers(1, 2), st.sampled_from(TIERS))
 def test_a_tier_is_what_would_have_been_made_for_it(shapes: Any, rows: int, tier: Tier) -> None:
-    images = [pixels(*shape, seed=at) for at, shape in enumerate(shapes)]
+    images = [pixels(*shape, seed=index) for index, shape in enumerate(shapes)]
     high = inputs_of([images] * rows)
     before = {name: value.clone() for name, value in high.items()}
-    found = ADAPTER.reduce_to_tier(high, tier)
+    reduced = ADAPTER.reduce_to_tier(high, tier)
     expected = inputs_of([[scale_grid(image, tier) for image in images]] * rows)
-    assert list(found) == list(expected)
+    assert list(reduced) == list(expected)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(reduced[name], value), name
         assert torch.equal(high[name], before[name])
-    assert ADAPTER.count_vision_tokens(found) == int(expected["mm_token_type_ids"].sum())
-    ADAPTER.check_tier(found, tier)
+    assert ADAPTER.count_vision_tokens(reduced) == int(expected["mm_token_type_ids"].sum())
+    ADAPTER.check_tier(reduced, tier)
 
 
 def test_shares_of_tokens() -> None:
@@ -121,29 +121,31 @@ def test_what_the_models_own_processor_makes() -> None:
         size={"shortest_edge": 1, "longest_edge": 10**6}, image_mean=mean, image_std=std, **given
     )
     # Waves, so that nothing overshoots what bytes hold.
-    at = torch.arange(96)
-    waves = 128 + 60 * torch.sin(at[None, :, None] / 7 + torch.arange(3)) * torch.cos(at[:64, None, None] / 9)
+    index = torch.arange(96)
+    waves = 128 + 60 * torch.sin(index[None, :, None] / 7 + torch.arange(3)) * torch.cos(
+        index[:64, None, None] / 9
+    )
     whole = picture.fromarray(waves.byte().numpy())
 
     def made(image: Any) -> dict[str, Tensor]:
-        found = processor(images=[image], return_tensors="pt")
-        rows, columns = found["image_grid_thw"][0, 1:].tolist()
+        reduced = processor(images=[image], return_tensors="pt")
+        rows, columns = reduced["image_grid_thw"][0, 1:].tolist()
         ids = torch.tensor([[60, *[tiny.IMAGE] * (rows * columns // 4), 61, 5, 6]])
-        return {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).int(), **found}
+        return {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).int(), **reduced}
 
     high = made(whole)
     assert high["image_grid_thw"].tolist() == [[1, 16, 24]]
     exact = (waves.byte() / 255.0 - torch.tensor(mean)) / torch.tensor(std)
     assert torch.allclose(high["pixel_values"], patchified(exact.permute(2, 0, 1)), atol=1e-6)
     for tier in TIERS:
-        found = ADAPTER.reduce_to_tier(high, tier)
-        rows, columns = found["image_grid_thw"][0, 1:].tolist()
+        reduced = ADAPTER.reduce_to_tier(high, tier)
+        rows, columns = reduced["image_grid_thw"][0, 1:].tolist()
         size = (columns * tiny.PATCH, rows * tiny.PATCH)
         expected = made(whole.resize(size, picture.Resampling.BICUBIC))
         for name in ("input_ids", "mm_token_type_ids", "image_grid_thw"):
-            assert torch.equal(found[name], expected[name])
+            assert torch.equal(reduced[name], expected[name])
         # Pillow rounds to whole steps, twice.
-        difference = (found["pixel_values"] - expected["pixel_values"]).abs() * min(std)
+        difference = (reduced["pixel_values"] - expected["pixel_values"]).abs() * min(std)
         assert float(difference.max()) <= 1.6 / 255.0
     assert np.prod(high["image_grid_thw"][0].tolist()) == len(high["pixel_values"])
 
@@ -152,9 +154,11 @@ def test_dtypes_of_pixels_are_kept() -> None:
     high = inputs_of([[pixels(4, 6)]])
     for dtype in (torch.float32, torch.bfloat16):
         given = high | {"pixel_values": high["pixel_values"].to(dtype)}
-        found = ADAPTER.reduce_to_tier(given, "low")["pixel_values"]
-        assert found.dtype == dtype
-        assert torch.allclose(found.double(), ADAPTER.reduce_to_tier(high, "low")["pixel_values"], atol=0.03)
+        reduced = ADAPTER.reduce_to_tier(given, "low")["pixel_values"]
+        assert reduced.dtype == dtype
+        assert torch.allclose(
+            reduced.double(), ADAPTER.reduce_to_tier(high, "low")["pixel_values"], atol=0.03
+        )
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -164,8 +168,8 @@ def test_positions_are_those_of_the_model(tier: Tier) -> None:
     rows = [[pixels(3, 5), pixels(4, 2)], [pixels(4, 2), pixels(3, 5)]]
     inputs = adapter.reduce_to_tier(inputs_of(rows), tier)
     expected = model(**inputs)
-    found, after = adapter.compute_positions(inputs)
-    assert torch.equal(model(**inputs, position_ids=found).logits, expected.logits)
+    positions, after = adapter.compute_positions(inputs)
+    assert torch.equal(model(**inputs, position_ids=positions).logits, expected.logits)
     token = torch.tensor([[9], [8]])
     follows = model(input_ids=token, past_key_values=copy.deepcopy(expected.past_key_values)).logits
     model.model.rope_deltas = None
@@ -175,17 +179,17 @@ def test_positions_are_those_of_the_model(tier: Tier) -> None:
 
 def test_positions_of_text_and_of_padded_rows() -> None:
     words = tiny.make_text_prompt(rows=2)
-    found, after = ADAPTER.compute_positions(words)
-    assert found.shape == (3, 2, 9) and after.tolist() == [9, 9]
-    assert torch.equal(MODEL(**words, position_ids=found).logits, MODEL(**words).logits)
+    positions, after = ADAPTER.compute_positions(words)
+    assert positions.shape == (3, 2, 9) and after.tolist() == [9, 9]
+    assert torch.equal(MODEL(**words, position_ids=positions).logits, MODEL(**words).logits)
     inputs = inputs_of([[pixels(2, 3)]])
     padded = {
         name: functional.pad(inputs[name], (3, 0))
         for name in ("input_ids", "attention_mask", "mm_token_type_ids")
     }
-    found, after = ADAPTER.compute_positions({**inputs, **padded})
+    positions, after = ADAPTER.compute_positions({**inputs, **padded})
     expected, then = ADAPTER.compute_positions(inputs)
-    assert torch.equal(found[:, :, 3:], expected) and torch.equal(after, then)
+    assert torch.equal(positions[:, :, 3:], expected) and torch.equal(after, then)
 
 
 def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:

@@ -28,9 +28,9 @@ def test_budgets_that_the_original_could_not_tell_apart() -> None:
 
 
 def test_shape_dtype_and_length() -> None:
-    found = encode_budget(torch.tensor([1.0, 33.3, 1e6]))
-    assert found.shape == (3, 256) and found.dtype == torch.float32
-    torch.testing.assert_close(found.norm(dim=1), torch.full((3,), 16.0))
+    encoding = encode_budget(torch.tensor([1.0, 33.3, 1e6]))
+    assert encoding.shape == (3, 256) and encoding.dtype == torch.float32
+    torch.testing.assert_close(encoding.norm(dim=1), torch.full((3,), 16.0))
     assert encode_budget(torch.tensor([5]), dim=8).shape == (1, 8)
 
 
@@ -58,14 +58,14 @@ def test_finite_everywhere(budgets: list[float]) -> None:
 
 
 def test_every_step_of_a_thousandth_is_another_vector() -> None:
-    found = encode_budget(torch.logspace(0, 6, 13_817, dtype=torch.float64))
-    assert len(found.unique(dim=0)) == 13_817
+    encoding = encode_budget(torch.logspace(0, 6, 13_817, dtype=torch.float64))
+    assert len(encoding.unique(dim=0)) == 13_817
 
 
 def test_beyond_the_ends_counts_as_the_end() -> None:
-    found = encode_budget(torch.tensor([0.1, 1.0, 1e6, 1e9, math.inf]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
+    encoding = encode_budget(torch.tensor([0.1, 1.0, 1e6, 1e9, math.inf]))
+    assert torch.equal(encoding[0], encoding[1])
+    assert torch.equal(encoding[2], encoding[3]) and torch.equal(encoding[2], encoding[4])
 
 
 @pytest.mark.parametrize("wrong", [math.nan, 0.0, -1.0, -math.inf])

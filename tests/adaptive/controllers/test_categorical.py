@@ -29,18 +29,18 @@ def cases(drawn: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(cases())
 def test_against_a_softmax_of_what_is_left(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, mask = case
-    found, left = masked_log_softmax(logits, mask), logits[mask].softmax(0)
-    torch.testing.assert_close(found[mask].exp(), left)
-    assert bool((found[~mask] == -math.inf).all())
-    torch.testing.assert_close(compute_entropy(found)[0], -(left * left.log()).sum())
+    log_probs, left = masked_log_softmax(logits, mask), logits[mask].softmax(0)
+    torch.testing.assert_close(log_probs[mask].exp(), left)
+    assert bool((log_probs[~mask] == -math.inf).all())
+    torch.testing.assert_close(compute_entropy(log_probs)[0], -(left * left.log()).sum())
 
 
 @given(cases())
 def test_gradients_are_finite_and_none_is_masked_ones(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, mask = case
     logits.requires_grad_()
-    found = masked_log_softmax(logits, mask)
-    (compute_entropy(found).sum() + found[mask].sum()).backward()
+    log_probs = masked_log_softmax(logits, mask)
+    (compute_entropy(log_probs).sum() + log_probs[mask].sum()).backward()
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
     assert bool((logits.grad[~mask] == 0).all())
 
@@ -56,32 +56,32 @@ def test_a_draw_is_the_inverse_of_the_distribution(
     case: tuple[torch.Tensor, torch.Tensor], uniform: float
 ) -> None:
     logits, mask = case
-    found = masked_log_softmax(logits, mask)
-    at = int(sample_categorical(found, torch.tensor([uniform], dtype=torch.float64)))
-    assert bool(mask[0, at])
-    below = found[0].exp().cumsum(0)
-    assert below[at] >= uniform - 1e-12
-    assert at == 0 or below[at - 1] <= uniform + 1e-12
+    log_probs = masked_log_softmax(logits, mask)
+    index = int(sample_categorical(log_probs, torch.tensor([uniform], dtype=torch.float64)))
+    assert bool(mask[0, index])
+    below = log_probs[0].exp().cumsum(0)
+    assert below[index] >= uniform - 1e-12
+    assert index == 0 or below[index - 1] <= uniform + 1e-12
 
 
 def test_the_ends_of_a_draw() -> None:
     mask = torch.tensor([[False, True, True, False]] * 2)
-    found = masked_log_softmax(torch.tensor([[0.0, 0.1, 0.2, 0.0]] * 2), mask)
+    log_probs = masked_log_softmax(torch.tensor([[0.0, 0.1, 0.2, 0.0]] * 2), mask)
     ends = torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64)
-    assert sample_categorical(found, ends).tolist() == [1, 2]
+    assert sample_categorical(log_probs, ends).tolist() == [1, 2]
 
 
 def test_the_likelihood_of_a_choice() -> None:
-    found = masked_log_softmax(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]]))
+    log_probs = masked_log_softmax(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[True, False, True]]))
     torch.testing.assert_close(
-        gather_choice(found, torch.tensor([2])), torch.tensor([-math.log(1 + math.exp(-1))])
+        gather_choice(log_probs, torch.tensor([2])), torch.tensor([-math.log(1 + math.exp(-1))])
     )
 
 
 def test_logits_that_are_masked_may_be_anything() -> None:
     mask = torch.tensor([[True, False, False, True]])
-    found = masked_log_softmax(torch.tensor([[0.0, math.nan, -math.inf, 0.0]]), mask)
-    torch.testing.assert_close(found[mask].exp(), torch.tensor([0.5, 0.5]))
+    log_probs = masked_log_softmax(torch.tensor([[0.0, math.nan, -math.inf, 0.0]]), mask)
+    torch.testing.assert_close(log_probs[mask].exp(), torch.tensor([0.5, 0.5]))
 
 
 def test_what_is_refused() -> None:

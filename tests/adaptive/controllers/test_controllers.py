@@ -30,11 +30,16 @@ SPACES = [
 
 def loud(plans: PlanSpace | None = None, seed: int = 0) -> Controllers:
     """Controllers whose first logits differ enough to tell choices apart."""
-    found = Controllers(plans or make_space(), width=WIDTH, model_id="m", seed=seed)
+    controllers = Controllers(plans or make_space(), width=WIDTH, model_id="m", seed=seed)
     with torch.no_grad():
-        for head in (found.stage1.tier, found.stage1.insertion, found.stage2.top_k, found.stage2.option):
+        for head in (
+            controllers.stage1.tier,
+            controllers.stage1.insertion,
+            controllers.stage2.top_k,
+            controllers.stage2.option,
+        ):
             head.weight.mul_(300.0)
-    return found.eval()
+    return controllers.eval()
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -65,12 +70,12 @@ def test_the_scale_and_offset_of_a_model_do_not_matter() -> None:
     table = make_outcomes(64)
     logits = []
     for scale, offset in ((1.0, 0.0), (1000.0, 0.0), (0.001, 5.0)):
-        found = loud()
+        controllers = loud()
         language, tokens = scale * table.language + offset, scale * table.tokens + offset
-        found.fit_features(language, tokens)
+        controllers.fit_features(language, tokens)
         budget = encode_budget(torch.full((64,), 150.0))
-        first = found.stage1(language, budget)["tier_logits"]
-        second = found.stage2(tokens[:, 1, 2], budget, torch.full((64,), 3))["top_k_logits"]
+        first = controllers.stage1(language, budget)["tier_logits"]
+        second = controllers.stage2(tokens[:, 1, 2], budget, torch.full((64,), 3))["top_k_logits"]
         logits.append(torch.cat([first, second], 1))
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits[2], logits[0], rtol=0.02, atol=0.02)
@@ -83,15 +88,15 @@ def test_without_a_fit_the_scale_does_not_matter_either() -> None:
 
 
 def test_half_precision_and_constant_features() -> None:
-    found = loud()
+    controllers = loud()
     table = make_outcomes(32)
     table.language[:, 3] = 7.0
-    found.fit_features(table.language, table.tokens.bfloat16())
-    assert float(found.stage1.language.scale[0, 3]) == 1.0
-    logits = found.stage1(table.language.bfloat16(), encode_budget(torch.ones(32)))["tier_logits"]
+    controllers.fit_features(table.language, table.tokens.bfloat16())
+    assert float(controllers.stage1.language.scale[0, 3]) == 1.0
+    logits = controllers.stage1(table.language.bfloat16(), encode_budget(torch.ones(32)))["tier_logits"]
     assert logits.dtype == torch.float32 and bool(logits.isfinite().all())
     with pytest.raises(InputError):
-        found.fit_features(table.language, table.tokens[:, :, :3])
+        controllers.fit_features(table.language, table.tokens[:, :, :3])
 
 
 @settings(max_examples=10, deadline=None)
@@ -99,84 +104,85 @@ def test_half_precision_and_constant_features() -> None:
 def test_groups_are_the_rows_one_by_one(seed: int, which: int, group: int) -> None:
     plans = SPACES[which]
     table = make_outcomes(6, seed=seed % 100, plans=plans)
-    found = loud(plans)
-    found.fit_features(table.language, table.tokens)
+    controllers = loud(plans)
+    controllers.fit_features(table.language, table.tokens)
     budgets = torch.linspace(80.0, 200.0, 6)
     uniform = torch.rand(6 * group, 4, generator=torch.Generator().manual_seed(seed))
     allowed = torch.rand(6, len(plans), generator=torch.Generator().manual_seed(seed)) < 0.5
     allowed[:, 0] = True
-    asked: list[tuple[int, int, int]] = []
+    queries: list[tuple[int, int, int]] = []
 
     def tokens(rows: torch.Tensor, tiers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows = rows // group
-        asked.extend(zip(rows.tolist(), tiers.tolist(), positions.tolist(), strict=True))
+        queries.extend(zip(rows.tolist(), tiers.tolist(), positions.tolist(), strict=True))
         return table.get_latency_tokens(rows, tiers, positions)
 
     with torch.no_grad():
-        together = found.choose(
+        batched = controllers.choose(
             table.language, budgets, tokens, allowed=allowed, uniform=uniform, group=group
         )
-    assert len(set(asked)) == len(asked), "a token was asked for twice"
-    assert bool(allowed[torch.arange(6).repeat_interleave(group), together.plan].all())
-    assert together.plan.tolist() == [
-        plans.plans.index(plans.plan(PlanAction(*row))) for row in together.action.tolist()
+    assert len(set(queries)) == len(queries), "a token was asked for twice"
+    assert bool(allowed[torch.arange(6).repeat_interleave(group), batched.plan].all())
+    assert batched.plan.tolist() == [
+        plans.plans.index(plans.plan(PlanAction(*row))) for row in batched.action.tolist()
     ]
-    for at in range(6 * group):
-        row = at // group
+    for index in range(6 * group):
+        row = index // group
         with torch.no_grad():
-            alone = found.choose(
+            single = controllers.choose(
                 table.language[row : row + 1],
                 budgets[row : row + 1],
                 lambda _, tiers, positions, row=row: table.tokens[row, tiers, positions],
                 allowed=allowed[row : row + 1],
-                action=together.action[at : at + 1],
+                action=batched.action[index : index + 1],
             )
-        torch.testing.assert_close(alone.log_prob[0], together.log_prob[at], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(alone.entropy[0], together.entropy[at], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(alone.token[0], together.token[at])
+        torch.testing.assert_close(single.log_prob[0], batched.log_prob[index], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(single.entropy[0], batched.entropy[index], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(single.token[0], batched.token[index])
 
 
 def test_both_stages_one_after_the_other_choose_as_both_at_once() -> None:
-    table, found = make_outcomes(40), loud(seed=3)
-    found.fit_features(table.language, table.tokens)
+    table, controllers = make_outcomes(40), loud(seed=3)
+    controllers.fit_features(table.language, table.tokens)
     budgets = torch.linspace(70.0, 300.0, 40)
     every = torch.arange(40)
     allowed = torch.rand(40, 225, generator=torch.Generator().manual_seed(0)) < 0.3
     for mask in (None, allowed):
         with torch.no_grad():
-            whole = found.choose(table.language, budgets, table.get_latency_tokens, allowed=mask)
-        stage1_output = found.choose_stage1(table.language, budgets, allowed=mask)
+            whole = controllers.choose(table.language, budgets, table.get_latency_tokens, allowed=mask)
+        stage1_output = controllers.choose_stage1(table.language, budgets, allowed=mask)
         token = table.get_latency_tokens(every, *stage1_output.T)
         assert (
-            found.choose_stage2(token, budgets, stage1_output, allowed=mask).tolist() == whole.plan.tolist()
+            controllers.choose_stage2(token, budgets, stage1_output, allowed=mask).tolist()
+            == whole.plan.tolist()
         )
         assert len(whole.plan.unique()) > 5
 
 
 def test_no_allowed_plan_begins_so() -> None:
-    found = loud()
+    controllers = loud()
     allowed = torch.zeros(1, 225, dtype=torch.bool)
     allowed[0, 0] = True  # the lowest tier
     with pytest.raises(InputError):
-        found.choose_stage2(
+        controllers.choose_stage2(
             drawn(0, 1, WIDTH), torch.tensor([100.0]), torch.tensor([[2, 0]]), allowed=allowed
         )
     with pytest.raises(InputError):
-        found.choose_stage1(drawn(0, 2, WIDTH), torch.tensor([100.0, 100.0]), allowed=allowed)
+        controllers.choose_stage1(drawn(0, 2, WIDTH), torch.tensor([100.0, 100.0]), allowed=allowed)
 
 
 def test_a_budget_that_is_none_and_features_that_are_broken() -> None:
-    found = loud()
+    controllers = loud()
     with pytest.raises(InputError):
-        found.choose_stage1(drawn(0, 1, WIDTH), torch.tensor([math.nan]))
+        controllers.choose_stage1(drawn(0, 1, WIDTH), torch.tensor([math.nan]))
     with pytest.raises(RunError):
-        found.choose_stage1(torch.full((1, WIDTH), math.nan), torch.tensor([100.0]))
+        controllers.choose_stage1(torch.full((1, WIDTH), math.nan), torch.tensor([100.0]))
 
 
 def test_a_new_policy_tries_everything() -> None:
-    table, found = make_outcomes(32), Controllers(make_space(), width=WIDTH, model_id="m")
+    table, controllers = make_outcomes(32), Controllers(make_space(), width=WIDTH, model_id="m")
     with torch.no_grad():
-        choice = found.choose(table.language, torch.full((32,), 200.0), table.get_latency_tokens)
+        choice = controllers.choose(table.language, torch.full((32,), 200.0), table.get_latency_tokens)
     # The last choice has one option in some cells and five in others.
     assert float(choice.log_prob.exp().max()) < 1.2 / (3 * 5 * 5)
 
@@ -195,16 +201,18 @@ def test_weights_are_those_of_the_seed_and_nothing_else_is_drawn() -> None:
 
 @pytest.mark.parametrize("plans", SPACES, ids=len)
 def test_a_file_holds_all_of_it(plans: PlanSpace, tmp_path: Path) -> None:
-    table, found = make_outcomes(20, plans=plans), loud(plans)
-    found.fit_features(table.language, table.tokens)
+    table, controllers = make_outcomes(20, plans=plans), loud(plans)
+    controllers.fit_features(table.language, table.tokens)
     file = tmp_path / "c.safetensors"
-    found.save(file)
-    again = Controllers.load(file, model_id="m")
-    assert again.space == plans and again.width == WIDTH and not again.training
-    torch.testing.assert_close(dict(again.state_dict()), dict(found.state_dict()), rtol=0.0, atol=0.0)
+    controllers.save(file)
+    reloaded = Controllers.load(file, model_id="m")
+    assert reloaded.space == plans and reloaded.width == WIDTH and not reloaded.training
+    torch.testing.assert_close(
+        dict(reloaded.state_dict()), dict(controllers.state_dict()), rtol=0.0, atol=0.0
+    )
     budgets = torch.linspace(30.0, 300.0, 20)
     assert torch.equal(
-        again.choose_stage1(table.language, budgets), found.choose_stage1(table.language, budgets)
+        reloaded.choose_stage1(table.language, budgets), controllers.choose_stage1(table.language, budgets)
     )
 
 
@@ -222,8 +230,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(FileFormatError):
         Controllers.load(file)
-    found = loud()
-    found.save(file)
+    controllers = loud()
+    controllers.save(file)
     whole = file.read_bytes()
     for cut in (10, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])

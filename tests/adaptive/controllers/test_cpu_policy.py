@@ -27,15 +27,15 @@ GEOMETRIES = (
 def controllers(geometry: ModelGeometry = GEOMETRIES[0], seed: int = 0) -> Controllers:
     """Some that have opinions, and features that are not on one scale."""
     space = PlanSpace.from_importance(geometry, [1.0 / (1 + block) for block in range(geometry.depth)])
-    found = Controllers(space, width=WIDTH, model_id="m", seed=seed)
+    controllers = Controllers(space, width=WIDTH, model_id="m", seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in found.parameters():
+        for weight in controllers.parameters():
             weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
         positions = len(geometry.positions)
         tokens = 5.0 + 3.0 * torch.randn(50, 3, positions, WIDTH, generator=generator)
-        found.fit_features(2.0 + torch.randn(50, WIDTH, generator=generator), tokens)
-    return found.eval()
+        controllers.fit_features(2.0 + torch.randn(50, WIDTH, generator=generator), tokens)
+    return controllers.eval()
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=["225 plans", "small", "text"])

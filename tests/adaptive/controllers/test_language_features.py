@@ -37,11 +37,11 @@ def features(words: Words, *rows: list[int], mask: list[list[int]] | None = None
 
 def test_the_mean_of_the_words() -> None:
     words = Words()
-    found = features(words, [1, 2, 3], [4, 4, 7])
+    feature = features(words, [1, 2, 3], [4, 4, 7])
     torch.testing.assert_close(
-        found, torch.stack([words.table.weight[[1, 2, 3]].mean(0), words.table.weight[5]])
+        feature, torch.stack([words.table.weight[[1, 2, 3]].mean(0), words.table.weight[5]])
     )
-    assert found.dtype == torch.float32 and not found.requires_grad
+    assert feature.dtype == torch.float32 and not feature.requires_grad
 
 
 def test_images_and_padding_change_nothing() -> None:
@@ -55,8 +55,8 @@ def test_images_and_padding_change_nothing() -> None:
 
 def test_half_precision_is_summed_in_float32() -> None:
     words = Words(torch.bfloat16)
-    found = features(words, [1] * 3000)
-    torch.testing.assert_close(found[0], words.table.weight[1].float())
+    feature = features(words, [1] * 3000)
+    torch.testing.assert_close(feature[0], words.table.weight[1].float())
 
 
 def test_placeholders_of_configurations() -> None:

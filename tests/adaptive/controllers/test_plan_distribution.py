@@ -69,13 +69,13 @@ def test_paths_sum_to_one_over_the_allowed_plans(seed: int, which: int) -> None:
 
     every = {tuple(row) for row in mine.tolist()}
     for row, log_prob, entropy in zip(mine.tolist(), path.log_prob, path.entropy, strict=True):
-        wanted, spread = 0.0, 0.0
+        target, spread = 0.0, 0.0
         for step, scores in enumerate(logits):
             open_to = sorted({other[step] for other in every if other[:step] == tuple(row[:step])})
             probability = scores[0, open_to].softmax(0)
-            wanted += float(probability[open_to.index(row[step])].log())
+            target += float(probability[open_to.index(row[step])].log())
             spread -= float((probability * probability.log()).sum())
-        assert float(log_prob) == pytest.approx(wanted)
+        assert float(log_prob) == pytest.approx(target)
         assert float(entropy) == pytest.approx(spread)
 
 

@@ -53,8 +53,8 @@ class Block(nn.Module):
         key, value = self.key(x), self.value(x)
         if past is not None:
             key, value = torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
-        seen = torch.ones(x.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - x.shape[1])
-        x = x + nn.functional.scaled_dot_product_attention(self.query(x), key, value, seen)
+        observed = torch.ones(x.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - x.shape[1])
+        x = x + nn.functional.scaled_dot_product_attention(self.query(x), key, value, observed)
         return x + self.mixture(x)[0], (key, value)
 
 
@@ -71,12 +71,12 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, x: Tensor, past_key_values: Kept | None = None) -> tuple[Tensor, Kept]:
-        kept = Kept() if past_key_values is None else past_key_values
-        for at, block in enumerate(self.blocks):
-            x, mine = block(x, kept.of.get(at))
+        cache = Kept() if past_key_values is None else past_key_values
+        for index, block in enumerate(self.blocks):
+            x, mine = block(x, cache.of.get(index))
             if mine is not None:
-                kept.of[at] = mine
-        return x, kept
+                cache.of[index] = mine
+        return x, cache
 
 
 class Remote(nn.Module):
@@ -90,8 +90,8 @@ class Remote(nn.Module):
         return self.words
 
     def forward(self, input_ids: Tensor, past_key_values: Kept | None = None) -> Any:
-        hidden, kept = self.stack(self.words(input_ids), past_key_values=past_key_values)
-        return SimpleNamespace(logits=hidden @ self.words.weight.T, past_key_values=kept)
+        hidden, cache = self.stack(self.words(input_ids), past_key_values=past_key_values)
+        return SimpleNamespace(logits=hidden @ self.words.weight.T, past_key_values=cache)
 
 
 class RemoteAdapter(Adapter):
@@ -129,7 +129,7 @@ class RemoteAdapter(Adapter):
         return output[1] if isinstance(output, tuple) else output.past_key_values
 
     def get_kv_lengths(self, cache: Any) -> dict[int, int]:
-        return {at: key.shape[1] for at, (key, _) in cache.of.items()}
+        return {index: key.shape[1] for index, (key, _) in cache.of.items()}
 
 
 @pytest.fixture
@@ -203,36 +203,38 @@ def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
         expected = model(IDS).logits
         for block in model.stack.blocks:
             block.mixture.asked.clear()
-        found = model(IDS[:, :5])
-        logits = [found.logits]
-        for at in range(5, 8):
-            found = model(IDS[:, at : at + 1], past_key_values=found.past_key_values)
-            logits.append(found.logits)
+        output = model(IDS[:, :5])
+        logits = [output.logits]
+        for index in range(5, 8):
+            output = model(IDS[:, index : index + 1], past_key_values=output.past_key_values)
+            logits.append(output.logits)
         assert running.executed_blocks == [0, 1, 3]
     assert (torch.cat(logits, 1) - expected).abs().max() < 1e-10
-    asked = [block.mixture.asked for block in model.stack.blocks]
-    assert asked == [[4] * 4, [2] * 4, [], [2] * 4, []]
-    assert runtime.adapter.get_kv_lengths(found.past_key_values) == {0: 8, 1: 8, 3: 8}
+    queries = [block.mixture.asked for block in model.stack.blocks]
+    assert queries == [[4] * 4, [2] * 4, [], [2] * 4, []]
+    assert runtime.adapter.get_kv_lengths(output.past_key_values) == {0: 8, 1: 8, 3: 8}
     other = Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 1, 3))
     with runtime.use_plan(other), pytest.raises(PlanError):
-        model(IDS[:, :1], past_key_values=found.past_key_values)
+        model(IDS[:, :1], past_key_values=output.past_key_values)
 
 
 def test_the_second_controller_sees_hidden_states(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     plan = Plan(tier=None, insertion_position=2, top_k=1, blocks=(0, 1, 4))
-    seen = []
-    with runtime.use_decided_plan(None, 2, lambda hidden: seen.append(hidden) or plan):  # type: ignore[func-returns-value]
-        found = model(IDS).logits
+    observed = []
+    with runtime.use_decided_plan(None, 2, lambda hidden: observed.append(hidden) or plan):  # type: ignore[func-returns-value]
+        output = model(IDS).logits
     with runtime.use_plan(plan):
-        assert torch.equal(model(IDS).logits, found)
-    assert seen[0].shape == (1, 8, WIDTH)
+        assert torch.equal(model(IDS).logits, output)
+    assert observed[0].shape == (1, 8, WIDTH)
 
 
 def test_a_cache_that_cannot_remember_is_refused(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     runtime.adapter.get_cache = lambda found: tuple(found[1].of.values())  # type: ignore[method-assign]
-    runtime.adapter.get_kv_lengths = lambda cache: {at: key.shape[1] for at, (key, _) in enumerate(cache)}  # type: ignore[method-assign]
+    runtime.adapter.get_kv_lengths = lambda cache: {
+        index: key.shape[1] for index, (key, _) in enumerate(cache)
+    }  # type: ignore[method-assign]
     with (
         runtime.use_plan(runtime.geometry.full_plan()),
         pytest.raises(ModelError),

@@ -54,13 +54,13 @@ def test_several_seeds_are_judged_by_their_mean() -> None:
     table = make_outcomes(40, jitter=0.1)
     budgets, costs = budget_grid(table.budget_range_ms(), 5), QuantileLatencies.from_outcomes(table)
     every = [RandomPolicy(costs=costs, seed=seed) for seed in range(3)]
-    together, alone = (
+    batched, single = (
         evaluate_policy(every, table, budgets),
         [evaluate_policy(each, table, budgets) for each in every],
     )
-    assert together.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in alone) / 3)
+    assert batched.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in single) / 3)
     torch.testing.assert_close(
-        together.per_request["regret"], torch.stack([each.per_request["regret"] for each in alone]).mean(0)
+        batched.per_request["regret"], torch.stack([each.per_request["regret"] for each in single]).mean(0)
     )
 
 
@@ -85,10 +85,10 @@ def test_intervals_are_paired_and_over_images() -> None:
         many = evaluate_policy(
             LookupTablePolicy.from_outcomes(table), replace(thrice, images=images), budgets
         ).goodput
-        alone = evaluate_policy(
+        single = evaluate_policy(
             LookupTablePolicy.from_outcomes(table), replace(table, images=torch.arange(60)), budgets
         ).goodput
-        share = (many.high - many.low) / (alone.high - alone.low)
+        share = (many.high - many.low) / (single.high - single.low)
         assert share == pytest.approx(known**-0.5, rel=0.15)
     with pytest.raises(InputError):
         compare_policies(evaluate_policy(OraclePolicy(), thrice, budgets), lookup)
@@ -103,19 +103,20 @@ def test_some_requests_are_compared_by_themselves() -> None:
     )
     whole = compare_policies(oracle, lookup)["goodput"].mean
     thirds = [
-        compare_policies(oracle, lookup, budgets=slice(at, at + 2))["goodput"].mean for at in (0, 2, 4)
-    ]  # fmt: skip
+        compare_policies(oracle, lookup, budgets=slice(index, index + 2))["goodput"].mean
+        for index in (0, 2, 4)
+    ]
     assert sum(thirds) / 3 == pytest.approx(whole) and len(set(thirds)) > 1
     some = torch.arange(60) < 20
     mine = compare_policies(oracle, lookup, samples=some)["goodput"]
     rest = compare_policies(oracle, lookup, samples=~some)["goodput"]
     assert (20 * mine.mean + 40 * rest.mean) / 60 == pytest.approx(whole)
     part = table.select(torch.arange(20))
-    alone = compare_policies(
+    single = compare_policies(
         evaluate_policy(OraclePolicy(), part, budgets),
         evaluate_policy(LookupTablePolicy.from_outcomes(table), part, budgets),
     )["goodput"]
-    assert (mine.mean, mine.low, mine.high) == pytest.approx((alone.mean, alone.low, alone.high))
+    assert (mine.mean, mine.low, mine.high) == pytest.approx((single.mean, single.low, single.high))
     with pytest.raises(InputError):
         compare_policies(oracle, lookup, samples=torch.zeros(60, dtype=torch.bool))
     with pytest.raises(InputError):

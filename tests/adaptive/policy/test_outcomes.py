@@ -108,9 +108,9 @@ def test_parts_keep_their_rows_together() -> None:
     table = small(20)
     for part in table.split(0.6, 0.4):
         for row in range(len(part)):
-            (at,) = (table.language == part.language[row]).all(1).nonzero()[:, 0].tolist()
-            assert torch.equal(part.latency_ms[row], table.latency_ms[at])
-            assert torch.equal(part.tokens[row], table.tokens[at])
+            (index,) = (table.language == part.language[row]).all(1).nonzero()[:, 0].tolist()
+            assert torch.equal(part.latency_ms[row], table.latency_ms[index])
+            assert torch.equal(part.tokens[row], table.tokens[index])
     for shares in ((0.5, 0.6), (), (1.5, -0.5)):
         with pytest.raises(InputError):
             table.split(*shares)

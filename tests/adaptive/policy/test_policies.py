@@ -46,15 +46,17 @@ def goodput(
 def test_the_lookup_table_by_brute_force(seed: int, budget: float) -> None:
     known = table(seed)
     policy = LookupTablePolicy.from_outcomes(known, quantile=0.9)
-    (found,) = policy.choose(known, torch.tensor([0]), torch.tensor([budget])).tolist()
+    (result,) = policy.choose(known, torch.tensor([0]), torch.tensor([budget])).tolist()
     costs, accuracy = known.latency_quantiles_ms(0.9), known.correct.mean(0)
     fit = [plan for plan in range(len(SMALL)) if costs[plan] <= torch.tensor(budget)]
     if not fit:
-        assert costs[found] == costs.min()
+        assert costs[result] == costs.min()
         return
     top = max(float(accuracy[plan]) for plan in fit)
     equal = [plan for plan in fit if float(accuracy[plan]) >= top - 1e-6]
-    assert found in equal and float(costs[found]) == pytest.approx(min(float(costs[plan]) for plan in equal))
+    assert result in equal and float(costs[result]) == pytest.approx(
+        min(float(costs[plan]) for plan in equal)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -103,8 +105,8 @@ def test_the_best_static_plan_by_brute_force() -> None:
     budgets = budget_grid(known.budget_range_ms(), 7)
     every = torch.arange(24).repeat_interleave(7)
     values = [
-        float(goodput(StaticPolicy(plan=at), known, every, budgets.repeat(24)).mean())
-        for at in range(len(SMALL))
+        float(goodput(StaticPolicy(plan=index), known, every, budgets.repeat(24)).mean())
+        for index in range(len(SMALL))
     ]
     assert values[StaticPolicy.from_outcomes(known, budgets).plan] == pytest.approx(max(values))
     timely = torch.stack([fraction_in_time(known.latency_ms, budget).mean(0) for budget in budgets]).mean(0)
@@ -121,16 +123,16 @@ def test_random_takes_every_plan_that_fits_and_no_other() -> None:
     costs = QuantileLatencies.from_outcomes(known, 0.5)
     budget = float(costs.plans_ms.median())
     samples = torch.zeros(4000, dtype=torch.int64)
-    found = RandomPolicy(costs=costs, seed=1).choose(known, samples, torch.full((4000,), budget))
+    result = RandomPolicy(costs=costs, seed=1).choose(known, samples, torch.full((4000,), budget))
     fits = costs.plans_ms <= budget
-    counts = found.bincount(minlength=len(SMALL)).float()
+    counts = result.bincount(minlength=len(SMALL)).float()
     assert bool((counts[~fits] == 0).all())
     expected = 4000 / int(fits.sum())
     assert float((counts[fits] - expected).abs().max()) < 5 * math.sqrt(expected)
     again = RandomPolicy(costs=costs, seed=1).choose(known, samples, torch.full((4000,), budget))
-    assert torch.equal(found, again)
+    assert torch.equal(result, again)
     other = RandomPolicy(costs=costs, seed=2).choose(known, samples, torch.full((4000,), budget))
-    assert not torch.equal(found, other)
+    assert not torch.equal(result, other)
 
 
 def test_where_nothing_fits_the_cheapest_does() -> None:
@@ -147,8 +149,8 @@ def test_controllers_choose_among_what_fits_in_any_order_of_blocks() -> None:
     policy = ControllerPolicy(controllers=made, costs=costs)
     samples = torch.arange(2100).flip(0)
     budgets = torch.linspace(60.0, 300.0, 2100)
-    found = policy.choose(known, samples, budgets)
-    assert bool(find_feasible(costs(known, samples), budgets)[torch.arange(2100), found].all())
+    result = policy.choose(known, samples, budgets)
+    assert bool(find_feasible(costs(known, samples), budgets)[torch.arange(2100), result].all())
     free = ControllerPolicy(controllers=made)
     some = free.choose(known, samples[-60:], budgets[-60:])
     assert torch.equal(free.choose(known, samples, budgets)[-60:], some)
@@ -196,6 +198,8 @@ def test_best_is_the_lexicographic_maximum(seed: int, plans: int) -> None:
     allowed[:, 0] = True
     for row, plan in enumerate(argmax_with_ties(values, allowed, tie, last).tolist()):
         keys = [
-            (values[row, at], tie[row, at], last[row, at], -at) for at in range(plans) if allowed[row, at]
+            (values[row, index], tie[row, index], last[row, index], -index)
+            for index in range(plans)
+            if allowed[row, index]
         ]
         assert (values[row, plan], tie[row, plan], last[row, plan], -plan) == max(keys)

@@ -284,7 +284,7 @@ def test_few_plans() -> None:
     full, every = GEOMETRY.full_plan(), SPACE.plans
     quickest = min(every, key=lambda plan: work_ms(plan, 16))
     # By worth: the best plan is a cheap one, and still the one that does most is kept, for who has time.
-    plan_quality = [1.0 if at == 37 else 0.5 + 0.001 * (at % 7) for at in range(len(every))]
+    plan_quality = [1.0 if index == 37 else 0.5 + 0.001 * (index % 7) for index in range(len(every))]
     for most in (2, 3, 8):
         kept = selector(plan_quality=plan_quality).select_front(most).plans
         assert kept is not None and len(kept) <= most and full in kept and quickest in kept

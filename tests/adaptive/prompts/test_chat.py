@@ -37,26 +37,26 @@ def text_of(ids: torch.Tensor) -> str:
 
 
 def test_a_conversation_becomes_tokens() -> None:
-    found = prompts().prompt(
+    prompt = prompts().prompt(
         [message("developer", "Be brief."), message("user", "Hi"), message("assistant", "Yes?")], []
     )
-    assert text_of(found.inputs["input_ids"]) == "system: Be brief.\nuser: Hi\nassistant: Yes?\nassistant:"
-    assert found.inputs["input_ids"].dtype == torch.int64
-    assert (found.tokens, found.text_tokens, found.images) == (53, 53, 0)
-    assert found.inputs["attention_mask"].tolist() == [[1] * 53]
+    assert text_of(prompt.inputs["input_ids"]) == "system: Be brief.\nuser: Hi\nassistant: Yes?\nassistant:"
+    assert prompt.inputs["input_ids"].dtype == torch.int64
+    assert (prompt.tokens, prompt.text_tokens, prompt.images) == (53, 53, 0)
+    assert prompt.inputs["attention_mask"].tolist() == [[1] * 53]
 
 
 def test_images_stand_where_they_were_put() -> None:
-    found = prompts().prompt([message("user", "left ", URL, " right ", URL)], [RED, RED])
+    prompt = prompts().prompt([message("user", "left ", URL, " right ", URL)], [RED, RED])
     four = "[256]" * 4
-    assert text_of(found.inputs["input_ids"]) == f"user: left {four} right {four}\nassistant:"
-    assert found.inputs["pixel_values"].tolist() == [[255, 0, 0]] * 2
-    assert (found.tokens, found.images) == (found.text_tokens + 8, 2)
+    assert text_of(prompt.inputs["input_ids"]) == f"user: left {four} right {four}\nassistant:"
+    assert prompt.inputs["pixel_values"].tolist() == [[255, 0, 0]] * 2
+    assert (prompt.tokens, prompt.images) == (prompt.text_tokens + 8, 2)
 
 
 def test_a_model_without_images_gets_plain_text() -> None:
-    found = prompts(image_processor=None).prompt([message("user", "one", "two")], [])
-    assert text_of(found.inputs["input_ids"]) == "user: one\ntwo\nassistant:"
+    prompt = prompts(image_processor=None).prompt([message("user", "one", "two")], [])
+    assert text_of(prompt.inputs["input_ids"]) == "user: one\ntwo\nassistant:"
     assert not prompts(image_processor=None).takes_images
     with pytest.raises(ApiError, match="takes no images") as caught:
         prompts(image_processor=None).prompt([message("user", "one", URL)], [RED])
@@ -89,10 +89,10 @@ def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
         prompts(context=21).prompt(*asked)
     assert caught.value.body["error"]["prompt_tokens"] == 21
     fitting = prompts(context=22)
-    found = fitting.prompt(*asked)
-    assert (found.tokens, found.text_tokens, found.vision_tokens) == (24, 20, 4)
-    assert [found.count_tokens(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
-    assert fitting.answer_capacity(found) == 1
+    prompt = fitting.prompt(*asked)
+    assert (prompt.tokens, prompt.text_tokens, prompt.vision_tokens) == (24, 20, 4)
+    assert [prompt.count_tokens(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
+    assert fitting.answer_capacity(prompt) == 1
     # Where no plan is of the lowest tier, the next one counts.
     with pytest.raises(ApiError, match=r"22 tokens .* 'medium'"):
         prompts(context=22, lowest="medium").prompt(*asked)
@@ -115,18 +115,18 @@ def crops(words: Any) -> CropProcessor:
 
 
 def test_crops_of_the_highest_tier(words: Any) -> None:
-    found = PromptBuilder(words, context=100, image_processor=crops(words)).prompt(
+    prompt = PromptBuilder(words, context=100, image_processor=crops(words)).prompt(
         [message("user", "What is at row 1?", URL)], [RED]
     )
-    ids = found.inputs["input_ids"][0]
+    ids = prompt.inputs["input_ids"][0]
     assert (ids == 4).sum() == 14 * 3
     assert words.decode(ids[ids != 4]) == "<bos> what is at row 1 ? <answer>"
     assert torch.equal(
-        found.inputs["pixel_values"], make_nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3)
+        prompt.inputs["pixel_values"], make_nested_crops(RED, 8, mean=[0.5] * 3, std=[0.25] * 3)
     )
-    assert found.inputs["attention_mask"].shape == found.inputs["input_ids"].shape
-    assert (found.tokens, found.text_tokens) == (50, 8)
-    assert found.vision == {"low": 3, "medium": 15, "high": 42}
+    assert prompt.inputs["attention_mask"].shape == prompt.inputs["input_ids"].shape
+    assert (prompt.tokens, prompt.text_tokens) == (50, 8)
+    assert prompt.vision == {"low": 3, "medium": 15, "high": 42}
 
 
 def test_images_of_unlike_sizes(words: Any) -> None:
@@ -164,12 +164,12 @@ def test_a_template_that_refuses_a_conversation(words: Any) -> None:
 
 
 def test_an_empty_prompt_is_refused(words: Any) -> None:
-    kept, words.chat_template = words.chat_template, "{{ '' }}"
+    template, words.chat_template = words.chat_template, "{{ '' }}"
     try:
         with pytest.raises(ApiError, match="the conversation is empty"):
             PromptBuilder(words, context=9).prompt([message("user", "cat")], [])
     finally:
-        words.chat_template = kept
+        words.chat_template = template
 
 
 def test_patches_of_a_processor_of_transformers() -> None:
@@ -182,16 +182,16 @@ def test_patches_of_a_processor_of_transformers() -> None:
     sight = PatchProcessor(words, processor, image_token=4, merge=2)
     pictures = [torch.zeros(3, 24, 32, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)]
     turns = [message("user", "what?", URL), message("user", "what?", URL)]
-    found = PromptBuilder(words, context=60, image_processor=sight).prompt(turns, pictures)
-    assert found.inputs["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
-    assert (found.inputs["input_ids"] == 4).sum() == 12 + 4
-    assert found.inputs["mm_token_type_ids"].sum() == 16
-    assert (found.tokens, found.text_tokens, found.images) == (22, 6, 2)
+    prompt = PromptBuilder(words, context=60, image_processor=sight).prompt(turns, pictures)
+    assert prompt.inputs["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
+    assert (prompt.inputs["input_ids"] == 4).sum() == 12 + 4
+    assert prompt.inputs["mm_token_type_ids"].sum() == 16
+    assert (prompt.tokens, prompt.text_tokens, prompt.images) == (22, 6, 2)
 
     # And the adapter knows them: the prompt of tiny models has another number for images.
     adapter = get_adapter(tiny.build_qwen3_vl_moe())
-    ids = found.inputs["input_ids"]
-    inputs = {**found.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
+    ids = prompt.inputs["input_ids"]
+    inputs = {**prompt.inputs, "input_ids": torch.where(ids == 4, tiny.IMAGE, ids)}
     for tier in TIERS:
-        assert adapter.count_vision_tokens(adapter.reduce_to_tier(inputs, tier)) == found.vision[tier]
-    assert (found.vision["low"], found.vision["high"]) == (5, 16)
+        assert adapter.count_vision_tokens(adapter.reduce_to_tier(inputs, tier)) == prompt.vision[tier]
+    assert (prompt.vision["low"], prompt.vision["high"]) == (5, 16)

@@ -39,17 +39,17 @@ def refused(url: str, limits: RequestLimits = LIMITS) -> ApiError:
 
 def test_a_picture_is_as_it_was() -> None:
     image = picture()
-    found = decode(make_data_url(image), LIMITS)
-    assert found.dtype == torch.uint8
-    assert found.is_contiguous()
-    assert torch.equal(found, torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    pixels = decode(make_data_url(image), LIMITS)
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous()
+    assert torch.equal(pixels, torch.from_numpy(np.array(image)).permute(2, 0, 1))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_kinds_of_images(kind: str) -> None:
-    found = decode(make_data_url(Image.new("RGB", (8, 4), (200, 10, 60)), kind), LIMITS)
-    assert found.shape == (3, 4, 8)
-    assert (found.float().mean((1, 2)) - torch.tensor([200.0, 10.0, 60.0])).abs().max() < 8
+    pixels = decode(make_data_url(Image.new("RGB", (8, 4), (200, 10, 60)), kind), LIMITS)
+    assert pixels.shape == (3, 4, 8)
+    assert (pixels.float().mean((1, 2)) - torch.tensor([200.0, 10.0, 60.0])).abs().max() < 8
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGBA"])
@@ -160,15 +160,15 @@ def test_a_torn_image_is_refused_with_the_reason() -> None:
 @given(data=st.data())
 def test_damaged_images_are_refused_or_read(kind: str, data: Any) -> None:
     content = bytearray(base64.b64decode(make_data_url(picture(size=(16, 16)), kind).partition(",")[2]))
-    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=6)):
-        content[at] = data.draw(st.integers(0, 255))
+    for index in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=6)):
+        content[index] = data.draw(st.integers(0, 255))
     end = data.draw(st.integers(1, len(content)))
     try:
-        found = decode(f"data:;base64,{base64.b64encode(content[:end]).decode()}", LIMITS)
+        pixels = decode(f"data:;base64,{base64.b64encode(content[:end]).decode()}", LIMITS)
     except ApiError as refusal:
         assert refusal.status == 400
     else:
-        assert found.shape[0] == 3
+        assert pixels.shape[0] == 3
 
 
 def test_of_a_moving_image_the_first_picture() -> None:

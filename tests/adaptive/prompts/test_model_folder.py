@@ -32,11 +32,11 @@ def test_from_words_and_a_file_to_an_answer(there: adaptive.ModelFolder, image: 
     prompt = there.prompt("how many three are there", [image])
     assert prompt.images == 1 and prompt.inputs["pixel_values"].shape[0] == 14
     with adaptive.attach(there.model) as ctl:
-        found = ctl.generate(**prompt.inputs, max_new_tokens=2)
-        assert found.plan == ctl.runtime.geometry.full_plan() and found.new_tokens.shape[1] <= 2
+        result = ctl.generate(**prompt.inputs, max_new_tokens=2)
+        assert result.plan == ctl.runtime.geometry.full_plan() and result.new_tokens.shape[1] <= 2
         low = ctl.adapter.reduce_to_tier(prompt.inputs, "low")["input_ids"].shape[1]
         text = ctl.generate(**there.prompt("how many three are there").inputs, max_new_tokens=1)
-        assert text.plan.tier is None and text.prompt_tokens < low < found.prompt_tokens
+        assert text.plan.tier is None and text.prompt_tokens < low < result.prompt_tokens
 
 
 def test_what_cannot_be_used_is_told(there: adaptive.ModelFolder, image: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ def test_what_comes_with_sparseflow_is_the_default() -> None:
 def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{steps: 7, budgets_ms: [3, 9.5], reward: {excess: 0.5}}")
-    found = read_config(path, {"prompts": 8, "reward.excess": 1})
-    assert found == GrpoConfig(steps=7, budgets_ms=(3.0, 9.5), prompts=8, reward=Reward(excess=1.0))
+    settings = read_config(path, {"prompts": 8, "reward.excess": 1})
+    assert settings == GrpoConfig(steps=7, budgets_ms=(3.0, 9.5), prompts=8, reward=Reward(excess=1.0))
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(group: int) -> Non
         loss = simple(log_prob, log_prob.detach(), advantage)
         (gradient,) = torch.autograd.grad(loss, logits)
         total += log_prob.sum().exp().detach() * gradient
-    (wanted,) = torch.autograd.grad((logits.softmax(0) * REWARDS).sum(), logits)
-    torch.testing.assert_close(total, -(group - 1) / group * wanted, rtol=1e-12, atol=1e-14)
+    (target,) = torch.autograd.grad((logits.softmax(0) * REWARDS).sum(), logits)
+    torch.testing.assert_close(total, -(group - 1) / group * target, rtol=1e-12, atol=1e-14)
 
 
 def test_the_divergence_is_estimated_without_bias() -> None:
@@ -99,22 +99,24 @@ def test_all_terms_and_their_signs() -> None:
     log_prob = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     old, reference = log_prob - math.log(2.0), log_prob + 0.5
     advantage, spread = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 1.5])
-    found = compute_grpo_loss(
+    loss = compute_grpo_loss(
         log_prob, old, reference, advantage, spread, clip=0.2, kl_weight=0.1, entropy_weight=0.01
     )
     policy, divergence = -(1.2 - 2.0) / 2, math.exp(0.5) - 0.5 - 1
-    assert float(found.policy) == pytest.approx(policy)
-    assert float(found.kl) == pytest.approx(divergence)
-    assert float(found.entropy) == pytest.approx(1.0) and float(found.clipped) == 1.0
-    assert float(found.total) == pytest.approx(policy + 0.1 * divergence - 0.01)
+    assert float(loss.policy) == pytest.approx(policy)
+    assert float(loss.kl) == pytest.approx(divergence)
+    assert float(loss.entropy) == pytest.approx(1.0) and float(loss.clipped) == 1.0
+    assert float(loss.total) == pytest.approx(policy + 0.1 * divergence - 0.01)
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_advantages_sum_to_zero_in_each_group_and_keep_its_order(rows: list[list[float]]) -> None:
     rewards = torch.tensor(rows, dtype=torch.float64)
-    found = compute_advantages(rewards)
-    torch.testing.assert_close(found.mean(1), torch.zeros(len(rows), dtype=torch.float64), atol=1e-9, rtol=0)
-    ordered = found.gather(1, rewards.argsort(1))
+    advantages = compute_advantages(rewards)
+    torch.testing.assert_close(
+        advantages.mean(1), torch.zeros(len(rows), dtype=torch.float64), atol=1e-9, rtol=0
+    )
+    ordered = advantages.gather(1, rewards.argsort(1))
     assert bool((ordered.diff(dim=1) >= -1e-12).all())
 
 
@@ -122,8 +124,8 @@ def test_jitter_is_not_blown_up() -> None:
     jitter = torch.tensor([[1.0, 1.0001, 0.9999, 1.0]])
     assert float(compute_advantages(jitter).abs().max()) < 0.003
     # Beside a group that really differs, a constant one stays at nothing.
-    found = compute_advantages(torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
-    assert found[1].tolist() == [0.0, 0.0] and float(found[0, 1]) == pytest.approx(math.sqrt(2))
+    advantages = compute_advantages(torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
+    assert advantages[1].tolist() == [0.0, 0.0] and float(advantages[0, 1]) == pytest.approx(math.sqrt(2))
 
 
 def test_the_scale_may_be_that_of_all_processes() -> None:

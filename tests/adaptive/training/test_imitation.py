@@ -53,5 +53,5 @@ def test_a_few_requests_are_learnt_by_heart() -> None:
         imitation.loss(made, samples, asked).backward()
         optimizer.step()
     labels = OraclePolicy(prefer=table.correct.mean(0)).choose(table, samples, asked)
-    found = ControllerPolicy(controllers=made).choose(table, samples, asked)
-    assert float((found == labels).float().mean()) > 0.9
+    result = ControllerPolicy(controllers=made).choose(table, samples, asked)
+    assert float((result == labels).float().mean()) > 0.9
