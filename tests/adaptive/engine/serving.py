@@ -94,11 +94,11 @@ def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **given: Any) 
 
 def alone(adapter: Adapter, runtime: PlanRuntime, asked: GenerationRequest) -> tuple[int, ...]:
     """What a request gets without company and without slots."""
-    found = generate(
+    result = generate(
         adapter, runtime, asked.inputs, asked.decide, max_new_tokens=asked.max_new_tokens,
         sampling=asked.sampling, stop=tuple(asked.stop),
     )  # fmt: skip
-    return tuple(found.new_tokens[0].tolist())
+    return tuple(result.new_tokens[0].tolist())
 
 
 def still(both: tuple[Adapter, PlanRuntime], **given: Any) -> Engine:

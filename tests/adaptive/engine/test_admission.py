@@ -72,8 +72,8 @@ class TestDeciders:
     def test_what_is_left_counts_from_receipt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
         decide = Budgeted(SHALLOW, feasible=False)
-        asked = request(decide=decide, budget_ms=50.0, max_new_tokens=2)
-        handle = engine.submit(replace(asked, received_s=asked.received_s - 10.0))
+        query = request(decide=decide, budget_ms=50.0, max_new_tokens=2)
+        handle = engine.submit(replace(query, received_s=query.received_s - 10.0))
         driven(engine)
         assert decide.asked[0][2] < -9_000.0
         # Best effort: run all the same, and said so.

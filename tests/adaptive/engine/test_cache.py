@@ -132,17 +132,17 @@ def test_slots_in_use_are_always_the_first(moves: list[tuple[str, int]]) -> None
     buffer = cache.blocks[0].keys
     assert buffer is not None
     rows: list[list[float]] = []
-    for number, (move, at) in enumerate(moves):
+    for number, (move, index) in enumerate(moves):
         if move == "t" and len(rows) < 4:
             assert cache.allocate() == len(rows)
             rows.append([])
         elif move == "a" and rows:
-            slot = at % len(rows)
+            slot = index % len(rows)
             buffer[slot, :, len(rows[slot])] = float(number)
             cache.advance([slot])
             rows[slot].append(float(number))
         elif move == "d" and rows:
-            slot = at % len(rows)
+            slot = index % len(rows)
             last = rows.pop()
             moved = cache.release(slot)
             assert moved == (None if slot == len(rows) else len(rows))
@@ -170,7 +170,9 @@ def test_adopts_a_request_of_its_own() -> None:
         for block in plan.blocks:
             held = cache.blocks[block].keys
             assert held is not None and torch.equal(held[1, :, :5], own.layers[block].keys[0])
-        assert [layer.keys is not None for layer in cache.blocks] == [at in plan.blocks for at in range(6)]
+        assert [layer.keys is not None for layer in cache.blocks] == [
+            index in plan.blocks for index in range(6)
+        ]
         with pytest.raises(InputError):
             cache.copy_from(0, ran(plan, 9))
         other = Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 5))

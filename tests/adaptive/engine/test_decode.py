@@ -32,21 +32,21 @@ def generated(adapter: Adapter, runtime: PlanRuntime, plan: Plan, inputs: Any, t
     """By transformers' own `generate`."""
     model: Any = adapter.model
     with runtime.use_plan(plan):
-        found = model.generate(
+        result = model.generate(
             **inputs,
             attention_mask=torch.ones_like(inputs["input_ids"]),
             max_new_tokens=tokens,
             do_sample=False,
         )
-    return found[0, inputs["input_ids"].shape[1] :].tolist()
+    return result[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def begun(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: SlotCache, inputs: Any) -> int:
     """Run a prompt and put it into a slot; gives the first token."""
     with runtime.use_plan(plan):
-        found: Any = adapter.model(**inputs, use_cache=True)
-    cache.copy_from(cache.allocate(), found.past_key_values)
-    return int(found.logits[0, -1].argmax())
+        output: Any = adapter.model(**inputs, use_cache=True)
+    cache.copy_from(cache.allocate(), output.past_key_values)
+    return int(output.logits[0, -1].argmax())
 
 
 def steps_of(
@@ -117,9 +117,9 @@ def test_later_slots_alone() -> None:
         expected = [generated(adapter, runtime, DEEP, each, 3) for each in inputs]
         for _ in range(2):
             rows[0] += steps.run(cache, [rows[0][-1]])[1]
-            found = steps.run(cache, [rows[1][-1], rows[2][-1]], first=1)[1]
-            rows[1].append(found[0])
-            rows[2].append(found[1])
+            result = steps.run(cache, [rows[1][-1], rows[2][-1]], first=1)[1]
+            rows[1].append(result[0])
+            rows[2].append(result[1])
         assert rows == expected
 
 
@@ -132,9 +132,9 @@ def test_a_step_of_some_does_not_touch_the_others() -> None:
         rows = [[begun(adapter, runtime, DEEP, cache, each)] for each in inputs]
         expected = [generated(adapter, runtime, DEEP, each, 3) for each in inputs]
         for _ in range(2):
-            found = steps.run(cache, [row[-1] for row in rows[:3]])[1]
-            found += steps.run(cache, [rows[3][-1]], first=3)[1]
-            for row, token in zip(rows, found, strict=True):
+            result = steps.run(cache, [row[-1] for row in rows[:3]])[1]
+            result += steps.run(cache, [rows[3][-1]], first=3)[1]
+            for row, token in zip(rows, result, strict=True):
                 row.append(token)
         assert rows == expected
 
@@ -170,7 +170,7 @@ def test_buckets() -> None:
         doubling_sizes(1) == (1,) and doubling_sizes(6) == (1, 2, 4, 6) and doubling_sizes(8) == (1, 2, 4, 8)
     )
     assert doubling_sizes(300, first=128) == (128, 256, 300)
-    assert [select_size((1, 2, 4), wanted) for wanted in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    assert [select_size((1, 2, 4), target) for target in (1, 2, 3, 4)] == [1, 2, 4, 4]
     with pytest.raises(InputError):
         select_size((1, 2, 4), 5)
 

@@ -110,8 +110,8 @@ class TestOrder:
     def test_the_earliest_deadline_first(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_batch=1)
         late, early, never = (
-            engine.submit(request(4 + at, budget_ms=budget, max_new_tokens=2))
-            for at, budget in enumerate((9e6, 1e6, None))
+            engine.submit(request(4 + index, budget_ms=budget, max_new_tokens=2))
+            for index, budget in enumerate((9e6, 1e6, None))
         )
         done: list[RequestHandle] = []
         while engine.step():
@@ -139,15 +139,18 @@ class TestOrder:
         ]
         for _ in range(3):
             engine.step()
-        seen: list[list[int]] = []
+        observed: list[list[int]] = []
         for _ in range(12):
             engine.step()
-            seen.append([len(handle.tokens) for handle in handles])
-        for at in range(3):
-            lengths = [row[at] for row in seen]
+            observed.append([len(handle.tokens) for handle in handles])
+        for index in range(3):
+            lengths = [row[index] for row in observed]
             # Two may have waited as long as they may at once: then one of them waits a turn more.
             assert all(lengths[turn + fairness + 2] > lengths[turn] for turn in range(12 - fairness - 2))
-        assert seen[-1][0] - seen[0][0] >= max(seen[-1][at] - seen[0][at] for at in (1, 2)) - 1
+        assert (
+            observed[-1][0] - observed[0][0]
+            >= max(observed[-1][index] - observed[0][index] for index in (1, 2)) - 1
+        )
         driven(engine)
 
     def test_joins_at_the_next_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -226,7 +229,7 @@ class TestEnding:
 
     def test_drain(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
-        handles = [engine.submit(request(4 + at, max_new_tokens=5)) for at in range(4)]
+        handles = [engine.submit(request(4 + index, max_new_tokens=5)) for index in range(4)]
         assert engine.shutdown()
         for handle in handles:
             assert handle.result(0.0).tokens == alone(*olmoe, handle.request)
@@ -267,10 +270,10 @@ class TestWarming:
             prompts=(8,),
             start=start,
         )
-        told: list[tuple[int, int]] = []
-        engine.warm_up(progress=lambda done, of: told.append((done, of)))
+        messages: list[tuple[int, int]] = []
+        engine.warm_up(progress=lambda done, of: messages.append((done, of)))
         # Whole and in parts for each plan; two batches of two sizes and two contexts.
-        assert told == [(at, 14) for at in range(1, 15)]
+        assert messages == [(index, 14) for index in range(1, 15)]
         assert engine.snapshot().cache_bytes > 0
         handle = engine.submit(request(4, plan=LATER, max_new_tokens=5))
         if not start:
@@ -305,9 +308,9 @@ class TestWarming:
 def test_snapshot_of_who_waits(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     engine = still(olmoe, max_batch=1)
     assert engine.snapshot().oldest_wait_ms == 0.0 and engine.snapshot().load == 0.0
-    asked = request(4, max_new_tokens=6)
-    engine.submit(asked)
-    engine.submit(replace(asked, received_s=asked.received_s - 5.0))
+    query = request(4, max_new_tokens=6)
+    engine.submit(query)
+    engine.submit(replace(query, received_s=query.received_s - 5.0))
     engine.step()
     snapshot = engine.snapshot()
     assert (snapshot.queued, snapshot.running, snapshot.slots, snapshot.submitted) == (1, 1, 1, 2)

@@ -71,7 +71,7 @@ class TestFailures:
             driven(engine)
         with pytest.raises(RequestFailed, match=f"{bad.id} failed: ValueError: no such prompt"):
             handles[1].result()
-        assert [handles[at].result().tokens for at in (0, 2)] == [alone(*olmoe, each) for each in good]
+        assert [handles[index].result().tokens for index in (0, 2)] == [alone(*olmoe, each) for each in good]
         assert engine.snapshot().ended == {"finished": 2, "failed": 1}
 
     def test_one_of_equal_prompts_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -88,8 +88,8 @@ class TestFailures:
             driven(engine)
         with pytest.raises(RequestFailed):
             handles[1].result()
-        for at in (0, 2):
-            assert handles[at].result().tokens == alone(*olmoe, requests[at])
+        for index in (0, 2):
+            assert handles[index].result().tokens == alone(*olmoe, requests[index])
 
     @pytest.mark.parametrize("error", [ValueError("bad row"), torch.OutOfMemoryError("no memory")])
     def test_a_row_that_fails_in_a_step(self, olmoe: tuple[Adapter, PlanRuntime], error: Exception) -> None:
@@ -101,7 +101,7 @@ class TestFailures:
             engine.step()
         # The row of the second request fails at its next step, however it is batched.
         place = 7 + len(handles[1].tokens) - 1
-        assert len({len(handle.tokens) + 5 + 2 * at for at, handle in enumerate(handles)}) == 4
+        assert len({len(handle.tokens) + 5 + 2 * index for index, handle in enumerate(handles)}) == 4
 
         def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
             return error if ids.shape[1] == 1 and bool((places == place).any()) else None
@@ -114,8 +114,8 @@ class TestFailures:
         ):
             handles[1].result()
         assert handles[1].tokens == expected[1][: len(handles[1].tokens)]
-        for at in (0, 2, 3):
-            assert handles[at].result().tokens == expected[at]
+        for index in (0, 2, 3):
+            assert handles[index].result().tokens == expected[index]
 
     def test_no_memory_for_a_batch_but_for_each(
         self, olmoe: tuple[Adapter, PlanRuntime], caplog: pytest.LogCaptureFixture
@@ -130,7 +130,7 @@ class TestFailures:
         with failing(olmoe[0], fails), caplog.at_level(logging.WARNING):
             handles = [engine.submit(each) for each in requests]
             driven(engine)
-        assert "trying halves" in caplog.text
+        assert "6 requests failed" in caplog.text
         for handle in handles:
             assert handle.result().tokens == alone(*olmoe, handle.request)
 
@@ -166,8 +166,8 @@ class TestFailures:
         driven(engine)
         with pytest.raises(RequestFailed):
             handles[1].result()
-        for at in (0, 2):
-            assert handles[at].result().tokens == alone(*olmoe, handles[at].request)
+        for index in (0, 2):
+            assert handles[index].result().tokens == alone(*olmoe, handles[index].request)
 
     def test_a_broken_device_ends_everything(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
@@ -178,7 +178,7 @@ class TestFailures:
             return RuntimeError("CUDA error: device-side assert triggered") if ids.shape[1] == 1 else None
 
         with failing(olmoe[0], fails):
-            handles = [engine.submit(request(5 + at)) for at in range(3)]
+            handles = [engine.submit(request(5 + index)) for index in range(3)]
             started.set()
             for handle in handles:
                 with pytest.raises(EngineStopped):

@@ -54,9 +54,9 @@ def test_one_row(family: str, text: Plan) -> None:
             inputs = tiny.make_prompt(model(family), images=2)
             prompts += [(inputs, replace(text, tier=tier)) for tier in ("low", "high")]
         for inputs, plan in prompts:
-            found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
-            assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
-            assert found.plan == plan and found.new_tokens.shape == (1, TOKENS)
+            result = generate(*both, inputs, plan, max_new_tokens=TOKENS)
+            assert torch.equal(result.sequences, by_transformers(*both, inputs, plan))
+            assert result.plan == plan and result.new_tokens.shape == (1, TOKENS)
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
@@ -64,8 +64,8 @@ def test_rows_of_equal_length(family: str) -> None:
     with attached(family) as both:
         plan = replace(SHALLOW, tier="medium" if both[0].geometry.tiers else None)
         inputs = tiny.make_prompt(model(family), rows=3)
-        found = generate(*both, inputs, plan, max_new_tokens=TOKENS)
-        assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
+        result = generate(*both, inputs, plan, max_new_tokens=TOKENS)
+        assert torch.equal(result.sequences, by_transformers(*both, inputs, plan))
 
 
 def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
@@ -82,25 +82,25 @@ def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 def test_rows_padded_on_their_left(family: str) -> None:
     with attached(family) as both:
         inputs = padded((3, 9, 5))
-        found = generate(*both, inputs, SHALLOW, max_new_tokens=TOKENS)
-        assert torch.equal(found.sequences, by_transformers(*both, inputs, SHALLOW))
+        result = generate(*both, inputs, SHALLOW, max_new_tokens=TOKENS)
+        assert torch.equal(result.sequences, by_transformers(*both, inputs, SHALLOW))
         for row, length in enumerate((3, 9, 5)):
-            alone = generate(*both, {"input_ids": inputs["input_ids"][row : row + 1, -length:]}, SHALLOW,
+            single = generate(*both, {"input_ids": inputs["input_ids"][row : row + 1, -length:]}, SHALLOW,
                              max_new_tokens=TOKENS)  # fmt: skip
-            assert torch.equal(alone.new_tokens[0], found.new_tokens[row])
+            assert torch.equal(single.new_tokens[0], result.new_tokens[row])
 
 
 def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=3)
     whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(whole[0, 2]), int(whole[1, 5])]
-    found = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
+    result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
     expected = by_transformers(*olmoe, inputs, DEEP, eos_token_id=stop, pad_token_id=0)
-    assert torch.equal(found.sequences, expected)
+    assert torch.equal(result.sequences, expected)
     row = {name: each[:1] for name, each in inputs.items()}
-    alone = generate(*olmoe, row, DEEP, max_new_tokens=TOKENS, stop=stop)
-    first = next(at for at in range(TOKENS) if int(whole[0, at]) in stop)
-    assert alone.new_tokens[0].tolist() == whole[0, : first + 1].tolist()
+    single = generate(*olmoe, row, DEEP, max_new_tokens=TOKENS, stop=stop)
+    first = next(index for index in range(TOKENS) if int(whole[0, index]) in stop)
+    assert single.new_tokens[0].tolist() == whole[0, : first + 1].tolist()
 
 
 def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -108,9 +108,9 @@ def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> No
     whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(whole[0, 1])]
     # The model's own padding, where it has one.
-    found = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop).new_tokens[0].tolist()
-    end = found.index(stop[0])
-    assert set(found[end + 1 :]) <= {olmoe[0].model.generation_config.pad_token_id}  # pyright: ignore[reportOptionalMemberAccess]
+    result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop).new_tokens[0].tolist()
+    end = result.index(stop[0])
+    assert set(result[end + 1 :]) <= {olmoe[0].model.generation_config.pad_token_id}  # pyright: ignore[reportOptionalMemberAccess]
     chosen = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=9).new_tokens[0]
     assert set(chosen[end + 1 :].tolist()) <= {9}
 
@@ -134,13 +134,15 @@ def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
 
 
 def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    told: list[list[int]] = []
-    found = generate(*olmoe, tiny.make_text_prompt(rows=2), DEEP, max_new_tokens=4, on_tokens=told.append)
-    assert torch.equal(torch.tensor(told).T, found.new_tokens)
+    messages: list[list[int]] = []
+    result = generate(
+        *olmoe, tiny.make_text_prompt(rows=2), DEEP, max_new_tokens=4, on_tokens=messages.append
+    )
+    assert torch.equal(torch.tensor(messages).T, result.new_tokens)
 
 
 def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    found = generate(
+    result = generate(
         *olmoe,
         tiny.make_text_prompt(),
         DEEP,
@@ -148,10 +150,10 @@ def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
         received_s=time.perf_counter() - 2.0,
         budget_ms=1e3,
     )
-    times = found.timings
+    times = result.timings
     parts = (times.decide_ms, times.vision_ms, times.prefill_ms, times.decode_ms)
     assert min(parts) >= 0.0 and times.queued_ms >= 2000.0
-    assert times.total_ms >= times.queued_ms + sum(parts) and found.budget_met is False
+    assert times.total_ms >= times.queued_ms + sum(parts) and result.budget_met is False
     assert generate(*olmoe, tiny.make_text_prompt(), DEEP, max_new_tokens=1).budget_met is None
 
 
@@ -184,13 +186,18 @@ def test_a_decider() -> None:
     with attached("llava_siglip") as both:
         inputs, plan = tiny.make_prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
         decide = Decider(plan)
-        found = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
+        result = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
         assert [each[0] for each in decide.asked] == ["first", "again", "second"]
         left = [each[2] for each in decide.asked]
         assert 1e6 > left[0] >= left[1] >= left[2] > 0.0 and decide.asked[0][1] == 66
         assert decide.asked[1][1] == 1
-        assert torch.equal(found.sequences, by_transformers(*both, inputs, plan))
-        assert (found.plan, found.feasible, found.predicted_ms, found.budget_met) == (plan, False, 5.0, True)
+        assert torch.equal(result.sequences, by_transformers(*both, inputs, plan))
+        assert (result.plan, result.feasible, result.predicted_ms, result.budget_met) == (
+            plan,
+            False,
+            5.0,
+            True,
+        )
         hidden: list[Any] = []
         hook = both[0].blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
         generate(*both, inputs, plan, max_new_tokens=1)
@@ -206,10 +213,10 @@ def test_a_decider_that_refuses_or_cuts_short(olmoe: tuple[Adapter, PlanRuntime]
             Decider(DEEP, refusal=Rejection(reason="no", least_ms=12.0)),
             budget_ms=1.0,
         )
-    found: GenerationResult = generate(
+    result: GenerationResult = generate(
         *olmoe, tiny.make_text_prompt(), Decider(DEEP, tokens=2), max_new_tokens=TOKENS
     )
-    assert found.new_tokens.shape == (1, 2)
+    assert result.new_tokens.shape == (1, 2)
     with pytest.raises(InputError):
         generate(*olmoe, tiny.make_text_prompt(rows=2), Decider(DEEP))
 
@@ -228,9 +235,9 @@ def test_bad_input(olmoe: tuple[Adapter, PlanRuntime]) -> None:
 
 
 def test_nan() -> None:
-    made = tiny.build_olmoe()
-    made.lm_head.weight.data.fill_(float("nan"))
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_olmoe()
+    tiny_model.lm_head.weight.data.fill_(float("nan"))
+    adapter = get_adapter(tiny_model)
     with pytest.raises(RunError):
         generate(adapter, PlanRuntime(adapter), tiny.make_text_prompt(), DEEP)
 
@@ -238,11 +245,11 @@ def test_nan() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 def test_on_a_gpu(family: str) -> None:
-    made = tiny.FAMILIES[family]().cuda()
-    adapter = get_adapter(made)
+    tiny_model = tiny.FAMILIES[family]().cuda()
+    adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
-    inputs = {name: each.cuda() for name, each in tiny.make_prompt(made, images=2).items()}
+    inputs = {name: each.cuda() for name, each in tiny.make_prompt(tiny_model, images=2).items()}
     plan = replace(SHALLOW, tier="low" if adapter.geometry.tiers else None)
-    found = generate(adapter, runtime, inputs, plan, max_new_tokens=TOKENS)
-    assert torch.equal(found.sequences, by_transformers(adapter, runtime, inputs, plan))
-    assert found.timings.prefill_ms > 0.0 and found.timings.decode_ms > 0.0
+    result = generate(adapter, runtime, inputs, plan, max_new_tokens=TOKENS)
+    assert torch.equal(result.sequences, by_transformers(adapter, runtime, inputs, plan))
+    assert result.timings.prefill_ms > 0.0 and result.timings.decode_ms > 0.0

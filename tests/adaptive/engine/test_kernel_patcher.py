@@ -41,8 +41,8 @@ def test_what_can_be_replaced(made: Any) -> None:
     assert len(kernel_patcher.norms) == 3 * 4 + 1
     assert list(kernel_patcher.routers.values()) == [False] * 3
     assert [each.__name__.split(".")[-1] for each in kernel_patcher.rotary_modules] == ["modeling_olmoe"]
-    alone = KernelPatcher(get_adapter(made))
-    assert not (alone.experts or alone.norms or alone.routers or alone.rotary_modules)
+    single = KernelPatcher(get_adapter(made))
+    assert not (single.experts or single.norms or single.routers or single.rotary_modules)
     # Normalisations compute in float32 whatever the model; only weights could be wider.
     wide = KernelPatcher(get_adapter(tiny.build_olmoe(depth=2)), kernels=True)
     assert len(wide.experts) == 2 and not wide.norms
@@ -59,15 +59,15 @@ def test_a_forward_with_replacements(made: Any) -> None:
             expected = made(input_ids=ids).logits
             with kernel_patcher.patch(3, running):
                 assert running.route_override is not None and file.apply_rotary_pos_emb is not rotary_modules
-                found = made(input_ids=ids).logits
+                output = made(input_ids=ids).logits
                 assert running.executed_routers == {0, 2}
             assert running.route_override is None and file.apply_rotary_pos_emb is rotary_modules
-            again = made(input_ids=ids).logits
+            second_logits = made(input_ids=ids).logits
     finally:
         runtime.remove()
-    assert torch.equal(again, expected)
-    assert not torch.equal(found, expected)
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE[torch.float32], atol=1e-4)
+    assert torch.equal(second_logits, expected)
+    assert not torch.equal(output, expected)
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[torch.float32], atol=1e-4)
     assert same(made, before) and inside == {id(each): dict(vars(each)) for each in made.modules()}
 
 
@@ -174,6 +174,6 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         ids = words(tokens)["input_ids"].cuda()
         expected = model(input_ids=ids).logits.float()
         with kernel_patcher.patch(tokens):
-            found = model(input_ids=ids).logits.float()
+            output = model(input_ids=ids).logits.float()
         largest = float(expected.abs().max())
-        assert float((found - expected).abs().max()) <= 2 * TOLERANCE[dtype] * largest
+        assert float((output - expected).abs().max()) <= 2 * TOLERANCE[dtype] * largest

@@ -48,8 +48,8 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 
 def images(family: str, count: int) -> tuple[list[Any], tuple[Plan, ...]]:
     """Prompts with images, and plans of several tiers."""
-    made = model(family)
-    prompts = [tiny.make_prompt(made, tokens=3 + seed, seed=seed) for seed in range(count)]
+    tiny_model = model(family)
+    prompts = [tiny.make_prompt(tiny_model, tokens=3 + seed, seed=seed) for seed in range(count)]
     plans = [replace(plan, tier=tier) for plan in (DEEP, SHALLOW) for tier in ("low", "medium", "high")]
     return prompts, tuple(plans)
 
@@ -57,7 +57,7 @@ def images(family: str, count: int) -> tuple[list[Any], tuple[Plan, ...]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_words(olmoe: tuple[Adapter, PlanRuntime], seed: int) -> None:
     draw = random.Random(seed)
-    prompts = [words(draw.randint(1, 20), at) for at in range(6)]
+    prompts = [words(draw.randint(1, 20), index) for index in range(6)]
     sizes = None if seed % 2 else (4, 16)
     engine = still(
         olmoe,
@@ -87,7 +87,7 @@ def test_images(family: str, sizes: tuple[int, ...] | None) -> None:
 def test_many(family: str, seed: int) -> None:
     with attached(family) as both:
         draw = random.Random(seed)
-        prompts, plans = [words(draw.randint(1, 30), at) for at in range(10)], PLANS
+        prompts, plans = [words(draw.randint(1, 30), index) for index in range(10)], PLANS
         if family == "llava_clip":
             prompts, plans = images(family, 4)
         engine = still(both, plans=plans, max_batch=5, max_tokens=96, prompts=draw.choice([None, (16, 64)]))
@@ -104,7 +104,7 @@ def test_by_its_thread(olmoe: tuple[Adapter, PlanRuntime]) -> None:
             found[each.id] = tuple(engine.submit(each))
 
     with Engine(*olmoe, plans=PLANS, max_batch=3, max_tokens=48) as engine:
-        users = [threading.Thread(target=user, args=(requests[at::3],)) for at in range(3)]
+        users = [threading.Thread(target=user, args=(requests[index::3],)) for index in range(3)]
         for each in users:
             each.start()
         for each in users:
@@ -138,10 +138,10 @@ def test_equal_prompts_of_a_fixed_plan_begin_together(olmoe: tuple[Adapter, Plan
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
 def test_mixed_plans_on_a_gpu(family: str) -> None:
-    made = tiny.FAMILIES[family]().cuda()
-    adapter = get_adapter(made)
+    tiny_model = tiny.FAMILIES[family]().cuda()
+    adapter = get_adapter(tiny_model)
     runtime, draw = PlanRuntime(adapter), random.Random(0)
-    prompts, plans = [words(draw.randint(1, 20), at) for at in range(6)], PLANS
+    prompts, plans = [words(draw.randint(1, 20), index) for index in range(6)], PLANS
     if adapter.geometry.tiers:
         prompts, plans = images(family, 3)
     prompts = [{name: each.cuda() for name, each in inputs.items()} for inputs in prompts]

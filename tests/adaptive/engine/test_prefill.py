@@ -78,8 +78,8 @@ def expected(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan) ->
     given = adapter.reduce_to_tier(inputs, plan.tier)
     places, _ = adapter.compute_positions(given)
     with runtime.use_plan(plan):
-        found: Any = adapter.model(**{**given, "position_ids": places}, use_cache=True)
-    return found.logits[:, -1], found.past_key_values
+        output: Any = adapter.model(**{**given, "position_ids": places}, use_cache=True)
+    return output.logits[:, -1], output.past_key_values
 
 
 @pytest.mark.parametrize("how", SIZES)
@@ -100,9 +100,9 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
             layer.values.fill_(1e3)
         for slot, (inputs, plan) in enumerate(prompts):
             logits, own = expected(adapter, runtime, inputs, plan)
-            found = run(prefill, inputs, plan, cache)
-            assert (found.plan, found.slots, found.cache) == (plan, (slot,), cache)
-            torch.testing.assert_close(found.logits, logits, rtol=0.0, atol=EXACT)
+            result = run(prefill, inputs, plan, cache)
+            assert (result.plan, result.slots, result.cache) == (plan, (slot,), cache)
+            torch.testing.assert_close(result.logits, logits, rtol=0.0, atol=EXACT)
             length = cache.lengths[slot]
             for block in plan.blocks:
                 held = cache.blocks[block].keys
@@ -116,10 +116,10 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
 def test_the_second_controller_sees_the_latency_token(how: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="low")
-        inputs, seen = tiny.make_prompt(model("llava_siglip")), []
+        inputs, observed = tiny.make_prompt(model("llava_siglip")), []
 
         def decide(token: Tensor) -> Plan:
-            seen.append(token)
+            observed.append(token)
             return plan
 
         with count_calls(adapter.blocks) as counts:
@@ -132,21 +132,21 @@ def test_the_second_controller_sees_the_latency_token(how: str) -> None:
         hook = adapter.blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
         expected(adapter, runtime, inputs, plan)
         hook.remove()
-        torch.testing.assert_close(seen, [hidden[0][0, -1]], rtol=0.0, atol=EXACT)
+        torch.testing.assert_close(observed, [hidden[0][0, -1]], rtol=0.0, atol=EXACT)
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
-        plan, asked = replace(SHALLOW, tier="low"), []
+        plan, queries = replace(SHALLOW, tier="low"), []
         before = replace(plan, insertion_position=1)
 
         def replan(position: int) -> int:
-            asked.append(position)
+            queries.append(position)
             return 2
 
         inputs, cache = tiny.make_prompt(model("llava_siglip")), cache_of(adapter, plan)
-        found = run(
+        result = run(
             prefill_of(adapter, runtime, SIZES[how]),
             inputs,
             before,
@@ -154,9 +154,9 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
             replan=replan,
             decide=lambda _: plan,
         )
-        assert asked == [1] and found.plan == plan
+        assert queries == [1] and result.plan == plan
         torch.testing.assert_close(
-            found.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
+            result.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
         )
 
 
@@ -182,10 +182,10 @@ def test_several_rows_at_once() -> None:
         inputs = tiny.make_prompt(model("llava_siglip"), rows=2)
         cache = cache_of(adapter, plan)
         # However it is asked for, several rows run whole.
-        found = run(prefill_of(adapter, runtime, (64, 96)), inputs, plan, cache)
-        assert found.slots == (0, 1) and cache.lengths == (30, 30)
+        result = run(prefill_of(adapter, runtime, (64, 96)), inputs, plan, cache)
+        assert result.slots == (0, 1) and cache.lengths == (30, 30)
         torch.testing.assert_close(
-            found.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
+            result.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
         )
 
 
@@ -195,14 +195,14 @@ def test_rotary_positions_of_images() -> None:
     with torch.no_grad():
         plan = replace(DEEP, tier="high")
         module, name = adapter.state[0]
-        found = run(
+        result = run(
             prefill_of(adapter, runtime, None),
             tiny.make_prompt(model("qwen3_vl_moe")),
             plan,
             cache_of(adapter, plan),
         )
         # 12 vision tokens of 3 x 4 take the place of 4.
-        assert found.ropes == (-8,)
+        assert result.ropes == (-8,)
         assert getattr(module, name) is None
 
 
@@ -222,8 +222,8 @@ def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
-    made = tiny.build_olmoe()
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_olmoe()
+    adapter = get_adapter(tiny_model)
 
     def scaled(module: Any, given: Any, named: dict[str, Any]) -> Any:
         """As architectures that scale embeddings within the decoder."""
@@ -235,19 +235,19 @@ def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogC
     runtime = PlanRuntime(adapter)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         prefill = prefill_of(adapter, runtime, (8, 64))
-        assert "in parts their logits differ" in caplog.text
-        found = run(prefill, words(5), SHALLOW, cache_of(adapter, SHALLOW))
+        assert "logits differ by" in caplog.text
+        result = run(prefill, words(5), SHALLOW, cache_of(adapter, SHALLOW))
         torch.testing.assert_close(
-            found.logits, expected(adapter, runtime, words(5), SHALLOW)[0], rtol=0.0, atol=EXACT
+            result.logits, expected(adapter, runtime, words(5), SHALLOW)[0], rtol=0.0, atol=EXACT
         )
 
 
 def entering(adapter: Adapter, inputs: Any) -> Tensor:
     """What enters the first block in the model's own forward."""
-    seen: list[Tensor] = []
-    with on_decoder_call(adapter, lambda named: seen.append(named["inputs_embeds"])):
+    observed: list[Tensor] = []
+    with on_decoder_call(adapter, lambda named: observed.append(named["inputs_embeds"])):
         adapter.model(**inputs)
-    return seen[0]
+    return observed[0]
 
 
 def room(adapter: Adapter, tokens: int) -> Tensor:
@@ -256,26 +256,26 @@ def room(adapter: Adapter, tokens: int) -> Tensor:
 
 
 def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = model("llava_siglip")
+    tiny_model = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad():
         vision = PromptEmbedder(adapter, GraphCache("cpu"), (24, 32, 80), room(adapter, 80))
         own: list[int] = []
-        masks = type(made.model).get_placeholder_mask
+        masks = type(tiny_model.model).get_placeholder_mask
         monkeypatch.setattr(
-            type(made.model),
+            type(tiny_model.model),
             "get_placeholder_mask",
             lambda *given, **named: own.append(1) or masks(*given, **named),
         )
         for seed in range(4):
             inputs = adapter.reduce_to_tier(
-                tiny.make_prompt(made, tokens=3 + seed, seed=seed), "medium" if seed % 2 else "low"
+                tiny.make_prompt(tiny_model, tokens=3 + seed, seed=seed), "medium" if seed % 2 else "low"
             )
-            found = vision.embed(inputs, images=True)
-            assert found is not None and found.shape[1] == inputs["input_ids"].shape[1]
-            torch.testing.assert_close(found, entering(adapter, inputs), rtol=0.0, atol=EXACT)
+            embeddings = vision.embed(inputs, images=True)
+            assert embeddings is not None and embeddings.shape[1] == inputs["input_ids"].shape[1]
+            torch.testing.assert_close(embeddings, entering(adapter, inputs), rtol=0.0, atol=EXACT)
         # Once by the first, and in each forward here.
-        assert len(own) == 1 + 4 and "get_placeholder_mask" not in vars(made.model)
-        work = vision.warm_up(adapter.reduce_to_tier(tiny.make_prompt(made), "medium"))
+        assert len(own) == 1 + 4 and "get_placeholder_mask" not in vars(tiny_model.model)
+        work = vision.warm_up(adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "medium"))
         # 20 vision tokens, one after them, and nine words fit into two sizes.
         assert len(work) == 2
         for each in work:
@@ -286,25 +286,25 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
 def test_images_that_a_recording_would_see_otherwise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = model("llava_siglip")
+    tiny_model = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
-        inputs = adapter.reduce_to_tier(tiny.make_prompt(made), "low")
+        inputs = adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "low")
         for wrong, said in ((5, "would differ"), ("token", "TypeError")):
             vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), room(adapter, 32))
             vision._image_token = wrong  # pyright: ignore[reportAttributeAccessIssue]
             if wrong == "token":
                 monkeypatch.setattr(GraphCache, "run", lambda self, key, body: body("unexpected"))
             for _ in range(2):
-                found = vision.embed(inputs, images=True)
-                assert found is not None
-                torch.testing.assert_close(found, entering(adapter, inputs), rtol=0.0, atol=EXACT)
+                embeddings = vision.embed(inputs, images=True)
+                assert embeddings is not None
+                torch.testing.assert_close(embeddings, entering(adapter, inputs), rtol=0.0, atol=EXACT)
             assert said in caplog.text and vision._can_capture is False
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_a_model_that_gives_all_logits(how: str) -> None:
-    made = tiny.build_olmoe()
-    own = made.forward
+    tiny_model = tiny.build_olmoe()
+    own = tiny_model.forward
 
     def forward(
         input_ids: Any = None,
@@ -319,59 +319,62 @@ def test_a_model_that_gives_all_logits(how: str) -> None:
             past_key_values=past_key_values, use_cache=use_cache,
         )  # fmt: skip
 
-    made.forward = forward
-    adapter = get_adapter(made)
+    tiny_model.forward = forward
+    adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
-        found = run(prefill_of(adapter, runtime, SIZES[how]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
+        result = run(prefill_of(adapter, runtime, SIZES[how]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
         with runtime.use_plan(SHALLOW):
-            whole = made(input_ids=words(5)["input_ids"]).logits[:, -1]
-        torch.testing.assert_close(found.logits, whole, rtol=0.0, atol=EXACT)
+            whole = tiny_model(input_ids=words(5)["input_ids"]).logits[:, -1]
+        torch.testing.assert_close(result.logits, whole, rtol=0.0, atol=EXACT)
 
 
 def test_an_adapter_that_names_another_module() -> None:
-    made = tiny.build_llava_siglip()
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_llava_siglip()
+    adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
         prefill = prefill_of(adapter, runtime, (64,))
         adapter._decoder = torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ModelError):
-            run(prefill, tiny.make_prompt(made), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
+            run(prefill, tiny.make_prompt(tiny_model), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_model_stays_as_it_is(how: str) -> None:
-    made = tiny.build_llava_siglip()
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_llava_siglip()
+    adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     run(
         prefill_of(adapter, runtime, None),
-        tiny.make_prompt(made),
+        tiny.make_prompt(tiny_model),
         replace(DEEP, tier="low"),
         cache_of(adapter, DEEP),
     )
-    before, forwards = parameters(made), {id(each): vars(each).get("forward") for each in made.modules()}
-    hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
+    before, forwards = (
+        parameters(tiny_model),
+        {id(each): vars(each).get("forward") for each in tiny_model.modules()},
+    )
+    hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in tiny_model.modules()]
     with torch.no_grad():
         prefill = prefill_of(adapter, runtime, SIZES[how])
         plan = replace(SHALLOW, tier="low")
         for each in prefill.warm_up(plan, cache_of(adapter, plan)):
             each()
-        run(prefill, tiny.make_prompt(made), plan, cache_of(adapter, plan))
+        run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan))
         with pytest.raises(ZeroDivisionError):
-            run(prefill, tiny.make_prompt(made), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
-    assert same(made, before)
-    assert forwards == {id(each): vars(each).get("forward") for each in made.modules()}
-    assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules()]
+            run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
+    assert same(tiny_model, before)
+    assert forwards == {id(each): vars(each).get("forward") for each in tiny_model.modules()}
+    assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in tiny_model.modules()]
     runtime.remove()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tier", ["low", None])
 def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) -> None:
-    made = tiny.build_llava_siglip().to(device)
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_llava_siglip().to(device)
+    adapter = get_adapter(tiny_model)
     plan, order = replace(DEEP, tier=tier), []
 
     def decide(token: Tensor) -> Plan:
@@ -382,7 +385,7 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
         prefill = PrefillRunner(
             adapter, PlanRuntime(adapter), GraphCache(device), tokens=96, sizes=(16, 40, 96)
         )
-        inputs = {name: each.to(device) for name, each in tiny.make_prompt(made).items()}
+        inputs = {name: each.to(device) for name, each in tiny.make_prompt(tiny_model).items()}
         given = (
             adapter.reduce_to_tier(inputs, tier)
             if tier
@@ -407,8 +410,8 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
-    made = tiny.build_llava_siglip(dtype=dtype).cuda()
-    adapter = get_adapter(made)
+    tiny_model = tiny.build_llava_siglip(dtype=dtype).cuda()
+    adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     graphs = GraphCache("cuda")
     with torch.no_grad():
@@ -418,10 +421,12 @@ def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
                 cache = cache_of(adapter, text, slots=4)
                 for tier in ("low", "medium", "high", "low"):
                     plan = replace(text, tier=tier)
-                    inputs = {name: each.cuda() for name, each in tiny.make_prompt(made, seed=seed).items()}
-                    found = run(prefill, inputs, plan, cache)
+                    inputs = {
+                        name: each.cuda() for name, each in tiny.make_prompt(tiny_model, seed=seed).items()
+                    }
+                    result = run(prefill, inputs, plan, cache)
                     tolerance = EXACT if dtype == torch.float64 else 1e-3
                     logits = expected(adapter, runtime, inputs, plan)[0]
-                    torch.testing.assert_close(found.logits, logits, rtol=tolerance, atol=tolerance)
+                    torch.testing.assert_close(result.logits, logits, rtol=tolerance, atol=tolerance)
     assert not graphs.failures
     assert sum("image" in key for key in graphs.captured if isinstance(key, tuple)) == 3

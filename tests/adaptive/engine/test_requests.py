@@ -41,15 +41,15 @@ def finished(**given: Any) -> RequestOutput:
 
 class TestRequest:
     def test_defaults(self) -> None:
-        asked = request(7)
-        assert asked.tokens == 7 and asked.max_new_tokens == 8 and asked.stop == frozenset()
-        assert asked.sampling == SamplingParams() and asked.deadline_s == asked.remaining_ms(1e9) == math.inf
-        assert asked.id != request(7).id
+        query = request(7)
+        assert query.tokens == 7 and query.max_new_tokens == 8 and query.stop == frozenset()
+        assert query.sampling == SamplingParams() and query.deadline_s == query.remaining_ms(1e9) == math.inf
+        assert query.id != request(7).id
 
     def test_deadline(self) -> None:
-        asked = request(received_s=10.0, budget_ms=250.0)
-        assert asked.deadline_s == 10.25
-        assert asked.remaining_ms(10.2) == pytest.approx(50.0) and asked.remaining_ms(11.0) == pytest.approx(
+        query = request(received_s=10.0, budget_ms=250.0)
+        assert query.deadline_s == 10.25
+        assert query.remaining_ms(10.2) == pytest.approx(50.0) and query.remaining_ms(11.0) == pytest.approx(
             -750.0
         )
 
@@ -189,11 +189,11 @@ class TestHandle:
         assert handle.finished and handle.result() == finished()
 
     def test_iterates_while_tokens_come(self) -> None:
-        handle, seen, first = RequestHandle(request()), [], threading.Event()
+        handle, observed, first = RequestHandle(request()), [], threading.Event()
 
         def read() -> None:
             for token in handle:
-                seen.append(token)
+                observed.append(token)
                 first.set()
 
         threads = [threading.Thread(target=read) for _ in range(2)]
@@ -205,16 +205,16 @@ class TestHandle:
         handle.finish(finished())
         for thread in threads:
             thread.join(10)
-        assert sorted(seen) == [4, 4, 5, 5] and list(handle) == [4, 5]
+        assert sorted(observed) == [4, 4, 5, 5] and list(handle) == [4, 5]
 
     def test_raises_what_went_wrong_after_what_came(self) -> None:
-        handle, seen = RequestHandle(request()), []
+        handle, observed = RequestHandle(request()), []
         handle.append_token(4)
         handle.finish(RequestCancelled("off"))
         with pytest.raises(RequestCancelled):
             for token in handle:
-                seen.append(token)
-        assert seen == [4]
+                observed.append(token)
+        assert observed == [4]
         with pytest.raises(RequestCancelled):
             handle.result()
 
@@ -226,8 +226,8 @@ class TestHandle:
         assert handle.cancelled and woken == [1] and not handle.finished
 
     def test_listeners(self, caplog: pytest.LogCaptureFixture) -> None:
-        handle, told = RequestHandle(request()), []
-        handle.add_listener(lambda: told.append(handle.tokens))
+        handle, messages = RequestHandle(request()), []
+        handle.add_listener(lambda: messages.append(handle.tokens))
 
         def broken() -> None:
             raise ValueError("not the engine's business")
@@ -236,9 +236,9 @@ class TestHandle:
         with caplog.at_level(logging.ERROR):
             handle.append_token(4)
         assert "a listener" in caplog.text
-        handle.add_listener(lambda: told.append("late"))
+        handle.add_listener(lambda: messages.append("late"))
         handle.finish(finished())
-        assert told == [(4,), "late", (4,), "late"]
+        assert messages == [(4,), "late", (4,), "late"]
 
     def test_for_a_coroutine(self) -> None:
         handle = RequestHandle(request())

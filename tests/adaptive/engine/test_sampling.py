@@ -26,16 +26,16 @@ def by_hand(logits: Tensor, temperature: float, top_p: float, number: float) -> 
     total = sum(chances)
     order = sorted(range(len(chances)), key=lambda at: -chances[at])
     kept, before = [], 0.0
-    for at in order:
+    for index in order:
         if before >= top_p and kept:
             break
-        kept.append(at)
-        before += chances[at] / total
-    left, summed = sum(chances[at] for at in kept), 0.0
-    for at in kept:
-        summed += chances[at]
+        kept.append(index)
+        before += chances[index] / total
+    left, summed = sum(chances[index] for index in kept), 0.0
+    for index in kept:
+        summed += chances[index]
         if summed / left > number:
-            return at
+            return index
     return kept[-1]
 
 
@@ -51,16 +51,16 @@ def test_draws_as_by_hand(row: list[float], temperature: float, top_p: float, nu
     # Where the number falls onto an edge, rounding decides.
     near = [min(max(number + shift, 0.0), 1.0 - 1e-16) for shift in (-1e-9, 0.0, 1e-9)]
     tops = [min(max(top_p + shift, 1e-3), 1.0) for shift in (-1e-9, 0.0, 1e-9)]
-    assert found in {by_hand(logits[0], temperature, top, at) for at in near for top in tops}
+    assert found in {by_hand(logits[0], temperature, top, index) for index in near for top in tops}
 
 
 def test_draws_by_chance() -> None:
     chances = [0.5, 0.3, 0.15, 0.05]
     logits = torch.tensor([chances]).log()
     draws = UniformStream(SamplingParams(temperature=1.0, seed=3))
-    seen = Counter(int(sample_tokens(logits, [draws.sampling], [draws.next()])[0]) for _ in range(2000))
+    observed = Counter(int(sample_tokens(logits, [draws.sampling], [draws.next()])[0]) for _ in range(2000))
     for token, chance in enumerate(chances):
-        assert abs(seen[token] / 2000 - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
+        assert abs(observed[token] / 2000 - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
     kept = UniformStream(SamplingParams(temperature=1.0, top_p=0.6, seed=3))
     assert {int(sample_tokens(logits, [kept.sampling], [kept.next()])[0]) for _ in range(200)} == {0, 1}
 
@@ -76,12 +76,12 @@ def test_rows_do_not_meet() -> None:
         SamplingParams(temperature=0.3),
     ]
     numbers = [0.0, 0.4, 0.9, 0.7, 0.999]
-    together = sample_tokens(logits, samplings, numbers)
-    for at in range(5):
+    batched = sample_tokens(logits, samplings, numbers)
+    for index in range(5):
         assert torch.equal(
-            sample_tokens(logits[at : at + 1], [samplings[at]], [numbers[at]])[0], together[at]
+            sample_tokens(logits[index : index + 1], [samplings[index]], [numbers[index]])[0], batched[index]
         )
-    assert together[0] == logits[0].argmax() and together[3] == logits[3].argmax()
+    assert batched[0] == logits[0].argmax() and batched[3] == logits[3].argmax()
 
 
 def test_the_first_of_equal_ones() -> None:

@@ -35,11 +35,11 @@ def given(
 
 
 def check(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    found = experts(x, chosen, weights, gate_up, down)
+    output = experts(x, chosen, weights, gate_up, down)
     expected = reference(x.double(), chosen, weights.double(), gate_up.double(), down.double())
-    assert found.dtype == x.dtype and found.shape == x.shape
+    assert output.dtype == x.dtype and output.shape == x.shape
     limit = TOLERANCE[x.dtype] * max(float(expected.abs().max()), 1e-30)
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
+    torch.testing.assert_close(output.double(), expected, rtol=0.0, atol=limit)
 
 
 SHAPES = [(1, 1, 1, 1, 1), (1, 3, 5, 16, 8), (3, 2, 4, 33, 13), (2, 4, 4, 40, 70), (5, 2, 3, 17, 16)]
@@ -59,32 +59,32 @@ def test_loops_over_wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_of_another_type() -> None:
-    x, chosen, weights, gate_up, down = given(3, 2, 4, 16, 16, torch.float16)
-    check(x, chosen, weights.float(), gate_up, down)
+    x, expert_ids, weights, gate_up, down = given(3, 2, 4, 16, 16, torch.float16)
+    check(x, expert_ids, weights.float(), gate_up, down)
 
 
 def test_any_strides() -> None:
-    x, chosen, weights, gate_up, down = given(3, 2, 4, 24, 16, torch.float32)
+    x, expert_ids, weights, gate_up, down = given(3, 2, 4, 24, 16, torch.float32)
     wide = torch.zeros(4, 40, 30, device=DEVICE)
     wide[:, 4:36, :24] = gate_up
     view = wide[:, 4:36, :24]
     assert not view.is_contiguous() and fits(x, view, down)
-    check(x, chosen, weights, view, down)
-    check(torch.stack([x, x], 2)[..., 0], chosen.T.contiguous().T, weights, gate_up, down)
+    check(x, expert_ids, weights, view, down)
+    check(torch.stack([x, x], 2)[..., 0], expert_ids.T.contiguous().T, weights, gate_up, down)
 
 
 def test_a_token_does_not_depend_on_others() -> None:
-    x, chosen, weights, gate_up, down = given(4, 3, 6, 32, 24, torch.float32)
-    together = experts(x, chosen, weights, gate_up, down)
-    for at in range(4):
-        one = slice(at, at + 1)
-        assert torch.equal(experts(x[one], chosen[one], weights[one], gate_up, down), together[one])
+    x, expert_ids, weights, gate_up, down = given(4, 3, 6, 32, 24, torch.float32)
+    batched = experts(x, expert_ids, weights, gate_up, down)
+    for index in range(4):
+        one = slice(index, index + 1)
+        assert torch.equal(experts(x[one], expert_ids[one], weights[one], gate_up, down), batched[one])
 
 
 def test_no_tokens() -> None:
-    x, chosen, weights, gate_up, down = given(0, 2, 4, 16, 8, torch.float32)
-    assert experts(x, chosen, weights, gate_up, down).shape == (0, 16)
-    assert reference(x, chosen, weights, gate_up, down).shape == (0, 16)
+    x, expert_ids, weights, gate_up, down = given(0, 2, 4, 16, 8, torch.float32)
+    assert experts(x, expert_ids, weights, gate_up, down).shape == (0, 16)
+    assert reference(x, expert_ids, weights, gate_up, down).shape == (0, 16)
 
 
 def test_what_fits() -> None:

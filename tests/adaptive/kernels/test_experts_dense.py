@@ -23,12 +23,12 @@ pytestmark = [
 
 
 def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    x, chosen, weights, gate_up, down = given(*shape, dtype)
-    found = experts(x, chosen, weights, gate_up, down)
-    expected = reference(x.double(), chosen, weights.double(), gate_up.double(), down.double())
-    assert found.dtype == dtype and found.shape == x.shape
+    x, expert_ids, weights, gate_up, down = given(*shape, dtype)
+    output = experts(x, expert_ids, weights, gate_up, down)
+    expected = reference(x.double(), expert_ids, weights.double(), gate_up.double(), down.double())
+    assert output.dtype == dtype and output.shape == x.shape
     limit = TOLERANCE[dtype] * max(float(expected.abs().max()), 1e-30)
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
+    torch.testing.assert_close(output.double(), expected, rtol=0.0, atol=limit)
 
 
 DISTINCT = [(n, min(k, e), e, d, f) for n, k, e, d, f in SHAPES]
@@ -46,11 +46,11 @@ def test_loops_over_wide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_expert_that_was_not_chosen_may_overflow() -> None:
-    x, chosen, weights, gate_up, down = given(2, 1, 3, 8, 4, torch.float32)
-    chosen = torch.zeros_like(chosen)
+    x, expert_ids, weights, gate_up, down = given(2, 1, 3, 8, 4, torch.float32)
+    expert_ids = torch.zeros_like(expert_ids)
     gate_up[2] = float("inf")
-    found = experts(x, chosen, weights, gate_up, down)
-    torch.testing.assert_close(found, reference(x, chosen, weights, gate_up, down), rtol=1e-5, atol=1e-6)
+    output = experts(x, expert_ids, weights, gate_up, down)
+    torch.testing.assert_close(output, reference(x, expert_ids, weights, gate_up, down), rtol=1e-5, atol=1e-6)
 
 
 def test_it_pays_for_small_experts_only() -> None:

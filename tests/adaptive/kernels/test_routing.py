@@ -23,9 +23,9 @@ def drawn(n: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def check(logits: Tensor, k: int) -> None:
     for normalized in (False, True):
-        weights, chosen = top_experts(logits, k, normalized=normalized)
-        expected, wanted = reference(logits, k, normalized=normalized)
-        assert chosen.dtype == torch.int64 and torch.equal(chosen, wanted)
+        weights, expert_ids = top_experts(logits, k, normalized=normalized)
+        expected, target = reference(logits, k, normalized=normalized)
+        assert expert_ids.dtype == torch.int64 and torch.equal(expert_ids, target)
         assert weights.dtype == logits.dtype
         torch.testing.assert_close(weights, expected, rtol=TOLERANCE[logits.dtype], atol=1e-7)
 
@@ -48,10 +48,10 @@ def test_ties_strides_and_extremes() -> None:
 def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None:
     logits = drawn(4, experts)
     logits[0], logits[1, 2], logits[2, 1] = float("nan"), float("nan"), float("inf")
-    weights, chosen = top_experts(logits, 3, normalized=False)
-    assert bool(((chosen >= 0) & (chosen < experts)).all())
+    weights, expert_ids = top_experts(logits, 3, normalized=False)
+    assert bool(((expert_ids >= 0) & (expert_ids < experts)).all())
     assert bool(weights[:2].isnan().any(1).all()) and torch.equal(
-        chosen[3], reference(logits, 3, normalized=False)[1][3]
+        expert_ids[3], reference(logits, 3, normalized=False)[1][3]
     )
 
 
@@ -67,8 +67,8 @@ def test_what_fits() -> None:
 def test_sizes_of_real_models(dtype: torch.dtype) -> None:
     for n, experts, k in ((1, 64, 8), (2000, 64, 8), (33, 128, 8), (5, 8, 2)):
         logits = drawn(n, experts, torch.float32).to(dtype)
-        weights, chosen = top_experts(logits, k, normalized=False)
+        weights, expert_ids = top_experts(logits, k, normalized=False)
         expected, _ = reference(logits, k, normalized=False)
         # In 16 bits many are equally likely; which of them is chosen must not matter.
         torch.testing.assert_close(weights, expected, rtol=TOLERANCE[dtype], atol=1e-7)
-        assert all(len(set(row)) == k for row in chosen.tolist())
+        assert all(len(set(row)) == k for row in expert_ids.tolist())

@@ -80,12 +80,12 @@ def one_by_one(model: Any, inputs: dict[str, Tensor], last: int = 5) -> tuple[Te
     begun = {
         name: value[:, :count] if value.shape[:2] == ids.shape else value for name, value in inputs.items()
     }
-    found = model(**begun, use_cache=True)
-    logits = [found.logits]
-    for at in range(count, ids.shape[1]):
-        found = model(input_ids=ids[:, at : at + 1], past_key_values=found.past_key_values)
-        logits.append(found.logits)
-    return torch.cat(logits, 1), found.past_key_values
+    output = model(**begun, use_cache=True)
+    logits = [output.logits]
+    for index in range(count, ids.shape[1]):
+        output = model(input_ids=ids[:, index : index + 1], past_key_values=output.past_key_values)
+        logits.append(output.logits)
+    return torch.cat(logits, 1), output.past_key_values
 
 
 def grown(inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
@@ -328,20 +328,20 @@ def test_a_change_within_a_request_is_a_typed_error(olmoe: tuple[Any, PlanRuntim
     ids = tiny.make_text_prompt()["input_ids"]
     first, other = plan("0134", top_k=4), plan("0124", top_k=4)
     with runtime.use_plan(first):
-        kept = model(input_ids=ids, use_cache=True).past_key_values
+        cache = model(input_ids=ids, use_cache=True).past_key_values
     with runtime.use_plan(other), pytest.raises(PlanError):
-        model(input_ids=ids[:, :1], past_key_values=kept)
+        model(input_ids=ids[:, :1], past_key_values=cache)
     with (
         runtime.use_decided_plan(None, 1, lambda hidden: first),
         pytest.raises(PlanError),
     ):
-        model(input_ids=ids[:, :1], past_key_values=kept)
+        model(input_ids=ids[:, :1], past_key_values=cache)
     with pytest.raises(PlanError):
-        model(input_ids=ids[:, :1], past_key_values=kept)
+        model(input_ids=ids[:, :1], past_key_values=cache)
     # Nothing was lost.
     with runtime.use_plan(first):
-        model(input_ids=ids[:, :1], past_key_values=kept)
-    assert runtime.adapter.get_kv_lengths(kept) == dict.fromkeys(first.blocks, 10)
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    assert runtime.adapter.get_kv_lengths(cache) == dict.fromkeys(first.blocks, 10)
     model(input_ids=ids, past_key_values=(without := model(input_ids=ids).past_key_values))
     with runtime.use_plan(first), pytest.raises(PlanError):
         model(input_ids=ids, past_key_values=without)
@@ -362,10 +362,10 @@ def test_block_0_is_never_skipped(olmoe: tuple[Any, PlanRuntime]) -> None:
 
 def test_a_copied_cache_remembers_its_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
-    ids, chosen = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
-    with runtime.use_plan(chosen):
-        kept = model(input_ids=ids, use_cache=True).past_key_values
-        branches = [copy.deepcopy(kept) for _ in range(2)]
+    ids, selected_plan = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
+    with runtime.use_plan(selected_plan):
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        branches = [copy.deepcopy(cache) for _ in range(2)]
         logits = [model(input_ids=ids[:, :2], past_key_values=branch).logits for branch in branches]
         assert torch.equal(*logits)
     with runtime.use_plan(plan("0125", top_k=3)), pytest.raises(PlanError):
@@ -377,16 +377,16 @@ def test_an_emptied_cache_may_be_begun_anew(olmoe: tuple[Any, PlanRuntime]) -> N
 
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
-    kept = StaticCache(config=model.config, max_cache_len=16)
+    cache = StaticCache(config=model.config, max_cache_len=16)
     with runtime.use_plan(plan("0145")):
-        model(**inputs, past_key_values=kept)
-    kept.reset()
+        model(**inputs, past_key_values=cache)
+    cache.reset()
     with runtime.use_plan(plan("0123", top_k=3)):
-        found = model(**inputs, past_key_values=kept).logits
+        output = model(**inputs, past_key_values=cache).logits
         expected = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
-    assert (found - expected).abs().max() < EXACT
-    kept.reset()
-    model(**inputs, past_key_values=kept)
+    assert (output - expected).abs().max() < EXACT
+    cache.reset()
+    model(**inputs, past_key_values=cache)
 
 
 def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -395,22 +395,22 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     ids = inputs["input_ids"]
-    kept = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
 
     def no_memory(module: nn.Module, given: Any) -> None:
         raise torch.OutOfMemoryError
 
     with runtime.use_plan(plan("01235")) as running:
-        model(**inputs, past_key_values=kept)
+        model(**inputs, past_key_values=cache)
         hook = model.model.layers[3].register_forward_pre_hook(no_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            model(input_ids=ids[:, :1], past_key_values=kept)
+            model(input_ids=ids[:, :1], past_key_values=cache)
         fresh = DynamicCache(config=model.config)
         with pytest.raises(torch.OutOfMemoryError):
             model(**inputs, past_key_values=fresh)
         hook.remove()
         with pytest.raises(PlanError):
-            model(input_ids=ids[:, :1], past_key_values=kept)
+            model(input_ids=ids[:, :1], past_key_values=cache)
         with pytest.raises(PlanError):
             model(**inputs, past_key_values=fresh)
         # Other requests are unharmed.
@@ -421,11 +421,11 @@ def test_a_cache_that_something_else_wrote_to_is_refused(olmoe: tuple[Any, PlanR
     model, runtime = olmoe
     ids = tiny.make_text_prompt()["input_ids"]
     with runtime.use_plan(plan("0135")):
-        kept = model(input_ids=ids, use_cache=True).past_key_values
-        kept.layers[3].crop(-1)
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache.layers[3].crop(-1)
         with pytest.raises(PlanError):
-            model(input_ids=ids[:, :1], past_key_values=kept)
-        offloaded = type(kept)(config=model.config)
+            model(input_ids=ids[:, :1], past_key_values=cache)
+        offloaded = type(cache)(config=model.config)
         offloaded.offloading = True
         with pytest.raises(PlanError):
             model(input_ids=ids, past_key_values=offloaded)
@@ -435,19 +435,19 @@ def test_nothing_is_read_while_a_graph_is_recorded(
     olmoe: tuple[Any, PlanRuntime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, runtime = olmoe
-    ids, chosen = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
-    with runtime.use_plan(chosen):
-        kept = model(input_ids=ids, use_cache=True).past_key_values
-        expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(kept)).logits
+    ids, selected_plan = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
+    with runtime.use_plan(selected_plan):
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "is_available", lambda: True)
             patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             patched.setattr(type(runtime.adapter), "get_kv_lengths", None)
-            assert torch.equal(model(input_ids=ids[:, :1], past_key_values=kept).logits, expected)
+            assert torch.equal(model(input_ids=ids[:, :1], past_key_values=cache).logits, expected)
         # What it was begun with is still known.
-        model(input_ids=ids[:, :1], past_key_values=kept)
+        model(input_ids=ids[:, :1], past_key_values=cache)
     with runtime.use_plan(plan()), pytest.raises(PlanError):
-        model(input_ids=ids[:, :1], past_key_values=kept)
+        model(input_ids=ids[:, :1], past_key_values=cache)
 
 
 # The second controller.
@@ -458,23 +458,23 @@ def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
     model = _model(family)
     inputs = tiny.make_prompt(model, rows=2)
     tier = "high" if "pixel_values" in inputs else None
-    seen: list[Tensor] = []
-    chosen = plan("0125", top_k=3, position=2, tier=tier)
+    observed: list[Tensor] = []
+    selected_plan = plan("0125", top_k=3, position=2, tier=tier)
 
     def decide(hidden: Tensor) -> Plan:
-        seen.append(hidden.clone())
-        return chosen
+        observed.append(hidden.clone())
+        return selected_plan
 
     expected = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states[2]
     with attached(model) as runtime:
-        with runtime.use_plan(chosen):
+        with runtime.use_plan(selected_plan):
             logits = one_by_one(model, inputs)[0]
         with runtime.use_decided_plan(tier, 2, decide) as running:
             assert running.plan is None
             assert torch.equal(one_by_one(model, inputs)[0], logits)
-            assert running.plan == chosen and len(seen) == 1
+            assert running.plan == selected_plan and len(observed) == 1
     # The latency token is that of text, so nothing is added to it behind the block.
-    assert (seen[0][:, -1] - expected[:, -6]).abs().max() < EXACT
+    assert (observed[0][:, -1] - expected[:, -6]).abs().max() < EXACT
 
 
 def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -518,24 +518,24 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
                 stack.enter_context(runtime.use_plan(each))
             return one_by_one(model, inputs)[0]
 
-    alone = [run(each) for each in plans]
-    assert all(not torch.equal(a, b) for a, b in pairwise(alone[:3])) and torch.equal(*alone[2:])
-    found: dict[int, list[Tensor]] = {at: [] for at in range(len(plans))}
+    single = [run(each) for each in plans]
+    assert all(not torch.equal(a, b) for a, b in pairwise(single[:3])) and torch.equal(*single[2:])
+    found: dict[int, list[Tensor]] = {index: [] for index in range(len(plans))}
     start = threading.Barrier(len(plans))
 
     def work(at: int) -> None:
         start.wait()
         found[at].extend(run(plans[at]) for _ in range(3))
 
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(plans))]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(plans))]
     # Also from within a plan: it is not inherited.
     with runtime.use_plan(plans[1]):  # type: ignore[arg-type]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    for at, expected in enumerate(alone):
-        assert len(found[at]) == 3 and all(torch.equal(each, expected) for each in found[at])
+    for index, expected in enumerate(single):
+        assert len(found[index]) == 3 and all(torch.equal(each, expected) for each in found[index])
 
 
 def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -597,39 +597,41 @@ def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
         can_roll_back()
     adapter = get_adapter(model)
     inputs = tiny.make_prompt(model)
-    chosen = plan("0235", top_k=3, position=1, tier="low" if "pixel_values" in inputs else None)
-    small = adapter.reduce_to_tier(inputs, chosen.tier)
+    selected_plan = plan("0235", top_k=3, position=1, tier="low" if "pixel_values" in inputs else None)
+    small = adapter.reduce_to_tier(inputs, selected_plan.tier)
     with (
         attached(model) as runtime,
-        runtime.use_plan(chosen),
+        runtime.use_plan(selected_plan),
         count_calls(adapter.blocks) as counts,
         torch.random.fork_rng(devices=[]),
     ):
         torch.manual_seed(0)
         # A placeholder in an answer would be an image without pixels.
         special = list(range(60, tiny.VOCABULARY))
-        found = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **how)
-        assert set(counts.attention) == set(chosen.blocks)
+        result = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **how)
+        assert set(counts.attention) == set(selected_plan.blocks)
         assert counts.experts_per_token() == {0: 6.0, 2: 3.0, 3: 3.0, 5: 3.0}
         if not how:
             count = small["input_ids"].shape[1]
-            for at in range(count, found.shape[1]):
-                assert whole(model, grown(small, found[:, :at]))[0, -1, :60].argmax() == found[0, at]
+            for index in range(count, result.shape[1]):
+                assert whole(model, grown(small, result[:, :index]))[0, -1, :60].argmax() == result[0, index]
 
 
 def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     with runtime.use_plan(plan("0135", top_k=3)):
-        found = model(**inputs, output_hidden_states=True, output_router_logits=True, output_attentions=False)
-        assert len(found.hidden_states) == 7 and len(found.router_logits) == 4
-        assert found.aux_loss.isfinite()
+        output = model(
+            **inputs, output_hidden_states=True, output_router_logits=True, output_attentions=False
+        )
+        assert len(output.hidden_states) == 7 and len(output.router_logits) == 4
+        assert output.aux_loss.isfinite()
         for block in (2, 4):
-            assert torch.equal(found.hidden_states[block], found.hidden_states[block + 1])
+            assert torch.equal(output.hidden_states[block], output.hidden_states[block + 1])
         for block in (0, 1, 3):
-            assert not torch.equal(found.hidden_states[block], found.hidden_states[block + 1])
+            assert not torch.equal(output.hidden_states[block], output.hidden_states[block + 1])
         given = model(*inputs.values(), return_dict=False)
-        assert torch.equal(given[0], found.logits)
+        assert torch.equal(given[0], output.logits)
         kept = given[1]
         assert runtime.adapter.get_kv_lengths(kept) == dict.fromkeys((0, 1, 3, 5), 9)
 
@@ -671,11 +673,11 @@ def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple
         PlanRuntime(get_adapter(model))
     # As accelerate leaves it, where a model is spread over devices.
     router._hf_hook = object()
-    again = PlanRuntime(get_adapter(model))
-    with again.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
+    second_logits = PlanRuntime(get_adapter(model))
+    with second_logits.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
         whole(model, tiny.make_text_prompt())
         assert counts.experts_per_token()[2] == 2.0
-    again.remove()
+    second_logits.remove()
     assert isinstance(router.forward, partial)
     del router.forward, router._hf_hook
 
@@ -808,20 +810,20 @@ def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
             adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), each.tier)
             for count, each in zip((1, 3, 0), plans, strict=True)
         ]
-        alone, together, kept = [], [], []
+        single, batched, kept = [], [], []
         for each, inputs in zip(plans, asked, strict=True):
             with runtime.use_plan(each):
-                alone.append(one_by_one(model, inputs)[0][:, -5:])
+                single.append(one_by_one(model, inputs)[0][:, -5:])
                 begun = {
                     name: value[:, :-5] if value.shape[:2] == inputs["input_ids"].shape else value
                     for name, value in inputs.items()
                 }
                 kept.append(model(**begun, use_cache=True).past_key_values)
-        for at in range(-5, 0):
+        for index in range(-5, 0):
             for each, inputs, past in zip(plans, asked, kept, strict=True):
                 ids = inputs["input_ids"]
                 with runtime.use_plan(each):
-                    token = ids[:, ids.shape[1] + at][:, None]
-                    together.append(model(input_ids=token, past_key_values=past).logits)
-        for at, expected in enumerate(alone):
-            assert torch.equal(torch.cat(together[at::3], 1), expected)
+                    token = ids[:, ids.shape[1] + index][:, None]
+                    batched.append(model(input_ids=token, past_key_values=past).logits)
+        for index, expected in enumerate(single):
+            assert torch.equal(torch.cat(batched[index::3], 1), expected)

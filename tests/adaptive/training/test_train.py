@@ -47,8 +47,8 @@ def config(**changes: Any) -> GrpoConfig:
 
 
 def quick(folder: Path, progress: Any = None, **changes: Any) -> ControllerTrainResult:
-    learnt, held_out = tables()
-    return train(config(**changes), learnt, folder, held_out=held_out, model_id="m", progress=progress)
+    train_table, held_out = tables()
+    return train(config(**changes), train_table, folder, held_out=held_out, model_id="m", progress=progress)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -62,19 +62,19 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
     """How much more goodput than the lookup table at least; how much less than can be reached; attainment."""
-    learnt, held_out, test = (
+    train_table, held_out, test = (
         make_outcomes(1024, seed=1),
         make_outcomes(256, seed=2),
         make_outcomes(256, seed=3),
     )
-    costs = QuantileLatencies.from_outcomes(learnt, 0.99) if masked else None
+    costs = QuantileLatencies.from_outcomes(train_table, 0.99) if masked else None
     settings = GrpoConfig(steps=steps, seed=seed)
-    found = train(settings, learnt, folder, held_out=held_out, model_id="m", costs=costs)
-    budgets = budget_grid(learnt.budget_range_ms(), 24)
-    lookup = evaluate_policy(LookupTablePolicy.from_outcomes(learnt), test, budgets)
+    found = train(settings, train_table, folder, held_out=held_out, model_id="m", costs=costs)
+    budgets = budget_grid(train_table.budget_range_ms(), 24)
+    lookup = evaluate_policy(LookupTablePolicy.from_outcomes(train_table), test, budgets)
     mine = evaluate_policy(ControllerPolicy(controllers=found.controllers, costs=costs), test, budgets)
     bound = compute_max_goodput(
-        256, seed=3, budgets_ms=budgets, costs_ms=learnt.latency_quantiles_ms(0.99) if masked else None
+        256, seed=3, budgets_ms=budgets, costs_ms=train_table.latency_quantiles_ms(0.99) if masked else None
     ).mean()
     gain = compare_policies(mine, lookup)["goodput"]
     return gain.low, float(bound) - mine.goodput.mean, mine.attainment.mean, gain.mean
@@ -110,21 +110,21 @@ class Unbroken:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    folder, told = tmp_path_factory.mktemp("unbroken"), []
-    return Unbroken(folder=folder, trained=quick(folder, lambda *one: told.append(one)), told=told)
+    folder, messages = tmp_path_factory.mktemp("unbroken"), []
+    return Unbroken(folder=folder, trained=quick(folder, lambda *one: messages.append(one)), told=messages)
 
 
 def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
     trained, folder, told = unbroken.trained, unbroken.folder, unbroken.told
     rows = list(read_history(folder))
-    learnt = [row for row in rows if row["kind"] == "train"]
+    train_table = [row for row in rows if row["kind"] == "train"]
     looks = [row for row in rows if row["kind"] == "held_out"]
-    assert [row["step"] for row in learnt] == list(range(1, 13))
+    assert [row["step"] for row in train_table] == list(range(1, 13))
     assert [row["step"] for row in looks] == [0, 4, 8, 12], "the first look is before anything was learnt"
-    assert "imitation" in learnt[3] and {"reward", "accuracy", "attainment", "kl", "multiplier"} < set(
-        learnt[4]
+    assert "imitation" in train_table[3] and {"reward", "accuracy", "attainment", "kl", "multiplier"} < set(
+        train_table[4]
     )
-    assert [share for _, share in told] == pytest.approx([at / 12 for at in range(1, 13)])
+    assert [share for _, share in told] == pytest.approx([index / 12 for index in range(1, 13)])
     best = max(looks, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
     kept = Controllers.load(folder / CONTROLLERS, model_id="m")
@@ -143,16 +143,16 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(
     first = unbroken.trained
     shutil.copytree(unbroken.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / CONTROLLERS).unlink()
-    again = quick(tmp_path, lambda *_: pytest.fail("it trained"))
-    assert (again.step, again.validation) == (first.step, first.validation)
-    assert_same(dict(again.controllers.state_dict()), dict(first.controllers.state_dict()))
+    resumed = quick(tmp_path, lambda *_: pytest.fail("it trained"))
+    assert (resumed.step, resumed.validation) == (first.step, first.validation)
+    assert_same(dict(resumed.controllers.state_dict()), dict(first.controllers.state_dict()))
     with pytest.raises(InputError):
         quick(tmp_path, rate=0.1)
-    learnt, held_out = tables()
+    train_table, held_out = tables()
     with pytest.raises(InputError):
         train(config(), make_outcomes(64, seed=5), tmp_path, held_out=held_out, model_id="m")
     with pytest.raises(InputError):
-        train(config(), learnt, tmp_path, held_out=held_out, model_id="other")
+        train(config(), train_table, tmp_path, held_out=held_out, model_id="other")
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError):
         quick(tmp_path)
@@ -187,12 +187,12 @@ def test_after_sigkill_it_goes_on_as_if_unbroken(dies: int, killed: Path, unbrok
     folder = killed / str(dies)
     assert Controllers.load(folder / CONTROLLERS).model_id == "m", "the best so far is there at any time"
     steps: list[int] = []
-    again = quick(folder, lambda _, share: steps.append(round(12 * share)))
+    resumed = quick(folder, lambda _, share: steps.append(round(12 * share)))
     assert steps == list(range(KILLS[dies], 13))
-    wanted = unbroken.trained
-    assert (again.step, again.validation) == (wanted.step, wanted.validation)
+    target = unbroken.trained
+    assert (resumed.step, resumed.validation) == (target.step, target.validation)
     assert_same(weights(folder), weights(unbroken.folder))
-    assert_same(dict(again.controllers.state_dict()), dict(wanted.controllers.state_dict()))
+    assert_same(dict(resumed.controllers.state_dict()), dict(target.controllers.state_dict()))
     assert list(read_history(folder)) == list(read_history(unbroken.folder))
 
 
@@ -246,14 +246,14 @@ def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
 def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
     """The gradients that each of several processes would average, against those of one; in turn, here."""
     settings = config(warm_start=0)
-    learnt, _ = tables()
-    alone = JointTrainer(settings, learnt, None, "m", ALONE)
-    samples, budgets, chance = alone._sample_prompts()
+    train_table, _ = tables()
+    single = JointTrainer(settings, train_table, None, "m", ALONE)
+    samples, budgets, chance = single._sample_prompts()
     parts = []
     for rank in range(size):
         mine = JointTrainer(
             settings,
-            learnt,
+            train_table,
             None,
             "m",
             DistributedContext(rank=rank, world_size=size, device=torch.device("cpu")),
@@ -261,14 +261,18 @@ def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
         parts.append(mine._sample_prompts())
     # A minibatch of one is made of the same minibatch of all.
     for number in range(settings.minibatches):
-        for at, whole in enumerate((samples, budgets, chance.view(8, -1))):
-            shared = [part[at].view(8 // size, -1).chunk(settings.minibatches)[number] for part in parts]
+        for index, whole in enumerate((samples, budgets, chance.view(8, -1))):
+            shared = [part[index].view(8 // size, -1).chunk(settings.minibatches)[number] for part in parts]
             torch.testing.assert_close(
                 torch.cat(shared), whole.view(8, -1).chunk(settings.minibatches)[number]
             )
     with pytest.raises(InputError):
         JointTrainer(
-            settings, learnt, None, "m", DistributedContext(rank=0, world_size=3, device=torch.device("cpu"))
+            settings,
+            train_table,
+            None,
+            "m",
+            DistributedContext(rank=0, world_size=3, device=torch.device("cpu")),
         )
 
 
@@ -283,7 +287,7 @@ quick(Path(sys.argv[1]), steps=3, warm_start=1)
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    alone = quick(tmp_path / "one", steps=3, warm_start=1)
+    single = quick(tmp_path / "one", steps=3, warm_start=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -313,16 +317,16 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         assert mine.keys() == theirs.keys()
         assert list(mine.values())[2:] == pytest.approx(list(theirs.values())[2:], rel=1e-3, abs=1e-4)
     # Another number of processes may go on, and finds nothing left to do.
-    again = quick(tmp_path / "two", lambda *_: pytest.fail("it trained"), steps=3, warm_start=1)
-    assert again.validation == pytest.approx(alone.validation, rel=1e-3)
+    resumed = quick(tmp_path / "two", lambda *_: pytest.fail("it trained"), steps=3, warm_start=1)
+    assert resumed.validation == pytest.approx(single.validation, rel=1e-3)
 
 
 def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
     plans = make_space(depth=3, top_k=2, tiers=0)
-    learnt, held_out = make_outcomes(48, seed=1, plans=plans), make_outcomes(24, seed=2, plans=plans)
+    train_table, held_out = make_outcomes(48, seed=1, plans=plans), make_outcomes(24, seed=2, plans=plans)
     found = train(
         config(steps=0, warm_start=30, validate_every=10),
-        learnt,
+        train_table,
         tmp_path,
         held_out=held_out,
         model_id="text",
@@ -336,10 +340,14 @@ def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
 
 
 def test_environments_of_other_plans(tmp_path: Path) -> None:
-    learnt, _ = tables()
+    train_table, _ = tables()
     with pytest.raises(InputError):
         train(
-            GrpoConfig(), learnt, tmp_path, held_out=make_outcomes(8, plans=make_space(depth=3)), model_id="m"
+            GrpoConfig(),
+            train_table,
+            tmp_path,
+            held_out=make_outcomes(8, plans=make_space(depth=3)),
+            model_id="m",
         )
 
 
