@@ -1,4 +1,4 @@
-"""What tests share: which of them run where, one thread, and memory that is poisoned until it is written."""
+"""Shared fixtures: test selection by device and speed, one thread, and poisoned uninitialized memory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 from sparseflow.core import journal
 from tests import interpreted
 
-# Tensors here are small: a second thread only waits, and sums in another order differ. Processes that tests
-# start are told too, so that what one of them computes can be compared bit for bit.
+# Tensors in tests are small, so threads gain nothing, and they change the order of sums. Subprocesses inherit
+# the setting, so their results can be compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# Kernels that tests compile have two threads of their own, and at every barrier one of them would keep a core
-# from the tests beside it. (Processes that measure kernels set this themselves.)
+# Compiled kernels use two threads; with active waiting they would occupy the cores of parallel tests.
+# Processes that measure kernels set this themselves.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
-# How long an example takes is the machine's affair. A run tries what the last one did, so that one that fails
-# tells of a change; `--hypothesis-profile search` draws examples anew.
+# Examples have no deadline and are the same in every run, so a failure points to a change of the code;
+# `--hypothesis-profile search` draws new examples.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 if not torch.cuda.is_available():
-    # Triton decides when it is first imported, so this must stand before any test does that.
+    # Triton reads the variable when it is imported, so this must precede every import of Triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -49,36 +49,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Who collects garbage need not look through a million objects of modules and tests, which all stay."""
+    """Exclude objects of modules and collected tests, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> Iterator[None]:
-    with interpreted.once():
+    with interpreted.patch_interpreter():
         yield
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """What a test does to the number of threads ends with it."""
+    """Reset the number of threads after each test."""
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds a folder locked does not wait; for tests that hold the lock themselves all the time."""
+    """Do not wait for locked journals; for tests that hold the lock themselves."""
     monkeypatch.setattr(journal, "_LOCK_TIMEOUT_S", 0.0)
 
 
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what `torch.empty` and `numpy.empty` (and their kin) return, so that an unwritten output shows.
+    """Fill the results of `torch.empty`, `numpy.empty` and their variants, so that unwritten outputs fail.
 
     Floats become NaN, integers a pattern that no test expects, booleans True. Memory that compiled code
-    allocates for itself is out of reach.
+    allocates itself is not filled.
     """
 
     def poison(value: Any) -> Any:
@@ -92,13 +92,13 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         elif value.dtype == torch.bool:
             value.fill_(True)
         elif not value.is_meta:
-            # 0xA5 in every byte, whatever the width and sign.
+            # 0xA5 in every byte, for any width and sign.
             width = value.element_size()
             pattern = int.from_bytes(b"\xa5" * width, "little", signed=value.dtype.is_signed)
             value.fill_(pattern)
         return value
 
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: poison(original(*args, **kwargs))
 
     for owner, names in (
@@ -107,4 +107,4 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (np, ("empty", "empty_like")),
     ):
         for name in names:
-            monkeypatch.setattr(owner, name, wrapped(getattr(owner, name)))
+            monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
