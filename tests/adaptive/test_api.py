@@ -81,9 +81,9 @@ def test_a_budget_is_kept_and_the_model_is_what_it_was(model: Any, measured: Pat
     with torch.no_grad():
         before = model(IDS).logits
     with adaptive.attach(model, profile=measured) as attached:
-        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
-        assert found.budget_met and found.feasible and found.new_tokens.shape == (1, 4)
-        assert found.predicted_ms is not None and 0.0 < found.measured_ms < 1e5
+        result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
+        assert result.budget_met and result.feasible and result.new_tokens.shape == (1, 4)
+        assert result.predicted_ms is not None and 0.0 < result.measured_ms < 1e5
         full = attached.generate(input_ids=IDS, max_new_tokens=4)
         assert full.plan == attached.runtime.geometry.full_plan() and full.budget_met is None
     assert not any("forward" in vars(module) for module in model.modules())
@@ -116,8 +116,8 @@ def test_controllers_choose(model: Any, measured: Path, tmp_path: Path) -> None:
     file = tmp_path / "controllers.safetensors"
     Controllers(space, width=tiny.WIDTH, model_id=compute_weights_id(model)).save(file)
     with adaptive.attach(model, profile=measured, controller=file) as attached:
-        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
-        assert found.plan in space.plans and found.budget_met
+        result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
+        assert result.plan in space.plans and result.budget_met
     Controllers(space, width=tiny.WIDTH, model_id="another").save(file)
     with pytest.raises(InputError):
         adaptive.attach(model, profile=measured, controller=file)
@@ -137,8 +137,8 @@ def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
     worth.save(file)
     for given in (file, worth, worth.accuracy):
         with adaptive.attach(model, profile=measured, plan_quality=given) as attached:
-            found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
-            assert found.plan == best
+            result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
+            assert result.plan == best
     with pytest.raises(InputError):
         adaptive.attach(
             model, profile=measured, plan_quality=worth.model_copy(update={"model_id": "another"})
@@ -177,13 +177,15 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         engine = attached.engine
         assert engine is not None and (engine.max_batch, engine.max_tokens) == (2, 48)
         assert 1 <= len(engine.plans) <= 12
-        found = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
+        result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
         # The first one was to warm up.
-        assert engine.snapshot().ended["finished"] == 2 and found.plan in engine.plans
-        assert found.budget_met and found.feasible and found.predicted_ms is not None
-        assert 0.0 < found.timings.decode_ms < found.measured_ms
-        alone = generate(attached.adapter, attached.runtime, {"input_ids": IDS}, found.plan, max_new_tokens=4)
-        assert torch.equal(found.sequences, alone.sequences)
+        assert engine.snapshot().ended["finished"] == 2 and result.plan in engine.plans
+        assert result.budget_met and result.feasible and result.predicted_ms is not None
+        assert 0.0 < result.timings.decode_ms < result.measured_ms
+        single = generate(
+            attached.adapter, attached.runtime, {"input_ids": IDS}, result.plan, max_new_tokens=4
+        )
+        assert torch.equal(result.sequences, single.sequences)
         with pytest.raises(RequestRejected):
             attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject", max_new_tokens=2)
         with pytest.raises(InputError):
@@ -192,7 +194,7 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         ended = engine.snapshot().ended
         narrow = replace(attached.runtime.geometry.full_plan(), top_k=1)
         assert attached.generate(input_ids=IDS, plan=narrow, max_new_tokens=2).plan == narrow
-        rows = attached.generate(input_ids=IDS.repeat(2, 1), plan=found.plan, max_new_tokens=2)
+        rows = attached.generate(input_ids=IDS.repeat(2, 1), plan=result.plan, max_new_tokens=2)
         assert len(rows.new_tokens) == 2 and engine.snapshot().ended == ended
     with pytest.raises(InputError):
         attached.generate(input_ids=IDS, latency_budget_ms=1e5)
@@ -211,8 +213,10 @@ def test_what_a_request_waited_is_not_learnt_as_work(
         assert attached.selector is not None
         for _ in range(8):
             late = time.perf_counter() - 60.0
-            found = attached.generate(input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=4, received_s=late)
-            assert found.measured_ms > 6e4 and found.predicted_ms is not None and found.predicted_ms > 6e4
+            result = attached.generate(
+                input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=4, received_s=late
+            )
+            assert result.measured_ms > 6e4 and result.predicted_ms is not None and result.predicted_ms > 6e4
         p50, _ = attached.selector.predictor.predict_all(text_tokens=5, images=0, new_tokens=4)
         assert p50.max() < 1e4
 
@@ -226,10 +230,10 @@ def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> No
             )
         )
         for ids, mine in zip(prompts, found, strict=True):
-            alone = generate(
+            single = generate(
                 attached.adapter, attached.runtime, {"input_ids": ids}, mine.plan, max_new_tokens=6
             )
-            assert torch.equal(mine.sequences, alone.sequences)
+            assert torch.equal(mine.sequences, single.sequences)
 
 
 def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
@@ -242,8 +246,8 @@ def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
         attached.selector = replace(attached.selector, max_total_tokens=32)
         attached.warm_up(**inputs)
         for budget_ms in (None, 1e6):
-            found = attached.generate(**inputs, latency_budget_ms=budget_ms, max_new_tokens=3)
-            assert found.plan.tier == "medium"
+            result = attached.generate(**inputs, latency_budget_ms=budget_ms, max_new_tokens=3)
+            assert result.plan.tier == "medium"
         with pytest.raises(InputError):
             attached.generate(**inputs, max_new_tokens=32)
 
