@@ -119,7 +119,9 @@ class QuestionTask:
         requested: dict[Split, int] = {"train": counts.train, "val": counts.validation, "test": counts.test}
         for split in requested:
             self._check_count(len(self.splits[split]), f"`{split}`")
-        selected = {split: self.splits[split][:count] for split, count in requested.items()}
+        selected: dict[Split, tuple[Question, ...]] = {
+            split: self.splits[split][:count] for split, count in requested.items()
+        }
         for split, questions in selected.items():
             for number, question in enumerate(questions, start=1):
                 self._runner.prepare(question)
