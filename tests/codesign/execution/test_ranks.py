@@ -74,7 +74,7 @@ def test_two_processes() -> None:
     check([ran for ran, *_ in results], 2, 4)
     first, other = (refused for _, refused, _ in results)
     assert first == other and len(first) == 3
-    assert "expected one" in first[0] and "`num_batches` (=1)" in first[1]
+    assert "(3, 4, 3, 16, 16)" in first[0] and "`num_batches` (=1)" in first[1]
     assert "2 processes, but the plan uses 3 slots (0, 1, 2)" in first[2]
     (link, samples), same = (result for *_, result in results)
     assert same == (link, samples)

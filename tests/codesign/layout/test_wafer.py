@@ -162,7 +162,7 @@ def test_chips_are_placed_on_sites() -> None:
         model.positions_mm.detach(), torch.tensor(sites.positions_mm[full[:4]]).float()
     )
     for wrong in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 99], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0]):
-        with pytest.raises(InputError, match="4"):
+        with pytest.raises(InputError, match="`assignment`"):
             model.set_assignment(sites, wrong)
 
 
@@ -185,7 +185,7 @@ def test_a_layout_is_saved_and_loaded() -> None:
         ({"tdp_total_w": math.inf}, r"`tdp_total_w`"),
         ({"positions_mm": np.zeros((3, 2))}, r"positions_mm"),
         ({"positions_mm": np.full((4, 2), math.nan)}, r"`positions_mm` must be finite"),
-        ({"sizes_mm": [-1.0] * 4}, r"chip 0 measures"),
+        ({"sizes_mm": [-1.0] * 4}, r"chip 0 has the size -1 mm"),
     ],
 )
 def test_what_cannot_be_built(settings: dict[str, Any], message: str) -> None:
@@ -200,7 +200,7 @@ def test_what_cannot_be_built(settings: dict[str, Any], message: str) -> None:
     [
         (
             {"traffic_bytes": torch.zeros(3, 3)},
-            r"`traffic_bytes` has shape \(3, 3\) and must have \(4, 4\)",
+            r"`traffic_bytes` has shape \(3, 3\).*\(4, 4\)",
         ),
         ({"tdp_w": torch.zeros(4, 1)}, r"`tdp_w`"),
         ({"present": torch.ones(5)}, r"`present`"),

@@ -330,7 +330,8 @@ def test_the_log_has_all_that_was_tried(bandwidth: float, caplog: pytest.LogCapt
     record = plan.to_dict()["tried"]
     assert len(record["rows"]) == len(plan.split_evaluations)
     for row, evaluation in zip(record["rows"], plan.split_evaluations, strict=True):
-        assert row == [getattr(evaluation, name) for name in record["columns"]]
+        values = asdict(evaluation) | {"moved": evaluation.segments_moved, "gain_ratio": evaluation.gain_ratio}
+        assert row == [values[name] for name in record["columns"]]
     assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(record["columns"])
 
 
@@ -383,7 +384,7 @@ def test_a_model_that_fits_no_configuration() -> None:
     with pytest.raises(InputError, match="1200"):
         planner.plan(sized(100, 1200, 100), [chip()] * 3, wires(3))
     # Two of them never go together.
-    with pytest.raises(InputError, match="run: 3"):
+    with pytest.raises(InputError, match="3 segments of 1800 MB.* 1000 MB"):
         planner.plan(sized(600, 600, 600), [chip()] * 2, wires(2))
 
 
@@ -391,7 +392,7 @@ def test_what_is_lacking_is_told_of_small_models_too() -> None:
     # 300 kB, and there are 299: one kB is too little, not 0.0 MB.
     with pytest.raises(InputError) as caught:
         a_planner().plan(sized(0.1, 0.2), [chip(mem_gb=0.000299)], wires(1))
-    lacking = re.search(r"(\S+) MB too little", str(caught.value))
+    lacking = re.search(r"(\S+) MB are missing", str(caught.value))
     assert lacking is not None and float(lacking[1]) == pytest.approx(1e-3, rel=0.05)
 
 
@@ -440,8 +441,8 @@ def test_segments_of_ones_own_and_a_start() -> None:
     assert plan.segments is graph and len(plan.mapping) == 3
     assert len(planner.plan(layers, [chip()] * 3, wires(3)).mapping) == 8
     for overrides, match in (
-        (4, "hold 10 layers .the highest is 9."),
-        (2, "hold 6 layers .the highest is 5."),
+        (4, "10 layers"),
+        (2, "6 layers"),
     ):
         other = build_balanced_chain(made_layers(overrides, seed=1), 3)
         with pytest.raises(InputError, match=match):

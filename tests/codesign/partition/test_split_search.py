@@ -372,7 +372,7 @@ def test_slots_that_cannot_be_reached_get_no_part(cost: str) -> None:
     base = PartialPlan(mapping=(0,), stats=evaluate_plan(costs, [0] * 3, {}, weights))
     result = within(50_000, lambda: search.accept_splits(base, None))
     assert result.splits[1][0].slots == (0, 1)
-    assert all(2 not in item.slots for item in result.tried)
+    assert all(2 not in item.slots for item in result.evaluations)
 
 
 def rounds(result: PartialPlan) -> list[list[SplitDecision]]:
@@ -521,7 +521,7 @@ def test_slow_links_are_no_more_work(bandwidth: float) -> None:
     search, _, weights = a_search(costs, build_chain(layers, [0]))
     base = PartialPlan(mapping=(0,), stats=evaluate_plan(costs, [0] * 3, {}, weights))
     result = within(50_000, lambda: search.accept_splits(base, None))
-    assert len(result.considered) == 1
+    assert len(result.decisions) == 1
     assert bool(result.splits) == (bandwidth >= 1e6)
 
 
