@@ -31,15 +31,15 @@ def quick(**changes: Any) -> VqaConfig:
     return parse_vqa_config(apply_overrides(QUICK, changes))
 
 
-def bank(names: int = 4, each: int = 6, side: int = 32, seed: int = 0) -> ImageBank:
+def bank(names: int = 4, images_per_name: int = 6, side: int = 32, seed: int = 0) -> ImageBank:
     """Noise by name, two images of each in every split; the first name may be mirrored."""
     random = np.random.default_rng(seed)
-    places = np.arange(names * each).reshape(names, len(SPLITS), -1)
+    positions = np.arange(names * images_per_name).reshape(names, len(SPLITS), -1)
     return ImageBank(
-        images=random.integers(0, 256, (names * each, 3, side, side), np.uint8),
-        labels=np.repeat(np.arange(names), each),
+        images=random.integers(0, 256, (names * images_per_name, 3, side, side), np.uint8),
+        labels=np.repeat(np.arange(names), images_per_name),
         names=("cat", "one", "two", "dog", "three", "four")[:names],
-        splits={split: tuple(places[:, at]) for at, split in enumerate(SPLITS)},
+        splits={split: tuple(positions[:, index]) for index, split in enumerate(SPLITS)},
         flips=(True, False, False, True, False, False)[:names],
     )
 
@@ -63,8 +63,8 @@ def loud(model: Any, seed: int = 0) -> Any:
 
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, each in model.named_parameters():
-            if each.ndim > 1:
-                each.copy_(torch.randn(each.shape, generator=random) * (1.0 if "embed" in name else 0.4))
+        for name, value in model.named_parameters():
+            if value.ndim > 1:
+                value.copy_(torch.randn(value.shape, generator=random) * (1.0 if "embed" in name else 0.4))
     model.model.language_model.set_experts_implementation("eager")
     return model.double().eval()

@@ -20,11 +20,12 @@ def test_what_is_shipped_can_be_read_and_changed() -> None:
 
 def test_shipped_weights_fit() -> None:
     # 16 bits each; what attention, experts, the vision tower and words have.
-    told = load_vqa_config("gpu").model
-    blocks = told.depth * (
-        4 * told.width**2 + told.experts * (3 * told.width * told.expert_width + told.width)
+    messages = load_vqa_config("gpu").model
+    blocks = messages.depth * (
+        4 * messages.width**2
+        + messages.experts * (3 * messages.width * messages.expert_width + messages.width)
     )
-    vision = told.vision_depth * (4 + 2 * told.vision_mlp) * told.vision_width**2
+    vision = messages.vision_depth * (4 + 2 * messages.vision_mlp) * messages.vision_width**2
     assert 2 * (blocks + vision) < 24.5e6
 
 

@@ -21,40 +21,40 @@ from tests.adaptive.grid_vqa.little import bank, quick
 DATA = VqaDataset(quick(), bank=bank())
 
 
-def assert_same(one: Any, other: Any) -> None:
-    for field in fields(one):
-        assert torch.equal(getattr(one, field.name), getattr(other, field.name)), field.name
+def assert_same(first: Any, other: Any) -> None:
+    for field in fields(first):
+        assert torch.equal(getattr(first, field.name), getattr(other, field.name)), field.name
 
 
 def test_a_step_and_a_process_say_all_of_a_batch() -> None:
-    again = VqaDataset(quick(), bank=bank())
-    for made in ("make_train_batch", "make_naming_batch"):
-        first = [getattr(DATA, made)(step, rank) for step in (0, 1) for rank in (0, 1)]
-        second = [getattr(again, made)(step, rank) for step in (1, 0) for rank in (0, 1)]
-        for one, other in zip(first, second[2:] + second[:2], strict=True):
-            assert_same(one, other)
-        for one, other in pairwise(first):
-            assert not torch.equal(one.crops, other.crops)
+    reloaded = VqaDataset(quick(), bank=bank())
+    for created in ("make_train_batch", "make_naming_batch"):
+        first = [getattr(DATA, created)(step, rank) for step in (0, 1) for rank in (0, 1)]
+        second = [getattr(reloaded, created)(step, rank) for step in (1, 0) for rank in (0, 1)]
+        for left_item, other in zip(first, second[2:] + second[:2], strict=True):
+            assert_same(left_item, other)
+        for left_item, other in pairwise(first):
+            assert not torch.equal(left_item.crops, other.crops)
     other = VqaDataset(quick(**{"train.seed": 1}), bank=bank())
     assert not torch.equal(other.make_train_batch(0).crops, DATA.make_train_batch(0).crops)
 
 
 def test_crops_of_a_tier_are_the_first_ones() -> None:
-    whole = DATA.make_train_batch(2)
+    full = DATA.make_train_batch(2)
     for tier, count in CROPS.items():
-        some = DATA.make_train_batch(2, tier=tier)
-        assert torch.equal(some.crops, whole.crops[:, :count]) and torch.equal(some.text, whole.text)
+        subset = DATA.make_train_batch(2, tier=tier)
+        assert torch.equal(subset.crops, full.crops[:, :count]) and torch.equal(subset.text, full.text)
 
 
 def test_the_global_generators_are_left_alone() -> None:
     torch.manual_seed(0)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(0)
     np.random.seed(0)
     state: Any = np.random.get_state()
     DATA.make_train_batch(0)
     list(DATA.iterate_batches("test", 5))
-    assert torch.equal(torch.rand(1), wanted)
+    assert torch.equal(torch.rand(1), expected)
     after: Any = np.random.get_state()
     assert np.array_equal(after[1], state[1])
 
@@ -75,17 +75,17 @@ def test_what_a_batch_holds() -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) -> None:
-    one = list(DATA.iterate_batches(split, CHUNK + 20, batch_size=100))
-    assert [len(batch) for batch in one] == [100, 100, 56, 20]
+    first = list(DATA.iterate_batches(split, CHUNK + 20, batch_size=100))
+    assert [len(batch) for batch in first] == [100, 100, 56, 20]
     other = list(DATA.iterate_batches(split, CHUNK + 5))
     assert [len(batch) for batch in other] == [CHUNK, 5]
-    crops = [torch.cat([batch.crops for batch in batches])[: CHUNK + 5] for batches in (one, other)]
+    crops = [torch.cat([batch.crops for batch in batches])[: CHUNK + 5] for batches in (first, other)]
     assert torch.equal(*crops)
     questions = list(DATA.iterate_questions(split, CHUNK + 5))
-    assert [len(each) for each in questions] == [CHUNK, 5]
+    assert [len(question) for question in questions] == [CHUNK, 5]
     lengths = [batch.lengths for batch in other]
     assert torch.equal(
-        torch.cat(lengths), torch.from_numpy(np.concatenate([each.lengths for each in questions]))
+        torch.cat(lengths), torch.from_numpy(np.concatenate([question.lengths for question in questions]))
     )
 
 
@@ -97,15 +97,15 @@ def test_splits_differ() -> None:
 def test_samples_are_the_same_as_batches() -> None:
     (batch,) = DATA.iterate_batches("test", 10)
     image, words = DATA.vocabulary.image, DATA.vocabulary
-    for at, sample in enumerate(DATA.iterate_samples("test", 10)):
-        assert sample.kind == KINDS[batch.kinds[at]]
-        assert torch.equal(sample.inputs["pixel_values"], batch.crops[at])
+    for index, sample in enumerate(DATA.iterate_samples("test", 10)):
+        assert sample.kind == KINDS[batch.kinds[index]]
+        assert torch.equal(sample.inputs["pixel_values"], batch.crops[index])
         ids = sample.inputs["input_ids"]
         assert ids[0, 0] == words.bos and (ids[0, 1:57] == image).all() and (ids == image).sum() == 56
-        prompt, length = batch.prompts[at], batch.lengths[at]
-        assert torch.equal(ids[0, 57:], batch.text[at, :prompt])
-        assert sample.question == words.text(batch.text[at, :prompt].tolist())
-        assert sample.answer == words.text(batch.text[at, prompt:length].tolist())
+        prompt, length = batch.prompts[index], batch.lengths[index]
+        assert torch.equal(ids[0, 57:], batch.text[index, :prompt])
+        assert sample.question == words.text(batch.text[index, :prompt].tolist())
+        assert sample.answer == words.text(batch.text[index, prompt:length].tolist())
         assert sample.canvas.shape == (24, 24, 3) and sample.canvas.dtype == np.uint8
 
 
@@ -113,8 +113,8 @@ def test_cells_to_name_are_those_of_the_scene() -> None:
     (batch,) = DATA.iterate_batches("test", 200)
     questions = next(DATA.iterate_questions("test", 200))
     names, small = questions.scenes.names, questions.scenes.small
-    wanted = np.where(names == NOTHING, 8, np.where(small, names + 4, names))
-    assert np.array_equal(batch.cells.numpy(), wanted) and set(wanted.ravel()) >= {0, 1, 2, 3, 5, 6, 8}
+    expected = np.where(names == NOTHING, 8, np.where(small, names + 4, names))
+    assert np.array_equal(batch.cells.numpy(), expected) and set(expected.ravel()) >= {0, 1, 2, 3, 5, 6, 8}
 
 
 def test_blends_of_named_cells() -> None:
@@ -130,8 +130,8 @@ def test_blends_of_named_cells() -> None:
 
 
 def test_names_come_as_often_as_their_weights_say() -> None:
-    told = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
-    settings = quick(**{f"train.{name}": value for name, value in told.items()})
+    messages = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
+    settings = quick(**{f"train.{name}": value for name, value in messages.items()})
     cells = VqaDataset(settings, bank=bank()).make_naming_batch(0).cells.flatten()
     big = torch.bincount(cells[cells < 4], minlength=4) / (cells < 4).sum()
     assert torch.allclose(big, torch.tensor([5.0, 1.0, 0.0, 1.0]) / 7.0, atol=0.04)
@@ -143,9 +143,9 @@ def test_names_that_are_not_there() -> None:
         VqaDataset(quick(**{"images.question_names": ["cat", "one", "pig"]}), bank=bank())
     with pytest.raises(InputError, match=r"`train\.vision_weights` .*'pig'"):
         VqaDataset(quick(**{"train.vision_weights": {"pig": 1.0}}), bank=bank())
-    nothing = dict.fromkeys(bank().names, 0.0)
+    empty = dict.fromkeys(bank().names, 0.0)
     with pytest.raises(InputError, match=r"train.vision_weights"):
-        VqaDataset(quick(**{"train.vision_weights": nothing}), bank=bank())
+        VqaDataset(quick(**{"train.vision_weights": empty}), bank=bank())
 
 
 def test_batch_type() -> None:

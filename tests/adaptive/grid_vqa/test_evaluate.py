@@ -46,64 +46,67 @@ def model() -> torch.nn.Module:
             )
         }
     )
-    with init_distributed("cpu") as mine:
-        run = VqaLearner(settings, VqaDataset(settings, bank=bank()), mine)
+    with init_distributed("cpu") as context:
+        run = VqaLearner(settings, VqaDataset(settings, bank=bank()), context)
         for _ in range(run.num_steps):
             run.train_step()
     return run.model.eval()
 
 
 def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
-    judged = evaluate_plans(model, DATA, PLANS, split="test", count=12, batch_size=5)
+    outcomes = evaluate_plans(model, DATA, PLANS, split="test", count=12, batch_size=5)
     adapter = get_adapter(model)
     runtime = PlanRuntime(adapter)
     try:
-        wanted = torch.zeros(12, len(PLANS))
-        for at, sample in enumerate(DATA.iterate_samples("test", 12)):
-            assert KINDS[judged.kinds[at]] == sample.kind
+        expected = torch.zeros(12, len(PLANS))
+        for index, sample in enumerate(DATA.iterate_samples("test", 12)):
+            assert KINDS[outcomes.kinds[index]] == sample.kind
             for number, plan in enumerate(PLANS):
                 inputs = adapter.reduce_to_tier(sample.inputs, plan.tier)
                 with torch.no_grad(), runtime.use_plan(plan):
                     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
                 answer = ids[0, inputs["input_ids"].shape[1] :].tolist()
-                whole = answer and answer[-1] == DATA.vocabulary.eos
-                wanted[at, number] = bool(whole) and DATA.vocabulary.text(answer) == sample.answer
+                full = answer and answer[-1] == DATA.vocabulary.eos
+                expected[index, number] = bool(full) and DATA.vocabulary.text(answer) == sample.answer
     finally:
         runtime.remove()
-    assert torch.equal(judged.correct, wanted)
-    assert 0.1 < wanted.mean() < 0.9, "a test of use has both"
+    assert torch.equal(outcomes.correct, expected)
+    assert 0.1 < expected.mean() < 0.9, "a test of use has both"
 
 
 def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
-    judged = evaluate_plans(model, DATA, PLANS, split="test", count=6, batch_size=4)
+    outcomes = evaluate_plans(model, DATA, PLANS, split="test", count=6, batch_size=4)
     adapter = get_adapter(model)
-    assert judged.tokens.shape == (6, 3, 3, 16) and judged.language.shape == (6, 16)
-    for at, sample in enumerate(DATA.iterate_samples("test", 6)):
+    assert outcomes.tokens.shape == (6, 3, 3, 16) and outcomes.language.shape == (6, 16)
+    for index, sample in enumerate(DATA.iterate_samples("test", 6)):
         language = mean_text_embedding(adapter, sample.inputs["input_ids"], sample.inputs["attention_mask"])
-        torch.testing.assert_close(judged.language[at], language[0])
+        torch.testing.assert_close(outcomes.language[index], language[0])
         for number, tier in enumerate(("low", "medium", "high")):
             with torch.no_grad():
-                found = model(
+                actual = model(
                     **adapter.reduce_to_tier(sample.inputs, tier), output_hidden_states=True
                 ).hidden_states
             for position in (1, 2, 3):
                 torch.testing.assert_close(
-                    judged.tokens[at, number, position - 1], found[position][0, -1], rtol=1e-4, atol=1e-5
+                    outcomes.tokens[index, number, position - 1],
+                    actual[position][0, -1],
+                    rtol=1e-4,
+                    atol=1e-5,
                 )
 
 
 def test_plans_alone_and_together_are_the_same(model) -> None:
-    together = check_answers(model, DATA, PLANS, split="val", count=40)
-    alone = [check_answers(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
-    assert torch.equal(together, torch.cat(alone, 1))
-    judged = evaluate_plans(model, DATA, PLANS, split="val", count=40)
-    assert torch.equal(judged.correct, together)
+    combined = check_answers(model, DATA, PLANS, split="val", count=40)
+    single = [check_answers(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
+    assert torch.equal(combined, torch.cat(single, 1))
+    outcomes = evaluate_plans(model, DATA, PLANS, split="val", count=40)
+    assert torch.equal(outcomes.correct, combined)
     scorer = VqaScorer(model, DATA, split="val", count=40, batch_size=13)
-    assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), together)
-    kinds = judged.accuracy_by_kind(0, KINDS)
-    shares = {kind: float((judged.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
+    assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), combined)
+    kinds = outcomes.accuracy_by_kind(0, KINDS)
+    shares = {kind: float((outcomes.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
     assert set(kinds) == {"left", "list"}
-    assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(together[:, 0].mean()))
+    assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(combined[:, 0].mean()))
 
 
 def test_the_whole_space(model) -> None:
@@ -115,11 +118,15 @@ def test_the_whole_space(model) -> None:
         float(full - check_answers(model, DATA, [without], split="val", count=16).mean())
     )
     space = PlanSpace.from_importance(get_adapter(model).geometry, lost)
-    told: list[float] = []
-    judged = evaluate_plans(
-        model, DATA, space, count=16, batch_size=8, progress=lambda _, share: told.append(share)
+    messages: list[float] = []
+    outcomes = evaluate_plans(
+        model, DATA, space, count=16, batch_size=8, progress=lambda _, share: messages.append(share)
     )
-    assert judged.plans == space.plans and judged.correct.shape == (16, len(space)) and told == [0.5, 1.0]
+    assert (
+        outcomes.plans == space.plans
+        and outcomes.correct.shape == (16, len(space))
+        and messages == [0.5, 1.0]
+    )
 
 
 def test_the_model_is_as_before(model) -> None:

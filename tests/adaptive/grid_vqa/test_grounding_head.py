@@ -21,13 +21,13 @@ def grounding() -> GroundingHead:
 
 
 def test_tokens_show_cells_by_their_area() -> None:
-    found = compute_cell_coverage(2, 2)
-    assert found.shape == (14 * 4, 4)
-    torch.testing.assert_close(found.sum(1), torch.ones(56))
-    assert torch.equal(found[:4], torch.eye(4)), "a token a cell"
+    actual = compute_cell_coverage(2, 2)
+    assert actual.shape == (14 * 4, 4)
+    torch.testing.assert_close(actual.sum(1), torch.ones(56))
+    assert torch.equal(actual[:4], torch.eye(4)), "a token a cell"
     # Each crop of the second level shows one cell; the last level's middle crop shows all.
-    assert torch.equal(found[4:20].argmax(1), torch.arange(4).repeat_interleave(4))
-    assert torch.equal(found[20 + 4 * 4 : 20 + 5 * 4], torch.eye(4))
+    assert torch.equal(actual[4:20].argmax(1), torch.arange(4).repeat_interleave(4))
+    assert torch.equal(actual[20 + 4 * 4 : 20 + 5 * 4], torch.eye(4))
     # Four tokens along three cells: the second one is on two of them, a third and two thirds.
     torch.testing.assert_close(compute_cell_coverage(3, 4)[1, :3], torch.tensor([1 / 3, 2 / 3, 0.0]))
 
@@ -45,15 +45,15 @@ def test_the_loss_is_that_of_its_parts_one_by_one() -> None:
     heads = grounding()
     hidden, text, prompts, cells = sample()
     plain = functional.rms_norm(hidden, (8,))
-    place, content = torch.zeros(()), torch.zeros(())
-    for at in range(2):
+    position, content = torch.zeros(()), torch.zeros(())
+    for index in range(2):
         for token in range(4):
-            here = plain[at, 1 + token]
-            place += functional.cross_entropy(heads.cell_head(here), torch.tensor(token)) / 8
-            content += functional.cross_entropy(heads.content_head(here), cells[at, token]) / 8
-    lies = [
-        functional.cross_entropy(heads.location_head(plain[at, 5 + token]), torch.tensor(wanted))
-        for at, token, wanted in (
+            mask = plain[index, 1 + token]
+            position += functional.cross_entropy(heads.cell_head(mask), torch.tensor(token)) / 8
+            content += functional.cross_entropy(heads.content_head(mask), cells[index, token]) / 8
+    locations = [
+        functional.cross_entropy(heads.location_head(plain[index, 5 + token]), torch.tensor(expected))
+        for index, token, expected in (
             (0, 1, [0.5, 0.0, 0.0, 0.5, 0.0]),
             (0, 2, [0.0, 0.0, 1.0, 0.0, 0.0]),
             (0, 3, [0.0, 0.0, 1.0, 0.0, 0.0]),
@@ -67,8 +67,8 @@ def test_the_loss_is_that_of_its_parts_one_by_one() -> None:
             (1, 8, [0.0, 0.0, 0.0, 1.0, 0.0]),
         )
     ]
-    wanted = torch.stack([place, content, torch.stack(lies).mean()])
-    torch.testing.assert_close(heads(hidden, text, prompts, cells), wanted)
+    expected = torch.stack([position, content, torch.stack(locations).mean()])
+    torch.testing.assert_close(heads(hidden, text, prompts, cells), expected)
 
 
 def test_names_in_answers_do_not_count() -> None:
@@ -83,9 +83,9 @@ def test_names_in_answers_do_not_count() -> None:
 def test_a_quiz_has_all_names_that_are_asked_about() -> None:
     heads, text = grounding(), torch.tensor([[5, 11], [5, 6]])
     torch.manual_seed(0)
-    drawn = [heads.append_quiz(text) for _ in range(60)]
-    assert all(torch.equal(each[:, :2], text) and torch.equal(each[0, 2:], each[1, 2:]) for each in drawn)
-    assert {tuple(each[0, 2:].tolist()) for each in drawn} == set(permutations((11, 17, 6)))
+    sampled = [heads.append_quiz(text) for _ in range(60)]
+    assert all(torch.equal(item[:, :2], text) and torch.equal(item[0, 2:], item[1, 2:]) for item in sampled)
+    assert {tuple(item[0, 2:].tolist()) for item in sampled} == set(permutations((11, 17, 6)))
 
 
 @pytest.mark.parametrize("crops", [1, 5, 14])
@@ -93,4 +93,4 @@ def test_any_tier_is_looked_at(crops: int) -> None:
     heads = grounding()
     _, text, prompts, cells = sample()
     heads(torch.randn(2, 1 + crops * 4 + 9, 8), text, prompts, cells).sum().backward()
-    assert all(each.grad is not None for each in heads.parameters())
+    assert all(value.grad is not None for value in heads.parameters())

@@ -22,11 +22,11 @@ from sparseflow.errors import FileFormatError, InputError
 
 
 def archive(path: Path, files: dict[str, bytes], mode: str = "w:gz") -> Path:
-    with tarfile.open(path, mode) as made:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with tarfile.open(path, mode) as created:  # pyright: ignore[reportCallIssue, reportArgumentType]
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
-            made.addfile(info, io.BytesIO(content))
+            created.addfile(info, io.BytesIO(content))
     return path
 
 
@@ -42,13 +42,14 @@ def noise(count: int, side: int = 32, seed: int = 0) -> np.ndarray:
 
 def assert_split(bank: ImageBank) -> None:
     """Every place is in one split, under its own name, and no two splits have an image in common."""
-    every = np.concatenate([np.concatenate(bank.splits[split]) for split in SPLITS])
-    assert sorted(every.tolist()) == list(range(len(bank.images)))
+    all_items = np.concatenate([np.concatenate(bank.splits[split]) for split in SPLITS])
+    assert sorted(all_items.tolist()) == list(range(len(bank.images)))
     for split in SPLITS:
-        for label, places in enumerate(bank.splits[split]):
-            assert len(places) and (bank.labels[places] == label).all()
+        for label, positions in enumerate(bank.splits[split]):
+            assert len(positions) and (bank.labels[positions] == label).all()
     pixels = {
-        split: {bank.images[at].tobytes() for at in np.concatenate(bank.splits[split])} for split in SPLITS
+        split: {bank.images[index].tobytes() for index in np.concatenate(bank.splits[split])}
+        for split in SPLITS
     }
     assert not pixels["train"] & pixels["test"] and not pixels["train"] & pixels["val"]
     assert not pixels["val"] & pixels["test"]
@@ -61,8 +62,8 @@ def test_digits() -> None:
     assert_split(bank)
     counts = [sum(map(len, bank.splits[split])) / 1797 for split in SPLITS]
     assert counts == pytest.approx([0.72, 0.08, 0.2], abs=0.005)
-    again, other = load_image_bank(digits=True), load_image_bank(digits=True, seed=1)
-    assert all(np.array_equal(a, b) for a, b in zip(again.splits["test"], bank.splits["test"], strict=True))
+    second, other = load_image_bank(digits=True), load_image_bank(digits=True, seed=1)
+    assert all(np.array_equal(a, b) for a, b in zip(second.splits["test"], bank.splits["test"], strict=True))
     assert not all(
         np.array_equal(a, b) for a, b in zip(other.splits["test"], bank.splits["test"], strict=True)
     )
@@ -70,27 +71,27 @@ def test_digits() -> None:
 
 def test_folders_of_images_keep_their_authors_test_images(tmp_path: Path) -> None:
     train, test = noise(20), noise(6, seed=1)
-    one = archive(
+    first = archive(
         tmp_path / "train.tar.gz",
-        {f"train/{'Cat' if at % 2 else 'dog'}/{at}.png": png(x) for at, x in enumerate(train)},
+        {f"train/{'Cat' if index % 2 else 'dog'}/{index}.png": png(x) for index, x in enumerate(train)},
     )
     two = archive(
         tmp_path / "test.tar",
-        {f"test/{'Cat' if at % 2 else 'dog'}/{at}.png": png(x) for at, x in enumerate(test)},
+        {f"test/{'Cat' if index % 2 else 'dog'}/{index}.png": png(x) for index, x in enumerate(test)},
         "w",
     )
-    bank = load_image_bank(digits=False, archives=[one, two])
+    bank = load_image_bank(digits=False, archives=[first, two])
     assert bank.names == ("cat", "dog") and all(bank.flips)
     assert_split(bank)
-    assert {bank.images[at].tobytes() for at in np.concatenate(bank.splits["test"])} == {
+    assert {bank.images[index].tobytes() for index in np.concatenate(bank.splits["test"])} == {
         x.transpose(2, 0, 1).tobytes() for x in test
     }
     # One half alone has no test images of its own, so some are taken.
-    assert_split(load_image_bank(digits=True, archives=[one]))
+    assert_split(load_image_bank(digits=True, archives=[first]))
 
 
 def test_an_image_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
-    files = {f"cat/{at}.png": png(x) for at, x in enumerate(np.concatenate([noise(12), noise(12)]))}
+    files = {f"cat/{index}.png": png(x) for index, x in enumerate(np.concatenate([noise(12), noise(12)]))}
     bank = load_image_bank(digits=False, archives=[archive(tmp_path / "cats.tar", files, "w")])
     assert len(bank.images) == 12
     assert_split(bank)
@@ -98,10 +99,10 @@ def test_an_image_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
 
 def test_other_sizes_and_modes_are_made_alike(tmp_path: Path) -> None:
     grey = np.full((40, 20), 7, np.uint8)
-    found = read_archives(
+    bank = read_archives(
         [archive(tmp_path / "a.tar", {"cat/a.png": png(grey), "cat/readme.txt": b"no", "b.png": b"no"}, "w")]
     )
-    assert found.images.shape == (1, 3, 32, 32) and (found.images == 7).all()
+    assert bank.images.shape == (1, 3, 32, 32) and (bank.images == 7).all()
 
 
 def test_the_binary_version(tmp_path: Path) -> None:
@@ -115,8 +116,8 @@ def test_the_binary_version(tmp_path: Path) -> None:
     bank = load_image_bank(digits=False, archives=[archive(tmp_path / "c.tar.gz", files)])
     assert bank.names == ("airplane", "truck")
     assert_split(bank)
-    tests = {bank.images[at].tobytes() for at in np.concatenate(bank.splits["test"])}
-    assert tests == {each.tobytes() for each in pixels[30:]}
+    tests = {bank.images[index].tobytes() for index in np.concatenate(bank.splits["test"])}
+    assert tests == {item.tobytes() for item in pixels[30:]}
     with pytest.raises(FileFormatError, match="records of 3073 bytes"):
         read_archives([archive(tmp_path / "d.tar", files | {"cifar/data_batch_1.bin": b"torn"}, "w")])
     with pytest.raises(FileFormatError, match=r"label 1.*1 names"):
@@ -149,16 +150,16 @@ def test_archives_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="'big cat'"):
         read_archives([archive(tmp_path / "words.tar", {"big cat/a.png": png(noise(1)[0])}, "w")])
     with pytest.raises(InputError, match="2 images of 'cat'"):
-        files = {f"cat/{at}.png": png(x) for at, x in enumerate(noise(2))}
+        files = {f"cat/{index}.png": png(x) for index, x in enumerate(noise(2))}
         load_image_bank(digits=False, archives=[archive(tmp_path / "few.tar", files, "w")])
     with pytest.raises(InputError, match="two sources have images of 'one'"):
-        files = {f"one/{at}.png": png(x) for at, x in enumerate(noise(20))}
+        files = {f"one/{index}.png": png(x) for index, x in enumerate(noise(20))}
         load_image_bank(digits=True, archives=[archive(tmp_path / "twice.tar", files, "w")])
-    whole = archive(
-        tmp_path / "whole.tar.gz", {f"cat/{at}.png": png(x) for at, x in enumerate(noise(9))}
+    full = archive(
+        tmp_path / "whole.tar.gz", {f"cat/{index}.png": png(x) for index, x in enumerate(noise(9))}
     ).read_bytes()
-    for length in (0, 10, len(whole) // 2, len(whole) - 9):
-        (tmp_path / "torn.tar.gz").write_bytes(whole[:length])
+    for length in (0, 10, len(full) // 2, len(full) - 9):
+        (tmp_path / "torn.tar.gz").write_bytes(full[:length])
         with pytest.raises(FileFormatError, match="tar archive"):
             read_archives([tmp_path / "torn.tar.gz"])
 

@@ -30,7 +30,7 @@ def learning(**changes: Any) -> VqaLearner:
 
 
 def weights(run: VqaLearner) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in run.model.state_dict().items()}
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
 def test_drawn_plans_cover_what_there_is() -> None:
@@ -53,12 +53,12 @@ def test_drawn_plans_cover_what_there_is() -> None:
 def test_drawn_plans_of_a_stage(count: int, tier: Tier) -> None:
     run = learning()
     stage = VqaStageConfig(share=1.0, tier=tier, drawn_plans=count)
-    drawn = [run._sample_plans(stage, np.random.default_rng(seed)) for seed in range(100)]
-    assert {len(plans) for plans in drawn} == {count}
-    every = [plan for plans in drawn for plan in plans]
-    assert {plan.tier for plan in every} == (set(TIERS[: TIERS.index(tier) + 1]) if count else set())
-    least = [plan for plan in every if plan.top_k == 1 and len(plan.blocks) == 3]
-    assert 0.25 * len(every) <= len(least) <= 0.6 * len(every)
+    sampled = [run._sample_plans(stage, np.random.default_rng(seed)) for seed in range(100)]
+    assert {len(plans) for plans in sampled} == {count}
+    all_items = [plan for plans in sampled for plan in plans]
+    assert {plan.tier for plan in all_items} == (set(TIERS[: TIERS.index(tier) + 1]) if count else set())
+    smallest = [plan for plan in all_items if plan.top_k == 1 and len(plan.blocks) == 3]
+    assert 0.25 * len(all_items) <= len(smallest) <= 0.6 * len(all_items)
 
 
 def test_stages_follow_one_another_by_their_shares() -> None:
@@ -88,11 +88,11 @@ def test_a_stage_has_its_own_batch_size() -> None:
 
 def test_the_vision_tower_learns_from_some_crops() -> None:
     run = learning(**{"train.vision_crops": [1, 1, 2]})
-    seen, see = [], run.stack.encode_crops
-    run.stack.encode_crops = lambda crops: (seen.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
+    features, see = [], run.stack.encode_crops
+    run.stack.encode_crops = lambda crops: (features.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
     for _ in range(4):
         run.train_step()
-    assert seen == [4, 4, 4, 1]
+    assert features == [4, 4, 4, 1]
 
 
 def test_the_vision_tower_learns_alone_at_first() -> None:
@@ -101,14 +101,14 @@ def test_the_vision_tower_learns_alone_at_first() -> None:
     for _ in range(3):
         numbers = run.train_step()
         assert {"naming", "named_low", "named_high", "rate_vision"} <= set(numbers) and "full" not in numbers
-    changed = {name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])}
+    changed = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all("vision_tower" in name for name in changed)
     numbers = run.train_step()
     assert {"full", "plans", "naming", "cells", "contents", "locations", "balance", "accuracy"} <= set(
         numbers
     ) and numbers["rate_text"] > 0.0
     run.train_step()
-    still = {name for name, each in run.model.state_dict().items() if torch.equal(each, before[name])}
+    still = {name for name, value in run.model.state_dict().items() if torch.equal(value, before[name])}
     # Nothing looks at the norm behind the vision tower's last block.
     assert all("post_layernorm" in name for name in still)
 
@@ -120,17 +120,17 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     stage = VqaStageConfig(share=1.0, tier="high", drawn_plans=2)
     plans = run._sample_plans(stage, np.random.default_rng(0))
     torch.manual_seed(0)
-    found = run._train_answers(batch, "high", plans, train_vision=True)
+    losses = run._train_answers(batch, "high", plans, train_vision=True)
     gradients = {
-        name: each.grad.clone() for name, each in run.model.named_parameters() if each.grad is not None
+        name: value.grad.clone() for name, value in run.model.named_parameters() if value.grad is not None
     }
     run.model.zero_grad()
 
-    told, stack = run.config.train, run.stack
-    where, wanted = batch.answer_mask, batch.text[:, 1:]
-    seen = stack.encode_crops(batch.crops)
-    vision, balance = stack.project(seen), []
-    full = stack.forward_plan(run.full, vision, batch.text, balance)[where]
+    config, stack = run.config.train, run.stack
+    mask, expected = batch.answer_mask, batch.text[:, 1:]
+    features = stack.encode_crops(batch.crops)
+    vision, balance = stack.project(features), []
+    full = stack.forward_plan(run.full, vision, batch.text, balance)[mask]
     torch.manual_seed(0)
     quizzed = run.grounding.append_quiz(batch.text)
     hidden, rotary = stack.embed(vision, quizzed, "high")
@@ -141,58 +141,58 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     naming = torch.stack(
         [
             functional.cross_entropy(level.flatten(0, 1), batch.cells.flatten())
-            for level in run.naming(seen)[0]
+            for level in run.naming(features)[0]
         ]
     ).mean()
-    loss = functional.cross_entropy(full, wanted[where]) + 0.01 * sum(balance) / 4 + 0.3 * naming
+    loss = functional.cross_entropy(full, expected[mask]) + 0.01 * sum(balance) / 4 + 0.3 * naming
     loss = loss + 0.5 * ground
     for plan in plans:
-        student = stack.forward_plan(plan, vision, batch.text)[where]
+        student = stack.forward_plan(plan, vision, batch.text)[mask]
         chances = full.detach().softmax(-1)
-        apart = (chances * (chances.log() - student.log_softmax(-1))).sum(-1).mean()
+        difference = (chances * (chances.log() - student.log_softmax(-1))).sum(-1).mean()
         loss = (
             loss
-            + told.distill * apart
-            + (1 - told.distill) * functional.cross_entropy(student, wanted[where])
+            + config.distill * difference
+            + (1 - config.distill) * functional.cross_entropy(student, expected[mask])
         )
     loss.backward()
-    for name, each in run.model.named_parameters():
-        if each.grad is not None:
-            torch.testing.assert_close(gradients[name], each.grad, rtol=1e-3, atol=1e-6)
-    assert set(gradients) == {name for name, each in run.model.named_parameters() if each.grad is not None}
-    assert float(found["loss"].detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
+    for name, value in run.model.named_parameters():
+        if value.grad is not None:
+            torch.testing.assert_close(gradients[name], value.grad, rtol=1e-3, atol=1e-6)
+    assert set(gradients) == {name for name, value in run.model.named_parameters() if value.grad is not None}
+    assert float(losses["loss"].detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
 
 
 def test_a_state_says_all() -> None:
-    one, two = learning(), learning(**{"train.seed": 0})
+    first, two = learning(), learning(**{"train.seed": 0})
     for _ in range(4):
-        one.train_step()
-    state = {name: each for name, each in one.state_dict().items()}
+        first.train_step()
+    state = {name: value for name, value in first.state_dict().items()}
     two.load_state_dict(torch_copy(state))
     for _ in range(4):
-        assert one.train_step() == two.train_step()
-    torch.testing.assert_close(weights(one), weights(two), rtol=0.0, atol=0.0)
-    torch.testing.assert_close(one.average.state_dict(), two.average.state_dict(), rtol=0.0, atol=0.0)
+        assert first.train_step() == two.train_step()
+    torch.testing.assert_close(weights(first), weights(two), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(first.average.state_dict(), two.average.state_dict(), rtol=0.0, atol=0.0)
 
 
 def torch_copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {name: torch_copy(each) for name, each in value.items()}
-    return [torch_copy(each) for each in value] if isinstance(value, list) else value
+        return {name: torch_copy(tensor) for name, tensor in value.items()}
+    return [torch_copy(tensor) for tensor in value] if isinstance(value, list) else value
 
 
 def test_the_average_follows_the_model() -> None:
     run = learning(**{"train.ema": 0.5, "train.vision_steps": 0})
-    wanted = {name: each.clone() for name, each in run.average.named_parameters()}
+    expected = {name: value.clone() for name, value in run.average.named_parameters()}
     for step in range(1, 4):
         run.train_step()
         decay = min(0.5, step / (step + 10))
-        for name, each in run.model.named_parameters():
-            wanted[name] = decay * wanted[name] + (1 - decay) * each.detach()
-    for name, each in run.average.named_parameters():
-        torch.testing.assert_close(each.detach(), wanted[name])
+        for name, value in run.model.named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * value.detach()
+    for name, value in run.average.named_parameters():
+        torch.testing.assert_close(value.detach(), expected[name])
 
 
 def test_rates_rise_and_fall_in_each_part() -> None:
@@ -201,7 +201,7 @@ def test_rates_rise_and_fall_in_each_part() -> None:
     for step in range(run.num_steps):
         run.step = step
         rates.append(run._set_rates())
-    vision, text = ([each[f"rate_{name}"] for each in rates] for name in ("vision", "text"))
+    vision, text = ([item[f"rate_{name}"] for item in rates] for name in ("vision", "text"))
     assert text[:100] == [0.0] * 100
     for part in (vision[:100], text[100:]):
         top = int(np.argmax(part))
@@ -221,7 +221,7 @@ def test_the_vision_tower_rests_below_the_highest_tier() -> None:
         rests, before = run.get_stage(run.step).tier != "high", weights(run)
         run.train_step()
         changed = {
-            name for name, each in run.model.state_dict().items() if not torch.equal(each, before[name])
+            name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])
         }
         assert any("language_model" in name for name in changed)
         assert any("vision_tower" in name for name in changed) != rests
@@ -256,7 +256,7 @@ def test_a_small_model_learns_to_look() -> None:
     )  # fmt: skip
     for _ in range(run.num_steps):
         run.train_step()
-    found = run.evaluate()
-    assert found is not None
-    assert set(found) == {"full", "smallest_low", "smallest_medium", "smallest_high"}
-    assert found["full"] > 0.6, found
+    results = run.evaluate()
+    assert results is not None
+    assert set(results) == {"full", "smallest_low", "smallest_medium", "smallest_high"}
+    assert results["full"] > 0.6, results

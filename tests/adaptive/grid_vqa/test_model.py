@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model = build_vqa_model(DATA.config, DATA.vocabulary)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     save_vqa_model(model, DATA.config, DATA.vocabulary, root)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0.0, atol=0.0)
     return root
@@ -39,8 +39,8 @@ def test_transformers_reads_the_folder(folder: Path) -> None:
     model, tokenizer, settings = load_vqa_model(folder)
     assert settings == DATA.config and model.dtype == torch.float32 and not model.training
     assert tokenizer.get_vocab() == DATA.vocabulary.tokenizer.get_vocab()
-    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(one.float(), other), name
+    for (name, first), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(first.float(), other), name
 
 
 def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:

@@ -27,16 +27,16 @@ PLAN = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3))
 
 
 def test_work_is_that_of_the_matrices() -> None:
-    told = DATA.config.model
+    config = DATA.config.model
     torch.manual_seed(0)
     model = build_vqa_model(DATA.config, DATA.vocabulary)
     counted = [0]
 
-    def count(module: torch.nn.Module, _: object, found: torch.Tensor) -> None:
+    def count(module: torch.nn.Module, _: object, output: torch.Tensor) -> None:
         if isinstance(module, torch.nn.Linear):
-            counted[0] += found.numel() * module.in_features
+            counted[0] += output.numel() * module.in_features
         elif isinstance(module, torch.nn.Conv2d):
-            counted[0] += found.numel() * module.weight[0].numel()
+            counted[0] += output.numel() * module.weight[0].numel()
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
@@ -49,22 +49,22 @@ def test_work_is_that_of_the_matrices() -> None:
     # What no hook sees: experts, routers and the products of attention.
     experts = 4 * length * (3 * 3 * 16 * 8 + 4 * 16)
     attention = 4 * length * length * 16 + 14 * 4 * 2 * 4 * 16
-    assert count_multiply_adds(told, PLAN, text) == linear + experts + attention
+    assert count_multiply_adds(config, PLAN, text) == linear + experts + attention
 
 
 def test_every_knob_saves_work() -> None:
-    told = DATA.config.model
-    full = count_multiply_adds(told, PLAN, 10)
+    config = DATA.config.model
+    full = count_multiply_adds(config, PLAN, 10)
     for less in (
         Plan(tier="medium", insertion_position=1, top_k=3, blocks=(0, 1, 2, 3)),
         Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)),
         Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3)),
     ):
-        assert count_multiply_adds(told, less, 10) < full
+        assert count_multiply_adds(config, less, 10) < full
     later = Plan(tier="high", insertion_position=2, top_k=2, blocks=(0, 1, 2, 3))
     assert (
-        count_multiply_adds(told, Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)), 10)
-        < count_multiply_adds(told, later, 10)
+        count_multiply_adds(config, Plan(tier="high", insertion_position=1, top_k=2, blocks=(0, 1, 2, 3)), 10)
+        < count_multiply_adds(config, later, 10)
         < full
     )
 
@@ -78,8 +78,8 @@ def test_a_report_holds_what_was_judged(tmp_path: Path) -> None:
     assert rows[PLAN.id]["accuracy"] == report["accuracy"]
     assert report["pareto_plans"] == sum(row["pareto"] for row in rows.values()) >= 1
     assert report["blind"]["chance"] > 0.0 and len(report["importance"]) == 4
-    few = VqaDataset(quick(plan_samples=5), bank=bank())
-    other = make_report(build_vqa_model(few.config, few.vocabulary), few)
+    subset = VqaDataset(quick(plan_samples=5), bank=bank())
+    other = make_report(build_vqa_model(subset.config, subset.vocabulary), subset)
     assert (other["samples"], other["plan_samples"]) == (12, 5)
     assert all(5 * row["accuracy"] == round(5 * row["accuracy"]) for row in other["plans"])
     assert load_report(tmp_path) is None

@@ -45,11 +45,11 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
         text = inputs["input_ids"][:, 1 + 14 * stack.crop_tokens :]
         with torch.no_grad():
             with runtime.use_plan(plan):
-                wanted = model(**adapter.reduce_to_tier(inputs, plan.tier)).logits
+                expected = model(**adapter.reduce_to_tier(inputs, plan.tier)).logits
             vision = stack.project(stack.encode_crops(inputs["pixel_values"][None]))
-            found = stack.forward_plan(plan, vision, text)
-        assert wanted.abs().max() > 1.0
-        torch.testing.assert_close(found, wanted[:, -text.shape[1] : -1], **TOLERANCE)
+            logits = stack.forward_plan(plan, vision, text)
+        assert expected.abs().max() > 1.0
+        torch.testing.assert_close(logits, expected[:, -text.shape[1] : -1], **TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
@@ -66,20 +66,20 @@ def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> No
     for compiled in (False, True):
         stack, balance = ModelStack(model, compiled=compiled), []
         model.zero_grad()
-        found = stack.forward_plan(
+        logits = stack.forward_plan(
             plan, stack.project(stack.encode_crops(batch.crops.double())), batch.text, balance
         )
-        task = functional.cross_entropy(found.flatten(0, 1), batch.text[:, 1:].flatten())
+        task = functional.cross_entropy(logits.flatten(0, 1), batch.text[:, 1:].flatten())
         loss = task + 0.1 * torch.stack(balance).mean()
         loss.backward()
         losses.append(loss.detach())
         gradients.append(
-            {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+            {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         )
     torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
-    for name, each in gradients[0].items():
-        close = max(1e-9 * float(each.abs().max()), 1e-15)
-        torch.testing.assert_close(gradients[1][name], each, rtol=0.0, atol=close, msg=name)
+    for name, value in gradients[0].items():
+        close = max(1e-9 * float(value.abs().max()), 1e-15)
+        torch.testing.assert_close(gradients[1][name], value, rtol=0.0, atol=close, msg=name)
 
 
 def test_padding_on_the_right_changes_nothing() -> None:
@@ -89,12 +89,14 @@ def test_padding_on_the_right_changes_nothing() -> None:
     plan = Plan(tier="medium", insertion_position=1, top_k=2, blocks=(0, 1, 3))
     with torch.no_grad():
         vision = stack.project(stack.encode_crops(batch.crops.double()))
-        whole = stack.forward_plan(
+        full = stack.forward_plan(
             plan, vision, functional.pad(batch.text, (0, 3), value=DATA.vocabulary.unknown)
         )
-        for at, length in enumerate(batch.lengths.tolist()):
-            alone = stack.forward_plan(plan, vision[at : at + 1], batch.text[at : at + 1, :length])
-            torch.testing.assert_close(whole[at, : length - 1], alone[0], **TOLERANCE)
+        for index, length in enumerate(batch.lengths.tolist()):
+            single = stack.forward_plan(
+                plan, vision[index : index + 1], batch.text[index : index + 1, :length]
+            )
+            torch.testing.assert_close(full[index, : length - 1], single[0], **TOLERANCE)
 
 
 def test_balance_is_least_where_every_expert_gets_as_much() -> None:
@@ -102,14 +104,14 @@ def test_balance_is_least_where_every_expert_gets_as_much() -> None:
     stack = ModelStack(build_vqa_model(DATA.config, DATA.vocabulary))
     image, text = torch.randn(2, 56, 16), torch.zeros(2, 3, dtype=torch.int64)
     hidden, rotary = stack.embed(image, text, "high")
-    gate = stack.model.model.language_model.layers[0].mlp.gate.weight
-    found: list[torch.Tensor] = []
+    router = stack.model.model.language_model.layers[0].mlp.gate.weight
+    collected: list[torch.Tensor] = []
     with torch.no_grad():
         for weight in (torch.zeros(4, 16), torch.randn(4, 16) * torch.tensor([[1.0], [1.0], [9.0], [9.0]])):
-            gate.copy_(weight)
-            stack.run_block((0, 1), hidden, rotary, found)
+            router.copy_(weight)
+            stack.run_block((0, 1), hidden, rotary, collected)
     # With equal chances it is 1, whichever expert is taken.
-    assert float(found[0]) == pytest.approx(1.0) and float(found[1]) > 1.1
+    assert float(collected[0]) == pytest.approx(1.0) and float(collected[1]) > 1.1
 
 
 def test_steps_of_a_plan() -> None:

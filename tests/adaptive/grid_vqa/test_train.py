@@ -25,22 +25,22 @@ from tests.adaptive.grid_vqa.little import bank, quick
 from tests.killed import ROOT, environment, run_script
 
 
-def assert_same(one: Path, other: Path) -> None:
-    files = [load_file(folder / MODEL_DIR / "model.safetensors") for folder in (one, other)]
+def assert_same(first: Path, other: Path) -> None:
+    files = [load_file(folder / MODEL_DIR / "model.safetensors") for folder in (first, other)]
     torch.testing.assert_close(*files, rtol=0.0, atol=0.0)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("unbroken")
-    told: list[tuple[str, float]] = []
-    trained = train(quick(), root, bank=bank(), progress=lambda *one: told.append(one))
+    messages: list[tuple[str, float]] = []
+    trained = train(quick(), root, bank=bank(), progress=lambda *first: messages.append(first))
     assert trained.folder == root / MODEL_DIR and trained.report == json.loads(
         (root / REPORT_FILE).read_text()
     )
-    shares = [share for _, share in told]
+    shares = [share for _, share in messages]
     assert shares == sorted(shares) and shares[7] == pytest.approx(0.95) and shares[-1] == 1.0
-    assert told[0][0].endswith("cells named correctly") and "step 8 of 8" in told[7][0]
+    assert messages[0][0].endswith("cells named correctly") and "step 8 of 8" in messages[7][0]
     return root
 
 
@@ -57,8 +57,8 @@ def test_the_folder_tells_what_happened(unbroken: Path) -> None:
 
 
 def test_a_finished_training_is_not_done_again_and_another_is_refused(unbroken: Path) -> None:
-    again = train(quick(), unbroken, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
-    assert again.report == json.loads((unbroken / REPORT_FILE).read_text())
+    second = train(quick(), unbroken, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
+    assert second.report == json.loads((unbroken / REPORT_FILE).read_text())
     with pytest.raises(InputError, match=r"train\.rate"):
         train(quick(**{"train.rate": 0.1}), unbroken, bank=bank())
     with pytest.raises(InputError, match="count"):
@@ -107,10 +107,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("step", KILLS)
 def test_after_sigkill_it_goes_on_as_if_unbroken(step: int, unbroken: Path, killed: Path) -> None:
     folder = killed / str(step)
-    done: list[str] = []
-    train(quick(), folder, bank=bank(), progress=lambda what, _: done.append(what))
+    completed: list[str] = []
+    train(quick(), folder, bank=bank(), progress=lambda message, _: completed.append(message))
     # Checkpoints are those of steps 2, 4 and 6.
-    assert done[0].startswith(f"step {step // 2 * 2 + 1} of 8")
+    assert completed[0].startswith(f"step {step // 2 * 2 + 1} of 8")
     assert_same(folder, unbroken)
     assert list(read_history(folder)) == list(read_history(unbroken))
 
@@ -139,22 +139,22 @@ def test_processes_train_together(unbroken: Path, tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    told = [each.communicate() for each in both]
-    assert [each.returncode for each in both] == [0, 0], told
-    assert [out.strip() for out, _ in told] == ["first", "other"]
-    one, two = (load_file(root / MODEL_DIR / "model.safetensors") for root in (tmp_path, unbroken))
-    assert any(not torch.equal(one[name], two[name]) for name in one), "two processes see twice as much"
+    messages = [item.communicate() for item in both]
+    assert [item.returncode for item in both] == [0, 0], messages
+    assert [out.strip() for out, _ in messages] == ["first", "other"]
+    first, two = (load_file(root / MODEL_DIR / "model.safetensors") for root in (tmp_path, unbroken))
+    assert any(not torch.equal(first[name], two[name]) for name in first), "two processes see twice as much"
 
 
 def test_half_precision(tmp_path: Path) -> None:
     trained = train(quick(**{"train.amp": "bf16"}), tmp_path, bank=bank())
     model, _, _ = load_vqa_model(trained.folder)
-    assert all(bool(each.isfinite().all()) for each in model.parameters())
+    assert all(bool(value.isfinite().all()) for value in model.parameters())
 
 
 def test_the_global_generator_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(1)
     train(quick(**{"train.steps": 1, "train.vision_steps": 1}), tmp_path, bank=bank())
-    assert torch.equal(torch.rand(1), wanted)
+    assert torch.equal(torch.rand(1), expected)

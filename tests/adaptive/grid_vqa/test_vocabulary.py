@@ -19,11 +19,11 @@ TEXT = "what is at row 2 column 3 ?"
 
 
 def test_words_are_numbered_alike_whatever_their_order() -> None:
-    one, two = Vocabulary(["b", "a", "?", "a"]), Vocabulary(["?", "a", "b"])
-    assert one.words == two.words == (*SPECIALS, "?", "a", "b")
-    assert one.ids("b ?").tolist() == [8, 6] and one.text([1, 8, 6, 0]) == "b ?"
+    first, two = Vocabulary(["b", "a", "?", "a"]), Vocabulary(["?", "a", "b"])
+    assert first.words == two.words == (*SPECIALS, "?", "a", "b")
+    assert first.ids("b ?").tolist() == [8, 6] and first.text([1, 8, 6, 0]) == "b ?"
     with pytest.raises(InputError, match=r"'c'.* 9 words"):
-        one.ids("a c")
+        first.ids("a c")
 
 
 @pytest.mark.parametrize("word", ["two words", "Big", "", " ", "<pad>", "a-b", "??"])
@@ -55,12 +55,12 @@ def test_the_tokenizer_agrees_and_survives_its_folder(tmp_path: Path) -> None:
 def test_the_chat_template_asks_as_training_does() -> None:
     vocabulary = WORLD.vocabulary
     content = [{"type": "text", "text": "what is at row 2 column 3?"}, {"type": "image"}]
-    told = vocabulary.tokenizer.apply_chat_template(
+    messages = vocabulary.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=True
     )
-    wanted = [vocabulary.bos, vocabulary.image, *vocabulary.ids(TEXT), vocabulary.answer]
-    assert told["input_ids"] == wanted
-    told = vocabulary.tokenizer.apply_chat_template(
+    expected = [vocabulary.bos, vocabulary.image, *vocabulary.ids(TEXT), vocabulary.answer]
+    assert messages["input_ids"] == expected
+    messages = vocabulary.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}, {"role": "assistant", "content": "cat"}], return_dict=True
     )
-    assert told["input_ids"] == [*wanted, *vocabulary.ids("cat"), vocabulary.eos]
+    assert messages["input_ids"] == [*expected, *vocabulary.ids("cat"), vocabulary.eos]

@@ -26,23 +26,26 @@ Held = dict[Way, list[tuple[Measurement, float]]]
 def held_out() -> Held:
     """Requests of plans that the predictor had not seen, each with its predicted median."""
     profile = PlanProfile.load(FILE)
-    plans = np.random.default_rng(0).permutation(sorted({visit.plan.id for visit in profile.successful}))
-    found: Held = defaultdict(list)
+    plans = np.random.default_rng(0).permutation(
+        sorted({measurement.plan.id for measurement in profile.successful})
+    )
+    actual: Held = defaultdict(list)
     for part in (set(plans[::2].tolist()), set(plans[1::2].tolist())):
-        known = tuple(visit for visit in profile.successful if visit.plan.id not in part)
+        known = tuple(measurement for measurement in profile.successful if measurement.plan.id not in part)
         predictor = PlanLatencyPredictor.fit(replace(profile, measurements=known))
-        unknown = [visit for visit in profile.successful if visit.plan.id in part]
+        unknown = [measurement for measurement in profile.successful if measurement.plan.id in part]
         for tokens in (1, 2, 4, 7):
-            asks = [
+            queries = [
                 LatencyQuery(
-                    plan=visit.plan, text_tokens=visit.text_tokens, images=int(visit.plan.tier is not None),
-                    new_tokens=tokens, batch=visit.batch, load=visit.load,
+                    plan=measurement.plan, text_tokens=measurement.text_tokens,
+                    images=int(measurement.plan.tier is not None), new_tokens=tokens,
+                    batch=measurement.batch, load=measurement.load,
                 )
-                for visit in unknown
+                for measurement in unknown
             ]  # fmt: skip
-            for visit, p50 in zip(unknown, predictor.predict(asks)[0].tolist(), strict=True):
-                found[visit.batch, visit.load, tokens].append((visit, p50))
-    return found
+            for measurement, p50 in zip(unknown, predictor.predict(queries)[0].tolist(), strict=True):
+                actual[measurement.batch, measurement.load, tokens].append((measurement, p50))
+    return actual
 
 
 def test_half_of_the_requests_are_below_the_median_however_they_are_run(held_out: Held) -> None:
@@ -50,17 +53,18 @@ def test_half_of_the_requests_are_below_the_median_however_they_are_run(held_out
         (b, load) for b in (1, 4, 8) for load in (0.0, 0.7)
     }
     for (_, _, tokens), rows in held_out.items():
-        below = np.mean([visit.total_ms(tokens) <= p50 for visit, p50 in rows])
+        below = np.mean([measurement.total_ms(tokens) <= p50 for measurement, p50 in rows])
         assert 0.4 < below < 0.6
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7])
 def test_medians_alone(held_out: Held, tokens: int) -> None:
     cells = defaultdict(list)
-    for visit, p50 in held_out[1, 0.0, tokens]:
-        cells[visit.plan.id, visit.text_tokens].append((visit.total_ms(tokens), p50))
+    for measurement, p50 in held_out[1, 0.0, tokens]:
+        cells[measurement.plan.id, measurement.text_tokens].append((measurement.total_ms(tokens), p50))
     errors = [
-        abs(p50[0] / np.median(taken) - 1.0) for taken, p50 in (zip(*c, strict=True) for c in cells.values())
+        abs(p50[0] / np.median(elapsed_ms) - 1.0)
+        for elapsed_ms, p50 in (zip(*c, strict=True) for c in cells.values())
     ]
     # Medians of six requests, half of which differ from the other half by 5 % themselves.
     assert np.mean(errors) < 0.05

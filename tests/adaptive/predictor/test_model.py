@@ -74,16 +74,16 @@ def profiled(
 
 
 @cache
-def content(**given: Any) -> str:
-    return json.dumps(PlanLatencyPredictor.fit(profiled(**given)).to_dict())
+def content(**options: Any) -> str:
+    return json.dumps(PlanLatencyPredictor.fit(profiled(**options)).to_dict())
 
 
-def fitted(**given: Any) -> PlanLatencyPredictor:
+def fitted(**options: Any) -> PlanLatencyPredictor:
     """A predictor of one's own."""
-    return PlanLatencyPredictor.from_dict(json.loads(content(**given)))
+    return PlanLatencyPredictor.from_dict(json.loads(content(**options)))
 
 
-def asked(generator: np.random.Generator, *, load: float = 0.0, batch: int = 1) -> LatencyQuery:
+def sample_query(generator: np.random.Generator, *, load: float = 0.0, batch: int = 1) -> LatencyQuery:
     return LatencyQuery(
         plan=SPACE.plans[generator.integers(len(SPACE))],
         text_tokens=int(generator.integers(16, 256)),
@@ -94,26 +94,30 @@ def asked(generator: np.random.Generator, *, load: float = 0.0, batch: int = 1) 
     )
 
 
-def truth(ask: LatencyQuery) -> float:
+def truth(query: LatencyQuery) -> float:
     """Median of what the formula takes."""
-    assert ask.plan.tier is not None
-    prompt = ask.text_tokens + ask.images * VISION_TOKENS[ask.plan.tier]
-    steps = sum(compute_step_ms(ask.plan, prompt + 1 + at, ask.batch) for at in range(ask.new_tokens - 1))
-    return (1.0 + 1.5 * ask.load**2) * (compute_prefill_ms(ask.plan, ask.text_tokens, ask.images) + steps)
+    assert query.plan.tier is not None
+    prompt = query.text_tokens + query.images * VISION_TOKENS[query.plan.tier]
+    steps = sum(
+        compute_step_ms(query.plan, prompt + 1 + index, query.batch) for index in range(query.new_tokens - 1)
+    )
+    return (1.0 + 1.5 * query.load**2) * (
+        compute_prefill_ms(query.plan, query.text_tokens, query.images) + steps
+    )
 
 
-def taken(runner: FakeRunner, ask: LatencyQuery) -> float:
-    runner.load = ask.load
-    timed = runner.request(ask.plan, ask.text_tokens, ask.images, ask.new_tokens - 1, ask.batch)
+def measure_total_ms(runner: FakeRunner, query: LatencyQuery) -> float:
+    runner.load = query.load
+    timed = runner.request(query.plan, query.text_tokens, query.images, query.new_tokens - 1, query.batch)
     return timed.prefill_ms + sum(timed.steps_ms)
 
 
 @pytest.mark.parametrize("load", LOADS)
 def test_medians_of_plans_and_lengths_that_were_not_profiled(load: float) -> None:
     generator = np.random.default_rng(1)
-    asks = [asked(generator, load=load) for _ in range(300)]
-    p50, p99 = fitted().predict(asks)
-    errors = np.abs(p50 / [truth(ask) for ask in asks] - 1.0)
+    queries = [sample_query(generator, load=load) for _ in range(300)]
+    p50, p99 = fitted().predict(queries)
+    errors = np.abs(p50 / [truth(query) for query in queries] - 1.0)
     assert errors.mean() < 0.02 and errors.max() < 0.08
     assert (p99 > p50).all()
 
@@ -122,74 +126,84 @@ def test_medians_of_plans_and_lengths_that_were_not_profiled(load: float) -> Non
 @pytest.mark.parametrize("spike", [0.0, 0.02])
 def test_so_many_requests_are_below_the_higher_prediction(load: float, spike: float) -> None:
     generator, runner = np.random.default_rng(2), FakeRunner(7, spike=spike)
-    asks = [asked(generator, load=load) for _ in range(1500)]
-    _, p99 = fitted(spike=spike).predict(asks)
-    below = np.mean([taken(runner, ask) <= limit for ask, limit in zip(asks, p99, strict=True)])
+    queries = [sample_query(generator, load=load) for _ in range(1500)]
+    _, p99 = fitted(spike=spike).predict(queries)
+    below = np.mean(
+        [measure_total_ms(runner, query) <= limit for query, limit in zip(queries, p99, strict=True)]
+    )
     # As it was fitted, without learning on: it is from some hundred requests, and rather safe.
     assert 0.98 <= below <= 1.0
 
 
 def test_steps_of_batches() -> None:
-    generator, found = np.random.default_rng(3), fitted(loads=(0.0,), batches=(1, 4, 8))
-    for batch, most in ((1, 0.03), (2, 0.12), (4, 0.03), (8, 0.03)):
-        asks = [asked(generator, batch=batch) for _ in range(100)]
-        p50, _ = found.predict(asks)
-        assert np.mean(np.abs(p50 / [truth(ask) for ask in asks] - 1.0)) < most
+    generator, predictor = np.random.default_rng(3), fitted(loads=(0.0,), batches=(1, 4, 8))
+    for batch, limit in ((1, 0.03), (2, 0.12), (4, 0.03), (8, 0.03)):
+        queries = [sample_query(generator, batch=batch) for _ in range(100)]
+        p50, _ = predictor.predict(queries)
+        assert np.mean(np.abs(p50 / [truth(query) for query in queries] - 1.0)) < limit
 
 
 def test_a_first_step_that_comes_before_others_have_their_turn() -> None:
-    found = profiled(batches=(1, 8), loads=(0.0,), noise=0.01)
+    profile = profiled(batches=(1, 8), loads=(0.0,), noise=0.01)
     quick = [
-        replace(visit, steps_ms=(visit.steps_ms[0] / (1.0 if visit.batch == 1 else 3.0), *visit.steps_ms[1:]))
-        for visit in found.successful
+        replace(
+            measurement,
+            steps_ms=(
+                measurement.steps_ms[0] / (1.0 if measurement.batch == 1 else 3.0),
+                *measurement.steps_ms[1:],
+            ),
+        )
+        for measurement in profile.successful
     ]
-    predictor = PlanLatencyPredictor.fit(PlanProfile(metadata=found.metadata, measurements=tuple(quick)))
+    predictor = PlanLatencyPredictor.fit(PlanProfile(metadata=profile.metadata, measurements=tuple(quick)))
     generator = np.random.default_rng(4)
     for batch, share in ((1, 1.0), (8, 1.0 / 3.0)):
         for tokens in (1, 2, 3, 25):
-            asks = [replace(asked(generator, batch=batch), new_tokens=tokens) for _ in range(50)]
+            queries = [replace(sample_query(generator, batch=batch), new_tokens=tokens) for _ in range(50)]
             saved = []
-            for ask in asks:
-                assert ask.plan.tier is not None
-                prompt = ask.text_tokens + VISION_TOKENS[ask.plan.tier]
-                saved.append((tokens > 1) * (1.0 - share) * compute_step_ms(ask.plan, prompt + 1, batch))
-            expected = np.array([truth(ask) for ask in asks]) - saved
-            assert np.abs(predictor.predict(asks)[0] / expected - 1.0).mean() < 0.03
+            for query in queries:
+                assert query.plan.tier is not None
+                prompt = query.text_tokens + VISION_TOKENS[query.plan.tier]
+                saved.append((tokens > 1) * (1.0 - share) * compute_step_ms(query.plan, prompt + 1, batch))
+            expected = np.array([truth(query) for query in queries]) - saved
+            assert np.abs(predictor.predict(queries)[0] / expected - 1.0).mean() < 0.03
 
 
 def test_a_profile_of_single_steps_tells_of_later_ones_what_it_can() -> None:
-    found = profiled()
-    short = tuple(replace(visit, steps_ms=visit.steps_ms[:1]) for visit in found.successful)
-    predictor = PlanLatencyPredictor.fit(PlanProfile(metadata=found.metadata, measurements=short))
+    profile = profiled()
+    short = tuple(
+        replace(measurement, steps_ms=measurement.steps_ms[:1]) for measurement in profile.successful
+    )
+    predictor = PlanLatencyPredictor.fit(PlanProfile(metadata=profile.metadata, measurements=short))
     generator = np.random.default_rng(5)
-    asks = [replace(asked(generator), new_tokens=9) for _ in range(50)]
-    errors = np.abs(predictor.predict(asks)[0] / [truth(ask) for ask in asks] - 1.0)
+    queries = [replace(sample_query(generator), new_tokens=9) for _ in range(50)]
+    errors = np.abs(predictor.predict(queries)[0] / [truth(query) for query in queries] - 1.0)
     assert errors.mean() < 0.03
 
 
 def test_a_held_out_error_is_told() -> None:
-    found = fitted()
+    predictor = fitted()
     # Medians of four noisy runs are themselves off by two or three in a hundred.
-    assert 0.005 < found.held_out_error < 0.05
+    assert 0.005 < predictor.held_out_error < 0.05
 
 
 def test_slow_steps_average_out() -> None:
     # Without anything that a whole request shares, the higher prediction of a sum is below the sum of theirs.
-    found = fitted(spike=0.02)
-    one = LatencyQuery(plan=SPACE.plans[100], text_tokens=64, images=1, new_tokens=1)
-    long = replace(one, new_tokens=65)
-    phases = found.predict_phases([long])
-    (p50,), (p99,) = found.predict([long])
+    predictor = fitted(spike=0.02)
+    first = LatencyQuery(plan=SPACE.plans[100], text_tokens=64, images=1, new_tokens=1)
+    long = replace(first, new_tokens=65)
+    phases = predictor.predict_phases([long])
+    (p50,), (p99,) = predictor.predict([long])
     naive = phases["prefill"][1][0] + 64 * phases["decode"][1][0]
     assert p99 < 0.9 * naive
-    longer = found.predict([replace(long, new_tokens=129)])[0]
+    longer = predictor.predict([replace(long, new_tokens=129)])[0]
     assert longer[0] - p50 == pytest.approx(64 * phases["decode"][0][0], rel=0.02)
-    assert found.predict([one])[1][0] == pytest.approx(phases["prefill"][1][0])
+    assert predictor.predict([first])[1][0] == pytest.approx(phases["prefill"][1][0])
 
 
 ASKS = st.builds(
-    lambda at, text, images, new, batch, load, queued, after: LatencyQuery(
-        plan=SPACE.plans[at],
+    lambda plan_index, text, images, new, batch, load, queued, after: LatencyQuery(
+        plan=SPACE.plans[plan_index],
         text_tokens=text,
         images=images,
         new_tokens=new,
@@ -209,60 +223,64 @@ ASKS = st.builds(
 )
 
 
-def greater(ask: LatencyQuery, what: str, by: int) -> LatencyQuery | None:
+def greater(query: LatencyQuery, field_name: str, by: int) -> LatencyQuery | None:
     """The same request with more of one thing."""
-    plan = ask.plan
-    if what == "load":
-        return replace(ask, load=min(ask.load + by / 1000, 1.0))
-    if what == "queued_ms":
-        return replace(ask, queued_ms=ask.queued_ms + by)
-    if what == "top_k":
-        return replace(ask, plan=replace(plan, top_k=min(plan.top_k + by % 5, 8)))
-    if what == "blocks":
-        rest = [block for block in range(16) if block not in plan.blocks]
-        return replace(ask, plan=replace(plan, blocks=tuple(sorted([*plan.blocks, *rest[: by % 5]]))))
-    if what == "tier":
-        return replace(ask, plan=replace(plan, tier="medium" if plan.tier == "low" else "high"))
-    if what == "insertion_position":
+    plan = query.plan
+    if field_name == "load":
+        return replace(query, load=min(query.load + by / 1000, 1.0))
+    if field_name == "queued_ms":
+        return replace(query, queued_ms=query.queued_ms + by)
+    if field_name == "top_k":
+        return replace(query, plan=replace(plan, top_k=min(plan.top_k + by % 5, 8)))
+    if field_name == "blocks":
+        remaining = [block for block in range(16) if block not in plan.blocks]
+        return replace(query, plan=replace(plan, blocks=tuple(sorted([*plan.blocks, *remaining[: by % 5]]))))
+    if field_name == "tier":
+        return replace(query, plan=replace(plan, tier="medium" if plan.tier == "low" else "high"))
+    if field_name == "insertion_position":
         later = min(plan.insertion_position + by % 5, 5)
-        kept = sorted({*plan.blocks, *range(later)})
+        retained = sorted({*plan.blocks, *range(later)})
         return (
-            replace(ask, plan=replace(plan, insertion_position=later, blocks=tuple(kept)))
-            if ask.after != "insertion"
+            replace(query, plan=replace(plan, insertion_position=later, blocks=tuple(retained)))
+            if query.after != "insertion"
             else None
         )
-    if what == "after":
-        return replace(ask, after=COMPLETED_STAGES[max(COMPLETED_STAGES.index(ask.after) - 1 - by % 2, 0)])
-    return replace(ask, **{what: getattr(ask, what) + by})
+    if field_name == "after":
+        return replace(
+            query, after=COMPLETED_STAGES[max(COMPLETED_STAGES.index(query.after) - 1 - by % 2, 0)]
+        )
+    return replace(query, **{field_name: getattr(query, field_name) + by})
 
 
 @cache
 def drifted() -> PlanLatencyPredictor:
     """One that has learnt on, of a machine that makes some loads slower than others."""
-    found, generator = fitted(batches=(1, 4), spike=0.02), np.random.default_rng(0)
+    predictor, generator = fitted(batches=(1, 4), spike=0.02), np.random.default_rng(0)
     for number in range(300):
-        ask = asked(generator, load=(0.0, 0.2, 0.9)[number % 3])
-        found.observe(ask, truth(ask) * (2.0, 0.4, 1.0)[number % 3] * math.exp(generator.normal() / 5))
-    return found
+        query = sample_query(generator, load=(0.0, 0.2, 0.9)[number % 3])
+        predictor.observe(
+            query, truth(query) * (2.0, 0.4, 1.0)[number % 3] * math.exp(generator.normal() / 5)
+        )
+    return predictor
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    ask=ASKS, by=st.integers(0, 700),
-    what=st.sampled_from(
+    query=ASKS, by=st.integers(0, 700),
+    field_name=st.sampled_from(
         ["text_tokens", "images", "new_tokens", "batch", "load", "queued_ms", "top_k", "blocks", "tier",
          "insertion_position", "after"]
     ),
 )  # fmt: skip
-def test_more_never_takes_less(ask: LatencyQuery, by: int, what: str) -> None:
-    more = greater(ask, what, by)
+def test_more_never_takes_less(query: LatencyQuery, by: int, field_name: str) -> None:
+    more = greater(query, field_name, by)
     if more is None:
         return
-    for found in (_plain(), drifted()):
-        p50, p99 = found.predict([ask, more])
+    for predictor in (_plain(), drifted()):
+        p50, p99 = predictor.predict([query, more])
         assert p50[1] >= p50[0] * (1 - 1e-12) and p99[1] >= p99[0] * (1 - 1e-12)
         assert (p99 >= p50).all() and np.isfinite(p99).all() and (p50 > 0.0).all()
-        for low, high in found.predict_phases([ask, more]).values():
+        for low, high in predictor.predict_phases([query, more]).values():
             assert low[1] >= low[0] * (1 - 1e-12) and high[1] >= high[0] * (1 - 1e-12)
 
 
@@ -280,14 +298,14 @@ def _plain() -> PlanLatencyPredictor:
 def test_all_plans_at_once_are_as_one_by_one(
     text: int, images: float, new: int, batch: int, load: float, queued: float, after: Any
 ) -> None:
-    found = drifted()
+    predictor = drifted()
     size: dict[str, Any] = {"text_tokens": text, "images": images, "new_tokens": new, "batch": batch}
     size |= {"load": load, "queued_ms": queued, "after": after}
     plans = SPACE.plans if images else [replace(plan, tier=None) for plan in SPACE.plans]
-    together = found.predict_all(**size)
-    alone = found.predict([LatencyQuery(plan=plan, **size) for plan in plans])
-    np.testing.assert_allclose(together, alone, rtol=1e-12)
-    assert together[0].shape == (225,)
+    combined = predictor.predict_all(**size)
+    single = predictor.predict([LatencyQuery(plan=plan, **size) for plan in plans])
+    np.testing.assert_allclose(combined, single, rtol=1e-12)
+    assert combined[0].shape == (225,)
 
 
 @cache
@@ -312,13 +330,13 @@ def with_text() -> PlanLatencyPredictor:
 
 
 def test_what_has_run_is_not_predicted_again() -> None:
-    ask = LatencyQuery(plan=SPACE.plans[-1], text_tokens=64, images=1, new_tokens=5)
-    whole, seen, inserted = (
-        with_text().predict([replace(ask, after=after)])[0][0] for after in COMPLETED_STAGES
+    query = LatencyQuery(plan=SPACE.plans[-1], text_tokens=64, images=1, new_tokens=5)
+    full, observed, inserted = (
+        with_text().predict([replace(query, after=after)])[0][0] for after in COMPLETED_STAGES
     )
     # An image takes 4 ms to see; five of 16 blocks ran.
-    assert whole - seen == pytest.approx(4.0, rel=0.2)
-    assert seen - inserted == pytest.approx(5 / 16 * (compute_prefill_ms(ask.plan, 64) - 4.8), rel=0.1)
+    assert full - observed == pytest.approx(4.0, rel=0.2)
+    assert observed - inserted == pytest.approx(5 / 16 * (compute_prefill_ms(query.plan, 64) - 4.8), rel=0.1)
 
 
 @pytest.mark.parametrize("plan", SPACE.plans[::37])
@@ -332,11 +350,11 @@ def test_requests_of_no_image_or_several(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", SPACE.plans[::37])
 def test_images_of_other_sizes_than_the_profile_s(plan: Plan) -> None:
     assert plan.tier is not None
-    found = with_text()
-    sizes = [found.metadata.count_images(tokens) for tokens in (0, 12, 126, 504, 1008)]
+    predictor = with_text()
+    sizes = [predictor.metadata.count_images(tokens) for tokens in (0, 12, 126, 504, 1008)]
     assert sizes == [0.0, 12 / 504, 0.25, 1.0, 2.0]
-    bare, tiny, quarter, one, two = (
-        found.predict(
+    bare, tiny, quarter, first, two = (
+        predictor.predict(
             [
                 LatencyQuery(
                     plan=plan if size else replace(plan, tier=None), text_tokens=64, images=size, new_tokens=4
@@ -345,18 +363,18 @@ def test_images_of_other_sizes_than_the_profile_s(plan: Plan) -> None:
         )[0][0]
         for size in sizes
     )
-    assert bare < tiny <= quarter < one < two
+    assert bare < tiny <= quarter < first < two
     # A quarter of the tokens, and as long to be seen as one: how much quicker a small image is, nobody knows.
-    seen = compute_prefill_ms(plan, 64, 1) - compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier], 0)
-    expected = compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier] // 4, 0) + seen
-    ask = LatencyQuery(plan=plan, text_tokens=64, images=0.25, new_tokens=1)
-    assert found.predict([ask])[0][0] == pytest.approx(expected, rel=0.1)
+    observed = compute_prefill_ms(plan, 64, 1) - compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier], 0)
+    expected = compute_prefill_ms(plan, 64 + VISION_TOKENS[plan.tier] // 4, 0) + observed
+    query = LatencyQuery(plan=plan, text_tokens=64, images=0.25, new_tokens=1)
+    assert predictor.predict([query])[0][0] == pytest.approx(expected, rel=0.1)
 
 
 def test_what_images_are_counted_in() -> None:
-    about = fitted(loads=(0.0,)).metadata
-    assert about.count_images(0) == 0.0 and about.count_images(2 * VISION_TOKENS["high"]) == 2.0
-    bare = replace(about, vision_tokens={})
+    metadata = fitted(loads=(0.0,)).metadata
+    assert metadata.count_images(0) == 0.0 and metadata.count_images(2 * VISION_TOKENS["high"]) == 2.0
+    bare = replace(metadata, vision_tokens={})
     assert bare.count_images(0) == 0.0
     with pytest.raises(InputError, match="no images"):
         bare.count_images(1)
@@ -370,47 +388,50 @@ def test_models_without_images_or_experts() -> None:
             data = collect_profile(
                 runner, plain, Path(scratch) / "p.parquet", text_tokens=(16, 64), rounds=2, warmup_runs=0
             )
-        found = PlanLatencyPredictor.fit(data)
-        again = PlanLatencyPredictor.from_dict(json.loads(json.dumps(found.to_dict())))
-        for each in (found, again):
-            p50, p99 = each.predict_all(text_tokens=30, images=0, new_tokens=4)
+        predictor = PlanLatencyPredictor.fit(data)
+        second = PlanLatencyPredictor.from_dict(json.loads(json.dumps(predictor.to_dict())))
+        for item in (predictor, second):
+            p50, p99 = item.predict_all(text_tokens=30, images=0, new_tokens=4)
             assert len(p50) == len(plain) and (p99 >= p50).all()
         with pytest.raises(InputError, match="no images"):
-            found.predict_all(text_tokens=30, images=1, new_tokens=4)
+            predictor.predict_all(text_tokens=30, images=1, new_tokens=4)
 
 
 def test_a_predictor_survives_being_saved(tmp_path: Path) -> None:
-    found, file = drifted(), tmp_path / "predictor.json"
-    found.save(file)
-    again = PlanLatencyPredictor.load(file)
-    assert again.to_dict() == found.to_dict()
+    predictor, file = drifted(), tmp_path / "predictor.json"
+    predictor.save(file)
+    second = PlanLatencyPredictor.load(file)
+    assert second.to_dict() == predictor.to_dict()
     size = {"text_tokens": 99, "images": 1, "new_tokens": 30, "load": 0.5}
-    np.testing.assert_array_equal(again.predict_all(**size), found.predict_all(**size))
+    np.testing.assert_array_equal(second.predict_all(**size), predictor.predict_all(**size))
     # It goes on as the other does.
-    for each in (again, other := PlanLatencyPredictor.load(file)):
-        each.observe(LatencyQuery(plan=SPACE.plans[3], text_tokens=9, images=1, new_tokens=3), 100.0)
-    assert again.to_dict() == other.to_dict() != found.to_dict()
-    again.check("fake", "cpu")
+    for item in (second, other := PlanLatencyPredictor.load(file)):
+        item.observe(LatencyQuery(plan=SPACE.plans[3], text_tokens=9, images=1, new_tokens=3), 100.0)
+    assert second.to_dict() == other.to_dict() != predictor.to_dict()
+    second.check("fake", "cpu")
     with pytest.raises(InputError, match="another model"):
-        again.check("another", "cpu")
+        second.check("another", "cpu")
 
 
 def test_it_knows_which_tiers_were_measured() -> None:
     assert fitted().tiers == SPACE.geometry.tiers
-    whole = profiled()
+    full = profiled()
     low = replace(
-        whole, measurements=tuple(visit for visit in whole.measurements if visit.plan.tier in ("low", None))
+        full,
+        measurements=tuple(
+            measurement for measurement in full.measurements if measurement.plan.tier in ("low", None)
+        ),
     )
-    found = PlanLatencyPredictor.fit(low)
-    assert found.tiers == PlanLatencyPredictor.from_dict(found.to_dict()).tiers == ("low",)
+    predictor = PlanLatencyPredictor.fit(low)
+    assert predictor.tiers == PlanLatencyPredictor.from_dict(predictor.to_dict()).tiers == ("low",)
 
 
 def edited(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     record = json.loads(content())
-    place = record
+    position = record
     for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
+        position = position[step]
+    position[path[-1]] = value
     return record
 
 
@@ -460,48 +481,49 @@ def test_files_that_are_no_predictor(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_bad_asks_are_refused(changed: dict[str, Any]) -> None:
-    whole: dict[str, Any] = {"plan": SPACE.plans[0], "text_tokens": 4, "images": 1, "new_tokens": 2}
+    full: dict[str, Any] = {"plan": SPACE.plans[0], "text_tokens": 4, "images": 1, "new_tokens": 2}
     with pytest.raises(InputError):
-        LatencyQuery(**whole | changed)
+        LatencyQuery(**full | changed)
     if "plan" not in changed and changed.get("images") != 0:
-        del whole["plan"]
+        del full["plan"]
         with pytest.raises(InputError):
-            fitted().predict_all(**whole | changed)
+            fitted().predict_all(**full | changed)
 
 
 def test_bad_observations_are_refused_and_change_nothing() -> None:
-    found = fitted()
-    before, ask = (
-        found.to_dict(),
+    predictor = fitted()
+    before, query = (
+        predictor.to_dict(),
         LatencyQuery(plan=SPACE.plans[0], text_tokens=4, images=1, new_tokens=2, queued_ms=5.0),
     )
     for measured in (math.nan, math.inf, -1.0, 0.0, 5.0):
         with pytest.raises(InputError, match="`measured_ms`"):
-            found.observe(ask, measured)
+            predictor.observe(query, measured)
     for prefill in (0.0, math.nan, 3.1, -1.0):
         with pytest.raises(InputError, match="`prefill_ms`"):
-            found.observe(ask, 8.0, prefill_ms=prefill)
+            predictor.observe(query, 8.0, prefill_ms=prefill)
     with pytest.raises(InputError, match="`after`"):
-        found.observe(replace(ask, after="vision"), 8.0)
-    assert found.to_dict() == before
+        predictor.observe(replace(query, after="vision"), 8.0)
+    assert predictor.to_dict() == before
 
 
 def test_other_questions_that_cannot_be_answered() -> None:
-    found = fitted()
+    predictor = fitted()
     with pytest.raises(InputError, match="`queries`"):
-        found.predict([])
-    beyond = Plan(tier="low", insertion_position=1, top_k=9, blocks=(0, 1))
+        predictor.predict([])
+    invalid_plan = Plan(tier="low", insertion_position=1, top_k=9, blocks=(0, 1))
     with pytest.raises(PlanError):
-        found.predict([LatencyQuery(plan=beyond, text_tokens=4, images=1, new_tokens=2)])
+        predictor.predict([LatencyQuery(plan=invalid_plan, text_tokens=4, images=1, new_tokens=2)])
     with pytest.raises(InputError, match="`level`"):
         PlanLatencyPredictor.fit(profiled(), level=0.2)
     with pytest.raises(InputError, match="`space`"):
         PlanLatencyPredictor.fit(profiled(), make_space(8))
-    few = replace(profiled(), measurements=profiled().measurements[:3])
+    subset = replace(profiled(), measurements=profiled().measurements[:3])
     with pytest.raises(InputError, match="profile more"):
-        PlanLatencyPredictor.fit(few)
+        PlanLatencyPredictor.fit(subset)
     bare = replace(
-        profiled(), measurements=tuple(replace(visit, steps_ms=()) for visit in profiled().measurements)
+        profiled(),
+        measurements=tuple(replace(measurement, steps_ms=()) for measurement in profiled().measurements),
     )
     with pytest.raises(InputError, match="profile more"):
         PlanLatencyPredictor.fit(bare)
@@ -509,50 +531,50 @@ def test_other_questions_that_cannot_be_answered() -> None:
 
 def test_plans_of_other_sets_of_blocks() -> None:
     other = PlanSpace.from_importance(SPACE.geometry, list(range(16)))
-    found = PlanLatencyPredictor.fit(profiled(loads=(0.0,)), other)
-    p50, _ = found.predict_all(text_tokens=50, images=1, new_tokens=1)
+    predictor = PlanLatencyPredictor.fit(profiled(loads=(0.0,)), other)
+    p50, _ = predictor.predict_all(text_tokens=50, images=1, new_tokens=1)
     np.testing.assert_allclose(p50, [compute_prefill_ms(plan, 50) for plan in other.plans], rtol=0.05)
 
 
 def test_threads_may_share_a_predictor() -> None:
-    found, errors = fitted(loads=(0.0,)), []
-    asks = [asked(np.random.default_rng(seed)) for seed in range(4)]
+    predictor, errors = fitted(loads=(0.0,)), []
+    queries = [sample_query(np.random.default_rng(seed)) for seed in range(4)]
 
-    def work(ask: LatencyQuery) -> None:
+    def work(query: LatencyQuery) -> None:
         try:
             for _ in range(50):
-                found.observe(ask, truth(ask))
-                p50, p99 = found.predict_all(text_tokens=50, images=1, new_tokens=4)
+                predictor.observe(query, truth(query))
+                p50, p99 = predictor.predict_all(text_tokens=50, images=1, new_tokens=4)
                 assert (p99 >= p50).all()
-                found.to_dict()
+                predictor.to_dict()
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(ask,)) for ask in asks]
+    threads = [threading.Thread(target=work, args=(query,)) for query in queries]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors
     # None of 200 was lost: the oldest 200 of 600 scores have gone.
-    kept = found.to_dict()["margins"][0]["scores"]
-    assert kept[:400] == json.loads(content(loads=(0.0,)))["margins"][0]["scores"][200:]
+    retained = predictor.to_dict()["margins"][0]["scores"]
+    assert retained[:400] == json.loads(content(loads=(0.0,)))["margins"][0]["scores"][200:]
 
 
 def test_terms_are_a_sum_over_blocks() -> None:
     geometry = SPACE.geometry
     increments = np.array([0.7, 0.5, 0.25, 0.125, 0.0, 2.0])
-    u = {k: increments[1] + increments[2 : 2 + at].sum() for at, k in enumerate(geometry.top_ks)}
+    u = {k: increments[1] + increments[2 : 2 + index].sum() for index, k in enumerate(geometry.top_ks)}
     plans = [*SPACE.plans[::7], Plan(tier=None, insertion_position=2, top_k=2, blocks=(0, 1, 9))]
-    for plan, whole, rest in zip(
+    for plan, full, remaining in zip(
         plans,
         compute_plan_features(plans, geometry),
         compute_plan_features(plans, geometry, inserted=True),
         strict=True,
     ):
-        each = [u[8] if block < plan.insertion_position else u[max(plan.top_k, 4)] for block in plan.blocks]
-        assert whole @ increments == pytest.approx(0.7 + sum(each))
-        assert rest @ increments == pytest.approx(0.7 + sum(each[plan.insertion_position :]))
+        item = [u[8] if block < plan.insertion_position else u[max(plan.top_k, 4)] for block in plan.blocks]
+        assert full @ increments == pytest.approx(0.7 + sum(item))
+        assert remaining @ increments == pytest.approx(0.7 + sum(item[plan.insertion_position :]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -563,22 +585,22 @@ def test_ramps_never_fall_and_meet_interpolation(values: list[float], x: float) 
         return
     generator = np.random.default_rng(0)
     rises = generator.random(len(knots))
-    at = rises.cumsum()
-    low, way = locate_interval(np.array([x]), knots)
+    index = rises.cumsum()
+    low, fraction = locate_interval(np.array([x]), knots)
     high = min(low[0] + 1, len(knots) - 1)
-    looked_up = at[low[0]] + way[0] * (at[high] - at[low[0]])
+    looked_up = index[low[0]] + fraction[0] * (index[high] - index[low[0]])
     assert (monotone_hinge_basis(np.array([x]), knots) @ rises)[0] == pytest.approx(looked_up, rel=1e-9)
     if knots[0] <= x <= knots[-1]:
-        assert looked_up == pytest.approx(np.interp(x, knots, at), rel=1e-9)
+        assert looked_up == pytest.approx(np.interp(x, knots, index), rel=1e-9)
     higher = monotone_hinge_basis(np.array([x, x + 1.0]), knots) @ rises
     assert higher[1] >= higher[0]
 
 
 def test_knots_are_thinned() -> None:
     assert select_log_spaced_knots(np.array([3.0, 1.0, 3.0]), 5).tolist() == [1.0, 3.0]
-    found = select_log_spaced_knots(np.arange(100.0), MAX_KNOTS)
-    assert len(found) <= MAX_KNOTS and found[0] == 0.0 and found[-1] == 99.0
-    assert np.diff(found).max() == np.diff(found)[-1]
+    knots = select_log_spaced_knots(np.arange(100.0), MAX_KNOTS)
+    assert len(knots) <= MAX_KNOTS and knots[0] == 0.0 and knots[-1] == 99.0
+    assert np.diff(knots).max() == np.diff(knots)[-1]
 
 
 def test_a_table_is_looked_up_as_it_is_written() -> None:
@@ -592,7 +614,7 @@ def test_a_table_is_looked_up_as_it_is_written() -> None:
     n = 40
     x, b, t = generator.uniform(0, 80, n), generator.uniform(1, 12, n), generator.random((n, 4))
     images, tier = generator.integers(0, 3, n).astype(float), generator.integers(0, 3, n)
-    found = table.predict(x, b, t, images, tier)
+    actual = table.predict(x, b, t, images, tier)
     for row in range(n):
         for level in range(2):
             # By its own definition, ramp by ramp.
@@ -602,7 +624,9 @@ def test_a_table_is_looked_up_as_it_is_written() -> None:
                 monotone_hinge_basis(x[row : row + 1], tokens)[0],
             )
             expected = np.einsum("mjk,m,j,k->", reached, by_batch, by_tokens, t[row])
-            assert found[row, level] == pytest.approx(expected + images[row] * table.vision[level, tier[row]])
+            assert actual[row, level] == pytest.approx(
+                expected + images[row] * table.vision[level, tier[row]]
+            )
 
 
 def test_a_table_at_more_loads_gives_the_same_times() -> None:
@@ -610,27 +634,27 @@ def test_a_table_at_more_loads_gives_the_same_times() -> None:
     loads = subdivide_knots(np.array([0.0, 0.7]), 0.2)
     assert loads.tolist() == pytest.approx([0.0, 0.175, 0.35, 0.525, 0.7]) and loads[-1] == 0.7
     assert subdivide_knots(np.array([0.3]), 0.2).tolist() == [0.3]
-    few = replace(
+    subset = replace(
         table, loads=np.array([0.0, 0.7]), coefficients=table.coefficients[[0, -1]],
         vision=table.vision[[0, -1]],
     )  # fmt: skip
-    more = few.resample_loads(loads)
-    about = (
+    more = subset.resample_loads(loads)
+    metadata = (
         np.full(3, 80.0),
         np.ones(3),
         compute_plan_features(SPACE.plans[::100], SPACE.geometry),
         np.ones(3),
         np.arange(3),
     )
-    assert more.predict(*about) @ interpolation_weights(np.array([0.5]), loads)[0] == pytest.approx(
-        few.predict(*about) @ interpolation_weights(np.array([0.5]), few.loads)[0]
+    assert more.predict(*metadata) @ interpolation_weights(np.array([0.5]), loads)[0] == pytest.approx(
+        subset.predict(*metadata) @ interpolation_weights(np.array([0.5]), subset.loads)[0]
     )
-    assert (more.predict(*about)[:, [0, -1]] == few.predict(*about)).all()
+    assert (more.predict(*metadata)[:, [0, -1]] == subset.predict(*metadata)).all()
 
 
 def test_a_table_is_found_again_from_its_own_times() -> None:
     generator = np.random.default_rng(6)
-    plans = [SPACE.plans[at] for at in generator.integers(0, 225, 400)]
+    plans = [SPACE.plans[index] for index in generator.integers(0, 225, 400)]
     tokens = generator.choice([20.0, 60.0, 200.0], 400)
     work = compute_plan_features(plans, SPACE.geometry)
     ms = work @ [1.0, 0.2, 0.05, 0.0, 0.1, 0.02] * (1 + tokens / 100)
@@ -647,7 +671,7 @@ def test_a_table_is_found_again_from_its_own_times() -> None:
 
 def test_a_table_is_of_medians_however_wide_times_scatter() -> None:
     generator = np.random.default_rng(6)
-    plans = [SPACE.plans[at] for at in generator.integers(0, 225, 3000)]
+    plans = [SPACE.plans[index] for index in generator.integers(0, 225, 3000)]
     work = compute_plan_features(plans, SPACE.geometry)
     truth = work @ [1.0, 0.2, 0.05, 0.0, 0.1, 0.02]
     none = np.zeros(3000)
@@ -664,18 +688,22 @@ def test_a_table_is_of_medians_however_wide_times_scatter() -> None:
 def test_a_phase_is_fitted_to_whole_requests_since_medians_do_not_add_up() -> None:
     # Each of two phases is delayed now and then: in less than half of its runs, but together in most.
     generator = np.random.default_rng(7)
-    plans = [SPACE.plans[at] for at in generator.integers(0, 225, 4000)]
+    plans = [SPACE.plans[index] for index in generator.integers(0, 225, 4000)]
     work, none = compute_plan_features(plans, SPACE.geometry), np.zeros(4000)
     undisturbed = work @ [1.0, 0.2, 0.05, 0.0, 0.1, 0.02]
     phases = undisturbed * (1.0 + (generator.random((2, 4000)) < 0.4))
     shared = {"load": none, "batch": none + 1.0, "tokens": none, "images": none, "features": work}
-    how: Any = {**shared, "tier": none.astype(int), "repeats": none + 1.0}
-    at = (none, none + 1.0, work, none, none.astype(int))
-    first = fit_table(PhaseSamples(end_ms=phases[0], start_ms=none, **how), np.zeros(1), 0).predict(*at)[:, 0]
+    options: Any = {**shared, "tier": none.astype(int), "repeats": none + 1.0}
+    index = (none, none + 1.0, work, none, none.astype(int))
+    first = fit_table(PhaseSamples(end_ms=phases[0], start_ms=none, **options), np.zeros(1), 0).predict(
+        *index
+    )[:, 0]
     assert np.median(first / undisturbed) == pytest.approx(1.0, abs=0.02)
-    whole = phases.sum(axis=0)
-    second = fit_table(PhaseSamples(end_ms=whole, start_ms=first, **how), np.zeros(1), 0).predict(*at)[:, 0]
-    assert np.median((first + second) / np.median(whole / undisturbed) / undisturbed) == pytest.approx(
+    full = phases.sum(axis=0)
+    second = fit_table(PhaseSamples(end_ms=full, start_ms=first, **options), np.zeros(1), 0).predict(*index)[
+        :, 0
+    ]
+    assert np.median((first + second) / np.median(full / undisturbed) / undisturbed) == pytest.approx(
         1.0, abs=0.02
     )
 
@@ -685,27 +713,27 @@ def test_a_phase_is_fitted_to_whole_requests_since_medians_do_not_add_up() -> No
 def test_margins_are_conformal_quantiles(count: int, miss: float, seed: int) -> None:
     scores = np.random.default_rng(seed).normal(size=count)
     rank = math.ceil((count + 1) * (1.0 - miss))
-    found = conformal_margin(scores, miss)
+    margin = conformal_margin(scores, miss)
     if rank <= count:
-        assert found == max(np.sort(scores)[rank - 1], 0.0)
+        assert margin == max(np.sort(scores)[rank - 1], 0.0)
     else:
-        assert found >= max(scores.max(), 0.0)
-    assert conformal_margin(scores, miss / 2) >= found >= 0.0
+        assert margin >= max(scores.max(), 0.0)
+    assert conformal_margin(scores, miss / 2) >= margin >= 0.0
     assert conformal_margin(np.full(count, 2.0), miss) == pytest.approx(2.0)
 
 
 def test_a_tail_is_continued() -> None:
     # The share above t is exp(-t).
-    drawn = np.random.default_rng(1).exponential(size=(50, 600))
+    sampled = np.random.default_rng(1).exponential(size=(50, 600))
     for miss in (1e-3, 1e-4):
-        found = [conformal_margin(scores, miss) for scores in drawn]
-        assert np.mean(found) == pytest.approx(math.log(1 / miss), rel=0.1)
+        margin = [conformal_margin(scores, miss) for scores in sampled]
+        assert np.mean(margin) == pytest.approx(math.log(1 / miss), rel=0.1)
 
 
 def test_scores_are_condensed() -> None:
     scores = np.random.default_rng(1).normal(size=5000)
-    few = summarize_scores(scores, 600)
-    assert len(few) == 600 and conformal_margin(few, 0.01) == pytest.approx(
+    subset = summarize_scores(scores, 600)
+    assert len(subset) == 600 and conformal_margin(subset, 0.01) == pytest.approx(
         conformal_margin(scores, 0.01), rel=0.05
     )
     assert summarize_scores(scores[:10], 600).tolist() == sorted(scores[:10])
@@ -715,10 +743,10 @@ def test_scatter_is_found_again() -> None:
     generator, n = np.random.default_rng(2), 20000
     prefill, step = generator.uniform(10, 50, n), generator.uniform(1, 4, n)
     steps = generator.integers(0, 40, n).astype(float)
-    rest = steps * step
-    sigma = residual_scale(np.array([0.04, 2e-3, 1e-3, 4e-4]), prefill, step, rest)
-    measured = prefill + rest + sigma * generator.normal(size=n)
-    found = residual_scale(fit_residual_scale(prefill, step, rest, measured), prefill, step, rest)
+    remaining = steps * step
+    sigma = residual_scale(np.array([0.04, 2e-3, 1e-3, 4e-4]), prefill, step, remaining)
+    measured = prefill + remaining + sigma * generator.normal(size=n)
+    scale = residual_scale(fit_residual_scale(prefill, step, remaining, measured), prefill, step, remaining)
     # Large errors are cut, which takes the same from all.
-    ratio = found / sigma
+    ratio = scale / sigma
     assert ratio.std() / ratio.mean() < 0.05 and 0.85 < ratio.mean() < 1.0

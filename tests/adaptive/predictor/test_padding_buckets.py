@@ -20,26 +20,26 @@ def up(sizes: list[int], tokens: int) -> int:
 
 
 def test_prompts_are_filled_up() -> None:
-    filling = PaddingBuckets.from_config(SIZES)
+    padding = PaddingBuckets.from_config(SIZES)
     tokens = np.arange(1.0, 90.0)
-    assert filling.pad_prompts(tokens).tolist() == [up(SIZES["prompts"], int(each)) for each in tokens]
+    assert padding.pad_prompts(tokens).tolist() == [up(SIZES["prompts"], int(item)) for item in tokens]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 30])
 def test_attention_is_rounded_up_step_by_step(steps: int) -> None:
-    filling = PaddingBuckets.from_config(SIZES)
+    padding = PaddingBuckets.from_config(SIZES)
     tokens = np.arange(1.0, 64.0 - steps)
     expected = [
-        np.mean([up(SIZES["contexts"], int(each) + at) for at in range(1, max(steps, 1) + 1)])
-        for each in tokens
+        np.mean([up(SIZES["contexts"], int(item) + index) for index in range(1, max(steps, 1) + 1)])
+        for item in tokens
     ]
-    np.testing.assert_allclose(filling.mean_context(tokens, np.full(len(tokens), float(steps))), expected)
+    np.testing.assert_allclose(padding.mean_context(tokens, np.full(len(tokens), float(steps))), expected)
 
 
 def test_without_sizes_nothing_is_rounded() -> None:
-    filling, tokens = PaddingBuckets.from_config({"runner": "eager"}), np.array([3.0, 7.0])
-    assert filling.pad_prompts(tokens).tolist() == [3.0, 7.0]
-    assert filling.mean_context(tokens, np.array([4.0, 0.0])).tolist() == [5.5, 7.5]
+    padding, tokens = PaddingBuckets.from_config({"runner": "eager"}), np.array([3.0, 7.0])
+    assert padding.pad_prompts(tokens).tolist() == [3.0, 7.0]
+    assert padding.mean_context(tokens, np.array([4.0, 0.0])).tolist() == [5.5, 7.5]
 
 
 class Stairs(FakeRunner):
@@ -56,25 +56,25 @@ class Stairs(FakeRunner):
 
 
 def test_a_share_of_an_image_has_whole_tokens() -> None:
-    plans, filling = make_space(), PaddingBuckets.from_config({"prompts": [256, 512]})
+    plans, padding = make_space(), PaddingBuckets.from_config({"prompts": [256, 512]})
     plan = plans.plans[-1]
     assert plan.tier == "high"
     # Exactly a size, whatever a division makes of it: not filled up to the next one.
-    asks = [
+    queries = [
         LatencyQuery(plan=plan, text_tokens=256 - vision, images=vision / VISION_TOKENS["high"], new_tokens=1)
         for vision in range(1, 257)
     ]
-    describer = FeatureBuilder(plans.geometry, VISION_TOKENS, plans.plans, filling, num_buckets=1)
-    assert set(describer.build(asks).prompt) == {256.0}
+    describer = FeatureBuilder(plans.geometry, VISION_TOKENS, plans.plans, padding, num_buckets=1)
+    assert set(describer.build(queries).prompt) == {256.0}
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_stairs_are_predicted_where_they_are_known(told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("knows_padding", [True, False])
+def test_stairs_are_predicted_where_they_are_known(knows_padding: bool, tmp_path: Path) -> None:
     runner = Stairs()
-    if told:
+    if knows_padding:
         runner.config = {"runner": "engine", "prompts": list(Stairs.sizes), "contexts": []}
     plans = make_space()
-    found = PlanLatencyPredictor.fit(
+    predictor = PlanLatencyPredictor.fit(
         collect_profile(
             runner,
             plans,
@@ -89,10 +89,10 @@ def test_stairs_are_predicted_where_they_are_known(told: bool, tmp_path: Path) -
     worst = 0.0
     for plan in plans.plans[::23]:
         for text in (20, 60, 180, 240, 300):
-            ask = LatencyQuery(plan=plan, text_tokens=text, images=1, new_tokens=2)
+            query = LatencyQuery(plan=plan, text_tokens=text, images=1, new_tokens=2)
             measured = runner.run(plan, text, steps=1)
-            p50 = found.predict([ask])[0].item()
-            every = found.predict_all(text_tokens=text, images=1, new_tokens=2)[0]
-            assert every[plans.plans.index(plan)] == pytest.approx(p50)
+            p50 = predictor.predict([query])[0].item()
+            all_items = predictor.predict_all(text_tokens=text, images=1, new_tokens=2)[0]
+            assert all_items[plans.plans.index(plan)] == pytest.approx(p50)
             worst = max(worst, abs(p50 / (measured.prefill_ms + 1.0) - 1.0))
-    assert worst < 0.02 if told else worst > 0.1
+    assert worst < 0.02 if knows_padding else worst > 0.1

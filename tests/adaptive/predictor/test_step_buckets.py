@@ -28,9 +28,9 @@ SPACE = make_space()
 
 def test_every_step_is_in_one_stretch() -> None:
     steps = np.arange(40.0)
-    found = count_steps_per_bucket(steps, 4)
-    assert (found.sum(axis=0) == steps).all()
-    assert found[:, 6].tolist() == [1.0, 2.0, 3.0, 0.0] and found[:, 39].tolist() == [1.0, 2.0, 4.0, 32.0]
+    actual = count_steps_per_bucket(steps, 4)
+    assert (actual.sum(axis=0) == steps).all()
+    assert actual[:, 6].tolist() == [1.0, 2.0, 3.0, 0.0] and actual[:, 39].tolist() == [1.0, 2.0, 4.0, 32.0]
     assert count_steps_per_bucket(np.array(5.0), 2).tolist() == [1.0, 4.0]
     assert count_steps_per_bucket(steps[:, None], 3).shape == (3, 40, 1)
 
@@ -48,18 +48,18 @@ class Meeting(FakeRunner):
     def request(
         self, plan: Plan, text_tokens: int, images: float, steps: int, batch: int = 1
     ) -> RequestTimes:
-        alone = super().request(plan, text_tokens, images, steps, batch)
-        met = self.generator.random(len(alone.steps_ms)) < 0.2 * self.load
+        single = super().request(plan, text_tokens, images, steps, batch)
+        met = self.generator.random(len(single.steps_ms)) < 0.2 * self.load
         waits = met * self.generator.exponential(8.0, len(met))
         return RequestTimes(
-            prefill_ms=alone.prefill_ms,
-            steps_ms=tuple(ms + wait for ms, wait in zip(alone.steps_ms, waits.tolist(), strict=True)),
+            prefill_ms=single.prefill_ms,
+            steps_ms=tuple(ms + wait for ms, wait in zip(single.steps_ms, waits.tolist(), strict=True)),
         )
 
 
 def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp_path: Path) -> None:
     runner = Meeting(noise=0.01)
-    found = PlanLatencyPredictor.fit(
+    predictor = PlanLatencyPredictor.fit(
         collect_profile(
             runner,
             SPACE,
@@ -77,10 +77,10 @@ def test_medians_of_short_requests_that_meet_nobody_and_of_long_ones_that_do(tmp
     runner.load = 0.7
     # Of three tokens three quarters meet nobody, of eleven a quarter.
     for new_tokens in (3, 7, 11):
-        ask = LatencyQuery(plan=plan, text_tokens=40, images=1, new_tokens=new_tokens, load=0.7)
-        taken = [runner.request(plan, 40, 1, new_tokens - 1) for _ in range(800)]
-        middle = np.median([timed.prefill_ms + sum(timed.steps_ms) for timed in taken])
-        assert found.predict([ask])[0][0] == pytest.approx(middle, rel=0.06)
+        query = LatencyQuery(plan=plan, text_tokens=40, images=1, new_tokens=new_tokens, load=0.7)
+        elapsed_ms = [runner.request(plan, 40, 1, new_tokens - 1) for _ in range(800)]
+        middle = np.median([timed.prefill_ms + sum(timed.steps_ms) for timed in elapsed_ms])
+        assert predictor.predict([query])[0][0] == pytest.approx(middle, rel=0.06)
 
 
 def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_a_few_long_visits_do_not_tell_of_all_others(tmp_path: Path) -> None:
         )
 
     profiled(4, 20)
-    found = PlanLatencyPredictor.fit(profiled(12, 1))
-    ask = LatencyQuery(plan=SPACE.plans[100], text_tokens=40, images=1, new_tokens=65)
+    predictor = PlanLatencyPredictor.fit(profiled(12, 1))
+    query = LatencyQuery(plan=SPACE.plans[100], text_tokens=40, images=1, new_tokens=65)
     timed = FakeRunner(noise=0.0).request(SPACE.plans[100], 40, 1, 64)
-    assert found.predict([ask])[0][0] == pytest.approx(timed.prefill_ms + sum(timed.steps_ms), rel=0.08)
+    assert predictor.predict([query])[0][0] == pytest.approx(timed.prefill_ms + sum(timed.steps_ms), rel=0.08)
 
 
 def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Path) -> None:
     runner = FakeRunner()
-    found = PlanLatencyPredictor.fit(
+    predictor = PlanLatencyPredictor.fit(
         collect_profile(
             runner,
             SPACE,
@@ -120,5 +120,5 @@ def test_a_profile_of_one_load_tells_of_an_idle_machine_what_it_can(tmp_path: Pa
         )
     )
     size: dict[str, Any] = {"text_tokens": 40, "images": 1, "new_tokens": 3}
-    ask = LatencyQuery(plan=SPACE.plans[100], **size)
-    assert found.predict_all(**size)[0][100] == pytest.approx(found.predict([ask])[0][0])
+    query = LatencyQuery(plan=SPACE.plans[100], **size)
+    assert predictor.predict_all(**size)[0][100] == pytest.approx(predictor.predict([query])[0][0])

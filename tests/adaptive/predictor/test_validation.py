@@ -32,63 +32,75 @@ def profiled(noise: float = 0.03) -> PlanProfile:
 
 
 def test_promises_are_kept() -> None:
-    found = validate(profiled())
-    assert [each.quantile for each in found.quantiles] == [0.5, *QUANTILES]
-    for each in found.quantiles:
-        assert each.low <= each.coverage <= each.high
-        assert each.coverage == pytest.approx(each.quantile, abs=0.08)
-    assert found.quantiles[-1].coverage > 0.97
-    assert found.p50_error < 0.04
-    assert found.requests == 27 * 2 * 6 and len(found.cells) == 27 * 2
-    assert found.to_dict()["quantiles"][0]["quantile"] == 0.5
+    profile = validate(profiled())
+    assert [row.quantile for row in profile.quantiles] == [0.5, *QUANTILES]
+    for row in profile.quantiles:
+        assert row.low <= row.coverage <= row.high
+        assert row.coverage == pytest.approx(row.quantile, abs=0.08)
+    assert profile.quantiles[-1].coverage > 0.97
+    assert profile.p50_error < 0.04
+    assert profile.requests == 27 * 2 * 6 and len(profile.cells) == 27 * 2
+    assert profile.to_dict()["quantiles"][0]["quantile"] == 0.5
 
 
 def test_what_is_judged_was_not_seen() -> None:
-    whole = profiled()
-    seen = []
-    for judged, predictors in fit_folds(whole, levels=(0.9, 0.99)):
-        mine = {(whole.successful[at].plan.id, whole.successful[at].text_tokens) for at in judged}
-        rest = {
-            (each.plan.id, each.text_tokens) for at, each in enumerate(whole.successful) if at not in judged
+    full = profiled()
+    observed = []
+    for outcomes, predictors in fit_folds(full, levels=(0.9, 0.99)):
+        part_plans = {
+            (full.successful[index].plan.id, full.successful[index].text_tokens) for index in outcomes
         }
-        assert not mine & rest
-        seen += judged
+        remaining = {
+            (measurement.plan.id, measurement.text_tokens)
+            for index, measurement in enumerate(full.successful)
+            if index not in outcomes
+        }
+        assert not part_plans & remaining
+        observed += outcomes
         low, high = (
-            predictors[level].predict([make_query(whole.successful[judged[0]])])[1][0]
+            predictors[level].predict([make_query(full.successful[outcomes[0]])])[1][0]
             for level in (0.9, 0.99)
         )
         assert low < high
-    assert sorted(seen) == list(range(len(whole.successful)))
+    assert sorted(observed) == list(range(len(full.successful)))
     # A plan that is ten times as slow as its kind is told wrong, since nothing was learnt from it.
-    odd = whole.successful[0].plan
+    odd = full.successful[0].plan
     slow = tuple(
         replace(
-            each, prefill_ms=10 * (each.prefill_ms or 0.0), steps_ms=tuple(10 * ms for ms in each.steps_ms)
+            measurement,
+            prefill_ms=10 * (measurement.prefill_ms or 0.0),
+            steps_ms=tuple(10 * ms for ms in measurement.steps_ms),
         )
-        if each.plan == odd
-        else each
-        for each in whole.measurements
+        if measurement.plan == odd
+        else measurement
+        for measurement in full.measurements
     )
-    assert validate(replace(whole, measurements=slow)).p50_error > validate(whole).p50_error + 0.02
+    assert validate(replace(full, measurements=slow)).p50_error > validate(full).p50_error + 0.02
 
 
 def test_too_little() -> None:
-    whole = profiled()
-    groups = list(dict.fromkeys((each.plan, each.text_tokens) for each in whole.successful))
+    full = profiled()
+    groups = list(
+        dict.fromkeys((measurement.plan, measurement.text_tokens) for measurement in full.successful)
+    )
 
-    def some(count: int) -> PlanProfile:
-        kept = set(groups[:count])
+    def select_groups(count: int) -> PlanProfile:
+        retained = set(groups[:count])
         return replace(
-            whole,
-            measurements=tuple(each for each in whole.measurements if (each.plan, each.text_tokens) in kept),
+            full,
+            measurements=tuple(
+                measurement
+                for measurement in full.measurements
+                if (measurement.plan, measurement.text_tokens) in retained
+            ),
         )
 
     assert (
-        can_validate(whole)
-        and not can_validate(some(6))
-        and not can_validate(some(3))
-        and can_validate(some(7))
+        can_validate(full)
+        and not can_validate(select_groups(6))
+        and not can_validate(select_groups(3))
+        and can_validate(select_groups(7))
     )
-    validate(some(7))
+    validate(select_groups(7))
     with pytest.raises(InputError, match="profile more"):
-        validate(some(6))
+        validate(select_groups(6))

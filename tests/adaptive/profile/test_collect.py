@@ -51,44 +51,55 @@ def measured(runner: FakeRunner, out: Path, **changed: Any) -> PlanProfile:
 
 
 def test_everything_is_measured_and_kept(tmp_path: Path) -> None:
-    runner, told = FakeRunner(), []
-    found = measured(
+    runner, messages = FakeRunner(), []
+    profile = measured(
         runner, tmp_path / "new" / "p.parquet", loads=(0.0, 0.5), batch_sizes=(1, 2),
-        progress=lambda what, done: told.append((what, done)),
+        progress=lambda message, fraction: messages.append((message, fraction)),
     )  # fmt: skip
-    keys = {visit.case for visit in found.measurements}
+    keys = {measurement.case for measurement in profile.measurements}
     assert keys == {
         (plan.id, tokens, batch, load, number)
         for plan in PLANS for tokens in (4, 9) for batch in (1, 2) for load in (0.0, 0.5) for number in (0, 1)
     }  # fmt: skip
-    assert len(found.measurements) == len(keys) == 96 == len(told)
-    assert all(len(visit.steps_ms) == 3 and visit.error is None for visit in found.measurements)
-    assert told[-1][1] == 1.0 and [done for _, done in told] == sorted(done for _, done in told)
+    assert len(profile.measurements) == len(keys) == 96 == len(messages)
+    assert all(
+        len(measurement.steps_ms) == 3 and measurement.error is None for measurement in profile.measurements
+    )
+    assert messages[-1][1] == 1.0 and [completed for _, completed in messages] == sorted(
+        completed for _, completed in messages
+    )
     # Each cell is run once, short, before its first sample, and never again.
     warm = Counter((plan, tokens, batch) for plan, tokens, steps, batch in runner.calls if steps == 2)
     assert set(warm.values()) == {1} and len(warm) == 24
-    assert PlanProfile.load(tmp_path / "new" / "p.parquet") == found
+    assert PlanProfile.load(tmp_path / "new" / "p.parquet") == profile
     assert not get_journal_path(tmp_path / "new" / "p.parquet").exists()
-    assert found.metadata.vision_tokens == VISION_TOKENS and found.space == SPACE
-    assert found.environments[0]["timer"] == "perf_counter" and found.environments[0]["seed"] == 0
+    assert profile.metadata.vision_tokens == VISION_TOKENS and profile.space == SPACE
+    assert profile.environments[0]["timer"] == "perf_counter" and profile.environments[0]["seed"] == 0
 
 
 def test_rows_hold_all_samples_by_phase(tmp_path: Path) -> None:
-    found = measured(FakeRunner(), tmp_path / "p.parquet")
-    rows = {(row["phase"], row["plan"], row["tokens"]): row["samples_ms"] for row in found.iterate_samples()}
+    profile = measured(FakeRunner(), tmp_path / "p.parquet")
+    rows = {
+        (row["phase"], row["plan"], row["tokens"]): row["samples_ms"] for row in profile.iterate_samples()
+    }
     assert len(rows) == 2 * 6 * 2
     for plan in PLANS:
         for tokens in (4, 9):
-            mine = [v for v in found.measurements if (v.plan, v.text_tokens) == (plan, tokens)]
-            assert rows["prefill", plan.id, tokens] == [visit.prefill_ms for visit in mine]
-            assert rows["decode", plan.id, tokens] == [step for visit in mine for step in visit.steps_ms]
+            plan_measurements = [v for v in profile.measurements if (v.plan, v.text_tokens) == (plan, tokens)]
+            assert rows["prefill", plan.id, tokens] == [
+                measurement.prefill_ms for measurement in plan_measurements
+            ]
+            assert rows["decode", plan.id, tokens] == [
+                step for measurement in plan_measurements for step in measurement.steps_ms
+            ]
 
 
 def test_rounds_run_every_cell_in_an_order_of_their_own(tmp_path: Path) -> None:
     def orders(name: str, seed: int) -> list[list[tuple[str, int]]]:
-        found = measured(FakeRunner(), tmp_path / name, seed=seed, warmup_runs=0)
+        profile = measured(FakeRunner(), tmp_path / name, seed=seed, warmup_runs=0)
         return [
-            [(v.plan.id, v.text_tokens) for v in found.measurements if v.round == number] for number in (0, 1)
+            [(v.plan.id, v.text_tokens) for v in profile.measurements if v.round == number]
+            for number in (0, 1)
         ]
 
     first, second = orders("a.parquet", 3)
@@ -99,12 +110,12 @@ def test_rounds_run_every_cell_in_an_order_of_their_own(tmp_path: Path) -> None:
 def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     file, runner = tmp_path / "p.parquet", FakeRunner()
     first = measured(runner, file, plans=PLANS[:3])
-    again = FakeRunner(seed=9)
-    assert measured(again, file, plans=PLANS[:3]) == first and not again.calls
-    more = measured(again, file, rounds=3, loads=(0.0, 0.7), text_tokens=(4, 9, 17))
+    second = FakeRunner(seed=9)
+    assert measured(second, file, plans=PLANS[:3]) == first and not second.calls
+    more = measured(second, file, rounds=3, loads=(0.0, 0.7), text_tokens=(4, 9, 17))
     assert more.measurements[: len(first.measurements)] == first.measurements
     assert len(more.measurements) == 6 * 3 * 3 * 2 and len(more.environments) == 2
-    assert {visit.session for visit in more.measurements[len(first.measurements) :]} == {1}
+    assert {measurement.session for measurement in more.measurements[len(first.measurements) :]} == {1}
 
 
 def test_more_steps_are_measured_and_fewer_are_kept(tmp_path: Path) -> None:
@@ -112,11 +123,13 @@ def test_more_steps_are_measured_and_fewer_are_kept(tmp_path: Path) -> None:
     first = measured(runner, file, plans=PLANS[:2], decode_steps=3)
     more = measured(FakeRunner(seed=1), file, plans=PLANS[:3], decode_steps=5)
     assert more.measurements[: len(first.measurements)] == first.measurements
-    assert [len(visit.steps_ms) for visit in more.measurements[len(first.measurements) :]] == [5] * 12
-    assert len({visit.key for visit in more.measurements}) == len(more.measurements) == 8 + 12
+    assert [len(measurement.steps_ms) for measurement in more.measurements[len(first.measurements) :]] == [
+        5
+    ] * 12
+    assert len({measurement.key for measurement in more.measurements}) == len(more.measurements) == 8 + 12
     # Those with more steps are enough for who asks for fewer.
-    again = FakeRunner(seed=2)
-    assert measured(again, file, plans=PLANS[:3], decode_steps=4) == more and not again.calls
+    second = FakeRunner(seed=2)
+    assert measured(second, file, plans=PLANS[:3], decode_steps=4) == more and not second.calls
     rows = {
         row["plan"]: row for row in more.iterate_samples() if row["phase"] == "decode" and row["tokens"] == 4
     }
@@ -129,7 +142,7 @@ def test_what_fails_with_more_steps_is_noted_beside_what_did_not(tmp_path: Path)
     broken = FakeRunner(fails=lambda plan, tokens: plan == bad and tokens == 9)
     more = measured(broken, file, plans=PLANS[:2], decode_steps=5)
     assert len(more.successful) == 8 + 6 and more.measurements[:8] == first.measurements
-    assert {visit.case[:2] for visit in more.measurements if visit.error} == {(bad.id, 9)}
+    assert {measurement.case[:2] for measurement in more.measurements if measurement.error} == {(bad.id, 9)}
     better = measured(FakeRunner(), file, plans=PLANS[:2], decode_steps=5)
     assert better.measurements == better.successful and len(better.successful) == 16
 
@@ -152,36 +165,36 @@ measured(FakeRunner(), Path(sys.argv[1]), progress=stop)
 def test_a_kill_loses_nothing(tmp_path: Path) -> None:
     file, root = tmp_path / "p.parquet", Path(__file__).parents[3]
     path = f"{root / 'src'}{os.pathsep}{root}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", KILLED, str(file)], env={**os.environ, "PYTHONPATH": path}, check=False
     )
-    assert done.returncode == -signal.SIGKILL and not file.exists()
+    assert completed.returncode == -signal.SIGKILL and not file.exists()
     # The line that it was writing is torn.
     with get_journal_path(file).open("ab") as torn:
         torn.write(b'{"measurement": {"plan"')
-    held = PlanProfile.load(file)
-    assert len(held.measurements) == 7
+    stored = PlanProfile.load(file)
+    assert len(stored.measurements) == 7
     runner = FakeRunner(seed=1)
-    found = measured(runner, file, warmup_runs=0)
+    profile = measured(runner, file, warmup_runs=0)
     assert (
-        found.measurements[:7] == held.measurements
-        and len(found.measurements) == 24
+        profile.measurements[:7] == stored.measurements
+        and len(profile.measurements) == 24
         and len(runner.calls) == 17
     )
     assert file.exists() and not get_journal_path(file).exists()
     # A kill between the table and the end of the journal leaves visits in both.
     lines = [
-        {"environment": dict(found.environments[1]), "session": 1},
-        journal_row(found.measurements[-1]),
+        {"environment": dict(profile.environments[1]), "session": 1},
+        journal_row(profile.measurements[-1]),
     ]
-    header = ProfileHeader.from_metadata(found.metadata).to_dict()
+    header = ProfileHeader.from_metadata(profile.metadata).to_dict()
     get_journal_path(file).write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
-    assert PlanProfile.load(file) == found
+    assert PlanProfile.load(file) == profile
 
 
 def test_an_exception_keeps_what_came_before(tmp_path: Path) -> None:
-    def stop(what: str, done: float) -> None:
-        if done > 0.4:
+    def stop(message: str, fraction: float) -> None:
+        if fraction > 0.4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -192,12 +205,12 @@ def test_an_exception_keeps_what_came_before(tmp_path: Path) -> None:
 
 def test_what_cannot_be_run_is_noted_and_tried_again(tmp_path: Path) -> None:
     file, bad = tmp_path / "p.parquet", PLANS[0]
-    found = measured(FakeRunner(fails=lambda plan, tokens: plan == bad and tokens == 9), file)
-    failed = [visit for visit in found.measurements if visit.error]
-    assert [(visit.plan, visit.text_tokens) for visit in failed] == [(bad, 9)] * 2
+    profile = measured(FakeRunner(fails=lambda plan, tokens: plan == bad and tokens == 9), file)
+    failed = [measurement for measurement in profile.measurements if measurement.error]
+    assert [(measurement.plan, measurement.text_tokens) for measurement in failed] == [(bad, 9)] * 2
     assert failed[0].error == "out of memory" and failed[0].prefill_ms is None
-    assert len(found.successful) == 22 and not any(
-        row["tokens"] == 9 and row["plan"] == bad.id for row in found.iterate_samples()
+    assert len(profile.successful) == 22 and not any(
+        row["tokens"] == 9 and row["plan"] == bad.id for row in profile.iterate_samples()
     )
     runner = FakeRunner()
     better = measured(runner, file)
@@ -214,12 +227,12 @@ def test_a_device_that_is_lost_ends_it(tmp_path: Path) -> None:
 
 def test_a_profile_is_of_one_model_and_one_device(tmp_path: Path) -> None:
     file = tmp_path / "p.parquet"
-    found = measured(FakeRunner(), file)
-    found.check("fake", "cpu")
+    profile = measured(FakeRunner(), file)
+    profile.check("fake", "cpu")
     with pytest.raises(InputError, match=r"fake.*other"):
-        found.check("other", "cpu")
+        profile.check("other", "cpu")
     elsewhere = replace(
-        found, metadata=replace(found.metadata, device={**found.metadata.device, "name": "Abacus"})
+        profile, metadata=replace(profile.metadata, device={**profile.metadata.device, "name": "Abacus"})
     )
     with pytest.raises(InputError, match="'Abacus'"):
         elsewhere.check("fake", "cpu")
@@ -234,7 +247,7 @@ def test_a_profile_is_of_one_model_and_one_device(tmp_path: Path) -> None:
             measured(runner, file)
     with pytest.raises(InputError, match="space"):
         collect_profile(FakeRunner(), make_space(6, 2), file, text_tokens=(4,))
-    assert PlanProfile.load(file) == found
+    assert PlanProfile.load(file) == profile
 
 
 @pytest.mark.parametrize(
@@ -278,7 +291,7 @@ def test_plans_that_cannot_be_run_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("refused_at_once")
 def test_two_do_not_write_one_profile(tmp_path: Path) -> None:
-    def meanwhile(what: str, done: float) -> None:
+    def meanwhile(message: str, fraction: float) -> None:
         with pytest.raises(RunError, match="another process"):
             measured(FakeRunner(), tmp_path / "p.parquet")
 
@@ -287,17 +300,17 @@ def test_two_do_not_write_one_profile(tmp_path: Path) -> None:
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:
     file = tmp_path / "p.parquet"
-    found = measured(FakeRunner(), file, plans=PLANS[:2])
+    profile = measured(FakeRunner(), file, plans=PLANS[:2])
     check_artifact_file(PlanProfile.load, file, "sparseflow adaptive profile")
     file.write_bytes(b"PAR1 not really")
     with pytest.raises(FileFormatError):
         measured(FakeRunner(), file)
     file.unlink()
-    header = ProfileHeader.from_metadata(found.metadata)
-    rows = [{"environment": {}, "session": 0}, *map(journal_row, found.measurements)]
+    header = ProfileHeader.from_metadata(profile.metadata)
+    rows = [{"environment": {}, "session": 0}, *map(journal_row, profile.measurements)]
     journal = get_journal_path(file)
     journal.write_text("".join(json.dumps(line) + "\n" for line in (header.to_dict(), *rows)))
-    assert PlanProfile.load(file).measurements == found.measurements
+    assert PlanProfile.load(file).measurements == profile.measurements
 
     def open_rows() -> list[Any]:
         with Journal(journal, ROWS, header=header) as opened:
@@ -307,15 +320,15 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cut=st.floats(0, 1), at=st.floats(0, 1), value=st.integers(0, 255))
-def test_damaged_files_are_told_or_read(tmp_path: Path, cut: float, at: float, value: int) -> None:
-    whole = tmp_path / "whole.parquet"
-    if not whole.exists():
-        measured(FakeRunner(), whole, plans=PLANS[:2])
-    content = bytearray(whole.read_bytes())
-    content[int(at * (len(content) - 1))] = value
+@given(cut=st.floats(0, 1), position=st.floats(0, 1), value=st.integers(0, 255))
+def test_damaged_files_are_told_or_read(tmp_path: Path, cut: float, position: float, value: int) -> None:
+    full = tmp_path / "whole.parquet"
+    if not full.exists():
+        measured(FakeRunner(), full, plans=PLANS[:2])
+    content = bytearray(full.read_bytes())
+    content[int(position * (len(content) - 1))] = value
     damaged = tmp_path / "damaged.parquet"
-    for data in (bytes(content), whole.read_bytes()[: int(cut * len(content))]):
+    for data in (bytes(content), full.read_bytes()[: int(cut * len(content))]):
         damaged.write_bytes(data)
         try:
             PlanProfile.load(damaged)
@@ -324,12 +337,12 @@ def test_damaged_files_are_told_or_read(tmp_path: Path, cut: float, at: float, v
 
 
 def test_a_visit_is_also_each_shorter_request() -> None:
-    visit = Measurement(plan=PLANS[0], text_tokens=4, prefill_ms=5.0, steps_ms=(1.0, 2.0, 4.0))
-    assert [visit.total_ms(count) for count in (1, 2, 3, 4)] == [5.0, 6.0, 8.0, 12.0]
+    measurement = Measurement(plan=PLANS[0], text_tokens=4, prefill_ms=5.0, steps_ms=(1.0, 2.0, 4.0))
+    assert [measurement.total_ms(count) for count in (1, 2, 3, 4)] == [5.0, 6.0, 8.0, 12.0]
     for count in (0, 5):
         with pytest.raises(InputError, match="`new_tokens`"):
-            visit.total_ms(count)
-    assert MEASUREMENT.validate_python(MEASUREMENT.dump_python(visit, mode="json")) == visit
+            measurement.total_ms(count)
+    assert MEASUREMENT.validate_python(MEASUREMENT.dump_python(measurement, mode="json")) == measurement
 
 
 @pytest.mark.parametrize(
@@ -341,9 +354,9 @@ def test_a_visit_is_also_each_shorter_request() -> None:
     ],
 )  # fmt: skip
 def test_visits_are_checked(changed: dict[str, Any]) -> None:
-    whole: dict[str, Any] = {"plan": PLANS[0], "text_tokens": 4, "prefill_ms": 5.0}
+    full: dict[str, Any] = {"plan": PLANS[0], "text_tokens": 4, "prefill_ms": 5.0}
     with pytest.raises(InputError):
-        Measurement(**whole | changed)
+        Measurement(**full | changed)
 
 
 @pytest.mark.parametrize("times", [(0.0, ()), (1.0, (0.0,)), (float("nan"), ()), (1.0, (float("inf"),))])
@@ -355,21 +368,21 @@ def test_times_are_checked(times: tuple[float, tuple[float, ...]]) -> None:
 @given(count=st.integers(6, 260), seed=st.integers(0, 5), text_only=st.integers(0, 80))
 @settings(max_examples=25, deadline=None)
 def test_spread_plans_tell_about_the_others(count: int, seed: int, text_only: int) -> None:
-    whole = make_space()
-    found = select_representative_plans(whole, count, seed=seed, num_text_plans=text_only)
-    seen = [plan for plan in found if plan.tier is not None]
-    assert len(set(found)) == len(found) and set(seen) <= set(whole.plans)
-    assert len(seen) == min(count, 225) and len(found) - len(seen) == min(text_only, 75)
-    for tier in whole.tiers:
-        mine = [plan for plan in seen if plan.tier == tier]
-        assert {16, 12} <= {len(plan.blocks) for plan in mine}
-        assert {8, 4} <= {plan.top_k for plan in mine}
-    assert found == select_representative_plans(whole, count, seed=seed, num_text_plans=text_only)
+    full = make_space()
+    actual = select_representative_plans(full, count, seed=seed, num_text_plans=text_only)
+    observed = [plan for plan in actual if plan.tier is not None]
+    assert len(set(actual)) == len(actual) and set(observed) <= set(full.plans)
+    assert len(observed) == min(count, 225) and len(actual) - len(observed) == min(text_only, 75)
+    for tier in full.tiers:
+        tier_plans = [plan for plan in observed if plan.tier == tier]
+        assert {16, 12} <= {len(plan.blocks) for plan in tier_plans}
+        assert {8, 4} <= {plan.top_k for plan in tier_plans}
+    assert actual == select_representative_plans(full, count, seed=seed, num_text_plans=text_only)
 
 
 def test_plans_of_some_tiers_can_be_spread_alone() -> None:
-    found = select_representative_plans(make_space(), 8, tiers=("low", "medium"), num_text_plans=2)
-    assert [plan.tier for plan in found] == ["low"] * 4 + ["medium"] * 4 + [None] * 2
+    actual = select_representative_plans(make_space(), 8, tiers=("low", "medium"), num_text_plans=2)
+    assert [plan.tier for plan in actual] == ["low"] * 4 + ["medium"] * 4 + [None] * 2
     assert [
         plan.tier for plan in select_representative_plans(make_space(), 8, tiers=(), num_text_plans=2)
     ] == [None] * 2
@@ -387,7 +400,7 @@ def test_too_few_plans_are_refused() -> None:
 def test_a_model_without_images_has_plans_without_tier(tmp_path: Path) -> None:
     plain, runner = make_space(6, 3, images=False), FakeRunner()
     runner.vision_tokens = {}
-    found = collect_profile(
+    profile = collect_profile(
         runner,
         plain,
         tmp_path / "p.parquet",
@@ -395,7 +408,9 @@ def test_a_model_without_images_has_plans_without_tier(tmp_path: Path) -> None:
         plans=select_representative_plans(plain, 4),
         rounds=1,
     )
-    assert {visit.plan.tier for visit in found.measurements} == {None} and not found.metadata.vision_tokens
+    assert {measurement.plan.tier for measurement in profile.measurements} == {
+        None
+    } and not profile.metadata.vision_tokens
 
 
 def test_vision_tokens_ascend(tmp_path: Path) -> None:
@@ -414,7 +429,7 @@ def test_no_load_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_load_is_held(tmp_path: Path) -> None:
     runner = FakeRunner()
-    found = collect_profile(
+    profile = collect_profile(
         runner,
         SPACE,
         tmp_path / "p.parquet",
@@ -424,4 +439,4 @@ def test_a_load_is_held(tmp_path: Path) -> None:
         rounds=1,
         decode_steps=1,
     )
-    assert found.measurements[0].load == 0.1
+    assert profile.measurements[0].load == 0.1

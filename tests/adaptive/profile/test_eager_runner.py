@@ -27,10 +27,10 @@ from tests.adaptive.counting import count_calls
 FLOAT = torch.float32
 
 
-def runner_of(model: Any, **given: Any) -> EagerRunner:
+def runner_of(model: Any, **options: Any) -> EagerRunner:
     runtime = PlanRuntime(get_adapter(model))
     example = tiny.make_prompt(model) if runtime.geometry.tiers else None
-    return EagerRunner(runtime, **{"device": "cpu", "example": example} | given)
+    return EagerRunner(runtime, **{"device": "cpu", "example": example} | options)
 
 
 class Seen:
@@ -41,10 +41,10 @@ class Seen:
         self.ids: list[torch.Tensor] = []
         model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _note(self, module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+    def _note(self, module: nn.Module, options: Any, named: dict[str, Any]) -> None:
         ids, cache = named["input_ids"], named.get("past_key_values")
-        held = 0 if cache is None else cache.get_seq_length()
-        self.calls.append((len(ids), ids.shape[1], held, named.get("pixel_values") is not None))
+        stored = 0 if cache is None else cache.get_seq_length()
+        self.calls.append((len(ids), ids.shape[1], stored, named.get("pixel_values") is not None))
         self.ids.append(ids.clone())
 
 
@@ -52,13 +52,13 @@ class Seen:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
-    runner, seen = runner_of(model), Seen(model)
+    runner, observed = runner_of(model), Seen(model)
     geometry = get_adapter(model).geometry
     plan = Plan(tier="medium" if geometry.tiers else None, insertion_position=2, top_k=3, blocks=(0, 1, 3, 5))
     timed = runner.run(plan, 17, steps=4, batch=batch)
     prompt = 17 + (runner.vision_tokens[plan.tier] if plan.tier else 0)
-    assert seen.calls[0] == (1, prompt, 0, plan.tier is not None)
-    assert seen.calls[1:] == [(batch, 1, prompt + at, False) for at in range(4)]
+    assert observed.calls[0] == (1, prompt, 0, plan.tier is not None)
+    assert observed.calls[1:] == [(batch, 1, prompt + index, False) for index in range(4)]
     assert timed.prefill_ms > 0.0 and len(timed.steps_ms) == 4
     assert runner.run(plan, 17, steps=0).steps_ms == ()
 
@@ -89,25 +89,25 @@ def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
 
 def test_words_mean_nothing_special_and_differ() -> None:
     model = tiny.build_qwen3_vl_moe(dtype=FLOAT)
-    runner, seen = runner_of(model), Seen(model)
+    runner, observed = runner_of(model), Seen(model)
     full = get_adapter(model).geometry.full_plan(images=False)
     runner.run(full, 400, steps=0)
     runner.run(full, 400, steps=0)
-    first, second = seen.ids
+    first, second = observed.ids
     special = {tiny.IMAGE, tiny.VIDEO, tiny.VISION_START, tiny.VISION_END, 0, 1, 2}
     assert not special & set(first.flatten().tolist()) and not torch.equal(first, second)
     # Rows of a batch go on with tokens of their own.
-    seen.ids.clear()
+    observed.ids.clear()
     runner.run(full, 4, steps=8, batch=4)
-    assert any(len(set(ids.flatten().tolist())) > 1 for ids in seen.ids[1:])
+    assert any(len(set(ids.flatten().tolist())) > 1 for ids in observed.ids[1:])
 
 
 def test_prompts_may_be_shorter_than_the_example() -> None:
     model = tiny.build_llava_siglip(dtype=FLOAT)
-    runner, seen = runner_of(model), Seen(model)
+    runner, observed = runner_of(model), Seen(model)
     plan = get_adapter(model).geometry.full_plan()
     runner.run(plan, 1, steps=0)
-    assert seen.calls[0][1] == 57
+    assert observed.calls[0][1] == 57
     before = tiny.make_prompt(model)
     before["input_ids"] = before["input_ids"].flip(1)
     with pytest.raises(InputError, match="10 text tokens"):
@@ -145,10 +145,10 @@ def test_a_real_model_is_profiled(tmp_path: Path) -> None:
     runner = runner_of(model)
     space = PlanSpace.from_importance(get_adapter(model).geometry, [3.0, 2.0, 1.0])
     plans = [space.plans[0], space.plans[-1]]
-    found = collect_profile(
+    profile = collect_profile(
         runner, space, tmp_path / "p.parquet", text_tokens=(5,), plans=plans, rounds=1, decode_steps=2
     )
-    assert [len(visit.steps_ms) for visit in found.measurements] == [2, 2]
+    assert [len(measurement.steps_ms) for measurement in profile.measurements] == [2, 2]
     PlanProfile.load(tmp_path / "p.parquet").check(compute_model_id(model), "cpu")
 
 
@@ -177,8 +177,8 @@ def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
 
 
 def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
-    for made in tiny.FAMILIES.values():
-        model = made(dtype=FLOAT)
+    for created in tiny.FAMILIES.values():
+        model = created(dtype=FLOAT)
         before = compute_model_id(model)
         runtime = PlanRuntime(get_adapter(model))
         assert compute_model_id(model) == before
@@ -188,7 +188,7 @@ def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
 
 
 def test_other_models_are_others() -> None:
-    made = [
+    created = [
         tiny.build_olmoe(dtype=FLOAT),
         tiny.build_olmoe(depth=5, dtype=FLOAT),
         tiny.build_olmoe(top_k=5, dtype=FLOAT),
@@ -200,7 +200,7 @@ def test_other_models_are_others() -> None:
         nn.Linear(2, 3),
         nn.Linear(2, 4),
     ]
-    assert len({compute_model_id(model) for model in made}) == len(made)
+    assert len({compute_model_id(model) for model in created}) == len(created)
 
 
 def test_a_limit_of_tokens_is_told_and_kept() -> None:

@@ -39,9 +39,9 @@ def model() -> Any:
 
 @pytest.fixture
 def runtime(model: Any) -> Iterator[PlanRuntime]:
-    found = PlanRuntime(get_adapter(model))
-    yield found
-    found.remove()
+    runtime = PlanRuntime(get_adapter(model))
+    yield runtime
+    runtime.remove()
 
 
 def plans(runtime: PlanRuntime) -> tuple[Plan, ...]:
@@ -49,79 +49,81 @@ def plans(runtime: PlanRuntime) -> tuple[Plan, ...]:
     return (space.plans[0], space.plans[-1], TEXT)
 
 
-def made(runtime: PlanRuntime, **given: Any) -> EngineRunner:
+def make_runner(runtime: PlanRuntime, **options: Any) -> EngineRunner:
     example = tiny.make_prompt(runtime.adapter.model)
-    options: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": MAX_ENGINE_PLANS}
-    return EngineRunner(runtime, plans(runtime), **(options | given))
+    defaults: dict[str, Any] = {"example": example, "max_batch": 4, "max_tokens": 96, "mix": MAX_ENGINE_PLANS}
+    return EngineRunner(runtime, plans(runtime), **(defaults | options))
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GenerationRequest, int]]:
+def started_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GenerationRequest, int]]:
     """Requests as they begin, and how many decode by then."""
     from sparseflow.adaptive.engine.admission import RequestAdmission
 
-    found: list[tuple[GenerationRequest, int]] = []
+    collected: list[tuple[GenerationRequest, int]] = []
     inner = RequestAdmission.prefill
 
     def prefill(self: RequestAdmission, handles: Any) -> Any:
         batches: dict[int, DecodeBatch] = {id(self._batch(plan)): self._batch(plan) for plan in self._plans}
-        running = sum(len(each.rows) for each in batches.values())
-        found.extend((handle.request, running) for handle in handles)
+        running = sum(len(item.rows) for item in batches.values())
+        collected.extend((handle.request, running) for handle in handles)
         return inner(self, handles)
 
     monkeypatch.setattr(RequestAdmission, "prefill", prefill)
-    return found
+    return collected
 
 
 def test_requests_are_of_the_size_that_was_asked_for(
-    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
+    runtime: PlanRuntime, started_requests: list[tuple[GenerationRequest, int]]
 ) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         for plan in plans(runtime):
             timed = runner.run(plan, 17, steps=4)
-            request, running = begun.pop()
+            request, running = started_requests.pop()
             # Of the highest tier, as a server gets it; the engine reduces it.
             assert request.tokens == 17 + (runner.vision_tokens["high"] if plan.tier else 0)
             assert (request.max_new_tokens, running) == (5, 0)
             assert len(timed.steps_ms) == 4 and timed.prefill_ms > 0.0
-        assert runner.run(TEXT, 5, steps=0).steps_ms == () and not begun[:-1]
+        assert runner.run(TEXT, 5, steps=0).steps_ms == () and not started_requests[:-1]
         _protocol: ProfileRunner = runner
         assert _protocol.model_id == compute_model_id(runtime.adapter.model) and runner.device == "cpu"
         assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
 
 
 def test_so_many_run_when_its_turn_comes(
-    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]]
+    runtime: PlanRuntime, started_requests: list[tuple[GenerationRequest, int]]
 ) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         for batch in (1, 3, 4):
-            mine: list[int] = []
+            num_running: list[int] = []
             for _ in range(20):
-                begun.clear()
+                started_requests.clear()
                 runner.run(TEXT, 9, steps=3, batch=batch)
-                mine = [running for request, running in begun if request.tokens == 9]
+                num_running = [running for request, running in started_requests if request.tokens == 9]
                 # Others end meanwhile where this process is held up before it asks.
-                if mine[0] >= batch - 2:
+                if num_running[0] >= batch - 2:
                     break
             # One beside it may have ended in the turn before.
-            assert len(mine) == 1 and batch - 2 <= mine[0] <= batch - 1
-            others = [request for request, _ in begun if request.tokens != 9]
-            assert len(others) >= batch - 1
-            assert all(2 <= request.max_new_tokens - (batch - 1) <= 6 for request in others)
-            assert {request.tokens - 56 * (request.tokens > 50) for request in others} <= {3, 5}
+            assert len(num_running) == 1 and batch - 2 <= num_running[0] <= batch - 1
+            traffic = [request for request, _ in started_requests if request.tokens != 9]
+            assert len(traffic) >= batch - 1
+            assert all(2 <= request.max_new_tokens - (batch - 1) <= 6 for request in traffic)
+            assert {request.tokens - 56 * (request.tokens > 50) for request in traffic} <= {3, 5}
         assert runner._engine is not None
         snapshot = runner._engine.snapshot()
         assert (snapshot.running, snapshot.queued) == (0, 0), "others outlive the request"
 
 
 def test_apply_load_submits_background_requests(
-    runtime: PlanRuntime, begun: list[tuple[GenerationRequest, int]], monkeypatch: pytest.MonkeyPatch
+    runtime: PlanRuntime,
+    started_requests: list[tuple[GenerationRequest, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # How near a load comes to what was wanted depends on what else the machine does, and so does how many
     # come in so short a time: time for some, whatever a request takes, and the first rate is taken.
     for name in ("_TARGET_ERROR", "_MAX_ERROR"):
         monkeypatch.setattr(beside, name, float("inf"))
-    with made(runtime, settle_s=2.0) as runner:
+    with make_runner(runtime, settle_s=2.0) as runner:
         with runner.apply_load(0.2):
             runner.run(TEXT, 9, steps=3)
             engine = runner._engine
@@ -132,20 +134,20 @@ def test_apply_load_submits_background_requests(
             assert engine.snapshot().submitted > before + 20
             with pytest.raises(InputError, match=r"0\.2"), runner.apply_load(0.1):
                 pass
-        begun.clear()
+        started_requests.clear()
         runner.run(TEXT, 9, steps=3)
-        assert len(begun) == 1
+        assert len(started_requests) == 1
         with pytest.raises(InputError, match=r"0\.95"), runner.apply_load(0.95):
             runner.run(TEXT, 9, steps=3)
 
 
 def test_groups_have_engines_of_their_own(runtime: PlanRuntime, tmp_path: Path) -> None:
-    runner, told = made(runtime, plans_per_group=2), []
+    runner, messages = make_runner(runtime, plans_per_group=2), []
     assert sorted(map(len, runner.groups)) == [1, 2]
     assert {plan for group in runner.groups for plan in group} == set(plans(runtime))
     space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     with runner:
-        found = collect_profile_by_group(
+        profile = collect_profile_by_group(
             runner,
             space,
             tmp_path / "p.parquet",
@@ -154,19 +156,19 @@ def test_groups_have_engines_of_their_own(runtime: PlanRuntime, tmp_path: Path) 
             rounds=1,
             decode_steps=2,
             warmup_runs=0,
-            progress=lambda what, done: told.append((what, done)),
+            progress=lambda message, fraction: messages.append((message, fraction)),
         )
         assert runner._engine is not None and runner._engine.plans == runner.groups[1]
-    assert len(found.successful) == len(plans(runtime)) * 4
-    assert told[0][0].startswith("group 1/2, round 1/1") and told[-1][1] == 1.0
-    about = PlanProfile.load(tmp_path / "p.parquet").metadata
-    about.check(compute_model_id(runtime.adapter.model), "cpu")
-    assert about.config["runner"] == "engine" and about.config["contexts"] == [96]
-    assert about.config["prompts"] == [] and not about.config["graphs"]
+    assert len(profile.successful) == len(plans(runtime)) * 4
+    assert messages[0][0].startswith("group 1/2, round 1/1") and messages[-1][1] == 1.0
+    metadata = PlanProfile.load(tmp_path / "p.parquet").metadata
+    metadata.check(compute_model_id(runtime.adapter.model), "cpu")
+    assert metadata.config["runner"] == "engine" and metadata.config["contexts"] == [96]
+    assert metadata.config["prompts"] == [] and not metadata.config["graphs"]
 
 
 def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         for size in ({"text_tokens": 0}, {"steps": -1}, {"batch": 0}, {"batch": 5}):
             with pytest.raises(InputError, match="must be at least 1"):
                 runner.run(**{"plan": TEXT, "text_tokens": 3, "steps": 1} | size)  # pyright: ignore[reportArgumentType]
@@ -176,7 +178,7 @@ def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
         with pytest.raises(InputError, match="limit of 96"):
             runner.run(TEXT, 96, steps=9)
     with pytest.raises(InputError, match="`example`"):
-        made(runtime, example=None).run(plans(runtime)[0], 5, steps=1)
+        make_runner(runtime, example=None).run(plans(runtime)[0], 5, steps=1)
     with pytest.raises(InputError, match="`plans`"):
         EngineRunner(runtime, [])
     with pytest.raises(InputError, match="`new_tokens`"):
@@ -185,13 +187,13 @@ def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
 
 def test_sizes_of_another_engine_are_refused(runtime: PlanRuntime, tmp_path: Path) -> None:
     space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-    how: dict[str, Any] = {"text_tokens": (5,), "rounds": 1, "decode_steps": 2, "warmup_runs": 0}
-    with made(runtime, plans_per_group=3) as runner:
-        found = collect_profile_by_group(runner, space, tmp_path / "p.parquet", **how)
+    options: dict[str, Any] = {"text_tokens": (5,), "rounds": 1, "decode_steps": 2, "warmup_runs": 0}
+    with make_runner(runtime, plans_per_group=3) as runner:
+        profile = collect_profile_by_group(runner, space, tmp_path / "p.parquet", **options)
     for size in ({"max_batch": 2}, {"max_tokens": 80}):
-        with made(runtime, **size) as runner, pytest.raises(InputError, match="config"):
-            collect_profile_by_group(runner, space, tmp_path / "p.parquet", **how)
-    assert PlanProfile.load(tmp_path / "p.parquet") == found
+        with make_runner(runtime, **size) as runner, pytest.raises(InputError, match="config"):
+            collect_profile_by_group(runner, space, tmp_path / "p.parquet", **options)
+    assert PlanProfile.load(tmp_path / "p.parquet") == profile
 
 
 def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRuntime) -> None:
@@ -210,10 +212,10 @@ def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRu
 def test_what_fails_is_noted_and_the_runner_goes_on(
     runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
 
-        def fails(*given: Any, **named: Any) -> Any:
+        def fails(*args: Any, **named: Any) -> Any:
             raise torch.OutOfMemoryError("out of memory")
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
@@ -224,11 +226,11 @@ def test_what_fails_is_noted_and_the_runner_goes_on(
 
 
 def threads() -> int:
-    return sum(each.name == "sparseflow-engine" for each in threading.enumerate())
+    return sum(item.name == "sparseflow-engine" for item in threading.enumerate())
 
 
 def test_what_times_depend_on_needs_no_engine_that_runs(runtime: PlanRuntime) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         before = threads()
         assert runner.config["contexts"] == [96] and runner.config["prompts"] == []
         assert runner._engine is None and threads() == before
@@ -239,10 +241,10 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(
 ) -> None:
     before = threads()
 
-    def fails(*given: Any, **named: Any) -> Any:
+    def fails(*args: Any, **named: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         with monkeypatch.context() as patch:
             patch.setattr("sparseflow.adaptive.profile.engine_runner.BackgroundTraffic", fails)
             for _ in range(2):
@@ -253,12 +255,12 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(
 
 
 def test_a_stream_that_breaks_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
-        others = runner._traffic
-        assert others is not None
-        others._rates[0.5] = 1000.0
-        inner, failed = others._submit, threading.Event()
+        traffic = runner._traffic
+        assert traffic is not None
+        traffic._rates[0.5] = 1000.0
+        inner, failed = traffic._submit, threading.Event()
 
         def submit(extra_tokens: int = 0) -> Any:
             if threading.current_thread().name == "sparseflow-background":
@@ -266,41 +268,41 @@ def test_a_stream_that_breaks_is_told(runtime: PlanRuntime, monkeypatch: pytest.
                 raise ValueError("no prompt")
             return inner(extra_tokens)
 
-        monkeypatch.setattr(others, "_submit", submit)
+        monkeypatch.setattr(traffic, "_submit", submit)
         with pytest.raises(RunError, match="no prompt"), runner.apply_load(0.5):
             runner._get_engine(TEXT)
             assert failed.wait(30.0)
-        with pytest.raises(RunError, match="no prompt"), others.run_stream(0.5):
-            while others._stream_error is None:
+        with pytest.raises(RunError, match="no prompt"), traffic.run_stream(0.5):
+            while traffic._stream_error is None:
                 failed.wait(0.001)
-            others.hold_concurrency(1)
+            traffic.hold_concurrency(1)
         assert not runner._load and len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
 
 def test_a_load_that_is_missed_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(runtime, settle_s=100.0) as runner:
+    with make_runner(runtime, settle_s=100.0) as runner:
         runner.run(TEXT, 3, steps=1)
-        others, rates = runner._traffic, []
-        assert others is not None
-        monkeypatch.setattr(others, "_measure_load", lambda rate: rates.append(rate) or 0.1)
+        traffic, rates = runner._traffic, []
+        assert traffic is not None
+        monkeypatch.setattr(traffic, "_measure_load", lambda rate: rates.append(rate) or 0.1)
         with pytest.raises(RunError, match=r"0\.5.* 4 .*0\.10"):
-            others._find_rate(0.5)
-        assert rates == pytest.approx([rates[0] * 2**at for at in range(4)])
+            traffic._find_rate(0.5)
+        assert rates == pytest.approx([rates[0] * 2**index for index in range(4)])
         shares = iter([0.1, 0.45, 0.8, 0.3])
-        tried: list[float] = []
-        monkeypatch.setattr(others, "_measure_load", lambda rate: tried.append(rate) or next(shares))
-        assert others._find_rate(0.5) == tried[1], "the nearest of those that were measured"
+        attempts: list[float] = []
+        monkeypatch.setattr(traffic, "_measure_load", lambda rate: attempts.append(rate) or next(shares))
+        assert traffic._find_rate(0.5) == attempts[1], "the nearest of those that were measured"
 
 
 def test_standing_traffic_are_not_waited_for_without_end(
     runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with made(runtime) as runner:
+    with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
-        others = runner._traffic
-        assert others is not None
+        traffic = runner._traffic
+        assert traffic is not None
         monkeypatch.setattr(beside, "_CONCURRENCY_TIMEOUT_S", 0.02)
-        monkeypatch.setattr(type(others), "num_running", 3)
+        monkeypatch.setattr(type(traffic), "num_running", 3)
         with pytest.raises(RunError, match=r"expected 1 .*3 are"):
-            others.hold_concurrency(1)
+            traffic.hold_concurrency(1)
         monkeypatch.undo()

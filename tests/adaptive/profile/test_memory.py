@@ -21,17 +21,17 @@ from tests.adaptive import tiny
 
 @pytest.fixture(params=tiny.FAMILIES)
 def runtime(request: pytest.FixtureRequest) -> Iterator[PlanRuntime]:
-    found = PlanRuntime(get_adapter(tiny.FAMILIES[request.param](dtype=torch.float32)))
-    yield found
-    found.remove()
+    runtime = PlanRuntime(get_adapter(tiny.FAMILIES[request.param](dtype=torch.float32)))
+    yield runtime
+    runtime.remove()
 
 
 def test_the_last_new_token_needs_no_place() -> None:
     sizes: dict[str, Any] = {"vision_tokens": {"low": 4, "medium": 20, "high": 56}, "text_tokens": 10}
-    for limit, found in (
+    for limit, actual in (
         (70, ("low", "medium", "high")), (69, ("low", "medium")), (18, ("low",)), (17, ()),
     ):  # fmt: skip
-        assert select_fitting_tiers(**sizes, new_tokens=5, max_tokens=limit) == found
+        assert select_fitting_tiers(**sizes, new_tokens=5, max_tokens=limit) == actual
 
 
 def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
@@ -40,11 +40,11 @@ def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
         engine.submit(
             GenerationRequest(inputs=tiny.make_text_prompt(), decide=FixedPlan(plan=plan), max_new_tokens=2)
         ).result()
-        told = engine.snapshot().cache_bytes
-    assert told == compute_cache_bytes(runtime.adapter, plan, slots=3, tokens=40) > 0
-    check_cache_memory(runtime.adapter, plan, slots=3, tokens=40, free_bytes=told)
+        messages = engine.snapshot().cache_bytes
+    assert messages == compute_cache_bytes(runtime.adapter, plan, slots=3, tokens=40) > 0
+    check_cache_memory(runtime.adapter, plan, slots=3, tokens=40, free_bytes=messages)
     with pytest.raises(InputError, match=r"`max_batch` 3 and `max_tokens` 40, .* lower `max_tokens` or"):
-        check_cache_memory(runtime.adapter, plan, slots=3, tokens=40, free_bytes=told - 1)
+        check_cache_memory(runtime.adapter, plan, slots=3, tokens=40, free_bytes=messages - 1)
 
 
 def test_a_runner_refuses_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ PLANS = SPACE.plans
 WORTH = PlanQuality(
     model_id="m",
     space=SPACE,
-    accuracy=tuple(at / len(PLANS) for at in range(len(PLANS))),
+    accuracy=tuple(index / len(PLANS) for index in range(len(PLANS))),
     samples=7,
     task="t",
 )
@@ -28,10 +28,10 @@ WORTH = PlanQuality(
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "plan_quality.json"
     WORTH.save(path)
-    found = PlanQuality.load(path)
-    assert (found.model_id, found.space, found.samples, found.task) == ("m", SPACE, 7, "t")
-    assert found.accuracy == pytest.approx(WORTH.accuracy, abs=1e-6)
-    found.check("m", SPACE)
+    quality = PlanQuality.load(path)
+    assert (quality.model_id, quality.space, quality.samples, quality.task) == ("m", SPACE, 7, "t")
+    assert quality.accuracy == pytest.approx(WORTH.accuracy, abs=1e-6)
+    quality.check("m", SPACE)
 
 
 def test_of_another_model_or_other_plans() -> None:
@@ -39,10 +39,10 @@ def test_of_another_model_or_other_plans() -> None:
         WORTH.check("other", SPACE)
     with pytest.raises(InputError, match="other plans"):
         WORTH.check("m", make_space(depth=5, top_k=3))
-    content: dict[str, Any] = {name: getattr(WORTH, name) for name in PlanQuality.model_fields}
+    content: Any = {name: getattr(WORTH, name) for name in PlanQuality.model_fields}
     for accuracy in ((0.5,), (float("nan"),) * len(PLANS), (1.5,) * len(PLANS)):
         with pytest.raises(ValueError, match="accuracy"):
-            PlanQuality(**content | {"accuracy": accuracy})
+            PlanQuality(**{**content, "accuracy": accuracy})
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
@@ -56,25 +56,25 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         st.tuples(st.integers(1, 20).map(float), st.integers(0, 20).map(lambda share: share / 20)),
         min_size=1, max_size=30,
     ),
-    most=st.integers(2, 12),
+    max_plans_kept=st.integers(2, 12),
 )  # fmt: skip
-def test_the_front(points: list[tuple[float, float]], most: int) -> None:
-    ms, worth = map(list, zip(*points, strict=True))
+def test_the_front(points: list[tuple[float, float]], max_plans_kept: int) -> None:
+    ms, quality = map(list, zip(*points, strict=True))
     plans = PLANS[: len(points)]
-    number = {plan: at for at, plan in enumerate(plans)}
-    whole = [number[plan] for plan in select_pareto_plans(plans, ms, worth, max_plans=len(plans) + 2)]
-    for at in range(len(points)):
+    number = {plan: index for index, plan in enumerate(plans)}
+    full = [number[plan] for plan in select_pareto_plans(plans, ms, quality, max_plans=len(plans) + 2)]
+    for index in range(len(points)):
         beaten = any(
-            (ms[other] < ms[at] and worth[other] >= worth[at])
-            or (ms[other] <= ms[at] and worth[other] > worth[at])
+            (ms[other] < ms[index] and quality[other] >= quality[index])
+            or (ms[other] <= ms[index] and quality[other] > quality[index])
             for other in range(len(points))
         )
-        alike = any((ms[other], worth[other]) == (ms[at], worth[at]) for other in whole)
-        assert alike != beaten
-    assert [ms[at] for at in whole] == sorted(ms[at] for at in whole)
-    few = [number[plan] for plan in select_pareto_plans(plans, ms, worth, max_plans=most)]
-    assert len(few) == min(most, len(whole)) and set(few) <= set(whole)
-    assert few[0] == whole[0] and few[-1] == whole[-1]
+        equal = any((ms[other], quality[other]) == (ms[index], quality[index]) for other in full)
+        assert equal != beaten
+    assert [ms[index] for index in full] == sorted(ms[index] for index in full)
+    subset = [number[plan] for plan in select_pareto_plans(plans, ms, quality, max_plans=max_plans_kept)]
+    assert len(subset) == min(max_plans_kept, len(full)) and set(subset) <= set(full)
+    assert subset[0] == full[0] and subset[-1] == full[-1]
 
 
 def test_what_makes_no_front() -> None:
@@ -82,6 +82,6 @@ def test_what_makes_no_front() -> None:
         select_pareto_plans([], [], [])
     with pytest.raises(InputError, match="equally many"):
         select_pareto_plans(PLANS[:2], [1.0], [0.5, 0.5])
-    for ms, most in (([1.0, float("inf")], 2), ([1.0, 0.0], 2), ([1.0, 2.0], 1)):
+    for ms, limit in (([1.0, float("inf")], 2), ([1.0, 0.0], 2), ([1.0, 2.0], 1)):
         with pytest.raises(InputError, match="finite and above 0"):
-            select_pareto_plans(PLANS[:2], ms, [0.5, 0.5], most)
+            select_pareto_plans(PLANS[:2], ms, [0.5, 0.5], limit)

@@ -28,7 +28,7 @@ from tests.adaptive import tiny
 from tests.adaptive.fake_runner import VISION_TOKENS, compute_prefill_ms, compute_step_ms
 
 NEW_TOKENS = 3
-WORDS = tuple(f"w{at}" for at in range(5, 60))
+WORDS = tuple(f"w{index}" for index in range(5, 60))
 _SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "<answer>": 4, "<image>": tiny.IMAGE}
 
 
@@ -37,12 +37,12 @@ def tokenizer() -> Any:
     import tokenizers
     import transformers
 
-    rest = {"<vision>": tiny.VISION_START, "</vision>": tiny.VISION_END, "<video>": tiny.VIDEO}
-    words = _SPECIAL | rest | {word: 5 + at for at, word in enumerate(WORDS)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    remaining = {"<vision>": tiny.VISION_START, "</vision>": tiny.VISION_END, "<video>": tiny.VIDEO}
+    words = _SPECIAL | remaining | {word: 5 + index for index, word in enumerate(WORDS)}
+    created = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    created.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        tokenizer_object=created, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
         extra_special_tokens={"image_token": "<image>", "answer_token": "<answer>"},
         chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
     )  # fmt: skip
@@ -66,9 +66,9 @@ def model_folder(folder: Path, family: str, *, dtype: torch.dtype = torch.float3
 @cache
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> ModelFolder:
     """The model of a folder; it must not be changed."""
-    found = open_folder(folder, dtype=dtype)
-    found.model.set_experts_implementation("eager")
-    return found
+    actual = open_folder(folder, dtype=dtype)
+    actual.model.set_experts_implementation("eager")
+    return actual
 
 
 def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
@@ -81,9 +81,9 @@ def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
         return stream.getvalue()
 
 
-def space_of(there: ModelFolder) -> PlanSpace:
+def space_of(loaded: ModelFolder) -> PlanSpace:
     """All plans of a model, early blocks kept."""
-    return PlanSpace.from_importance(get_adapter(there.model).geometry)
+    return PlanSpace.from_importance(get_adapter(loaded.model).geometry)
 
 
 def write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
@@ -94,38 +94,38 @@ def write(path: Path, lines: Sequence[dict[str, Any] | str]) -> Path:
 
 
 def lines(
-    there: ModelFolder, folder: Path, count: int, *, images: bool, seed: int = 0
+    loaded: ModelFolder, folder: Path, count: int, *, images: bool, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Questions whose answers some plans give: what a plan, drawn for each, says."""
     random = np.random.default_rng(seed)
-    space, found = space_of(there), []
-    runtime = PlanRuntime(get_adapter(there.model))
+    space, actual = space_of(loaded), []
+    runtime = PlanRuntime(get_adapter(loaded.model))
     try:
-        for at in range(count):
+        for index in range(count):
             line: dict[str, Any] = {
                 "prompt": " ".join(random.choice(WORDS, random.integers(2, 7))),
-                "max_new_tokens": NEW_TOKENS, "kind": ("odd", "even")[at % 2],
+                "max_new_tokens": NEW_TOKENS, "kind": ("odd", "even")[index % 2],
             }  # fmt: skip
             if images:
-                name = f"{at % 5}.png"
-                (folder / name).write_bytes(picture(at % 5))
+                name = f"{index % 5}.png"
+                (folder / name).write_bytes(picture(index % 5))
                 line["images"] = [name]
             plan = space.plans[random.integers(len(space))]
-            said = generate(
-                get_adapter(there.model),
+            output = generate(
+                get_adapter(loaded.model),
                 runtime,
-                inputs_of(there, line, folder),
+                inputs_of(loaded, line, folder),
                 plan,
                 max_new_tokens=NEW_TOKENS,
             )
-            text = there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
-            found.append(line | {"answer": text or WORDS[0]})
+            text = loaded.tokenizer.decode(output.new_tokens[0], skip_special_tokens=True)
+            actual.append(line | {"answer": text or WORDS[0]})
     finally:
         runtime.remove()
-    return found
+    return actual
 
 
-def inputs_of(there: ModelFolder, line: dict[str, Any], folder: Path) -> dict[str, Any]:
+def inputs_of(loaded: ModelFolder, line: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A question as a server gets it."""
     urls = [
         "data:image/png;base64," + base64.b64encode((folder / name).read_bytes()).decode()
@@ -135,34 +135,34 @@ def inputs_of(there: ModelFolder, line: dict[str, Any], folder: Path) -> dict[st
     message = Message.model_validate(
         {"role": "user", "content": [*parts, {"type": "text", "text": line["prompt"]}]}
     )
-    prompts = PromptBuilder(there.tokenizer, context=there.context, sight=there.sight)
+    prompts = PromptBuilder(loaded.tokenizer, context=loaded.context, image_processor=loaded.image_processor)
     inputs = dict(prompts.prompt([message], [decode(url, RequestLimits()) for url in urls]).inputs)
     return {
-        name: each.to(there.model.dtype) if each.is_floating_point() else each
-        for name, each in inputs.items()
+        name: value.to(loaded.model.dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
     }
 
 
-def profile_of(there: ModelFolder, space: PlanSpace | None = None) -> PlanProfile:
+def profile_of(loaded: ModelFolder, space: PlanSpace | None = None) -> PlanProfile:
     """A profile of a model by a formula: two requests of each plan at each of two lengths."""
-    space = space_of(there) if space is None else space
+    space = space_of(loaded) if space is None else space
     random, top_k = np.random.default_rng(0), space.geometry.top_k
     vision: dict[Tier, int] = {tier: VISION_TOKENS[tier] for tier in space.geometry.tiers}
-    visits = [
+    measurements = [
         Measurement(
-            plan=plan, text_tokens=tokens, round=at,
+            plan=plan, text_tokens=tokens, round=index,
             prefill_ms=compute_prefill_ms(plan, tokens, top_k=top_k) * float(np.exp(0.02 * random.normal())),
             steps_ms=tuple(compute_step_ms(plan, tokens + step, top_k=top_k) for step in range(NEW_TOKENS)),
         )
-        for at in range(2)
+        for index in range(2)
         for plan in space.plans
         for tokens in (6, 12)
     ]  # fmt: skip
-    about = ProfileMetadata(
-        model_id=compute_model_id(there.model),
+    metadata = ProfileMetadata(
+        model_id=compute_model_id(loaded.model),
         device=get_device_facts("cpu"),
         space=space,
         vision_tokens=vision,
-        config={"runner": "formula", "dtype": str(there.model.dtype).removeprefix("torch.")},
+        config={"runner": "formula", "dtype": str(loaded.model.dtype).removeprefix("torch.")},
     )
-    return PlanProfile(metadata=about, environments=({},), measurements=tuple(visits))
+    return PlanProfile(metadata=metadata, environments=({},), measurements=tuple(measurements))

@@ -44,10 +44,11 @@ def test_what_is_read(tmp_path: Path) -> None:
 
 
 def test_a_question_stays_where_it_is(tmp_path: Path) -> None:
-    lines: list[Any] = [{"prompt": f"{at} + 1 =", "answer": str(at + 1)} for at in range(1000)]
-    before = {each.prompt: each.split for each in read_questions(written(tmp_path, *lines))}
+    lines: list[Any] = [{"prompt": f"{index} + 1 =", "answer": str(index + 1)} for index in range(1000)]
+    before = {question.prompt: question.split for question in read_questions(written(tmp_path, *lines))}
     after = {
-        each.prompt: each.split for each in read_questions(written(tmp_path, *lines[900:], *lines[:500]))
+        question.prompt: question.split
+        for question in read_questions(written(tmp_path, *lines[900:], *lines[:500]))
     }
     assert all(before[prompt] == split for prompt, split in after.items())
     counts = [list(before.values()).count(split) for split in ("train", "val", "test")]
@@ -58,9 +59,9 @@ def test_questions_about_one_image_stay_together(tmp_path: Path) -> None:
     lines: list[Any] = []
     for image in range(40):
         (tmp_path / f"{image}.png").write_bytes(str(image).encode())
-        lines += [SUM | {"prompt": f"{at}?", "images": [f"{image}.png"]} for at in range(5)]
-    found = read_questions(written(tmp_path, *lines))
-    of_image = [{each.split for each in found[at : at + 5]} for at in range(0, len(found), 5)]
+        lines += [SUM | {"prompt": f"{index}?", "images": [f"{image}.png"]} for index in range(5)]
+    actual = read_questions(written(tmp_path, *lines))
+    of_image = [{item.split for item in actual[index : index + 5]} for index in range(0, len(actual), 5)]
     assert all(len(splits) == 1 for splits in of_image) and set().union(*of_image) == {"train", "val", "test"}
 
 
@@ -71,15 +72,15 @@ def test_the_digest_is_of_everything(tmp_path: Path) -> None:
         image.write_bytes(content)
         return read_questions(written(tmp_path, SUM | {"images": ["a.png"]} | changes))[0].digest
 
-    found = [
+    actual = [
         digest(), digest(b"b"), digest(prompt="3"), digest(answer="3"), digest(images=[]), digest(kind="sum"),
         digest(max_new_tokens=3),
     ]  # fmt: skip
-    assert len(set(found)) == len(found) and digest(split="test") == found[0]
+    assert len(set(actual)) == len(actual) and digest(split="test") == actual[0]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "error_text"),
     [
         ("{", r"line 2"),
         ("[" * 100_000, r"line 2 is not JSON"),
@@ -104,11 +105,11 @@ def test_the_digest_is_of_everything(tmp_path: Path) -> None:
     ],
 )
 def test_lines_that_are_no_questions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Any, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Any, error_text: str
 ) -> None:
     monkeypatch.setattr(room, "LIMITS", room.RequestLimits(image_bytes=1000))
     (tmp_path / "large.png").write_bytes(bytes(1001))
-    with pytest.raises(FileFormatError, match=told):
+    with pytest.raises(FileFormatError, match=error_text):
         read_questions(written(tmp_path, SUM, line))
 
 

@@ -36,14 +36,14 @@ class Made:
 
     def __init__(self, folder: Path, family: str, count: int = 30) -> None:
         self.folder = folder
-        self.there = folders.opened(folders.model_folder(folder / "model", family, dtype=EXACT), EXACT)
-        self.lines = folders.lines(self.there, folder, count, images=self.there.sight is not None)
-        for at, line in enumerate(self.lines):
-            line["split"] = SPLITS[at % 3]
-            if at % 4 == 3 and "images" in line:
+        self.loaded = folders.opened(folders.model_folder(folder / "model", family, dtype=EXACT), EXACT)
+        self.lines = folders.lines(self.loaded, folder, count, images=self.loaded.image_processor is not None)
+        for index, line in enumerate(self.lines):
+            line["split"] = SPLITS[index % 3]
+            if index % 4 == 3 and "images" in line:
                 del line["images"]
-        self.space = folders.space_of(self.there)
-        self.asker = QuestionRunner(self.there)
+        self.space = folders.space_of(self.loaded)
+        self.asker = QuestionRunner(self.loaded)
         self.task = self.task_of(self.lines)
 
     def task_of(self, lines: list[dict[str, Any]]) -> QuestionTask:
@@ -53,139 +53,143 @@ class Made:
 
 
 @pytest.fixture(scope="module", params=["olmoe", "llava_siglip"])
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = Made(tmp_path_factory.mktemp(request.param), request.param)
-    yield found
-    found.asker.close()
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    actual = Made(tmp_path_factory.mktemp(request.param), request.param)
+    yield actual
+    actual.asker.close()
 
 
-def test_every_plan_and_question(made: Made) -> None:
-    told: list[float] = []
-    judged = made.task.evaluate_plans(
-        made.space, split="val", first=2, count=8, progress=lambda _, share: told.append(share)
+def test_every_plan_and_question(setup: Made) -> None:
+    messages: list[float] = []
+    outcomes = setup.task.evaluate_plans(
+        setup.space, split="val", first=2, count=8, progress=lambda _, share: messages.append(share)
     )
-    assert told == sorted(told) and told[-1] == 1.0
-    lines = [line for line in made.lines if line["split"] == "val"][2:]
-    tiers, positions = made.space.tiers, made.space.geometry.positions
-    assert judged.correct.shape == (8, len(made.space)) and 0.02 < judged.correct.mean() < 0.98
-    assert judged.tokens.shape == (8, len(tiers), len(positions), tiny.WIDTH)
-    assert made.task.kinds == ("even", "odd")
+    assert messages == sorted(messages) and messages[-1] == 1.0
+    lines = [line for line in setup.lines if line["split"] == "val"][2:]
+    tiers, positions = setup.space.tiers, setup.space.geometry.positions
+    assert outcomes.correct.shape == (8, len(setup.space)) and 0.02 < outcomes.correct.mean() < 0.98
+    assert outcomes.tokens.shape == (8, len(tiers), len(positions), tiny.WIDTH)
+    assert setup.task.kinds == ("even", "odd")
     for row, line in enumerate(lines):
-        inputs = folders.inputs_of(made.there, line, made.folder)
+        inputs = folders.inputs_of(setup.loaded, line, setup.folder)
         images = "images" in line
-        assert made.task.kinds[judged.kinds[row]] == line["kind"]
-        assert judged.new_tokens[row] == min(len(line["answer"].split()) + 1, folders.NEW_TOKENS)
-        assert judged.vision_tokens is not None
-        assert judged.vision_tokens[row] == made.asker.adapter.count_vision_tokens(inputs)
-        assert judged.text_tokens[row] + judged.vision_tokens[row] == inputs["input_ids"].shape[1]
-        for at in range(0, len(made.space), 7):
-            plan = made.space.plans[at]
+        assert setup.task.kinds[outcomes.kinds[row]] == line["kind"]
+        assert outcomes.new_tokens[row] == min(len(line["answer"].split()) + 1, folders.NEW_TOKENS)
+        assert outcomes.vision_tokens is not None
+        assert outcomes.vision_tokens[row] == setup.asker.adapter.count_vision_tokens(inputs)
+        assert outcomes.text_tokens[row] + outcomes.vision_tokens[row] == inputs["input_ids"].shape[1]
+        for index in range(0, len(setup.space), 7):
+            plan = setup.space.plans[index]
             run = plan if images else replace(plan, tier=None)
-            said = generate(
-                made.asker.adapter, made.asker.runtime, inputs, run, max_new_tokens=folders.NEW_TOKENS
+            output = generate(
+                setup.asker.adapter, setup.asker.runtime, inputs, run, max_new_tokens=folders.NEW_TOKENS
             )
-            text = made.there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
-            assert judged.correct[row, at] == float(normalize_text(text) == normalize_text(line["answer"]))
-        ready = made.asker.prepare(made.task.splits["val"][2 + row])
-        for at, tier in enumerate(tiers):
-            alone = made.asker.compute_latency_tokens([ready], tier if images else None)[0]
-            torch.testing.assert_close(judged.tokens[row, at], alone, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(judged.language[row], made.asker.compute_language([ready])[0])
+            text = setup.loaded.tokenizer.decode(output.new_tokens[0], skip_special_tokens=True)
+            assert outcomes.correct[row, index] == float(
+                normalize_text(text) == normalize_text(line["answer"])
+            )
+        ready = setup.asker.prepare(setup.task.splits["val"][2 + row])
+        for index, tier in enumerate(tiers):
+            single = setup.asker.compute_latency_tokens([ready], tier if images else None)[0]
+            torch.testing.assert_close(outcomes.tokens[row, index], single, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outcomes.language[row], setup.asker.compute_language([ready])[0])
 
 
-def test_in_files_and_as_tables(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made.task, "chunk_size", 6)
+def test_in_files_and_as_tables(setup: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup.task, "chunk_size", 6)
     calls: list[tuple[str, int, int]] = []
-    real = made.task.evaluate_plans
+    real = setup.task.evaluate_plans
 
-    def noted(*given: Any, split: Split, first: int, count: int, **how: Any) -> Any:
+    def noted(*args: Any, split: Split, first: int, count: int, **options: Any) -> Any:
         calls.append((split, first, count))
-        return real(*given, split=split, first=first, count=count, **how)
+        return real(*args, split=split, first=first, count=count, **options)
 
-    def stop(what: str, share: float) -> None:
-        if what.startswith("plans evaluated on 6 val"):
+    def stop(message: str, share: float) -> None:
+        if message.startswith("plans evaluated on 6 val"):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(made.task, "evaluate_plans", noted)
-    profile = folders.profile_of(made.there, made.space)
+    monkeypatch.setattr(setup.task, "evaluate_plans", noted)
+    profile = folders.profile_of(setup.loaded, setup.space)
     counts = SampleCounts(train=6, validation=100, test=6)
     with pytest.raises(KeyboardInterrupt):
-        build_study_tables(made.task, profile, tmp_path, counts=counts, context=ALONE, progress=stop)
+        build_study_tables(setup.task, profile, tmp_path, counts=counts, context=ALONE, progress=stop)
     assert calls == [("train", 0, 6), ("val", 0, 6)]
     del calls[:]
-    found = build_study_tables(made.task, profile, tmp_path, counts=counts, context=ALONE)
+    tables = build_study_tables(setup.task, profile, tmp_path, counts=counts, context=ALONE)
     assert calls == [("val", 6, 4), ("test", 0, 6)]
-    assert [len(each) for each in (found.train, found.validation, found.test)] == [6, 10, 6]
-    whole = real(made.space, split="val", first=0, count=10)
-    assert torch.equal(found.validation.correct, whole.correct)
-    torch.testing.assert_close(found.validation.tokens, whole.tokens, rtol=1e-5, atol=1e-6)
-    assert set(found.kinds) == {"even", "odd"}
+    assert [len(item) for item in (tables.train, tables.validation, tables.test)] == [6, 10, 6]
+    full = real(setup.space, split="val", first=0, count=10)
+    assert torch.equal(tables.validation.correct, full.correct)
+    torch.testing.assert_close(tables.validation.tokens, full.tokens, rtol=1e-5, atol=1e-6)
+    assert set(tables.kinds) == {"even", "odd"}
     # Texts take what texts take, whatever the tier.
-    medians = found.test.latency_ms.median(2).values
-    for row, line in enumerate([line for line in made.lines if line["split"] == "test"][:6]):
-        if "images" not in line and made.there.sight is not None:
+    medians = tables.test.latency_ms.median(2).values
+    for row, line in enumerate([line for line in setup.lines if line["split"] == "test"][:6]):
+        if "images" not in line and setup.loaded.image_processor is not None:
             of_tier = medians[row].reshape(3, -1)
             torch.testing.assert_close(of_tier[0], of_tier[2], rtol=0.1, atol=0.0)
-    other = made.task_of([*made.lines[:-1], made.lines[-1] | {"answer": "w9"}])
+    other = setup.task_of([*setup.lines[:-1], setup.lines[-1] | {"answer": "w9"}])
     with pytest.raises(InputError, match=r"other task"):
-        collect_outcomes(other, made.space, tmp_path / "outcomes", {"train": 4}, context=ALONE)
+        collect_outcomes(other, setup.space, tmp_path / "outcomes", {"train": 4}, context=ALONE)
 
 
-def test_scores_are_those_of_the_highest_tier(made: Made) -> None:
-    score = made.task.make_scorer(15)
-    assert made.task.make_scorer(14).digest != score.digest
-    questions = [*made.task.splits["train"], *made.task.splits["val"]][:15]
+def test_scores_are_those_of_the_highest_tier(setup: Made) -> None:
+    score = setup.task.make_scorer(15)
+    assert setup.task.make_scorer(14).digest != score.digest
+    questions = [*setup.task.splits["train"], *setup.task.splits["val"]][:15]
     for blocks in ((0, 1, 2, 3), (0, 2)):
-        wanted = []
+        expected = []
         for question in questions:
-            line = {"prompt": question.prompt, "images": [each.name for each in question.images]}
-            tier = get_adapter(made.there.model).geometry.full_plan(images=bool(question.images)).tier
-            said = generate(
-                made.asker.adapter, made.asker.runtime, folders.inputs_of(made.there, line, made.folder),
+            line = {"prompt": question.prompt, "images": [item.name for item in question.images]}
+            tier = get_adapter(setup.loaded.model).geometry.full_plan(images=bool(question.images)).tier
+            output = generate(
+                setup.asker.adapter, setup.asker.runtime, folders.inputs_of(setup.loaded, line, setup.folder),
                 Plan(tier=tier, insertion_position=1, top_k=2, blocks=blocks),
                 max_new_tokens=folders.NEW_TOKENS,
             )  # fmt: skip
-            text = made.there.tokenizer.decode(said.new_tokens[0], skip_special_tokens=True)
-            wanted.append(float(normalize_text(text) == normalize_text(question.answer)))
-        np.testing.assert_array_equal(score(blocks), wanted)
+            text = setup.loaded.tokenizer.decode(output.new_tokens[0], skip_special_tokens=True)
+            expected.append(float(normalize_text(text) == normalize_text(question.answer)))
+        np.testing.assert_array_equal(score(blocks), expected)
 
 
 def test_a_tier_that_leaves_no_room(tmp_path: Path) -> None:
     """Of a model whose context holds prompts with images at lower tiers only."""
-    made = Made(tmp_path, "llava_siglip", 24)
-    whole = made.task.evaluate_plans(made.space, split="train", first=0, count=8)
-    made.asker.close()
+    created = Made(tmp_path, "llava_siglip", 24)
+    full_value = created.task.evaluate_plans(created.space, split="train", first=0, count=8)
+    created.asker.close()
     asker = QuestionRunner(
-        replace(made.there, context=60)
+        replace(created.loaded, context=60)
     )  # 20 vision tokens at the medium tier, 56 at the high one
     small = QuestionTask(asker, read_questions(tmp_path / "some.jsonl"), "some.jsonl")
-    found = small.evaluate_plans(made.space, split="train", first=0, count=8)
-    seen = torch.tensor(["images" in line for line in made.lines if line["split"] == "train"])
-    high = torch.tensor([plan.tier == "high" for plan in made.space.plans])
-    assert not found.correct[seen][:, high].any() and whole.correct[seen][:, high].any()
-    assert torch.equal(found.correct[:, ~high], whole.correct[:, ~high])
-    assert torch.equal(found.correct[~seen], whole.correct[~seen])
-    torch.testing.assert_close(found.tokens[seen][:, 2], whole.tokens[seen][:, 1], rtol=1e-5, atol=1e-6)
+    outcomes = small.evaluate_plans(created.space, split="train", first=0, count=8)
+    features = torch.tensor(["images" in line for line in created.lines if line["split"] == "train"])
+    high = torch.tensor([plan.tier == "high" for plan in created.space.plans])
+    assert not outcomes.correct[features][:, high].any() and full_value.correct[features][:, high].any()
+    assert torch.equal(outcomes.correct[:, ~high], full_value.correct[:, ~high])
+    assert torch.equal(outcomes.correct[~features], full_value.correct[~features])
+    torch.testing.assert_close(
+        outcomes.tokens[features][:, 2], full_value.tokens[features][:, 1], rtol=1e-5, atol=1e-6
+    )
     score = small.make_scorer(8)
-    full = made.space.plans.index(replace(made.space.geometry.full_plan(), tier="medium"))
-    np.testing.assert_array_equal(score((0, 1, 2, 3)), whole.correct[:, full].numpy())
+    full = created.space.plans.index(replace(created.space.geometry.full_plan(), tier="medium"))
+    np.testing.assert_array_equal(score((0, 1, 2, 3)), full_value.correct[:, full].numpy())
     asker.close()
 
 
-def test_what_is_refused(made: Made, tmp_path: Path) -> None:
-    few = made.task_of([line | {"split": "train"} for line in made.lines])
+def test_what_is_refused(setup: Made, tmp_path: Path) -> None:
+    subset = setup.task_of([line | {"split": "train"} for line in setup.lines])
     with pytest.raises(InputError, match=r"0 questions for `val` .*30 of `train`, 0 of `val`"):
-        few.select_samples(SampleCounts())
+        subset.select_samples(SampleCounts())
     with pytest.raises(InputError, match=r"7 questions for `train` and `val` together .*at least 8"):
-        few.make_scorer(7)
+        subset.make_scorer(7)
     with pytest.raises(InputError, match=r"`val` has 10 questions; 4 from index 8"):
-        made.task.evaluate_plans(made.space, split="val", first=8, count=4)
-    many = [line | {"kind": f"k{at}"} for at, line in enumerate(made.lines * 3)]
+        setup.task.evaluate_plans(setup.space, split="val", first=8, count=4)
+    num_items = [line | {"kind": f"k{index}"} for index, line in enumerate(setup.lines * 3)]
     with pytest.raises(InputError, match=r"some.jsonl has 90 kinds of questions.*64"):
-        made.task_of(many)
-    alike = made.task_of([{**line, "kind": "sum"} for line in made.lines])
-    assert alike.kinds == ()
-    with pytest.raises(InputError, match=r"holds no model: there is no config.json"):
-        QuestionTask.open(tmp_path, made.folder / "some.jsonl", device=ALONE.device)
+        setup.task_of(num_items)
+    equal = setup.task_of([{**line, "kind": "sum"} for line in setup.lines])
+    assert equal.kinds == ()
+    with pytest.raises(InputError, match=r"config\.json"):
+        QuestionTask.open(tmp_path, setup.folder / "some.jsonl", device=ALONE.device)
     with pytest.raises(ModelError, match="plan runtime"):
-        QuestionRunner(made.there)
+        QuestionRunner(setup.loaded)

@@ -16,10 +16,10 @@ def test_how_many_samples_of_each_split_are_needed() -> None:
         test=test,
     )
     assert behind.counts() == {"val": 7, "test": 5}
-    apart = SplitRanges(
+    difference = SplitRanges(
         train=SampleRange(split="train", count=4), validation=SampleRange(split="val", count=3), test=test
     )
-    assert apart.counts() == {"train": 4, "val": 3, "test": 5}
+    assert difference.counts() == {"train": 4, "val": 3, "test": 5}
 
 
 def test_counts_of_none() -> None:

@@ -12,8 +12,8 @@ from tests.adaptive.study import small
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/` and `profile.parquet`; not to be written into."""
     folder = tmp_path_factory.mktemp("made")
-    small.made(folder)
+    small.write_model_and_profile(folder)
     return folder

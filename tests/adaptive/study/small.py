@@ -41,8 +41,8 @@ CONFIG = GrpoConfig(
 
 def model_folder(folder: Path) -> Path:
     """Train a model for a second, and write it."""
-    with init_distributed("cpu") as mine:
-        run = VqaLearner(SETTINGS, VqaDataset(SETTINGS, bank=bank()), mine)
+    with init_distributed("cpu") as context:
+        run = VqaLearner(SETTINGS, VqaDataset(SETTINGS, bank=bank()), context)
         for _ in range(run.num_steps):
             run.train_step()
         save_vqa_model(run.model, SETTINGS, run.data.vocabulary, folder)
@@ -68,28 +68,28 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
         geometry, [float(geometry.depth - block) for block in range(geometry.depth)]
     )
     random = np.random.default_rng(0)
-    visits = [
-        visit_of(plan, tokens, round=at, factor=float(np.exp(noise * random.normal())))
-        for at in range(repeats)
+    measurements = [
+        visit_of(plan, tokens, round=index, factor=float(np.exp(noise * random.normal())))
+        for index in range(repeats)
         for tier in geometry.tiers
         for plan in [plan for plan in space.plans if plan.tier == tier][slice(plans)]
         for tokens in (6, 12)
     ]
-    about = ProfileMetadata(
+    metadata = ProfileMetadata(
         model_id=compute_model_id(model),
         device=get_device_facts("cpu"),
         space=space,
         vision_tokens=VISION_TOKENS,
         config={"runner": "formula", "dtype": str(model.dtype).removeprefix("torch.")},
     )
-    return PlanProfile(metadata=about, environments=({},), measurements=tuple(visits))
+    return PlanProfile(metadata=metadata, environments=({},), measurements=tuple(measurements))
 
 
-def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **given: Any) -> Measurement:
+def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **options: Any) -> Measurement:
     """A request that took what the formula says, times a factor."""
     return Measurement(
         plan=plan, text_tokens=tokens, prefill_ms=factor * prefill(plan, tokens),
-        steps_ms=tuple(factor * step(plan, tokens, at) for at in range(steps)), **given,
+        steps_ms=tuple(factor * step(plan, tokens, index) for index in range(steps)), **options,
     )  # fmt: skip
 
 
@@ -98,32 +98,34 @@ def prefill(plan: Plan, tokens: int) -> float:
     return compute_prefill_ms(plan, tokens, top_k=3)
 
 
-def step(plan: Plan, tokens: int, at: int) -> float:
+def step(plan: Plan, tokens: int, step_index: int) -> float:
     """One token after the first."""
     assert plan.tier is not None
-    return compute_step_ms(plan, tokens + VISION_TOKENS[plan.tier] + 1 + at, top_k=3)
+    return compute_step_ms(plan, tokens + VISION_TOKENS[plan.tier] + 1 + step_index, top_k=3)
 
 
 def truth(plan: Plan, tokens: int, new_tokens: int) -> float:
     """What a request takes by the formula, without scatter."""
-    return prefill(plan, tokens) + sum(step(plan, tokens, at) for at in range(new_tokens - 1))
+    return prefill(plan, tokens) + sum(step(plan, tokens, index) for index in range(new_tokens - 1))
 
 
-def asked(folder: Path, **changes: Any) -> StudyConfig:
+def make_config(folder: Path, **changes: Any) -> StudyConfig:
     """A study of the model in `folder / "model"` by `folder / "profile.parquet"`, into `folder / "study"`."""
-    given: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
+    args: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
     return StudyConfig(
-        **given | {"out": folder / "study", "counts": COUNTS, "num_budgets": 6, "bank": bank()} | changes
+        **args | {"out": folder / "study", "counts": COUNTS, "num_budgets": 6, "bank": bank()} | changes
     )
 
 
-def made(folder: Path) -> str:
+def write_model_and_profile(folder: Path) -> str:
     """Write model and profile where `asked` looks for them; gives the weights' id."""
     model = opened(model_folder(folder / "model"))
     profile_of(model).save(folder / "profile.parquet")
     return compute_weights_id(model)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether weights are the very same."""
-    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
+    return first.keys() == other.keys() and all(
+        torch.equal(item, other[name]) for name, item in first.items()
+    )

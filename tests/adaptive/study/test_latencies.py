@@ -17,79 +17,91 @@ from tests.adaptive.study import small
 
 
 @pytest.fixture(scope="module")
-def model(made: Path) -> object:
-    return small.opened(made / "model")
+def model(study_inputs: Path) -> object:
+    return small.opened(study_inputs / "model")
 
 
 def test_what_was_measured_is_taken_as_it_is(model) -> None:
     profile = small.profile_of(model)
-    found = sample_latencies(profile, [RequestSize(6, 4), RequestSize(12, 2)])
-    assert found.measured.all() and found.ms.shape == (2, len(profile.space), 3) and found.load == 0.0
-    for at, plan in enumerate(profile.space.plans):
+    latencies = sample_latencies(profile, [RequestSize(6, 4), RequestSize(12, 2)])
+    assert (
+        latencies.measured.all()
+        and latencies.ms.shape == (2, len(profile.space), 3)
+        and latencies.load == 0.0
+    )
+    for index, plan in enumerate(profile.space.plans):
         for row, (tokens, new) in enumerate([(6, 4), (12, 2)]):
             measured = [
-                visit.total_ms(new)
-                for visit in profile.measurements
-                if (visit.plan, visit.text_tokens) == (plan, tokens)
+                measurement.total_ms(new)
+                for measurement in profile.measurements
+                if (measurement.plan, measurement.text_tokens) == (plan, tokens)
             ]
-            np.testing.assert_allclose(sorted(found.ms[row, at]), sorted(measured), rtol=1e-5)
+            np.testing.assert_allclose(sorted(latencies.ms[row, index]), sorted(measured), rtol=1e-5)
 
 
 def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> None:
     profile = small.profile_of(model, repeats=5, noise=0.05)
     sizes = [RequestSize(7, 3), RequestSize(9, 1), RequestSize(16, 4), RequestSize(6, 9)]
-    found = sample_latencies(profile, sizes)
-    for at, plan in enumerate(profile.space.plans):
-        own = {
+    latencies = sample_latencies(profile, sizes)
+    for index, plan in enumerate(profile.space.plans):
+        own_profile = {
             tokens: np.array(
                 [
-                    visit.total_ms(4) / small.truth(plan, tokens, 4)
-                    for visit in profile.measurements
-                    if (visit.plan, visit.text_tokens) == (plan, tokens)
+                    measurement.total_ms(4) / small.truth(plan, tokens, 4)
+                    for measurement in profile.measurements
+                    if (measurement.plan, measurement.text_tokens) == (plan, tokens)
                 ]
             )
             for tokens in (6, 12)
         }
         # The nearer length, and of two that are as near the longer.
-        for row, near in enumerate((6, 12, 12, 6)):
-            factors = found.ms[row, at] / small.truth(plan, *sizes[row][:2])
-            np.testing.assert_allclose(factors / own[near], 1.0, atol=0.08)
+        for row, nearby_rows in enumerate((6, 12, 12, 6)):
+            factors = latencies.ms[row, index] / small.truth(plan, *sizes[row][:2])
+            np.testing.assert_allclose(factors / own_profile[nearby_rows], 1.0, atol=0.08)
             # Each request keeps its own factor: what differs between them is as it was.
-            np.testing.assert_allclose(factors / factors.mean(), own[near] / own[near].mean(), rtol=1e-4)
+            np.testing.assert_allclose(
+                factors / factors.mean(),
+                own_profile[nearby_rows] / own_profile[nearby_rows].mean(),
+                rtol=1e-4,
+            )
 
 
 def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -> None:
     profile = small.profile_of(model, plans=6, repeats=4, noise=0.05)
-    found = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
-    assert found.measured.sum() == 18 and not found.measured.all()
+    latencies = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
+    assert latencies.measured.sum() == 18 and not latencies.measured.all()
     off, spread = [], []
-    for at, plan in enumerate(profile.space.plans):
-        if not found.measured[at]:
-            off.append(np.median(found.ms[0, at]) / small.truth(plan, 6, 2) - 1.0)
-            spread.append(found.ms[0, at].std() / found.ms[0, at].mean())
+    for index, plan in enumerate(profile.space.plans):
+        if not latencies.measured[index]:
+            off.append(np.median(latencies.ms[0, index]) / small.truth(plan, 6, 2) - 1.0)
+            spread.append(latencies.ms[0, index].std() / latencies.ms[0, index].mean())
     assert np.abs(off).mean() < 0.1
     assert 0.02 < np.mean(spread) < 0.1
-    again = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
-    np.testing.assert_array_equal(again.ms, found.ms)
+    second = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
+    np.testing.assert_array_equal(second.ms, latencies.ms)
     other = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)], seed=1)
-    assert (other.ms[:, ~found.measured] != found.ms[:, ~found.measured]).any()
+    assert (other.ms[:, ~latencies.measured] != latencies.ms[:, ~latencies.measured]).any()
 
 
 def test_the_least_load_and_requests_alone(model) -> None:
     profile = small.profile_of(model)
     busy, several = (
         [
-            replace(small.visit_of(visit.plan, visit.text_tokens, factor=factor), round=visit.round, **how)
-            for visit in profile.measurements
+            replace(
+                small.visit_of(measurement.plan, measurement.text_tokens, factor=factor),
+                round=measurement.round,
+                **options,
+            )
+            for measurement in profile.measurements
         ]
-        for factor, how in ((9.0, {"load": 0.5}), (7.0, {"batch": 4}))
+        for factor, options in ((9.0, {"load": 0.5}), (7.0, {"batch": 4}))
     )
-    whole = replace(profile, measurements=(*profile.measurements, *busy, *several))
-    alone, found = (
+    full = replace(profile, measurements=(*profile.measurements, *busy, *several))
+    single, actual = (
         sample_latencies(profile, [RequestSize(6, 4)]),
-        sample_latencies(whole, [RequestSize(6, 4)]),
+        sample_latencies(full, [RequestSize(6, 4)]),
     )
-    np.testing.assert_allclose(found.ms, alone.ms, rtol=0.02)
+    np.testing.assert_allclose(actual.ms, single.ms, rtol=0.02)
     assert sample_latencies(replace(profile, measurements=tuple(busy)), [RequestSize(6, 4)]).load == 0.5
 
 
@@ -98,10 +110,14 @@ def test_plans_measured_more_or_less_often(model) -> None:
     first = profile.space.plans[0]
     fewer = replace(
         profile,
-        measurements=tuple(each for each in profile.measurements if each.plan != first or each.round == 0),
+        measurements=tuple(
+            measurement
+            for measurement in profile.measurements
+            if measurement.plan != first or measurement.round == 0
+        ),
     )
-    found = sample_latencies(fewer, [RequestSize(6, 4)])
-    assert found.ms.shape[2] == 3 and len(set(found.ms[0, 0].tolist())) == 1
+    latencies = sample_latencies(fewer, [RequestSize(6, 4)])
+    assert latencies.ms.shape[2] == 3 and len(set(latencies.ms[0, 0].tolist())) == 1
 
 
 def test_what_is_refused(model) -> None:
@@ -112,14 +128,18 @@ def test_what_is_refused(model) -> None:
         sample_latencies(profile, [])
     low = PlanProfile(
         metadata=profile.metadata,
-        measurements=tuple(each for each in profile.measurements if each.plan.tier == "low"),
+        measurements=tuple(
+            measurement for measurement in profile.measurements if measurement.plan.tier == "low"
+        ),
     )
     # A tier that was left out, as where it has no room, takes what is predicted, and scatters as others do.
-    found = sample_latencies(low, [RequestSize(6, 2)])
-    assert np.isfinite(found.ms).all() and (found.ms > 0.0).all()
-    assert [plan.tier for plan, known in zip(low.space.plans, found.measured, strict=True) if known] == [
+    latencies = sample_latencies(low, [RequestSize(6, 2)])
+    assert np.isfinite(latencies.ms).all() and (latencies.ms > 0.0).all()
+    assert [plan.tier for plan, known in zip(low.space.plans, latencies.measured, strict=True) if known] == [
         "low"
-    ] * int(found.measured.sum())
-    batched = replace(profile, measurements=tuple(replace(each, batch=2) for each in profile.measurements))
+    ] * int(latencies.measured.sum())
+    batched = replace(
+        profile, measurements=tuple(replace(measurement, batch=2) for measurement in profile.measurements)
+    )
     with pytest.raises(InputError, match=r"batch size 1"):
         sample_latencies(batched, [RequestSize(6, 2)])

@@ -36,11 +36,11 @@ DATA = VqaDataset(small.SETTINGS, bank=bank())
 
 
 @pytest.fixture(scope="module")
-def model(made: Path) -> Any:
-    return small.opened(made / "model")
+def model(study_inputs: Path) -> Any:
+    return small.opened(study_inputs / "model")
 
 
-def of(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTables:
+def build_tables(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTables:
     return build_study_tables(
         GridVqaTask(model=model, data=DATA), profile, folder, counts=SampleCounts(**counts), context=ALONE
     )
@@ -48,59 +48,59 @@ def of(model: Any, profile: PlanProfile, folder: Path, **counts: int) -> StudyTa
 
 def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> None:
     profile = small.profile_of(model, noise=0.0)
-    found = of(model, profile, tmp_path, train=30, validation=20, test=40)
-    judged = {
+    tables = build_tables(model, profile, tmp_path, train=30, validation=20, test=40)
+    outcomes = {
         name: evaluate_plans(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")
     }
-    for table, split, some in (
-        (found.train, "val", slice(30)),
-        (found.validation, "val", slice(30, 50)),
-        (found.test, "test", slice(40)),
+    for table, split, subset in (
+        (tables.train, "val", slice(30)),
+        (tables.validation, "val", slice(30, 50)),
+        (tables.test, "test", slice(40)),
     ):
-        assert torch.equal(table.correct, judged[split].correct[some])
-        torch.testing.assert_close(table.language, judged[split].language[some])
-        torch.testing.assert_close(table.tokens, judged[split].tokens[some])
-        for at in range(len(table)):
+        assert torch.equal(table.correct, outcomes[split].correct[subset])
+        torch.testing.assert_close(table.language, outcomes[split].language[subset])
+        torch.testing.assert_close(table.tokens, outcomes[split].tokens[subset])
+        for index in range(len(table)):
             text, new = (
-                int(getattr(judged[split], name)[some][at]) for name in ("text_tokens", "new_tokens")
+                int(getattr(outcomes[split], name)[subset][index]) for name in ("text_tokens", "new_tokens")
             )
-            wanted = [small.truth(plan, text, new) for plan in profile.space.plans]
-            np.testing.assert_allclose(table.latency_ms[at].mean(1), wanted, rtol=0.05)
-    assert set(found.kinds) == {"left", "list"}
-    for kind, which in found.kinds.items():
-        assert torch.equal(which, judged["test"].kinds[:40] == KINDS.index(kind))
-    assert found.size[1] == 2 and found.latency.ms.shape == (1, len(profile.space), 3)
+            expected = [small.truth(plan, text, new) for plan in profile.space.plans]
+            np.testing.assert_allclose(table.latency_ms[index].mean(1), expected, rtol=0.05)
+    assert set(tables.kinds) == {"left", "list"}
+    for kind, which in tables.kinds.items():
+        assert torch.equal(which, outcomes["test"].kinds[:40] == KINDS.index(kind))
+    assert tables.size[1] == 2 and tables.latency.ms.shape == (1, len(profile.space), 3)
 
 
 def test_latencies_are_kept_and_made_anew_for_another_profile(
     model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile, few = small.profile_of(model), {"train": 8, "validation": 4, "test": 8}
-    made: list[int] = []
+    profile, subset = small.profile_of(model), {"train": 8, "validation": 4, "test": 8}
+    created: list[int] = []
     real = room.sample_latencies
 
     def noted(profile: PlanProfile, sizes: Any) -> Any:
-        made.append(len(sizes))
+        created.append(len(sizes))
         return real(profile, sizes)
 
     monkeypatch.setattr(room, "sample_latencies", noted)
-    first = of(model, profile, tmp_path, **few)
-    assert len(made) == 3  # before any answer, of all sizes, and of the one that pictures are of
-    again = of(model, profile, tmp_path, **few)
-    assert len(made) == 5 and again.train.identity() == first.train.identity()
-    other = of(model, small.profile_of(model, repeats=2), tmp_path, **few)
-    assert len(made) == 8 and other.train.latency_ms.shape[2] == 2
+    first = build_tables(model, profile, tmp_path, **subset)
+    assert len(created) == 3  # before any answer, of all sizes, and of the one that pictures are of
+    second = build_tables(model, profile, tmp_path, **subset)
+    assert len(created) == 5 and second.train.identity() == first.train.identity()
+    other = build_tables(model, small.profile_of(model, repeats=2), tmp_path, **subset)
+    assert len(created) == 8 and other.train.latency_ms.shape[2] == 2
     path = tmp_path / OUTCOMES_DIR / LATENCIES_FILE
     path.write_bytes(b"nothing")
     with pytest.raises(FileFormatError, match=r"latencies.safetensors"):
-        of(model, profile, tmp_path, **few)
+        build_tables(model, profile, tmp_path, **subset)
 
 
 def test_a_profile_of_another_model_and_counts_of_none(model, tmp_path: Path) -> None:
     profile = small.profile_of(model)
     other = replace(profile, metadata=replace(profile.metadata, model_id="other"))
     with pytest.raises(InputError, match="id other"):
-        of(model, other, tmp_path)
+        build_tables(model, other, tmp_path)
     with pytest.raises(InputError, match=r"`validation` \(=0\)"):
         SampleCounts(validation=0)
 
@@ -108,10 +108,10 @@ def test_a_profile_of_another_model_and_counts_of_none(model, tmp_path: Path) ->
 def test_the_number_format_is_the_profiles(model) -> None:
     profile = small.profile_of(model)
 
-    def told(**how: str) -> torch.dtype:
-        return get_dtype(replace(profile, metadata=replace(profile.metadata, config=how)))
+    def read_dtype(**profile_config: str) -> torch.dtype:
+        return get_dtype(replace(profile, metadata=replace(profile.metadata, config=profile_config)))
 
-    assert told(dtype="bfloat16") == torch.bfloat16 and told(dtype="float64") == torch.float64
-    assert told() == torch.float32  # of a CPU
+    assert read_dtype(dtype="bfloat16") == torch.bfloat16 and read_dtype(dtype="float64") == torch.float64
+    assert read_dtype() == torch.float32  # of a CPU
     with pytest.raises(FileFormatError, match=r"'nn'"):
-        told(dtype="nn")
+        read_dtype(dtype="nn")

@@ -24,7 +24,7 @@ from sparseflow.core.training.history import History
 from sparseflow.errors import FileFormatError, InputError
 from tests.adaptive.study import small
 from tests.adaptive.study.test_comparison import PLANS, controllers
-from tests.adaptive.study.test_comparison import made as tables
+from tests.adaptive.study.test_comparison import make_tables as tables
 
 
 def text(page: Path) -> str:
@@ -33,8 +33,8 @@ def text(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(made: Path) -> Any:
-    return small.opened(made / "model")
+def model(study_inputs: Path) -> Any:
+    return small.opened(study_inputs / "model")
 
 
 @pytest.fixture(scope="module")
@@ -45,55 +45,64 @@ def profile(model: Any) -> PlanProfile:
 
 def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path) -> None:
     plans = profile.space.plans
-    worth = PlanQuality(
+    quality = PlanQuality(
         model_id=compute_weights_id(model), space=profile.space, samples=50, task="t",
         accuracy=tuple(0.2 + 0.05 * len(plan.blocks) + 0.1 * (plan.tier == "high") for plan in plans),
     )  # fmt: skip
-    found = results.make_plan_results(profile, worth)
-    assert found["size"] == {"text_tokens": 6, "new_tokens": 4}
-    front = select_front(found["plans"])
+    study_results = results.make_plan_results(profile, quality)
+    assert study_results["size"] == {"text_tokens": 6, "new_tokens": 4}
+    front = select_front(study_results["plans"])
     assert len(front) >= 2
-    for one, two in pairwise(front):
-        assert one["p50_ms"] < two["p50_ms"] and one["accuracy"] < two["accuracy"]
-    for row in found["plans"]:
+    for first, two in pairwise(front):
+        assert first["p50_ms"] < two["p50_ms"] and first["accuracy"] < two["accuracy"]
+    for row in study_results["plans"]:
         beaten = any(
             other["p50_ms"] <= row["p50_ms"] and other["accuracy"] >= row["accuracy"]
             for other in front
             if other is not row
         )
         assert beaten != row["front"] and ("samples_ms" in row) == (row["front"] or row["measured"])
-    read = text(write_results_page(json.loads(json.dumps(found)), tmp_path / "page.html"))
+    read = text(write_results_page(json.loads(json.dumps(study_results)), tmp_path / "page.html"))
     assert f"{len(front)} of {len(plans)} plans are on the Pareto front" in read
     assert f"18 of {len(plans)} plans were measured. The others take" in read
     assert "Coverage of predicted quantiles" in read and "Who wins" not in read
-    others = PlanSpace.from_importance(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
-    other = PlanQuality(model_id="m", space=others, samples=1, task="t", accuracy=(0.5,) * len(others))
+    remaining_items = PlanSpace.from_importance(profile.space.geometry, [0.0, 1.0, 2.0, 3.0])
+    other = PlanQuality(
+        model_id="m", space=remaining_items, samples=1, task="t", accuracy=(0.5,) * len(remaining_items)
+    )
     with pytest.raises(InputError, match="different plans"):
         results.make_plan_results(profile, other)
 
 
 def test_too_little_to_judge_a_predictor_by(model, profile: PlanProfile, tmp_path: Path) -> None:
-    worth = PlanQuality(
+    quality = PlanQuality(
         model_id="m", space=profile.space, samples=1, task="t", accuracy=(0.5,) * len(profile.space)
     )
-    few = replace(profile, measurements=tuple(each for each in profile.measurements if each.round == 0)[::6])
-    assert len(few.measurements) == 6
+    subset = replace(
+        profile,
+        measurements=tuple(measurement for measurement in profile.measurements if measurement.round == 0)[
+            ::6
+        ],
+    )
+    assert len(subset.measurements) == 6
     with pytest.raises(InputError, match=r"at least 5"):
-        results.make_plan_results(few, worth)
-    found = results.make_plan_results(profile, worth) | {"predictor": None}
-    read = text(write_results_page(found, tmp_path / "page.html"))
+        results.make_plan_results(subset, quality)
+    study_results = results.make_plan_results(profile, quality) | {"predictor": None}
+    read = text(write_results_page(study_results, tmp_path / "page.html"))
     assert "too few plans and lengths" in read
 
 
 def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
-    mine = tables()
-    found = compare_with_baselines(
-        mine, controllers=[controllers()], supervised=[controllers(1)], num_budgets=6
+    outcome_tables = tables()
+    comparison = compare_with_baselines(
+        outcome_tables, controllers=[controllers()], supervised=[controllers(1)], num_budgets=6
     )
     # Of the same plans as the synthetic requests.
-    own = replace(profile, metadata=replace(profile.metadata, space=PLANS))
-    kept = results.make_study_results(own, mine, found, metadata={"command": "sparseflow adaptive train x"})
-    results.save_results(tmp_path, kept)
+    own_profile = replace(profile, metadata=replace(profile.metadata, space=PLANS))
+    retained = results.make_study_results(
+        own_profile, outcome_tables, comparison, metadata={"command": "sparseflow adaptive train x"}
+    )
+    results.save_results(tmp_path, retained)
     seed = tmp_path / "controllers" / "seed-0"
     seed.mkdir(parents=True)
     history = History(seed)
@@ -111,12 +120,12 @@ def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
         "oracle",
     ):
         assert name in read
-    for sentence in kept["verdict"]:
+    for sentence in retained["verdict"]:
         assert sentence.replace("'", "&#39;") in read
     for title in ("Attainment", "Goodput", "Regret", "Plans on the Pareto front", "Lagrange multiplier"):
         assert title in read
     assert "sparseflow adaptive train x" in read and "mathdefault" not in read
-    front = select_front(kept["plans"])
+    front = select_front(retained["plans"])
     assert all(
         row["low"] <= row["accuracy"] <= row["high"] and set(row["by_kind"]) == {"one", "other"}
         for row in front

@@ -26,43 +26,43 @@ from tests.adaptive.study import small
 
 
 @pytest.fixture(scope="module")
-def studied(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def studied(study_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study that was stopped twice on its way."""
     out = tmp_path_factory.mktemp("studied")
 
     def stop_at(word: str) -> Any:
-        def progress(what: str, share: float) -> None:
-            if what.startswith(word):
+        def progress(message: str, share: float) -> None:
+            if message.startswith(word):
                 raise KeyboardInterrupt
 
         return progress
 
-    asked = small.asked(made, out=out, command="sparseflow adaptive train")
+    config = small.make_config(study_inputs, out=out, command="sparseflow adaptive train")
     for word in ("plans evaluated on 72 val", "supervised, seed 0: step 4", "evaluating: random"):
         with pytest.raises(KeyboardInterrupt):
-            train(asked, small.CONFIG, num_seeds=2, progress=stop_at(word))
-    assert train(asked, small.CONFIG, num_seeds=2) is not None
+            train(config, small.CONFIG, num_seeds=2, progress=stop_at(word))
+    assert train(config, small.CONFIG, num_seeds=2) is not None
     return out
 
 
-def test_what_a_study_leaves(studied: Path, made: Path) -> None:
-    found = load_results(studied)
-    assert found["samples"] == {"train": 48, "validation": 24, "test": 40}
-    assert [each["name"] for each in found["policies"]] == [
+def test_what_a_study_leaves(studied: Path, study_inputs: Path) -> None:
+    results = load_results(studied)
+    assert results["samples"] == {"train": 48, "validation": 24, "test": 40}
+    assert [policy["name"] for policy in results["policies"]] == [
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
-    assert found["attainment"] == 0.99 and found["seeds"] == 2 and found["verdict"]
-    space = PlanProfile.load(made / "profile.parquet").space
-    worth = PlanQuality.load(studied / PLAN_QUALITY_FILE)
-    worth.check(found["model_id"], space)
-    assert worth.samples == 72
-    best = Controllers.load(studied / "controllers.safetensors", model_id=found["model_id"])
+    assert results["attainment"] == 0.99 and results["seeds"] == 2 and results["verdict"]
+    space = PlanProfile.load(study_inputs / "profile.parquet").space
+    quality = PlanQuality.load(studied / PLAN_QUALITY_FILE)
+    quality.check(results["model_id"], space)
+    assert quality.samples == 72
+    best = Controllers.load(studied / "controllers.safetensors", model_id=results["model_id"])
     seeds = [
         Controllers.load(studied / "controllers" / f"seed-{seed}" / "controllers.safetensors")
         for seed in range(2)
     ]
-    states = [dict(each.state_dict()) for each in seeds]
-    assert small.same(dict(best.state_dict()), states[found["best_seed"]])
+    states = [dict(policy.state_dict()) for policy in seeds]
+    assert small.same(dict(best.state_dict()), states[results["best_seed"]])
     assert not small.same(*states)
     assert (
         len([row for row in read_history(studied / "controllers" / "seed-1") if row["kind"] == "train"]) == 4
@@ -77,97 +77,97 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_page")
-def test_it_is_what_an_unbroken_one_gives(studied: Path, made: Path, tmp_path: Path) -> None:
+def test_it_is_what_an_unbroken_one_gives(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
     shares: list[float] = []
-    whole = train(
-        small.asked(made, out=tmp_path),
+    full = train(
+        small.make_config(study_inputs, out=tmp_path),
         small.CONFIG,
         num_seeds=2,
         progress=lambda _, share: shares.append(share),
     )
-    assert whole is not None and shares == sorted(shares)
+    assert full is not None and shares == sorted(shares)
     broken = load_results(studied)
     for name in ("policies", "compared", "plans", "predictor", "budgets_ms", "model_id"):
-        assert json.loads(json.dumps(whole[name])) == broken[name], name
+        assert json.loads(json.dumps(full[name])) == broken[name], name
 
 
-def test_judging_without_training(studied: Path, made: Path, tmp_path: Path) -> None:
-    asked = small.asked(made, out=tmp_path, attainment=0.9)
-    alone = evaluate(asked)
-    assert alone is not None and alone["attainment"] == 0.9
-    assert [each["name"] for each in alone["policies"]] == [
+def test_judging_without_training(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+    config = small.make_config(study_inputs, out=tmp_path, attainment=0.9)
+    single = evaluate(config)
+    assert single is not None and single["attainment"] == 0.9
+    assert [policy["name"] for policy in single["policies"]] == [
         "lookup table",
         "best static plan",
         "random",
         "oracle",
     ]
     assert (tmp_path / PLAN_QUALITY_FILE).is_file() and (tmp_path / "report.html").is_file()
-    given = evaluate(asked, controllers=studied / "controllers.safetensors")
-    assert given is not None and given["policies"][0]["name"] == "controllers"
-    assert given["plans"] == alone["plans"]
-    assert given["judged_at"]["attainment"] == "argument"
+    args = evaluate(config, controllers=studied / "controllers.safetensors")
+    assert args is not None and args["policies"][0]["name"] == "controllers"
+    assert args["plans"] == single["plans"]
+    assert args["judged_at"]["attainment"] == "argument"
 
 
 @pytest.mark.usefixtures("no_page")
-def test_controllers_are_judged_as_their_study_was(studied: Path, made: Path, tmp_path: Path) -> None:
-    asked = small.asked(made, out=tmp_path / "judged")
+def test_controllers_are_judged_as_their_study_was(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+    config = small.make_config(study_inputs, out=tmp_path / "judged")
     # What the model answers, and what that takes, is the same for all.
-    shutil.copytree(studied / OUTCOMES_DIR, asked.out / OUTCOMES_DIR)
+    shutil.copytree(studied / OUTCOMES_DIR, config.out / OUTCOMES_DIR)
     study = json.loads((studied / "results.json").read_text("utf-8"))
     elsewhere = tmp_path / "study"
     (elsewhere / "controllers" / "seed-0").mkdir(parents=True)
     moved = elsewhere / "controllers" / "seed-0" / "controllers.safetensors"
     moved.write_bytes((studied / "controllers.safetensors").read_bytes())
-    found = evaluate(asked, controllers=moved)
-    assert found is not None and found["attainment"] == 0.99
-    assert found["judged_at"]["attainment"] == "default"
-    assert found["judged_at"]["budgets"].startswith("default")
+    results = evaluate(config, controllers=moved)
+    assert results is not None and results["attainment"] == 0.99
+    assert results["judged_at"]["attainment"] == "default"
+    assert results["judged_at"]["budgets"].startswith("default")
     narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
-    told = study | {"attainment": 0.8, "budgets_ms": narrower}
-    (elsewhere / "results.json").write_text(json.dumps(told))
-    known = evaluate(asked, controllers=moved)
+    messages = study | {"attainment": 0.8, "budgets_ms": narrower}
+    (elsewhere / "results.json").write_text(json.dumps(messages))
+    known = evaluate(config, controllers=moved)
     assert known is not None and known["attainment"] == 0.8
     assert known["budgets_ms"] == pytest.approx(narrower)
     assert set(known["judged_at"].values()) == {"study of the controllers"}
-    (elsewhere / "results.json").write_text(json.dumps(told | {"device": {"name": "another"}}))
-    other = evaluate(asked, controllers=moved)
+    (elsewhere / "results.json").write_text(json.dumps(messages | {"device": {"name": "another"}}))
+    other = evaluate(config, controllers=moved)
     assert other is not None and other["attainment"] == 0.8
-    assert other["budgets_ms"] == found["budgets_ms"]
+    assert other["budgets_ms"] == results["budgets_ms"]
 
 
 def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
     page = write_page(studied, tmp_path / "again.html")
-    again, first = (path.read_text("utf-8") for path in (page, studied / "report.html"))
-    assert len(again) == len(first)
+    second, first = (path.read_text("utf-8") for path in (page, studied / "report.html"))
+    assert len(second) == len(first)
 
 
-def test_what_is_refused(studied: Path, made: Path, tmp_path: Path) -> None:
-    asked = small.asked(made, out=tmp_path / "study")
+def test_what_is_refused(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+    config = small.make_config(study_inputs, out=tmp_path / "study")
     with pytest.raises(InputError, match=r"absent.parquet"):
-        train(replace(asked, profile=tmp_path / "absent.parquet"), small.CONFIG)
+        train(replace(config, profile=tmp_path / "absent.parquet"), small.CONFIG)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"`out` \(=.*file\) is a file"):
-        train(replace(asked, out=tmp_path / "file"), small.CONFIG)
+        train(replace(config, out=tmp_path / "file"), small.CONFIG)
     with pytest.raises(InputError, match=r"`num_seeds` \(=0\)"):
-        train(replace(asked, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, num_seeds=0)
+        train(replace(config, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, num_seeds=0)
     with pytest.raises(InputError, match=r"steps"):
-        train(small.asked(made, out=studied), replace(small.CONFIG, steps=9), num_seeds=2)
+        train(small.make_config(study_inputs, out=studied), replace(small.CONFIG, steps=9), num_seeds=2)
     other = Controllers.load(studied / "controllers.safetensors")
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"model other"):
-        evaluate(asked, controllers=tmp_path / "other.safetensors")
+        evaluate(config, controllers=tmp_path / "other.safetensors")
     before = (studied / "results.json").read_bytes()
     with pytest.raises(InputError, match=r"`out`.*training"):
-        evaluate(small.asked(made, out=studied))
+        evaluate(small.make_config(study_inputs, out=studied))
     assert (studied / "results.json").read_bytes() == before
     with pytest.raises(InputError, match=r"results.json"):
         write_page(tmp_path, tmp_path / "page.html")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(FileFormatError, match=r"results.json"):
         write_page(tmp_path, tmp_path / "page.html")
-    kept = json.loads((studied / "results.json").read_text("utf-8"))
-    del kept["policies"][0]["curve"]
-    (tmp_path / "results.json").write_text(json.dumps(kept))
+    retained = json.loads((studied / "results.json").read_text("utf-8"))
+    del retained["policies"][0]["curve"]
+    (tmp_path / "results.json").write_text(json.dumps(retained))
     with pytest.raises(FileFormatError, match=r"KeyError\('curve'\)"):
         write_page(tmp_path, tmp_path / "page.html")
