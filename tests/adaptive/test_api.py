@@ -129,19 +129,19 @@ def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
         assert attached.selector is not None
         space = attached.selector.predictor.space
     best = space.plans[len(space) // 2]
-    worth = PlanQuality(
+    plan_quality = PlanQuality(
         model_id=compute_weights_id(model), space=space, samples=4, task="t",
         accuracy=tuple(1.0 if plan == best else 0.5 for plan in space.plans),
     )  # fmt: skip
     file = tmp_path / "plan_quality.json"
-    worth.save(file)
-    for given in (file, worth, worth.accuracy):
-        with adaptive.attach(model, profile=measured, plan_quality=given) as attached:
+    plan_quality.save(file)
+    for case in (file, plan_quality, plan_quality.accuracy):
+        with adaptive.attach(model, profile=measured, plan_quality=case) as attached:
             result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=2)
             assert result.plan == best
     with pytest.raises(InputError):
         adaptive.attach(
-            model, profile=measured, plan_quality=worth.model_copy(update={"model_id": "another"})
+            model, profile=measured, plan_quality=plan_quality.model_copy(update={"model_id": "another"})
         )
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -203,11 +203,11 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         assert torch.equal(model(IDS).logits, before)
 
 
-@pytest.mark.parametrize("way", ["forward", "engine"])
+@pytest.mark.parametrize("runner", ["forward", "engine"])
 def test_what_a_request_waited_is_not_learnt_as_work(
-    model: Any, measured: Path, measured_by_an_engine: Path, way: str
+    model: Any, measured: Path, measured_by_an_engine: Path, runner: str
 ) -> None:
-    file = measured if way == "forward" else measured_by_an_engine
+    file = measured if runner == "forward" else measured_by_an_engine
     with adaptive.attach(model, profile=file) as attached:
         attached.warm_up(input_ids=IDS)
         assert attached.selector is not None
@@ -222,26 +222,28 @@ def test_what_a_request_waited_is_not_learnt_as_work(
 
 
 def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> None:
-    prompts = [torch.arange(4 + each, 9 + each)[None] for each in range(6)]
+    prompts = [torch.arange(4 + item, 9 + item)[None] for item in range(6)]
     with adaptive.attach(model, profile=measured_by_an_engine) as attached, ThreadPoolExecutor(6) as pool:
-        found = list(
+        actual = list(
             pool.map(
                 lambda ids: attached.generate(input_ids=ids, latency_budget_ms=1e5, max_new_tokens=6), prompts
             )
         )
-        for ids, mine in zip(prompts, found, strict=True):
+        for ids, answer in zip(prompts, actual, strict=True):
             single = generate(
-                attached.adapter, attached.runtime, {"input_ids": ids}, mine.plan, max_new_tokens=6
+                attached.adapter, attached.runtime, {"input_ids": ids}, answer.plan, max_new_tokens=6
             )
-            assert torch.equal(mine.sequences, single.sequences)
+            assert torch.equal(answer.sequences, single.sequences)
 
 
 def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
     exact = torch.float64
-    there = folders.opened(folders.model_folder(tmp_path / "model", "llava_siglip", dtype=exact), exact)
+    model_folder = folders.opened(
+        folders.model_folder(tmp_path / "model", "llava_siglip", dtype=exact), exact
+    )
     (tmp_path / "0.png").write_bytes(folders.picture(0))
-    inputs = there.prompt("w7 w8", [tmp_path / "0.png"]).inputs
-    with adaptive.attach(there.model, profile=folders.profile_of(there)) as attached:
+    inputs = model_folder.prompt("w7 w8", [tmp_path / "0.png"]).inputs
+    with adaptive.attach(model_folder.model, profile=folders.profile_of(model_folder)) as attached:
         assert attached.selector is not None
         attached.selector = replace(attached.selector, max_total_tokens=32)
         attached.warm_up(**inputs)
@@ -318,10 +320,10 @@ def test_what_is_no_input_is_refused(model: Any) -> None:
             attached.generate(input_ids=IDS, latency_budget_ms="180")  # pyright: ignore[reportArgumentType]
         with pytest.raises(InputError):
             attached.generate(input_ids=torch.tensor([[5, 64]]))
-        most = attached.adapter.context
-        assert most is not None
-        with pytest.raises(InputError, match=str(most)):
-            attached.generate(input_ids=IDS, max_new_tokens=most)
+        max_context = attached.adapter.context
+        assert max_context is not None
+        with pytest.raises(InputError, match=str(max_context)):
+            attached.generate(input_ids=IDS, max_new_tokens=max_context)
         assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)
 
 

@@ -30,17 +30,19 @@ def test_there_are_1_5_and_14() -> None:
 @pytest.mark.parametrize(("height", "width"), [(48, 48), (50, 31), (17, 90), (5, 7), (200, 150)])
 def test_levels_are_those_of_pillow(height: int, width: int) -> None:
     picture = pytest.importorskip("PIL.Image")
-    # Pillow cuts what overshoots after each of two passes, so contrast is kept low here.
+    # Pillow cuts what overshoots after each of two passes, so contrast is expected_dtype low here.
     size, given_image = 16, 64 + image(height, width) // 2
     crops = make_nested_crops(given_image, size, **PLAIN)
     assert crops.shape == (14, 3, size, size) and crops.dtype == torch.float32
-    whole = picture.fromarray(given_image.permute(1, 2, 0).numpy())
+    full_image = picture.fromarray(given_image.permute(1, 2, 0).numpy())
     index = 0
     for level in (1, 2, 3):
-        resized = np.asarray(whole.resize((level * size, level * size), picture.Resampling.BICUBIC)) / 255.0
+        resized = (
+            np.asarray(full_image.resize((level * size, level * size), picture.Resampling.BICUBIC)) / 255.0
+        )
         for top in range(level):
-            for left in range(level):
-                expected = resized[top * size : (top + 1) * size, left * size : (left + 1) * size]
+            for column in range(level):
+                expected = resized[top * size : (top + 1) * size, column * size : (column + 1) * size]
                 # It also rounds to whole steps, twice.
                 assert np.abs(crops[index].permute(1, 2, 0).numpy() - expected).max() <= 1.6 / 255.0
                 index += 1
@@ -60,27 +62,27 @@ def test_an_image_of_the_right_size_is_cut_unchanged_and_normalised() -> None:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 3))
 def test_tiers_are_nested_and_images_apart(height: int, width: int, size: int, count: int) -> None:
     pictures = torch.stack([image(height, width, seed) for seed in range(count)])
-    whole = make_nested_crops(pictures, size, **PLAIN).unflatten(0, (count, 14))
-    assert float(whole.min()) >= 0.0 and float(whole.max()) <= 1.0
+    full_image = make_nested_crops(pictures, size, **PLAIN).unflatten(0, (count, 14))
+    assert float(full_image.min()) >= 0.0 and float(full_image.max()) <= 1.0
     for tier in TIERS:
         crops = make_nested_crops(pictures, size, tier=tier, **PLAIN).unflatten(0, (count, CROPS[tier]))
-        assert torch.equal(crops, whole[:, : CROPS[tier]])
-    for single, each in zip(pictures, whole, strict=True):
-        assert torch.allclose(make_nested_crops(single, size, **PLAIN), each, atol=1e-6)
+        assert torch.equal(crops, full_image[:, : CROPS[tier]])
+    for single, item in zip(pictures, full_image, strict=True):
+        assert torch.allclose(make_nested_crops(single, size, **PLAIN), item, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("given_as", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+    ("given_as", "expected_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
 )
-def test_floating_images(given_as: torch.dtype, kept: torch.dtype) -> None:
+def test_floating_images(given_as: torch.dtype, expected_dtype: torch.dtype) -> None:
     bytes_ = image(20, 30)
     crops = make_nested_crops((bytes_ / 255.0).to(given_as), 4, **PLAIN)
-    assert crops.dtype == kept
+    assert crops.dtype == expected_dtype
     assert torch.allclose(crops.float(), make_nested_crops(bytes_, 4, **PLAIN), atol=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"images": torch.zeros(4, 4)}, ""),
         ({"images": torch.zeros(3, 0, 4)}, ""),
@@ -95,17 +97,17 @@ def test_floating_images(given_as: torch.dtype, kept: torch.dtype) -> None:
         ({"mean": (1.0,)}, "`mean`"),
     ],
 )
-def test_what_is_no_image(change: dict[str, Any], says: str) -> None:
-    given: dict[str, Any] = {"images": image(4, 4), "size": 2, **PLAIN} | change
-    with pytest.raises(InputError, match=says or None):
-        make_nested_crops(given.pop("images"), given.pop("size"), **given)
+def test_what_is_no_image(change: dict[str, Any], expected_text: str) -> None:
+    arguments: dict[str, Any] = {"images": image(4, 4), "size": 2, **PLAIN} | change
+    with pytest.raises(InputError, match=expected_text or None):
+        make_nested_crops(arguments.pop("images"), arguments.pop("size"), **arguments)
 
 
 @given(st.lists(st.sampled_from([1, 2, 9]), min_size=1, max_size=12), st.integers(1, 5))
 def test_placeholders(words: list[int], count: int) -> None:
-    beside = any(a == b == 9 for a, b in pairwise(words))
+    adjacent = any(a == b == 9 for a, b in pairwise(words))
     ids = torch.tensor(words)
-    if 9 not in words or beside:
+    if 9 not in words or adjacent:
         with pytest.raises(InputError):
             expand_placeholders(ids, 9, count)
         return

@@ -48,16 +48,16 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-def made(kind: str, **others: Any) -> Any:
+def build_decoder(kind: str, **overrides: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given: dict[str, Any] = tiny.make_text_config(depth=4, top_k=4, experts=5)
-    given |= {"moe_intermediate_size": 8, "num_key_value_heads": 2, **OTHERS.get(kind, {}), **others}
-    if "num_local_experts" in given or "n_routed_experts" in given:
-        del given["num_experts"]
+    arguments: dict[str, Any] = tiny.make_text_config(depth=4, top_k=4, experts=5)
+    arguments |= {"moe_intermediate_size": 8, "num_key_value_heads": 2, **OTHERS.get(kind, {}), **overrides}
+    if "num_local_experts" in arguments or "n_routed_experts" in arguments:
+        del arguments["num_experts"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **arguments))
     model = model.double().eval()
     model.set_experts_implementation("eager")
     return model
@@ -65,7 +65,7 @@ def made(kind: str, **others: Any) -> Any:
 
 @pytest.mark.parametrize("kind", sorted(set(ROUTERS) - {"qwen3_vl_moe_text"}))
 def test_every_registered_kind_runs_plans(kind: str) -> None:
-    model = made(kind)
+    model = build_decoder(kind)
     adapter = get_adapter(model)
     assert adapter.geometry == ModelGeometry(depth=4, top_k=4, tiers=())
     ids = tiny.make_text_prompt(rows=2)["input_ids"]
@@ -93,17 +93,17 @@ def test_a_stack_without_a_head() -> None:
     adapter = get_adapter(inner)
     assert adapter.decoder is inner and adapter.geometry == get_adapter(model).geometry
     inputs, plan = tiny.make_text_prompt(), Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
-    whole, headless = PlanRuntime(get_adapter(model)), None
-    with whole.use_plan(plan):
+    full_runtime, headless = PlanRuntime(get_adapter(model)), None
+    with full_runtime.use_plan(plan):
         expected = model(**inputs).logits
-    whole.remove()
+    full_runtime.remove()
     headless = PlanRuntime(adapter)
     with headless.use_plan(plan):
         assert torch.equal(model.lm_head(inner(**inputs).last_hidden_state), expected)
 
 
 def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
-    model = made("mixtral", sliding_window=4)
+    model = build_decoder("mixtral", sliding_window=4)
     adapter = get_adapter(model)
     ids = tiny.make_text_prompt(tokens=12)["input_ids"]
     with PlanRuntime(adapter).use_plan(Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2, 3))):
@@ -147,11 +147,11 @@ def test_unknown_architectures() -> None:
     model.config = SimpleNamespace(model_type="llama")
     with pytest.raises(ModelError):
         get_adapter(model)
-    found = []
-    register("llama", lambda model: found.append(model))  # type: ignore[arg-type, return-value]
+    collected = []
+    register("llama", lambda model: collected.append(model))  # type: ignore[arg-type, return-value]
     try:
         get_adapter(model)
-        assert found == [model]
+        assert collected == [model]
     finally:
         del _ADAPTERS["llama"]
 
@@ -194,10 +194,10 @@ def test_a_cache_that_does_not_tell() -> None:
     for cache in (((), ()), SimpleNamespace(layers=[object()])):
         with pytest.raises(ModelError):
             adapter.get_kv_lengths(cache)
-    told = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
+    fake_cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
     none = SimpleNamespace(get_seq_length=lambda: torch.tensor(0))
     plain = SimpleNamespace(get_seq_length=lambda: 4)
-    assert adapter.get_kv_lengths(SimpleNamespace(layers=[told, none, plain])) == {0: 3, 2: 4}
+    assert adapter.get_kv_lengths(SimpleNamespace(layers=[fake_cache, none, plain])) == {0: 3, 2: 4}
 
 
 def test_a_router_without_a_top_k() -> None:

@@ -69,8 +69,8 @@ def row(tier: Tier, images: int, text: int = 3) -> list[int]:
 def inputs_of(tier: Tier, rows: list[int]) -> dict[str, Tensor]:
     """Rows of so many images, with pixels that tell image and crop."""
     ids = torch.tensor([row(tier, images) for images in rows])
-    every = torch.arange(sum(rows) * CROPS["high"], dtype=torch.float64).view(-1, CROPS["high"])
-    pixels = every[:, : CROPS[tier]].reshape(-1, 1, 1, 1).expand(-1, 3, tiny.SIZE, tiny.SIZE)
+    indices = torch.arange(sum(rows) * CROPS["high"], dtype=torch.float64).view(-1, CROPS["high"])
+    pixels = indices[:, : CROPS[tier]].reshape(-1, 1, 1, 1).expand(-1, 3, tiny.SIZE, tiny.SIZE)
     kinds = (ids == tiny.IMAGE).int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "kinds": kinds, "pixel_values": pixels}
 
@@ -93,18 +93,18 @@ def test_a_tier_is_what_would_have_been_made_for_it(images: int, rows: int, tier
 def test_what_the_model_sees_at_a_tier() -> None:
     model, adapter = MODELS["clip"], get_adapter(MODELS["clip"])
     image = torch.rand(3, 30, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    given = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    arguments = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
     words = torch.tensor([[5, tiny.IMAGE, 8, 9]])
 
-    def made(tier: Tier) -> dict[str, Tensor]:
+    def make_inputs(tier: Tier) -> dict[str, Tensor]:
         ids = expand_placeholders(words, tiny.IMAGE, CROPS[tier] * TOKENS)
-        pixels = make_nested_crops(image, tiny.SIZE, tier=tier, **given)
+        pixels = make_nested_crops(image, tiny.SIZE, tier=tier, **arguments)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
     logits = {}
     for tier in TIERS:
-        logits[tier] = model(**adapter.reduce_to_tier(made("high"), tier)).logits
-        assert torch.equal(logits[tier], model(**made(tier)).logits)
+        logits[tier] = model(**adapter.reduce_to_tier(make_inputs("high"), tier)).logits
+        assert torch.equal(logits[tier], model(**make_inputs(tier)).logits)
     assert not torch.allclose(logits["low"][:, -1], logits["high"][:, -1])
 
 
@@ -139,7 +139,7 @@ def test_one_crop_an_image_says_how_to_process_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"pixel_values": None}, "`pixel_values`"),
         ({"pixel_values": torch.zeros(15, 3, 8, 8)}, ""),
@@ -151,8 +151,8 @@ def test_one_crop_an_image_says_how_to_process_images() -> None:
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, "`attention_mask`"),
     ],
 )
-def test_inputs_that_cannot_be_reduced(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says or None):
+def test_inputs_that_cannot_be_reduced(change: dict[str, Any], expected_text: str) -> None:
+    with pytest.raises(PlanError, match=expected_text or None):
         SIGLIP.reduce_to_tier(inputs_of("high", [1, 1]) | change, "low")
 
 
@@ -161,11 +161,11 @@ def test_images_side_by_side_and_others_that_are_cut_short() -> None:
     batched = high["input_ids"][
         :, [index for index in range(high["input_ids"].shape[1]) if index != 1 + 14 * TOKENS]
     ]
-    for ids, says in (
+    for ids, expected_text in (
         (batched, "112"),
         (high["input_ids"][:, 2:], "55"),
     ):
-        with pytest.raises(PlanError, match=says or None):
+        with pytest.raises(PlanError, match=expected_text or None):
             SIGLIP.reduce_to_tier({"input_ids": ids, "pixel_values": high["pixel_values"]}, "low")
     with pytest.raises(PlanError):
         SIGLIP.reduce_to_tier(inputs_of("medium", [1]), "low")
@@ -186,12 +186,12 @@ def test_rows_that_shrink_by_unlike_counts() -> None:
 def test_text_and_images_where_the_other_is_expected() -> None:
     words = {"input_ids": torch.tensor([[4, 5, 6]])}
     assert SIGLIP.reduce_to_tier(words, None) == words
-    for inputs, tier, says in (
+    for inputs, tier, expected_text in (
         (words, "low", "no placeholder of an image"),
         (inputs_of("high", [1]), None, "`tier` is None, but the request has images"),
         (words | {"pixel_values": torch.zeros(1)}, None, "`tier` is None, but the request has images"),
     ):
-        with pytest.raises(PlanError, match=says or None):
+        with pytest.raises(PlanError, match=expected_text or None):
             SIGLIP.reduce_to_tier(inputs, tier)
 
 

@@ -13,19 +13,19 @@ from sparseflow.adaptive.adapters.placeholders import PlaceholderSpans, find_spa
 
 def test_runs_are_found_once_and_anew_when_a_prompt_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, looked = PlaceholderSpans(), []
-    monkeypatch.setattr(placeholders, "find_spans", lambda *given: looked.append(1) or find_spans(*given))
-    one = torch.tensor([[1, 7, 7, 2, 7], [7, 7, 7, 1, 1]])
-    other = one[:1].clone()
+    monkeypatch.setattr(placeholders, "find_spans", lambda *args: looked.append(1) or find_spans(*args))
+    prompt_ids = torch.tensor([[1, 7, 7, 2, 7], [7, 7, 7, 1, 1]])
+    other = prompt_ids[:1].clone()
     expected = [(0, 1, 2), (0, 4, 1), (1, 0, 3)]
     for _ in range(3):
-        assert runs.find(one, 7) == expected
+        assert runs.find(prompt_ids, 7) == expected
         assert runs.find(other, 7) == expected[:2]
     assert len(looked) == 2
-    runs.find(one, 7).clear()
-    assert runs.find(one, 7) == expected, "what is given is the caller's"
-    assert runs.find(one, 1) == [(0, 0, 1), (1, 3, 2)]
-    one[0, 0] = 7
-    assert runs.find(one, 7)[0] == (0, 0, 3)
+    runs.find(prompt_ids, 7).clear()
+    assert runs.find(prompt_ids, 7) == expected, "what is given is the caller's"
+    assert runs.find(prompt_ids, 1) == [(0, 0, 1), (1, 3, 2)]
+    prompt_ids[0, 0] = 7
+    assert runs.find(prompt_ids, 7)[0] == (0, 0, 3)
     with torch.inference_mode():
         unseen = torch.tensor([[7, 1]])
         assert runs.find(unseen, 7) == [(0, 0, 1)]

@@ -44,15 +44,15 @@ def pixels(rows: int, columns: int, seed: int = 0) -> Tensor:
 def patchified(image: Tensor) -> Tensor:
     """Patches of an image, one by one: tokens row by row, in each its patches row by row, each of them
     [channels, 2 frames, height, width]."""
-    side, found = tiny.PATCH, []
+    side, actual = tiny.PATCH, []
     for top in range(0, image.shape[1], MERGED):
-        for left in range(0, image.shape[2], MERGED):
+        for column in range(0, image.shape[2], MERGED):
             for down in (0, side):
                 for across in (0, side):
-                    y, x = top + down, left + across
+                    y, x = top + down, column + across
                     patch = image[:, y : y + side, x : x + side]
-                    found.append(torch.stack([patch, patch], 1).flatten())
-    return torch.stack(found)
+                    actual.append(torch.stack([patch, patch], 1).flatten())
+    return torch.stack(actual)
 
 
 def inputs_of(rows: list[list[Tensor]], text: int = 4) -> dict[str, Tensor]:
@@ -64,14 +64,14 @@ def inputs_of(rows: list[list[Tensor]], text: int = 4) -> dict[str, Tensor]:
             tokens = image.shape[1] * image.shape[2] // MERGED**2
             ids[-1] += [tiny.VISION_START, *[tiny.IMAGE] * tokens, tiny.VISION_END]
         ids[-1] += range(20, 20 + text)
-    every = [image for images in rows for image in images]
+    images_ = [image for images in rows for image in images]
     input_ids = torch.tensor(ids)
     return {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
         "mm_token_type_ids": (input_ids == tiny.IMAGE).int(),
-        "pixel_values": torch.cat([patchified(image) for image in every]),
-        "image_grid_thw": torch.tensor([[1, image.shape[1] // 4, image.shape[2] // 4] for image in every]),
+        "pixel_values": torch.cat([patchified(image) for image in images_]),
+        "image_grid_thw": torch.tensor([[1, image.shape[1] // 4, image.shape[2] // 4] for image in images_]),
     }
 
 
@@ -80,9 +80,9 @@ def scale_grid(image: Tensor, tier: Tier) -> Tensor:
     size = tuple(max(1, int(side // MERGED * SCALES[tier] + 0.5)) * MERGED for side in image.shape[1:])
     if size == tuple(image.shape[1:]):
         return image
-    found = functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+    scaled_grid = functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
     low, high = image.amin((1, 2), keepdim=True), image.amax((1, 2), keepdim=True)
-    return found.clamp(low, high)
+    return scaled_grid.clamp(low, high)
 
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=3), st.integers(1, 2), st.sampled_from(TIERS))
@@ -115,25 +115,25 @@ def test_what_the_models_own_processor_makes() -> None:
     picture = pytest.importorskip("PIL.Image")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    given: dict[str, Any] = {"patch_size": tiny.PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    arguments: dict[str, Any] = {"patch_size": tiny.PATCH, "merge_size": 2, "temporal_patch_size": 2}
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     processor = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 1, "longest_edge": 10**6}, image_mean=mean, image_std=std, **given
+        size={"shortest_edge": 1, "longest_edge": 10**6}, image_mean=mean, image_std=std, **arguments
     )
     # Waves, so that nothing overshoots what bytes hold.
     index = torch.arange(96)
     waves = 128 + 60 * torch.sin(index[None, :, None] / 7 + torch.arange(3)) * torch.cos(
         index[:64, None, None] / 9
     )
-    whole = picture.fromarray(waves.byte().numpy())
+    full_image = picture.fromarray(waves.byte().numpy())
 
-    def made(image: Any) -> dict[str, Tensor]:
+    def make_inputs(image: Any) -> dict[str, Tensor]:
         reduced = processor(images=[image], return_tensors="pt")
         rows, columns = reduced["image_grid_thw"][0, 1:].tolist()
         ids = torch.tensor([[60, *[tiny.IMAGE] * (rows * columns // 4), 61, 5, 6]])
         return {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).int(), **reduced}
 
-    high = made(whole)
+    high = make_inputs(full_image)
     assert high["image_grid_thw"].tolist() == [[1, 16, 24]]
     exact = (waves.byte() / 255.0 - torch.tensor(mean)) / torch.tensor(std)
     assert torch.allclose(high["pixel_values"], patchified(exact.permute(2, 0, 1)), atol=1e-6)
@@ -141,7 +141,7 @@ def test_what_the_models_own_processor_makes() -> None:
         reduced = ADAPTER.reduce_to_tier(high, tier)
         rows, columns = reduced["image_grid_thw"][0, 1:].tolist()
         size = (columns * tiny.PATCH, rows * tiny.PATCH)
-        expected = made(whole.resize(size, picture.Resampling.BICUBIC))
+        expected = make_inputs(full_image.resize(size, picture.Resampling.BICUBIC))
         for name in ("input_ids", "mm_token_type_ids", "image_grid_thw"):
             assert torch.equal(reduced[name], expected[name])
         # Pillow rounds to whole steps, twice.
@@ -153,8 +153,8 @@ def test_what_the_models_own_processor_makes() -> None:
 def test_dtypes_of_pixels_are_kept() -> None:
     high = inputs_of([[pixels(4, 6)]])
     for dtype in (torch.float32, torch.bfloat16):
-        given = high | {"pixel_values": high["pixel_values"].to(dtype)}
-        reduced = ADAPTER.reduce_to_tier(given, "low")["pixel_values"]
+        case = high | {"pixel_values": high["pixel_values"].to(dtype)}
+        reduced = ADAPTER.reduce_to_tier(case, "low")["pixel_values"]
         assert reduced.dtype == dtype
         assert torch.allclose(
             reduced.double(), ADAPTER.reduce_to_tier(high, "low")["pixel_values"], atol=0.03
@@ -173,8 +173,8 @@ def test_positions_are_those_of_the_model(tier: Tier) -> None:
     token = torch.tensor([[9], [8]])
     follows = model(input_ids=token, past_key_values=copy.deepcopy(expected.past_key_values)).logits
     model.model.rope_deltas = None
-    given = model(input_ids=token, past_key_values=expected.past_key_values, position_ids=after[:, None])
-    assert torch.equal(given.logits, follows)
+    outputs = model(input_ids=token, past_key_values=expected.past_key_values, position_ids=after[:, None])
+    assert torch.equal(outputs.logits, follows)
 
 
 def test_positions_of_text_and_of_padded_rows() -> None:
@@ -202,20 +202,20 @@ def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
     token = torch.tensor([[9]])
     with runtime.use_plan(plan):
         first = model(**inputs)
-        twin = copy.deepcopy(first.past_key_values)
+        copied_cache = copy.deepcopy(first.past_key_values)
         expected = model(input_ids=token, past_key_values=first.past_key_values).logits
     with runtime.use_plan(other):
         model(**tiny.make_text_prompt(rows=3))
     model.model.rope_deltas = None
     with runtime.use_plan(plan):
-        assert torch.equal(model(input_ids=token, past_key_values=twin).logits, expected)
+        assert torch.equal(model(input_ids=token, past_key_values=copied_cache).logits, expected)
 
 
 # What is refused.
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"pixel_values": None}, "`pixel_values`"),
         ({"image_grid_thw": None}, ""),
@@ -229,9 +229,9 @@ def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
         ({"position_ids": torch.zeros(3, 1, 31)}, ""),
     ],
 )
-def test_inputs_that_cannot_be_reduced(change: dict[str, Any], says: str) -> None:
+def test_inputs_that_cannot_be_reduced(change: dict[str, Any], expected_text: str) -> None:
     high = inputs_of([[pixels(4, 6)]])
-    with pytest.raises(PlanError, match=says or None):
+    with pytest.raises(PlanError, match=expected_text or None):
         ADAPTER.reduce_to_tier(high | change, "low")
 
 

@@ -1,4 +1,4 @@
-"""Budgets as vectors: near ones alike, far ones not, all of them different."""
+"""Budgets as vectors: nearby ones alike, far ones not, all of them different."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparseflow.errors import InputError
 BUDGETS = st.floats(1.0, 1e6)
 
 
-def cosine(one: float, other: float) -> float:
-    a, b = encode_budget(torch.tensor([one, other], dtype=torch.float64)).double()
+def cosine(first: float, other: float) -> float:
+    a, b = encode_budget(torch.tensor([first, other], dtype=torch.float64)).double()
     return float(cosine_similarity(a, b, dim=0))
 
 
@@ -44,8 +44,8 @@ def test_against_the_formula_written_out() -> None:
 
 
 @given(BUDGETS, st.floats(1.001, 1e6), st.floats(1.001, 1e6))
-def test_similarity_falls_with_distance(first: float, near: float, further: float) -> None:
-    second, third = first * near, first * near * further
+def test_similarity_falls_with_distance(first: float, nearby: float, further: float) -> None:
+    second, third = first * nearby, first * nearby * further
     # Numbers of four bytes do not tell vectors at the far end apart.
     if third <= 1e6 and third / first <= 9e5:
         assert cosine(first, second) > cosine(first, third)

@@ -19,20 +19,22 @@ from sparseflow.errors import InputError, RunError
 
 
 @st.composite
-def cases(drawn: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    size = drawn(st.integers(1, 6))
-    logits = drawn(st.lists(st.floats(-20, 20), min_size=size, max_size=size))
-    mask = drawn(st.lists(st.booleans(), min_size=size, max_size=size).filter(any))
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    size = draw(st.integers(1, 6))
+    logits = draw(st.lists(st.floats(-20, 20), min_size=size, max_size=size))
+    mask = draw(st.lists(st.booleans(), min_size=size, max_size=size).filter(any))
     return torch.tensor([logits], dtype=torch.float64), torch.tensor([mask])
 
 
 @given(cases())
 def test_against_a_softmax_of_what_is_left(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, mask = case
-    log_probs, left = masked_log_softmax(logits, mask), logits[mask].softmax(0)
-    torch.testing.assert_close(log_probs[mask].exp(), left)
+    log_probs, remaining_probs = masked_log_softmax(logits, mask), logits[mask].softmax(0)
+    torch.testing.assert_close(log_probs[mask].exp(), remaining_probs)
     assert bool((log_probs[~mask] == -math.inf).all())
-    torch.testing.assert_close(compute_entropy(log_probs)[0], -(left * left.log()).sum())
+    torch.testing.assert_close(
+        compute_entropy(log_probs)[0], -(remaining_probs * remaining_probs.log()).sum()
+    )
 
 
 @given(cases())

@@ -42,16 +42,16 @@ def loud(plans: PlanSpace | None = None, seed: int = 0) -> Controllers:
     return controllers.eval()
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
+def make_random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_shapes_of_the_document() -> None:
     stage1, stage2 = Stage1(2048), Stage2(2048, make_space().option_mask())
     budget = encode_budget(torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0]))
-    first = stage1(drawn(0, 5, 2048), budget)
+    first = stage1(make_random(0, 5, 2048), budget)
     assert first["tier_logits"].shape == (5, 3) and first["insertion_logits"].shape == (5, 5)
-    second = stage2(drawn(1, 5, 2048), budget, torch.arange(1, 6))
+    second = stage2(make_random(1, 5, 2048), budget, torch.arange(1, 6))
     assert second["top_k_logits"].shape == second["option_logits"].shape == (5, 5)
     assert bool(second["top_k_logits"].isfinite().all())
     # Position p leaves 6 − p counts of blocks.
@@ -63,7 +63,7 @@ def test_shapes_of_the_document() -> None:
 def test_a_position_that_there_is_not(position: int) -> None:
     stage2 = Stage2(8, make_space().option_mask())
     with pytest.raises(InputError):
-        stage2(drawn(0, 1, 8), encode_budget(torch.ones(1)), torch.tensor([position]))
+        stage2(make_random(0, 1, 8), encode_budget(torch.ones(1)), torch.tensor([position]))
 
 
 def test_the_scale_and_offset_of_a_model_do_not_matter() -> None:
@@ -83,8 +83,8 @@ def test_the_scale_and_offset_of_a_model_do_not_matter() -> None:
 
 def test_without_a_fit_the_scale_does_not_matter_either() -> None:
     stage1, budget = Stage1(64), encode_budget(torch.full((4,), 150.0))
-    one, other = (stage1(scale * drawn(0, 4, 64), budget)["tier_logits"] for scale in (1.0, 1000.0))
-    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    first, other = (stage1(scale * make_random(0, 4, 64), budget)["tier_logits"] for scale in (1.0, 1000.0))
+    torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-5)
 
 
 def test_half_precision_and_constant_features() -> None:
@@ -145,18 +145,18 @@ def test_both_stages_one_after_the_other_choose_as_both_at_once() -> None:
     table, controllers = make_outcomes(40), loud(seed=3)
     controllers.fit_features(table.language, table.tokens)
     budgets = torch.linspace(70.0, 300.0, 40)
-    every = torch.arange(40)
+    indices = torch.arange(40)
     allowed = torch.rand(40, 225, generator=torch.Generator().manual_seed(0)) < 0.3
     for mask in (None, allowed):
         with torch.no_grad():
-            whole = controllers.choose(table.language, budgets, table.get_latency_tokens, allowed=mask)
+            joint_choice = controllers.choose(table.language, budgets, table.get_latency_tokens, allowed=mask)
         stage1_output = controllers.choose_stage1(table.language, budgets, allowed=mask)
-        token = table.get_latency_tokens(every, *stage1_output.T)
+        token = table.get_latency_tokens(indices, *stage1_output.T)
         assert (
             controllers.choose_stage2(token, budgets, stage1_output, allowed=mask).tolist()
-            == whole.plan.tolist()
+            == joint_choice.plan.tolist()
         )
-        assert len(whole.plan.unique()) > 5
+        assert len(joint_choice.plan.unique()) > 5
 
 
 def test_no_allowed_plan_begins_so() -> None:
@@ -165,16 +165,16 @@ def test_no_allowed_plan_begins_so() -> None:
     allowed[0, 0] = True  # the lowest tier
     with pytest.raises(InputError):
         controllers.choose_stage2(
-            drawn(0, 1, WIDTH), torch.tensor([100.0]), torch.tensor([[2, 0]]), allowed=allowed
+            make_random(0, 1, WIDTH), torch.tensor([100.0]), torch.tensor([[2, 0]]), allowed=allowed
         )
     with pytest.raises(InputError):
-        controllers.choose_stage1(drawn(0, 2, WIDTH), torch.tensor([100.0, 100.0]), allowed=allowed)
+        controllers.choose_stage1(make_random(0, 2, WIDTH), torch.tensor([100.0, 100.0]), allowed=allowed)
 
 
 def test_a_budget_that_is_none_and_features_that_are_broken() -> None:
     controllers = loud()
     with pytest.raises(InputError):
-        controllers.choose_stage1(drawn(0, 1, WIDTH), torch.tensor([math.nan]))
+        controllers.choose_stage1(make_random(0, 1, WIDTH), torch.tensor([math.nan]))
     with pytest.raises(RunError):
         controllers.choose_stage1(torch.full((1, WIDTH), math.nan), torch.tensor([100.0]))
 
@@ -191,10 +191,10 @@ def test_weights_are_those_of_the_seed_and_nothing_else_is_drawn() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    one, same, other = (Controllers(make_space(), width=4, model_id="m", seed=seed) for seed in (1, 1, 2))
+    first, same, other = (Controllers(make_space(), width=4, model_id="m", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
-    torch.testing.assert_close(dict(one.state_dict()), dict(same.state_dict()), rtol=0.0, atol=0.0)
-    assert not torch.equal(one.stage1.fuse.weight, other.stage1.fuse.weight)
+    torch.testing.assert_close(dict(first.state_dict()), dict(same.state_dict()), rtol=0.0, atol=0.0)
+    assert not torch.equal(first.stage1.fuse.weight, other.stage1.fuse.weight)
     with pytest.raises(InputError):
         Controllers(make_space(), width=0, model_id="m")
 
@@ -232,19 +232,19 @@ def test_damaged_files(tmp_path: Path) -> None:
         Controllers.load(file)
     controllers = loud()
     controllers.save(file)
-    whole = file.read_bytes()
-    for cut in (10, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:cut])
+    content = file.read_bytes()
+    for cut in (10, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:cut])
         with pytest.raises(FileFormatError):
             Controllers.load(file)
 
-    file.write_bytes(whole)
-    mark = {"sparseflow": "adaptive-controllers", "version": "2"}
-    metadata, weights = load_tensors(file, mark, "controllers")
-    made = json.loads(metadata["config"])
+    file.write_bytes(content)
+    header = {"sparseflow": "adaptive-controllers", "version": "2"}
+    metadata, weights = load_tensors(file, header, "controllers")
+    saved_config = json.loads(metadata["config"])
 
     def written(change: Mapping[str, object], **tensors: torch.Tensor) -> Path:
-        save_tensors(file, weights | tensors, mark | {"config": json.dumps(made | dict(change))})
+        save_tensors(file, weights | tensors, header | {"config": json.dumps(saved_config | dict(change))})
         return file
 
     for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):

@@ -49,14 +49,14 @@ def test_they_choose_the_same(geometry: ModelGeometry, seed: int) -> None:
         fits[random.integers(len(fits))] = True
         budget_ms = float(np.exp(random.uniform(np.log(0.5), np.log(2e6))))
         language, token = random.normal(2.0, 1.0, (2, WIDTH)).astype(np.float32)
-        allowed, told = torch.from_numpy(fits)[None], torch.tensor([budget_ms])
-        expected = slow.choose_stage1(torch.from_numpy(language)[None], told, allowed=allowed)
+        allowed, budgets = torch.from_numpy(fits)[None], torch.tensor([budget_ms])
+        expected = slow.choose_stage1(torch.from_numpy(language)[None], budgets, allowed=allowed)
         stage1_output = quick.choose_stage1(language, budget_ms, fits)
         assert [stage1_output.tier, stage1_output.position] == expected[0].tolist()
         assert fits[stage1_output.plan]
         action = slow.space.action(slow.space.plans[stage1_output.plan])
         assert (action.tier, action.position) == (stage1_output.tier, stage1_output.position)
-        plan = slow.choose_stage2(torch.from_numpy(token)[None], told, expected, allowed=allowed)
+        plan = slow.choose_stage2(torch.from_numpy(token)[None], budgets, expected, allowed=allowed)
         assert quick.choose_stage2(token, stage1_output, fits) == int(plan)
         plans.add(int(plan))
     assert len(plans) > 5, "a policy that always chooses the same would prove nothing"
@@ -73,8 +73,8 @@ def test_of_equal_choices_the_first_is_taken() -> None:
     fits = np.ones(len(slow.space), dtype=bool)
     stage1_output = quick.choose_stage1(vector, 50.0, fits)
     assert (stage1_output.tier, stage1_output.position) == (0, 0)
-    allowed, told = torch.from_numpy(fits)[None], torch.tensor([50.0])
-    expected = slow.choose_stage2(torch.ones(1, WIDTH), told, torch.tensor([[0, 0]]), allowed=allowed)
+    allowed, budgets = torch.from_numpy(fits)[None], torch.tensor([50.0])
+    expected = slow.choose_stage2(torch.ones(1, WIDTH), budgets, torch.tensor([[0, 0]]), allowed=allowed)
     assert quick.choose_stage2(vector, stage1_output, fits) == int(expected)
 
 
@@ -91,18 +91,22 @@ def test_budgets_are_told_alike(budget_ms: float) -> None:
 def test_what_cannot_be_decided_is_told() -> None:
     slow = controllers()
     quick, vector = CpuControllers(slow), np.ones(WIDTH, np.float32)
-    every = np.ones(len(slow.space), dtype=bool)
+    indices = np.ones(len(slow.space), dtype=bool)
     for budget_ms in (0.0, -1.0, float("nan")):
         with pytest.raises(InputError):
-            quick.choose_stage1(vector, budget_ms, every)
+            quick.choose_stage1(vector, budget_ms, indices)
     with pytest.raises(InputError):
-        quick.choose_stage1(vector, 10.0, ~every)
+        quick.choose_stage1(vector, 10.0, ~indices)
     with pytest.raises(InputError):
-        quick.choose_stage2(vector, quick.choose_stage1(vector, 10.0, every), ~every)
+        quick.choose_stage2(vector, quick.choose_stage1(vector, 10.0, indices), ~indices)
     with pytest.raises(RunError):
-        quick.choose_stage1(vector * np.nan, 10.0, every)
-    stage1_output = quick.choose_stage1(vector, 10.0, every)
-    for other, fits in ((vector[1:], every), (np.ones(WIDTH + 1, np.float32), every), (vector, every[1:])):
+        quick.choose_stage1(vector * np.nan, 10.0, indices)
+    stage1_output = quick.choose_stage1(vector, 10.0, indices)
+    for other, fits in (
+        (vector[1:], indices),
+        (np.ones(WIDTH + 1, np.float32), indices),
+        (vector, indices[1:]),
+    ):
         for call in (
             partial(quick.choose_stage1, other, 10.0, fits),
             partial(quick.choose_stage2, other, stage1_output, fits),
@@ -115,13 +119,13 @@ class Table:
     """Word embeddings that note what is fetched."""
 
     def __init__(self) -> None:
-        self.inner, self.asked = torch.nn.Embedding(40, WIDTH), []
+        self.inner, self.requested_rows = torch.nn.Embedding(40, WIDTH), []
         self.adapter: Any = SimpleNamespace(
             embed=self, decoder=self.inner, model=SimpleNamespace(config=SimpleNamespace(image_token_id=39))
         )
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        self.asked.append(ids.flatten().tolist())
+        self.requested_rows.append(ids.flatten().tolist())
         return self.inner(ids)
 
 
@@ -132,40 +136,40 @@ def test_small_tables_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         table = Table()
         table.adapter.model.get_input_embeddings = lambda table=table: table.inner
         words = CpuWordEmbeddings(table.adapter)
-        assert [len(each) for each in table.asked] == fetched
-        table.asked.clear()
-        given = torch.tensor([[39, 0, 38, 3, 0]])
+        assert [len(requested_row) for requested_row in table.requested_rows] == fetched
+        table.requested_rows.clear()
+        token_ids = torch.tensor([[39, 0, 38, 3, 0]])
         with torch.no_grad():
-            expected = mean_text_embedding(table.adapter, given)[0].numpy()
-        table.asked.clear()
-        np.testing.assert_allclose(words.compute_feature(given), expected, rtol=1e-6, atol=1e-6)
-        assert table.asked == ([] if fetched else [[0, 38, 3]])
+            expected = mean_text_embedding(table.adapter, token_ids)[0].numpy()
+        table.requested_rows.clear()
+        np.testing.assert_allclose(words.compute_feature(token_ids), expected, rtol=1e-6, atol=1e-6)
+        assert table.requested_rows == ([] if fetched else [[0, 38, 3]])
         for unknown in (-1, 40) if fetched else (-1,):
             with pytest.raises(InputError, match="`input_ids`"):
                 words.compute_feature(torch.tensor([[3, unknown]]))
         # Nothing is lost by it, and ids of any kind will do.
-        table.asked.clear()
-        again = words.compute_feature(given.repeat(2, 1).int().T.contiguous().T[:1])
-        np.testing.assert_allclose(again, expected, rtol=1e-6, atol=1e-6)
-        assert not table.asked and words.width == (WIDTH if fetched else None)
+        table.requested_rows.clear()
+        repeated = words.compute_feature(token_ids.repeat(2, 1).int().T.contiguous().T[:1])
+        np.testing.assert_allclose(repeated, expected, rtol=1e-6, atol=1e-6)
+        assert not table.requested_rows and words.width == (WIDTH if fetched else None)
 
 
 def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table()
     words = CpuWordEmbeddings(table.adapter)
     for ids in ([39, 39, 3, 4, 3], [4, 3], [5, 39, 3]):
-        given = torch.tensor([ids])
+        token_ids = torch.tensor([ids])
         with torch.no_grad():
-            expected = mean_text_embedding(table.adapter, given)[0].numpy()
-        table.asked.clear()
-        np.testing.assert_allclose(words.compute_feature(given), expected, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(words.compute_feature(given), expected, rtol=1e-6, atol=1e-6)
-        assert table.asked in ([[3, 4]], [], [[5]])
+            expected = mean_text_embedding(table.adapter, token_ids)[0].numpy()
+        table.requested_rows.clear()
+        np.testing.assert_allclose(words.compute_feature(token_ids), expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(words.compute_feature(token_ids), expected, rtol=1e-6, atol=1e-6)
+        assert table.requested_rows in ([[3, 4]], [], [[5]])
     with pytest.raises(InputError):
         words.compute_feature(torch.tensor([[39]]))
     # Where there are too many, it begins anew.
     monkeypatch.setattr("sparseflow.adaptive.controllers.cpu_policy._MAX_CACHED_WORDS", 1)
     words.compute_feature(torch.tensor([[7]]))
-    assert table.asked[-1] == [7]
+    assert table.requested_rows[-1] == [7]
     words.compute_feature(torch.tensor([[7, 3]]))
-    assert table.asked[-1] == [3]
+    assert table.requested_rows[-1] == [3]

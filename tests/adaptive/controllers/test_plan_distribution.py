@@ -47,9 +47,9 @@ def test_an_action_of_no_plan(plans: PlanSpace) -> None:
 
 def allowed_of(choices: PlanDistribution, seed: int, rows: int = 3) -> torch.Tensor:
     random = np.random.default_rng(seed)
-    found = torch.from_numpy(random.random((rows, len(choices.actions))) < random.choice([0.02, 0.3, 1.0]))
-    found[:, int(random.integers(found.shape[1]))] = True
-    return found
+    actual = torch.from_numpy(random.random((rows, len(choices.actions))) < random.choice([0.02, 0.3, 1.0]))
+    actual[:, int(random.integers(actual.shape[1]))] = True
+    return actual
 
 
 @settings(max_examples=15, deadline=None)
@@ -60,18 +60,18 @@ def test_paths_sum_to_one_over_the_allowed_plans(seed: int, which: int) -> None:
     allowed = allowed_of(choices, seed, rows=1)
     random = np.random.default_rng(seed)
     logits = [torch.from_numpy(random.normal(size=(1, size))) for size in SHAPE]
-    mine = choices.actions[allowed[0]]
-    path = PlanPath(choices.masks(allowed), torch.zeros(len(mine), dtype=torch.int64))
-    for each, choice in zip(logits, mine.T, strict=True):
-        path.step(each.expand(len(mine), -1), choice=choice)
+    allowed_actions = choices.actions[allowed[0]]
+    path = PlanPath(choices.masks(allowed), torch.zeros(len(allowed_actions), dtype=torch.int64))
+    for item, choice in zip(logits, allowed_actions.T, strict=True):
+        path.step(item.expand(len(allowed_actions), -1), choice=choice)
     assert isinstance(path.log_prob, torch.Tensor) and isinstance(path.entropy, torch.Tensor)
     torch.testing.assert_close(path.log_prob.exp().sum(), torch.tensor(1.0, dtype=torch.float64))
 
-    every = {tuple(row) for row in mine.tolist()}
-    for row, log_prob, entropy in zip(mine.tolist(), path.log_prob, path.entropy, strict=True):
+    all_paths = {tuple(row) for row in allowed_actions.tolist()}
+    for row, log_prob, entropy in zip(allowed_actions.tolist(), path.log_prob, path.entropy, strict=True):
         target, spread = 0.0, 0.0
         for step, scores in enumerate(logits):
-            open_to = sorted({other[step] for other in every if other[:step] == tuple(row[:step])})
+            open_to = sorted({other[step] for other in all_paths if other[:step] == tuple(row[:step])})
             probability = scores[0, open_to].softmax(0)
             target += float(probability[open_to.index(row[step])].log())
             spread -= float((probability * probability.log()).sum())
@@ -100,8 +100,8 @@ def test_draws_have_the_frequencies_of_their_likelihood() -> None:
     random = np.random.default_rng(0)
     logits = [torch.from_numpy(random.normal(size=(1, size))).expand(20_000, -1) for size in SHAPE]
     path = PlanPath(choices.masks(), torch.zeros(20_000, dtype=torch.int64))
-    for each in logits:
-        path.step(each, uniform=torch.from_numpy(random.random(20_000)))
+    for logit in logits:
+        path.step(logit, uniform=torch.from_numpy(random.random(20_000)))
     assert isinstance(path.log_prob, torch.Tensor)
     plans = choices.plans(torch.stack(path.choices, 1))
     for plan in range(len(choices.actions)):
@@ -117,7 +117,7 @@ def test_a_step_that_was_decided_elsewhere() -> None:
     path.step(torch.tensor([[0.0, 0.0, 9.0, 0.0, 0.0]]))
     path.step(torch.tensor([[0.0, 0.0, 9.0, 0.0, 0.0]]))
     # The last position has one count of blocks only.
-    assert [int(each) for each in path.choices] == [2, 4, 2, 0]
+    assert [int(choice) for choice in path.choices] == [2, 4, 2, 0]
 
 
 def test_masks_are_those_of_the_document() -> None:

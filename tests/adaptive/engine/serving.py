@@ -55,30 +55,30 @@ def attached(family: str = "olmoe") -> Iterator[tuple[Adapter, PlanRuntime]]:
 class Budgeted:
     """A decider that keeps what it is told, and says what it was made to say."""
 
-    def __init__(self, plan: Plan, **said: Any) -> None:
-        self.plan, self.said, self.asked = plan, said, []
+    def __init__(self, plan: Plan, **decisions: Any) -> None:
+        self.plan, self.decisions, self.calls = plan, decisions, []
 
     def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        self.asked.append(("first", request.inputs["input_ids"].shape[1], remaining_ms))
-        if "refusal" in self.said:
-            return self.said["refusal"]
-        position = self.said.get("position", self.plan.insertion_position)
+        self.calls.append(("first", request.inputs["input_ids"].shape[1], remaining_ms))
+        if "refusal" in self.decisions:
+            return self.decisions["refusal"]
+        position = self.decisions.get("position", self.plan.insertion_position)
         return InitialDecision(
             tier=self.plan.tier,
             insertion_position=position,
-            max_new_tokens=self.said.get("tokens"),
+            max_new_tokens=self.decisions.get("tokens"),
             predicted_ms=7.0,
         )
 
     def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.asked.append(("again", choice.insertion_position, remaining_ms))
+        self.calls.append(("again", choice.insertion_position, remaining_ms))
         return self.plan.insertion_position
 
     def choose_plan(
         self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
     ) -> PlanDecision:
-        self.asked.append(("second", latency_token.shape[0], remaining_ms))
-        return PlanDecision(plan=self.plan, feasible=self.said.get("feasible", True), predicted_ms=9.0)
+        self.calls.append(("second", latency_token.shape[0], remaining_ms))
+        return PlanDecision(plan=self.plan, feasible=self.decisions.get("feasible", True), predicted_ms=9.0)
 
 
 def words(tokens: int, seed: int = 0) -> dict[str, Tensor]:
@@ -86,25 +86,25 @@ def words(tokens: int, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": tiny.make_text_prompt(tokens=tokens, seed=seed)["input_ids"]}
 
 
-def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **given: Any) -> GenerationRequest:
+def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **overrides: Any) -> GenerationRequest:
     """A request of random words with a fixed plan."""
-    given = {"decide": FixedPlan(plan=plan), "max_new_tokens": 8} | given
-    return GenerationRequest(inputs=words(tokens, seed), **given)
+    overrides = {"decide": FixedPlan(plan=plan), "max_new_tokens": 8} | overrides
+    return GenerationRequest(inputs=words(tokens, seed), **overrides)
 
 
-def alone(adapter: Adapter, runtime: PlanRuntime, asked: GenerationRequest) -> tuple[int, ...]:
-    """What a request gets without company and without slots."""
+def generate_alone(adapter: Adapter, runtime: PlanRuntime, request: GenerationRequest) -> tuple[int, ...]:
+    """Generate the answer of a request without other requests and without slots."""
     result = generate(
-        adapter, runtime, asked.inputs, asked.decide, max_new_tokens=asked.max_new_tokens,
-        sampling=asked.sampling, stop=tuple(asked.stop),
+        adapter, runtime, request.inputs, request.decide, max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling, stop=tuple(request.stop),
     )  # fmt: skip
     return tuple(result.new_tokens[0].tolist())
 
 
-def still(both: tuple[Adapter, PlanRuntime], **given: Any) -> Engine:
-    """An engine that the test moves."""
+def still(both: tuple[Adapter, PlanRuntime], **overrides: Any) -> Engine:
+    """An engine without a thread; the test calls its steps."""
     options: dict[str, Any] = {"plans": PLANS, "max_batch": 4, "max_tokens": 48, "start": False}
-    return Engine(*both, **(options | given))
+    return Engine(*both, **(options | overrides))
 
 
 def driven(engine: Engine, turns: int = 10_000) -> None:
@@ -157,10 +157,10 @@ def mixed(
         engine.step()
     off = 0
     for handle in handles:
-        expected = alone(adapter, runtime, handle.request)
-        got = handle.tokens
-        assert got == expected[: len(got)], handle.request
-        if len(got) == len(expected):
+        expected = generate_alone(adapter, runtime, handle.request)
+        tokens = handle.tokens
+        assert tokens == expected[: len(tokens)], handle.request
+        if len(tokens) == len(expected):
             assert handle.result().tokens == expected
         else:
             assert handle.cancelled
@@ -171,12 +171,14 @@ def mixed(
     return off
 
 
-def parameters(made: Any) -> dict[str, Tensor]:
+def parameters(model: Any) -> dict[str, Tensor]:
     """Copies of a model's parameters and buffers."""
-    return {name: each.clone() for name, each in (*made.named_parameters(), *made.named_buffers())}
+    return {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def same(made: Any, before: dict[str, Tensor]) -> bool:
+def same(model: Any, before: dict[str, Tensor]) -> bool:
     """Whether a model has the parameters and buffers that it had, bit for bit."""
-    now = dict((*made.named_parameters(), *made.named_buffers()))
-    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
+    current_state = dict((*model.named_parameters(), *model.named_buffers()))
+    return current_state.keys() == before.keys() and all(
+        torch.equal(current_state[name], before[name]) for name in before
+    )

@@ -24,9 +24,9 @@ from tests.adaptive.engine.serving import (
     DEEP,
     SHALLOW,
     Budgeted,
-    alone,
     attached,
     driven,
+    generate_alone,
     model,
     request,
     still,
@@ -57,17 +57,17 @@ class TestDeciders:
                 GenerationRequest(inputs=inputs, decide=decide, budget_ms=1e5, max_new_tokens=3)
             )
             driven(engine)
-            found = handle.result()
-            assert [each[:2] for each in decide.asked] == [
+            output = handle.result()
+            assert [call[:2] for call in decide.calls] == [
                 ("first", 66),
                 ("again", 1),
                 ("second", tiny.WIDTH),
             ]
-            left = [each[2] for each in decide.asked]
-            assert 1e5 > left[0] >= left[1] >= left[2] > 0
-            assert found.prompt_tokens == 30 and found.predicted_ms == 9.0 and found.decide_ms > 0.0
+            remaining_ms_values = [call[2] for call in decide.calls]
+            assert 1e5 > remaining_ms_values[0] >= remaining_ms_values[1] >= remaining_ms_values[2] > 0
+            assert output.prompt_tokens == 30 and output.predicted_ms == 9.0 and output.decide_ms > 0.0
             fixed = GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
-            assert found.tokens == alone(*both, fixed)
+            assert output.tokens == generate_alone(*both, fixed)
 
     def test_what_is_left_counts_from_receipt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
@@ -75,17 +75,17 @@ class TestDeciders:
         query = request(decide=decide, budget_ms=50.0, max_new_tokens=2)
         handle = engine.submit(replace(query, received_s=query.received_s - 10.0))
         driven(engine)
-        assert decide.asked[0][2] < -9_000.0
+        assert decide.calls[0][2] < -9_000.0
         # Best effort: run all the same, and said so.
-        found = handle.result()
-        assert not found.feasible and found.budget_met is False and found.queued_ms >= 10_000.0
+        output = handle.result()
+        assert not output.feasible and output.budget_met is False and output.queued_ms >= 10_000.0
 
     def test_truncated(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
         handle = engine.submit(request(decide=Budgeted(SHALLOW, tokens=3), max_new_tokens=9))
         driven(engine)
-        whole = alone(*olmoe, request(plan=SHALLOW, max_new_tokens=9))
-        assert (handle.result().reason, handle.result().tokens) == ("truncated", whole[:3])
+        full_tokens = generate_alone(*olmoe, request(plan=SHALLOW, max_new_tokens=9))
+        assert (handle.result().reason, handle.result().tokens) == ("truncated", full_tokens[:3])
 
     def test_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
@@ -119,7 +119,7 @@ class TestDeciders:
         with pytest.raises(RequestFailed) as caught:
             handle.result()
         assert isinstance(caught.value.__cause__, KeyError)
-        assert other.result().tokens == alone(*olmoe, other.request)
+        assert other.result().tokens == generate_alone(*olmoe, other.request)
 
     def test_a_tier_without_image(self) -> None:
         with attached("llava_siglip") as both:
@@ -137,7 +137,7 @@ class TestDeciders:
             for handle in (wrong, image):
                 with pytest.raises(PlanError):
                     handle.result()
-            assert right.result().tokens == alone(*both, right.request)
+            assert right.result().tokens == generate_alone(*both, right.request)
 
 
 class TestBadInput:
@@ -165,7 +165,7 @@ class TestBadInput:
                 for plan in plans
             )
             driven(engine)
-            assert low.result().tokens == alone(*both, low.request)
+            assert low.result().tokens == generate_alone(*both, low.request)
             with pytest.raises(InputError):
                 high.result()
 
@@ -174,11 +174,11 @@ class TestBadInput:
             plan = replace(DEEP, tier="low")
             engine = still(both, plans=[plan], max_tokens=96, prompts=(32,))
             inputs = tiny.make_prompt(model("llava_siglip"))
-            few = inputs | {"pixel_values": inputs["pixel_values"][:3]}
+            fewer_pixels = inputs | {"pixel_values": inputs["pixel_values"][:3]}
             wide = inputs | {"pixel_values": inputs["pixel_values"].repeat(1, 1, 1, 2)}
             bad = [
-                engine.submit(GenerationRequest(inputs=each, decide=FixedPlan(plan=plan)))
-                for each in (few, wide)
+                engine.submit(GenerationRequest(inputs=item, decide=FixedPlan(plan=plan)))
+                for item in (fewer_pixels, wide)
             ]
             good = engine.submit(
                 GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
@@ -187,14 +187,14 @@ class TestBadInput:
             for handle in bad:
                 with pytest.raises((PlanError, RequestFailed)):
                     handle.result()
-            assert good.result().tokens == alone(*both, good.request)
+            assert good.result().tokens == generate_alone(*both, good.request)
 
     @pytest.mark.parametrize(
-        "given", [{"max_batch": 0}, {"max_tokens": 0}, {"fairness": 0}, {"queue_limit": 0}]
+        "overrides", [{"max_batch": 0}, {"max_tokens": 0}, {"fairness": 0}, {"queue_limit": 0}]
     )
-    def test_counts(self, olmoe: tuple[Adapter, PlanRuntime], given: dict[str, int]) -> None:
-        with pytest.raises(InputError, match=next(iter(given))):
-            still(olmoe, **given)
+    def test_counts(self, olmoe: tuple[Adapter, PlanRuntime], overrides: dict[str, int]) -> None:
+        with pytest.raises(InputError, match=next(iter(overrides))):
+            still(olmoe, **overrides)
 
     def test_plans_and_device(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         with pytest.raises(InputError, match="`plans`"):

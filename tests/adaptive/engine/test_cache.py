@@ -19,39 +19,39 @@ PLAN = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2))
 HEADS, WIDTH = 2, 3
 
 
-def made(*, slots: int = 3, tokens: int = 6) -> SlotCache:
+def make_cache(*, slots: int = 3, tokens: int = 6) -> SlotCache:
     return SlotCache(PLAN, 4, slots=slots, tokens=tokens)
 
 
-def drawn(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def make_random(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, rows, HEADS, tokens, WIDTH, generator=g)
     return keys, values
 
 
 def write_prompt(cache: SlotCache, slots: list[int], tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    keys, values = drawn(len(slots), tokens, seed)
+    keys, values = make_random(len(slots), tokens, seed)
     with cache.prefilling(torch.tensor(slots)):
         for block in PLAN.blocks:
-            found = cache.update(keys + block, values - block, block)
-            assert torch.equal(found[0], keys + block) and torch.equal(found[1], values - block)
+            slot_values = cache.update(keys + block, values - block, block)
+            assert torch.equal(slot_values[0], keys + block) and torch.equal(slot_values[1], values - block)
     return keys, values
 
 
 def test_prompts_and_steps_lie_where_they_should() -> None:
-    cache = made()
+    cache = make_cache()
     assert [cache.allocate(), cache.allocate()] == [0, 1] and cache.lengths == (0, 0)
     first = write_prompt(cache, [0], 4, seed=1)
     cache.advance([0], 4)
     second = write_prompt(cache, [1], 2, seed=2)
     cache.advance([1], 2)
     assert cache.lengths == (4, 2)
-    step = drawn(2, 1, seed=3)
+    step = make_random(2, 1, seed=3)
     with cache.decoding(torch.tensor([4, 2]), context=5):
-        found = {block: cache.update(step[0] + block, step[1] - block, block) for block in PLAN.blocks}
+        tokens = {block: cache.update(step[0] + block, step[1] - block, block) for block in PLAN.blocks}
     cache.advance([0, 1])
     assert cache.lengths == (5, 3)
-    for block, (keys, values) in found.items():
+    for block, (keys, values) in tokens.items():
         assert keys.shape == values.shape == (2, HEADS, 5, WIDTH)
         for row, (prompt, length) in enumerate(((first, 4), (second, 2))):
             expected = torch.cat([prompt[0][0], step[0][row]], 1) + block
@@ -61,46 +61,48 @@ def test_prompts_and_steps_lie_where_they_should() -> None:
 
 
 def test_several_prompts_at_once_and_a_step_of_later_slots() -> None:
-    cache = made()
+    cache = make_cache()
     for _ in range(3):
         cache.allocate()
     keys, _ = write_prompt(cache, [2, 0], 3)
     cache.advance([0, 1, 2], 3)
-    step, _ = drawn(1, 1, seed=4)
+    step, _ = make_random(1, 1, seed=4)
     with cache.decoding(torch.tensor([3]), context=4, first=2):
         for block in PLAN.blocks:
-            got = cache.update(step, step, block)[0]
-            assert torch.equal(got[0, :, :3], keys[0] + block) and torch.equal(got[0, :, 3], step[0, :, 0])
+            tokens = cache.update(step, step, block)[0]
+            assert torch.equal(tokens[0, :, :3], keys[0] + block) and torch.equal(
+                tokens[0, :, 3], step[0, :, 0]
+            )
 
 
 def test_only_blocks_of_the_plan_have_memory() -> None:
-    cache = made()
+    cache = make_cache()
     assert cache.memory_bytes == 0
     cache.allocate()
     write_prompt(cache, [0], 1)
     assert cache.memory_bytes == 2 * 2 * 3 * HEADS * 6 * WIDTH * 4
     assert [layer.keys is not None for layer in cache.blocks] == [True, False, True, False]
     with pytest.raises(PlanError), cache.prefilling(torch.tensor([0])):
-        cache.update(*drawn(1, 1), 1)
+        cache.update(*make_random(1, 1), 1)
 
 
 def test_a_forward_must_write_every_block_of_the_plan() -> None:
-    cache = made()
+    cache = make_cache()
     cache.allocate()
     with pytest.raises(PlanError), cache.prefilling(torch.tensor([0])):
-        cache.update(*drawn(1, 2), 0)
+        cache.update(*make_random(1, 2), 0)
     with pytest.raises(PlanError), cache.prefilling(torch.tensor([0])):
-        cache.update(*drawn(1, 2), 0)
-        cache.update(*drawn(1, 1), 2)
+        cache.update(*make_random(1, 2), 0)
+        cache.update(*make_random(1, 1), 2)
     # The first block was written by an earlier part.
     with cache.prefilling(torch.tensor([0]), after=2):
-        cache.update(*drawn(1, 2), 2)
+        cache.update(*make_random(1, 2), 2)
     with pytest.raises(InputError):
-        cache.update(*drawn(1, 1), 0)
+        cache.update(*make_random(1, 1), 0)
 
 
 def test_what_it_tells() -> None:
-    cache = made()
+    cache = make_cache()
     assert cache.get_seq_length() == 0 and cache.get_max_length() == 6 and not any(cache.is_sliding)
     cache.allocate()
     cache.allocate()
@@ -111,13 +113,13 @@ def test_what_it_tells() -> None:
         # A prompt sees itself only, however long others are.
         assert cache.get_seq_length(0) == 0 and cache.get_mask_sizes(3, 0) == (3, 0)
         for block in PLAN.blocks:
-            cache.update(*drawn(1, 3), block)
+            cache.update(*make_random(1, 3), block)
             assert cache.get_seq_length(block) == 3
     cache.advance([1], 3)
     with cache.decoding(torch.tensor([4, 3]), context=6):
         assert cache.get_seq_length(0) == 4
         for block in PLAN.blocks:
-            cache.update(*drawn(2, 1), block)
+            cache.update(*make_random(2, 1), block)
         assert [cache.get_seq_length(block) for block in range(4)] == [5, 0, 5, 0]
     # Positions in place of a count, as older releases give them.
     assert cache.blocks[0].get_mask_sizes(torch.arange(3)) == (3, 0)
@@ -127,8 +129,8 @@ def test_what_it_tells() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tad"), st.integers(0, 9)), max_size=30))
 def test_slots_in_use_are_always_the_first(moves: list[tuple[str, int]]) -> None:
-    cache = made(slots=4, tokens=50)
-    cache.blocks[0].buffers(*drawn(1, 1))
+    cache = make_cache(slots=4, tokens=50)
+    cache.blocks[0].buffers(*make_random(1, 1))
     buffer = cache.blocks[0].keys
     assert buffer is not None
     rows: list[list[float]] = []
@@ -164,12 +166,14 @@ def test_adopts_a_request_of_its_own() -> None:
         cache = SlotCache(plan, 6, slots=2, tokens=8)
         cache.allocate()
         cache.allocate()
-        own = ran(plan, 5)
-        cache.copy_from(1, own)
+        request_cache = ran(plan, 5)
+        cache.copy_from(1, request_cache)
         assert cache.lengths == (0, 5)
         for block in plan.blocks:
-            held = cache.blocks[block].keys
-            assert held is not None and torch.equal(held[1, :, :5], own.layers[block].keys[0])
+            slot_keys = cache.blocks[block].keys
+            assert slot_keys is not None and torch.equal(
+                slot_keys[1, :, :5], request_cache.layers[block].keys[0]
+            )
         assert [layer.keys is not None for layer in cache.blocks] == [
             index in plan.blocks for index in range(6)
         ]
@@ -179,15 +183,15 @@ def test_adopts_a_request_of_its_own() -> None:
         with pytest.raises(PlanError):
             cache.copy_from(0, ran(other, 2))
         with pytest.raises(InputError):
-            cache.copy_from(2, own)
+            cache.copy_from(2, request_cache)
 
 
 def test_refuses() -> None:
     with pytest.raises(InputError, match="`slots`"):
-        made(slots=0)
+        make_cache(slots=0)
     with pytest.raises(InputError, match="`tokens`"):
-        made(tokens=0)
-    cache = made(slots=1, tokens=2)
+        make_cache(tokens=0)
+    cache = make_cache(slots=1, tokens=2)
     with pytest.raises(InputError):
         cache.release(0)
     cache.allocate()

@@ -41,7 +41,7 @@ def generated(adapter: Adapter, runtime: PlanRuntime, plan: Plan, inputs: Any, t
     return result[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def begun(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: SlotCache, inputs: Any) -> int:
+def start_request(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: SlotCache, inputs: Any) -> int:
     """Run a prompt and put it into a slot; gives the first token."""
     with runtime.use_plan(plan):
         output: Any = adapter.model(**inputs, use_cache=True)
@@ -50,10 +50,10 @@ def begun(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: SlotCache, 
 
 
 def steps_of(
-    adapter: Adapter, runtime: PlanRuntime, *, rows: int = 4, tokens: int = 40, **given: Any
+    adapter: Adapter, runtime: PlanRuntime, *, rows: int = 4, tokens: int = 40, **options: Any
 ) -> DecodeRunner:
     device = next(adapter.decoder.parameters()).device
-    return DecodeRunner(adapter, runtime, GraphCache(device), rows=rows, tokens=tokens, **given)
+    return DecodeRunner(adapter, runtime, GraphCache(device), rows=rows, tokens=tokens, **options)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
@@ -65,19 +65,21 @@ def test_rows_of_unlike_length(family: str, plan: Plan) -> None:
             get_decode_plan(plan, adapter.geometry), 6, slots=4, tokens=40, state=len(adapter.state)
         )
         inputs = [words(tokens, seed) for seed, tokens in enumerate(PROMPTS)]
-        expected = [generated(adapter, runtime, plan, each, 12) for each in inputs]
-        found = [[begun(adapter, runtime, plan, cache, each)] for each in inputs]
+        expected = [generated(adapter, runtime, plan, input, 12) for input in inputs]
+        generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
         for _ in range(11):
-            for row, token in zip(found, steps.run(cache, [row[-1] for row in found])[1], strict=True):
+            for row, token in zip(
+                generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
+            ):
                 row.append(token)
-        assert found == expected
+        assert generated_tokens == expected
 
 
 def test_what_runs_is_the_plan() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime, rows=2)
         cache = SlotCache(get_decode_plan(SHALLOW, adapter.geometry), 6, slots=2, tokens=40)
-        begun(adapter, runtime, SHALLOW, cache, words(4))
+        start_request(adapter, runtime, SHALLOW, cache, words(4))
         with count_calls(adapter.blocks) as counts:
             steps.run(cache, [5])
         assert counts.attention == {0: 1, 1: 1, 4: 1}
@@ -89,15 +91,15 @@ def test_rows_come_and_go() -> None:
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(NARROW, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(tokens, seed) for seed, tokens in enumerate((3, 6, 9))]
-        expected = [generated(adapter, runtime, NARROW, each, 9) for each in inputs]
-        rows = [[begun(adapter, runtime, NARROW, cache, each)] for each in inputs[:2]]
+        expected = [generated(adapter, runtime, NARROW, input, 9) for input in inputs]
+        rows = [[start_request(adapter, runtime, NARROW, cache, input)] for input in inputs[:2]]
 
         def step() -> None:
             for row, token in zip(rows, steps.run(cache, [row[-1] for row in rows])[1], strict=True):
                 row.append(token)
 
         step()
-        rows.append([begun(adapter, runtime, NARROW, cache, inputs[2])])
+        rows.append([start_request(adapter, runtime, NARROW, cache, inputs[2])])
         step()
         assert rows[0] == expected[0][:3]
         # The last row moves to the place of the first.
@@ -113,8 +115,8 @@ def test_later_slots_alone() -> None:
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(4, seed) for seed in range(3)]
-        rows = [[begun(adapter, runtime, DEEP, cache, each)] for each in inputs]
-        expected = [generated(adapter, runtime, DEEP, each, 3) for each in inputs]
+        rows = [[start_request(adapter, runtime, DEEP, cache, input)] for input in inputs]
+        expected = [generated(adapter, runtime, DEEP, input, 3) for input in inputs]
         for _ in range(2):
             rows[0] += steps.run(cache, [rows[0][-1]])[1]
             result = steps.run(cache, [rows[1][-1], rows[2][-1]], first=1)[1]
@@ -129,8 +131,8 @@ def test_a_step_of_some_does_not_touch_the_others() -> None:
         steps = steps_of(adapter, runtime, batches=[4])
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(3 + seed, seed) for seed in range(4)]
-        rows = [[begun(adapter, runtime, DEEP, cache, each)] for each in inputs]
-        expected = [generated(adapter, runtime, DEEP, each, 3) for each in inputs]
+        rows = [[start_request(adapter, runtime, DEEP, cache, input)] for input in inputs]
+        expected = [generated(adapter, runtime, DEEP, input, 3) for input in inputs]
         for _ in range(2):
             result = steps.run(cache, [row[-1] for row in rows[:3]])[1]
             result += steps.run(cache, [rows[3][-1]], first=3)[1]
@@ -144,14 +146,14 @@ def test_logits_are_those_of_the_model() -> None:
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         prompts = [words(tokens, seed)["input_ids"] for seed, tokens in enumerate(PROMPTS)]
-        for each in prompts:
-            begun(adapter, runtime, DEEP, cache, {"input_ids": each})
+        for token_ids in prompts:
+            start_request(adapter, runtime, DEEP, cache, {"input_ids": token_ids})
         logits, best = steps.run(cache, [7, 8, 9])
         for row, (prompt, token) in enumerate(zip(prompts, (7, 8, 9), strict=True)):
             with runtime.use_plan(DEEP):
-                whole: Any = adapter.model(input_ids=torch.cat([prompt, torch.tensor([[token]])], 1))
-            torch.testing.assert_close(logits[row], whole.logits[0, -1], rtol=0.0, atol=1e-10)
-            assert best[row] == int(whole.logits[0, -1].argmax())
+                full_output: Any = adapter.model(input_ids=torch.cat([prompt, torch.tensor([[token]])], 1))
+            torch.testing.assert_close(logits[row], full_output.logits[0, -1], rtol=0.0, atol=1e-10)
+            assert best[row] == int(full_output.logits[0, -1].argmax())
 
 
 def test_decode_plans() -> None:
@@ -181,8 +183,8 @@ def test_warm_work_leaves_nothing() -> None:
         cache = SlotCache(DEEP, 6, slots=2, tokens=16)
         work = steps.warm_up(cache)
         assert len(work) == len(steps.batches) * len(steps.contexts) == 4
-        for each in work:
-            each()
+        for item in work:
+            item()
         assert cache.count == 0 and cache.memory_bytes > 0
 
 
@@ -192,7 +194,7 @@ def test_refuses() -> None:
         cache = SlotCache(DEEP, 6, slots=2, tokens=6)
         with pytest.raises(InputError):
             steps.run(cache, [3])
-        begun(adapter, runtime, DEEP, cache, words(6))
+        start_request(adapter, runtime, DEEP, cache, words(6))
         with pytest.raises(InputError):
             steps.run(cache, [3])
 
@@ -222,7 +224,7 @@ def test_eager_attention() -> None:
         steps = steps_of(adapter, runtime)
         cache = SlotCache(DEEP, 6, slots=4, tokens=40)
         inputs = words(5)
-        row = [begun(adapter, runtime, DEEP, cache, inputs)]
+        row = [start_request(adapter, runtime, DEEP, cache, inputs)]
         for _ in range(5):
             row += steps.run(cache, [row[-1]])[1]
         assert row == generated(adapter, runtime, DEEP, inputs, 6)
@@ -239,11 +241,13 @@ def test_steps_by_kernels() -> None:
         steps = steps_of(adapter, runtime, rows=2, kernel_patcher=kernel_patcher)
         cache = SlotCache(plan, 3, slots=2, tokens=40)
         inputs = [words(tokens, seed) for seed, tokens in enumerate((5, 3))]
-        found = [[begun(adapter, runtime, plan, cache, each)] for each in inputs]
+        generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
         for _ in range(3):
-            for row, token in zip(found, steps.run(cache, [row[-1] for row in found])[1], strict=True):
+            for row, token in zip(
+                generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
+            ):
                 row.append(token)
-        assert found == [generated(adapter, runtime, plan, each, 4) for each in inputs]
+        assert generated_tokens == [generated(adapter, runtime, plan, input, 4) for input in inputs]
 
 
 @pytest.mark.gpu
@@ -258,11 +262,13 @@ def test_recorded_steps_on_a_gpu(dtype: torch.dtype, plan: Plan) -> None:
         inputs = [
             {"input_ids": words(tokens, seed)["input_ids"].cuda()} for seed, tokens in enumerate(PROMPTS)
         ]
-        expected = [generated(adapter, runtime, plan, each, 12) for each in inputs]
-        found = [[begun(adapter, runtime, plan, cache, each)] for each in inputs]
+        expected = [generated(adapter, runtime, plan, input, 12) for input in inputs]
+        generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
         for _ in range(11):
-            for row, token in zip(found, steps.run(cache, [row[-1] for row in found])[1], strict=True):
+            for row, token in zip(
+                generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
+            ):
                 row.append(token)
-        assert found == expected
+        assert generated_tokens == expected
     # Contexts of 16 and 40 tokens.
     assert len(steps.graphs.captured) == 2 and not steps.graphs.failures

@@ -34,9 +34,9 @@ from tests.adaptive.engine.serving import (
     PLANS,
     SHALLOW,
     Budgeted,
-    alone,
     attached,
     driven,
+    generate_alone,
     model,
     request,
     still,
@@ -68,23 +68,28 @@ class TestAnswers:
         engine = still(olmoe)
         handle = engine.submit(request(6, max_new_tokens=5, budget_ms=1e6, plan=SHALLOW))
         driven(engine)
-        found = handle.result()
-        assert (found.plan, found.reason, found.prompt_tokens, len(found.tokens)) == (SHALLOW, "length", 6, 5)
-        assert found.budget_met and found.feasible and found.predicted_ms is None
-        parts = (found.queued_ms, found.decide_ms, found.vision_ms, found.prefill_ms, found.decode_ms)
-        assert min(parts) >= 0 and sum(parts) == pytest.approx(found.total_ms)
-        assert list(handle) == list(found.tokens)
+        output = handle.result()
+        assert (output.plan, output.reason, output.prompt_tokens, len(output.tokens)) == (
+            SHALLOW,
+            "length",
+            6,
+            5,
+        )
+        assert output.budget_met and output.feasible and output.predicted_ms is None
+        parts = (output.queued_ms, output.decide_ms, output.vision_ms, output.prefill_ms, output.decode_ms)
+        assert min(parts) >= 0 and sum(parts) == pytest.approx(output.total_ms)
+        assert list(handle) == list(output.tokens)
 
     def test_stop_tokens(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        whole = alone(*olmoe, request(6, max_new_tokens=12))
-        stop = whole[5]
+        full_tokens = generate_alone(*olmoe, request(6, max_new_tokens=12))
+        stop = full_tokens[5]
         engine = still(olmoe)
         handle = engine.submit(request(6, max_new_tokens=12, stop=(stop, 1000)))
-        first = engine.submit(request(6, max_new_tokens=12, stop=(whole[0],)))
+        first = engine.submit(request(6, max_new_tokens=12, stop=(full_tokens[0],)))
         driven(engine)
         assert handle.result().reason == "stop"
-        assert handle.result().tokens == whole[: whole.index(stop) + 1]
-        assert first.result().tokens == whole[:1]
+        assert handle.result().tokens == full_tokens[: full_tokens.index(stop) + 1]
+        assert first.result().tokens == full_tokens[:1]
 
     def test_one_token_needs_no_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_tokens=6)
@@ -95,15 +100,18 @@ class TestAnswers:
         engine = still(olmoe, max_tokens=8)
         handle = engine.submit(request(5, max_new_tokens=4))
         driven(engine)
-        assert handle.result().tokens == alone(*olmoe, handle.request)
+        assert handle.result().tokens == generate_alone(*olmoe, handle.request)
 
     def test_sampling_does_not_depend_on_company(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
         ways = [SamplingParams(temperature=1.0, seed=seed) for seed in range(3)]
-        handles = [engine.submit(request(5, max_new_tokens=8, sampling=way)) for way in ways]
+        handles = [engine.submit(request(5, max_new_tokens=8, sampling=sampling)) for sampling in ways]
         driven(engine)
         answers = [handle.result().tokens for handle in handles]
-        assert answers == [alone(*olmoe, handle.request) for handle in handles] and len(set(answers)) == 3
+        assert (
+            answers == [generate_alone(*olmoe, handle.request) for handle in handles]
+            and len(set(answers)) == 3
+        )
 
 
 class TestOrder:
@@ -113,10 +121,12 @@ class TestOrder:
             engine.submit(request(4 + index, budget_ms=budget, max_new_tokens=2))
             for index, budget in enumerate((9e6, 1e6, None))
         )
-        done: list[RequestHandle] = []
+        finished_order: list[RequestHandle] = []
         while engine.step():
-            done += [handle for handle in (late, early, never) if handle.finished and handle not in done]
-        assert done == [early, late, never]
+            finished_order += [
+                handle for handle in (late, early, never) if handle.finished and handle not in finished_order
+            ]
+        assert finished_order == [early, late, never]
 
     def test_who_waits_is_not_overtaken_for_ever(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe, max_batch=1, fairness=2)
@@ -177,7 +187,7 @@ class TestEnding:
             first.result()
         assert second.tokens
         driven(engine)
-        assert second.result().tokens == alone(*olmoe, second.request)
+        assert second.result().tokens == generate_alone(*olmoe, second.request)
         first.cancel()
         second.cancel()
         driven(engine)
@@ -205,11 +215,11 @@ class TestEnding:
                 )
             )
             driven(engine)
-            for each in (waiting, handle[0]):
+            for item in (waiting, handle[0]):
                 with pytest.raises(RequestCancelled):
-                    each.result()
+                    item.result()
             # It was seen before the second controller was asked.
-            assert [each[0] for each in decide.asked] == ["first"]
+            assert [item[0] for item in decide.calls] == ["first"]
 
     def test_cancel_wakes_a_thread_that_sleeps(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         with Engine(*olmoe, plans=PLANS, max_batch=1, max_tokens=512) as engine:
@@ -232,19 +242,19 @@ class TestEnding:
         handles = [engine.submit(request(4 + index, max_new_tokens=5)) for index in range(4)]
         assert engine.shutdown()
         for handle in handles:
-            assert handle.result(0.0).tokens == alone(*olmoe, handle.request)
+            assert handle.result(0.0).tokens == generate_alone(*olmoe, handle.request)
         with pytest.raises(EngineStopped):
             engine.submit(request())
         assert engine.shutdown()
 
-    @pytest.mark.parametrize("how", [{"drain": False}, {"timeout_s": 0.0}])
+    @pytest.mark.parametrize("shutdown_options", [{"drain": False}, {"timeout_s": 0.0}])
     @pytest.mark.parametrize("start", [True, False])
     def test_no_time_to_drain(
-        self, olmoe: tuple[Adapter, PlanRuntime], how: dict[str, Any], start: bool
+        self, olmoe: tuple[Adapter, PlanRuntime], shutdown_options: dict[str, Any], start: bool
     ) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=1, max_tokens=512, start=start)
         handles = [engine.submit(request(4, max_new_tokens=400)) for _ in range(2)]
-        assert not engine.shutdown(**how)
+        assert not engine.shutdown(**shutdown_options)
         for handle in handles:
             with pytest.raises(EngineStopped):
                 handle.result(0.0)
@@ -271,30 +281,30 @@ class TestWarming:
             start=start,
         )
         messages: list[tuple[int, int]] = []
-        engine.warm_up(progress=lambda done, of: messages.append((done, of)))
+        engine.warm_up(progress=lambda completed, total: messages.append((completed, total)))
         # Whole and in parts for each plan; two batches of two sizes and two contexts.
         assert messages == [(index, 14) for index in range(1, 15)]
         assert engine.snapshot().cache_bytes > 0
         handle = engine.submit(request(4, plan=LATER, max_new_tokens=5))
         if not start:
             driven(engine)
-        assert handle.result(30).tokens == alone(*olmoe, handle.request)
+        assert handle.result(30).tokens == generate_alone(*olmoe, handle.request)
         engine.shutdown()
 
     def test_who_does_not_want_to_wait_ends_it(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=16, contexts=(8,), prompts=(8,))
-        done: list[int] = []
+        finished_order: list[int] = []
 
-        def tell(so_far: int, of: int) -> None:
-            done.append(so_far)
+        def report(completed: int, total: int) -> None:
+            finished_order.append(completed)
             # As after an interrupt, while the rest is still to be done.
             threading.Thread(target=lambda: engine.shutdown(drain=False)).start()
             while engine._stopping is None:
                 time.sleep(0.001)
 
         with pytest.raises(EngineStopped):
-            engine.warm_up(progress=tell)
-        assert done == [1]
+            engine.warm_up(progress=report)
+        assert finished_order == [1]
 
     def test_not_while_requests_run(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
@@ -342,13 +352,15 @@ class TestWhatItTells:
         class Meeting:
             """While its prompt is run, another request comes."""
 
-            def choose_initial(self, asked: GenerationRequest, remaining_ms: float) -> InitialDecision:
+            def choose_initial(
+                self, generation_request: GenerationRequest, remaining_ms: float
+            ) -> InitialDecision:
                 engine.submit(request(max_new_tokens=2))
                 loads.append(engine.load)
                 return InitialDecision(tier=None, insertion_position=PLANS[0].insertion_position)
 
             def choose_plan(
-                self, latency_token: torch.Tensor, asked: GenerationRequest, remaining_ms: float
+                self, latency_token: torch.Tensor, generation_request: GenerationRequest, remaining_ms: float
             ) -> Plan:
                 return PLANS[0]
 
@@ -367,7 +379,9 @@ class TestWhatItTells:
         assert engine.load > 0.8
 
     def test_a_listener_hears_of_every_token(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        heard: list[int] = []
+        token_counts: list[int] = []
         with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:
-            engine.submit(request(max_new_tokens=4), lambda handle: heard.append(len(handle.tokens))).result()
-        assert heard == [1, 2, 3, 4, 4]
+            engine.submit(
+                request(max_new_tokens=4), lambda handle: token_counts.append(len(handle.tokens))
+            ).result()
+        assert token_counts == [1, 2, 3, 4, 4]

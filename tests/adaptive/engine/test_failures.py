@@ -21,9 +21,9 @@ from sparseflow.adaptive.engine.requests.request import (
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from tests.adaptive.engine.serving import (
     PLANS,
-    alone,
     attached,
     driven,
+    generate_alone,
     request,
     still,
 )
@@ -45,7 +45,7 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 def failing(adapter: Adapter, fails: Any) -> Iterator[None]:
     """Forwards for which `fails` gives an error, by their tokens and positions, raise it."""
 
-    def hook(module: Any, given: Any, named: dict[str, Any]) -> None:
+    def hook(module: Any, args: Any, named: dict[str, Any]) -> None:
         ids = named.get("input_ids")
         if ids is not None and (error := fails(ids, named["position_ids"])) is not None:
             raise error
@@ -63,15 +63,17 @@ class TestFailures:
         bad = request(7, max_new_tokens=4)
         good = [request(5, seed=seed, max_new_tokens=4) for seed in range(2)]
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             return ValueError("no such prompt") if ids.shape[1] == 7 else None
 
         with failing(olmoe[0], fails):
-            handles = [engine.submit(each) for each in (good[0], bad, good[1])]
+            handles = [engine.submit(item) for item in (good[0], bad, good[1])]
             driven(engine)
         with pytest.raises(RequestFailed, match=f"{bad.id} failed: ValueError: no such prompt"):
             handles[1].result()
-        assert [handles[index].result().tokens for index in (0, 2)] == [alone(*olmoe, each) for each in good]
+        assert [handles[index].result().tokens for index in (0, 2)] == [
+            generate_alone(*olmoe, item) for item in good
+        ]
         assert engine.snapshot().ended == {"finished": 2, "failed": 1}
 
     def test_one_of_equal_prompts_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -79,32 +81,32 @@ class TestFailures:
         requests = [request(5, seed=seed, max_new_tokens=4) for seed in range(3)]
         wrong = requests[1].inputs["input_ids"]
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
-            here = ids.shape[1] == 5 and any(torch.equal(row, wrong[0]) for row in ids)
-            return ValueError("that one") if here else None
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
+            matches_row = ids.shape[1] == 5 and any(torch.equal(row, wrong[0]) for row in ids)
+            return ValueError("that one") if matches_row else None
 
         with failing(olmoe[0], fails):
-            handles = [engine.submit(each) for each in requests]
+            handles = [engine.submit(queued) for queued in requests]
             driven(engine)
         with pytest.raises(RequestFailed):
             handles[1].result()
         for index in (0, 2):
-            assert handles[index].result().tokens == alone(*olmoe, requests[index])
+            assert handles[index].result().tokens == generate_alone(*olmoe, requests[index])
 
     @pytest.mark.parametrize("error", [ValueError("bad row"), torch.OutOfMemoryError("no memory")])
     def test_a_row_that_fails_in_a_step(self, olmoe: tuple[Adapter, PlanRuntime], error: Exception) -> None:
         engine = still(olmoe)
         requests = [request(5 + 2 * seed, seed=seed, max_new_tokens=9) for seed in range(4)]
-        expected = [alone(*olmoe, each) for each in requests]
-        handles = [engine.submit(each) for each in requests]
+        expected = [generate_alone(*olmoe, queued) for queued in requests]
+        handles = [engine.submit(queued) for queued in requests]
         for _ in range(4):
             engine.step()
         # The row of the second request fails at its next step, however it is batched.
-        place = 7 + len(handles[1].tokens) - 1
+        position = 7 + len(handles[1].tokens) - 1
         assert len({len(handle.tokens) + 5 + 2 * index for index, handle in enumerate(handles)}) == 4
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
-            return error if ids.shape[1] == 1 and bool((places == place).any()) else None
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
+            return error if ids.shape[1] == 1 and bool((positions == position).any()) else None
 
         with failing(olmoe[0], fails):
             engine.step()
@@ -124,20 +126,20 @@ class TestFailures:
         engine = still(olmoe, max_batch=6)
         requests = [request(5, seed=seed, max_new_tokens=6) for seed in range(6)]
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             return torch.OutOfMemoryError("too many") if len(ids) > 1 else None
 
         with failing(olmoe[0], fails), caplog.at_level(logging.WARNING):
-            handles = [engine.submit(each) for each in requests]
+            handles = [engine.submit(queued) for queued in requests]
             driven(engine)
         assert "6 requests failed" in caplog.text
         for handle in handles:
-            assert handle.result().tokens == alone(*olmoe, handle.request)
+            assert handle.result().tokens == generate_alone(*olmoe, handle.request)
 
     def test_no_memory_for_a_prompt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine, tries = still(olmoe), []
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             if ids.shape[1] == 7:
                 tries.append(1)
                 return RuntimeError("CUDA error: out of memory")
@@ -148,7 +150,7 @@ class TestFailures:
             driven(engine)
         with pytest.raises(RequestOutOfMemory):
             bad.result()
-        assert len(tries) == 2 and good.result().tokens == alone(*olmoe, good.request)
+        assert len(tries) == 2 and good.result().tokens == generate_alone(*olmoe, good.request)
 
     def test_nan(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = still(olmoe)
@@ -156,9 +158,9 @@ class TestFailures:
         engine.step()
         head: Any = olmoe[0].model.get_output_embeddings()
 
-        def poison(module: Any, given: Any, found: torch.Tensor) -> torch.Tensor:
-            found[1] = float("nan")
-            return found
+        def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            output[1] = float("nan")
+            return output
 
         hook = head.register_forward_hook(poison)
         engine.step()
@@ -167,13 +169,13 @@ class TestFailures:
         with pytest.raises(RequestFailed):
             handles[1].result()
         for index in (0, 2):
-            assert handles[index].result().tokens == alone(*olmoe, handles[index].request)
+            assert handles[index].result().tokens == generate_alone(*olmoe, handles[index].request)
 
     def test_a_broken_device_ends_everything(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
         started = threading.Event()
 
-        def fails(ids: torch.Tensor, places: torch.Tensor) -> Exception | None:
+        def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             started.wait(10)
             return RuntimeError("CUDA error: device-side assert triggered") if ids.shape[1] == 1 else None
 

@@ -30,12 +30,14 @@ from tests.adaptive.engine.serving import DEEP, NARROW, SHALLOW, attached, model
 TOKENS = 10
 
 
-def by_transformers(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan, **given: Any) -> Tensor:
-    own: Any = adapter.model
+def by_transformers(
+    adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan, **options: Any
+) -> Tensor:
+    model_forward: Any = adapter.model
     with runtime.use_plan(plan):
-        return own.generate(
+        return model_forward.generate(
             **adapter.reduce_to_tier(inputs, plan.tier),
-            **({"max_new_tokens": TOKENS, "do_sample": False} | given),
+            **({"max_new_tokens": TOKENS, "do_sample": False} | options),
         )
 
 
@@ -70,11 +72,14 @@ def test_rows_of_equal_length(family: str) -> None:
 
 def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
     """Words of rows of several lengths, padded on their left."""
-    most = max(lengths)
-    ids, mask = torch.zeros(len(lengths), most, dtype=torch.int64), torch.zeros(len(lengths), most).long()
+    max_length = max(lengths)
+    ids, mask = (
+        torch.zeros(len(lengths), max_length, dtype=torch.int64),
+        torch.zeros(len(lengths), max_length).long(),
+    )
     for row, length in enumerate(lengths):
-        ids[row, most - length :] = tiny.make_text_prompt(tokens=length, seed=row)["input_ids"][0]
-        mask[row, most - length :] = 1
+        ids[row, max_length - length :] = tiny.make_text_prompt(tokens=length, seed=row)["input_ids"][0]
+        mask[row, max_length - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -92,45 +97,45 @@ def test_rows_padded_on_their_left(family: str) -> None:
 
 def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=3)
-    whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
-    stop = [int(whole[0, 2]), int(whole[1, 5])]
+    full_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
+    stop = [int(full_tokens[0, 2]), int(full_tokens[1, 5])]
     result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
     expected = by_transformers(*olmoe, inputs, DEEP, eos_token_id=stop, pad_token_id=0)
     assert torch.equal(result.sequences, expected)
-    row = {name: each[:1] for name, each in inputs.items()}
+    row = {name: value[:1] for name, value in inputs.items()}
     single = generate(*olmoe, row, DEEP, max_new_tokens=TOKENS, stop=stop)
-    first = next(index for index in range(TOKENS) if int(whole[0, index]) in stop)
-    assert single.new_tokens[0].tolist() == whole[0, : first + 1].tolist()
+    first = next(index for index in range(TOKENS) if int(full_tokens[0, index]) in stop)
+    assert single.new_tokens[0].tolist() == full_tokens[0, : first + 1].tolist()
 
 
 def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=2, seed=4)
-    whole = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
-    stop = [int(whole[0, 1])]
+    full_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
+    stop = [int(full_tokens[0, 1])]
     # The model's own padding, where it has one.
     result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop).new_tokens[0].tolist()
     end = result.index(stop[0])
     assert set(result[end + 1 :]) <= {olmoe[0].model.generation_config.pad_token_id}  # pyright: ignore[reportOptionalMemberAccess]
-    chosen = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=9).new_tokens[0]
-    assert set(chosen[end + 1 :].tolist()) <= {9}
+    padded_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=9).new_tokens[0]
+    assert set(padded_tokens[end + 1 :].tolist()) <= {9}
 
 
 def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    inputs, way = tiny.make_text_prompt(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
+    inputs, params = tiny.make_text_prompt(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
 
-    def answer(sampling: Any, given: Any = inputs) -> Tensor:
-        return generate(*olmoe, given, DEEP, max_new_tokens=TOKENS, sampling=sampling).new_tokens
+    def answer(sampling: Any, prompts: Any = inputs) -> Tensor:
+        return generate(*olmoe, prompts, DEEP, max_new_tokens=TOKENS, sampling=sampling).new_tokens
 
-    first = answer(way)
-    assert torch.equal(first, answer(way)) and not torch.equal(first, answer(replace(way, seed=4)))
+    first = answer(params)
+    assert torch.equal(first, answer(params)) and not torch.equal(first, answer(replace(params, seed=4)))
     rows = tiny.make_text_prompt(rows=2)
-    ways = [SamplingParams(), way]
-    found = answer(ways, rows)
+    ways = [SamplingParams(), params]
+    actual = answer(ways, rows)
     for row in range(2):
-        one = {name: each[row : row + 1] for name, each in rows.items()}
-        assert torch.equal(answer(ways[row], one)[0], found[row])
+        single = {name: value[row : row + 1] for name, value in rows.items()}
+        assert torch.equal(answer(ways[row], single)[0], actual[row])
     with pytest.raises(InputError):
-        answer([way], rows)
+        answer([params], rows)
 
 
 def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -160,25 +165,25 @@ def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
 class Decider:
     """A decider that says what it was made to say, and keeps what it was told."""
 
-    def __init__(self, plan: Plan, **said: Any) -> None:
-        self.plan, self.said, self.asked = plan, said, []
+    def __init__(self, plan: Plan, **decisions: Any) -> None:
+        self.plan, self.decisions, self.calls = plan, decisions, []
 
     def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        self.asked.append(("first", request.tokens, remaining_ms))
-        if "refusal" in self.said:
-            return self.said["refusal"]
+        self.calls.append(("first", request.tokens, remaining_ms))
+        if "refusal" in self.decisions:
+            return self.decisions["refusal"]
         return InitialDecision(
-            tier=self.plan.tier, insertion_position=1, max_new_tokens=self.said.get("tokens")
+            tier=self.plan.tier, insertion_position=1, max_new_tokens=self.decisions.get("tokens")
         )
 
     def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.asked.append(("again", choice.insertion_position, remaining_ms))
+        self.calls.append(("again", choice.insertion_position, remaining_ms))
         return self.plan.insertion_position
 
     def choose_plan(
         self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
     ) -> PlanDecision:
-        self.asked.append(("second", latency_token, remaining_ms))
+        self.calls.append(("second", latency_token, remaining_ms))
         return PlanDecision(plan=self.plan, feasible=False, predicted_ms=5.0)
 
 
@@ -187,10 +192,13 @@ def test_a_decider() -> None:
         inputs, plan = tiny.make_prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
         decide = Decider(plan)
         result = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
-        assert [each[0] for each in decide.asked] == ["first", "again", "second"]
-        left = [each[2] for each in decide.asked]
-        assert 1e6 > left[0] >= left[1] >= left[2] > 0.0 and decide.asked[0][1] == 66
-        assert decide.asked[1][1] == 1
+        assert [call[0] for call in decide.calls] == ["first", "again", "second"]
+        remaining_ms_values = [call[2] for call in decide.calls]
+        assert (
+            1e6 > remaining_ms_values[0] >= remaining_ms_values[1] >= remaining_ms_values[2] > 0.0
+            and decide.calls[0][1] == 66
+        )
+        assert decide.calls[1][1] == 1
         assert torch.equal(result.sequences, by_transformers(*both, inputs, plan))
         assert (result.plan, result.feasible, result.predicted_ms, result.budget_met) == (
             plan,
@@ -199,10 +207,10 @@ def test_a_decider() -> None:
             True,
         )
         hidden: list[Any] = []
-        hook = both[0].blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
+        hook = both[0].blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
         generate(*both, inputs, plan, max_new_tokens=1)
         hook.remove()
-        torch.testing.assert_close(decide.asked[2][1], hidden[0][0, -1], rtol=0.0, atol=1e-10)
+        torch.testing.assert_close(decide.calls[2][1], hidden[0][0, -1], rtol=0.0, atol=1e-10)
 
 
 def test_a_decider_that_refuses_or_cuts_short(olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -248,7 +256,7 @@ def test_on_a_gpu(family: str) -> None:
     tiny_model = tiny.FAMILIES[family]().cuda()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
-    inputs = {name: each.cuda() for name, each in tiny.make_prompt(tiny_model, images=2).items()}
+    inputs = {name: value.cuda() for name, value in tiny.make_prompt(tiny_model, images=2).items()}
     plan = replace(SHALLOW, tier="low" if adapter.geometry.tiers else None)
     result = generate(adapter, runtime, inputs, plan, max_new_tokens=TOKENS)
     assert torch.equal(result.sequences, by_transformers(adapter, runtime, inputs, plan))

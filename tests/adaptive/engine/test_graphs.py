@@ -28,7 +28,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
     """Graphs on a GPU that is not there: recording runs the body twice more, and keeps a stand-in."""
 
     @contextmanager
-    def nothing() -> Iterator[None]:
+    def skip_capture() -> Iterator[None]:
         yield
 
     def record(self: GraphCache, key: str, body: module.Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
         body()
         self._graphs[key] = Played()
 
-    monkeypatch.setattr(module, "_forbid_sync", nothing)
+    monkeypatch.setattr(module, "_forbid_sync", skip_capture)
     monkeypatch.setattr(GraphCache, "_capture", record)
     graphs = GraphCache("cpu")
     graphs.enabled = True
@@ -109,16 +109,16 @@ def test_no_memory_for_the_work_itself_is_raised(pretended: GraphCache) -> None:
 @pytest.mark.gpu
 def test_recorded_on_a_gpu() -> None:
     graphs = GraphCache("cuda")
-    given, found = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+    values, output = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
     weight = torch.randn(4, 4, device="cuda")
 
     def body() -> None:
-        found.copy_((weight @ given).exp())
+        output.copy_((weight @ values).exp())
 
     for value in range(5):
-        given.fill_(value / 8)
+        values.fill_(value / 8)
         graphs.run("a", body)
-        torch.testing.assert_close(found, (weight @ given).exp())
+        torch.testing.assert_close(output, (weight @ values).exp())
     assert graphs.captured == ("a",)
     assert torch.cuda.get_sync_debug_mode() == 0
 
@@ -126,20 +126,20 @@ def test_recorded_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_what_waits_on_a_gpu() -> None:
     graphs = GraphCache("cuda")
-    given, found = torch.arange(4.0, device="cuda"), torch.zeros((), device="cuda")
+    values, output = torch.arange(4.0, device="cuda"), torch.zeros((), device="cuda")
 
     def body() -> None:
-        found.fill_(float(given.sum()))
+        output.fill_(float(values.sum()))
 
     for value in range(3):
-        given.fill_(value)
+        values.fill_(value)
         graphs.run("a", body)
-        assert float(found) == 4.0 * value
+        assert float(output) == 4.0 * value
     assert graphs.captured == () and "a" in graphs.failures
 
     # Nothing is left behind that would break the next recording.
     def other() -> None:
-        found.copy_(given[0] + 1)
+        output.copy_(values[0] + 1)
 
     graphs.run("b", other)
     assert graphs.captured == ("b",)

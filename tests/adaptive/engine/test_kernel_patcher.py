@@ -30,80 +30,82 @@ def without_gradients() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made() -> Any:
+def model() -> Any:
     return tiny.build_olmoe(depth=3, dtype=torch.float32)
 
 
-def test_what_can_be_replaced(made: Any) -> None:
-    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+def test_what_can_be_replaced(model: Any) -> None:
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
     assert len(kernel_patcher.experts) == 3
     # Two of each block, two of its attention, and the last one.
     assert len(kernel_patcher.norms) == 3 * 4 + 1
     assert list(kernel_patcher.routers.values()) == [False] * 3
-    assert [each.__name__.split(".")[-1] for each in kernel_patcher.rotary_modules] == ["modeling_olmoe"]
-    single = KernelPatcher(get_adapter(made))
+    assert [rotary_module.__name__.split(".")[-1] for rotary_module in kernel_patcher.rotary_modules] == [
+        "modeling_olmoe"
+    ]
+    single = KernelPatcher(get_adapter(model))
     assert not (single.experts or single.norms or single.routers or single.rotary_modules)
     # Normalisations compute in float32 whatever the model; only weights could be wider.
     wide = KernelPatcher(get_adapter(tiny.build_olmoe(depth=2)), kernels=True)
     assert len(wide.experts) == 2 and not wide.norms
 
 
-def test_a_forward_with_replacements(made: Any) -> None:
-    adapter = get_adapter(made)
+def test_a_forward_with_replacements(model: Any) -> None:
+    adapter = get_adapter(model)
     kernel_patcher, ids = KernelPatcher(adapter, kernels=True), words(3)["input_ids"]
-    before, inside = parameters(made), {id(each): dict(vars(each)) for each in made.modules()}
+    before, inside = parameters(model), {id(module): dict(vars(module)) for module in model.modules()}
     (file,) = kernel_patcher.rotary_modules
     rotary_modules, runtime = file.apply_rotary_pos_emb, PlanRuntime(adapter)
     try:
         with runtime.use_plan(SHALLOW_OF_THREE) as running:
-            expected = made(input_ids=ids).logits
+            expected = model(input_ids=ids).logits
             with kernel_patcher.patch(3, running):
                 assert running.route_override is not None and file.apply_rotary_pos_emb is not rotary_modules
-                output = made(input_ids=ids).logits
+                output = model(input_ids=ids).logits
                 assert running.executed_routers == {0, 2}
             assert running.route_override is None and file.apply_rotary_pos_emb is rotary_modules
-            second_logits = made(input_ids=ids).logits
+            second_logits = model(input_ids=ids).logits
     finally:
         runtime.remove()
     assert torch.equal(second_logits, expected)
     assert not torch.equal(output, expected)
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[torch.float32], atol=1e-4)
-    assert same(made, before) and inside == {id(each): dict(vars(each)) for each in made.modules()}
+    assert same(model, before) and inside == {id(module): dict(vars(module)) for module in model.modules()}
 
 
 SHALLOW_OF_THREE = type(SHALLOW)(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
 
 
-def test_other_threads_turn_as_before(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+def test_other_threads_turn_as_before(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
     (file,) = kernel_patcher.rotary_modules
     query = torch.randn(1, 2, 3, 8).transpose(1, 2)
-    places = torch.randn(1, 2, 8)
+    angles = torch.randn(1, 2, 8)
     turned: list[int] = []
 
-    def rotate(*given: Tensor) -> tuple[Tensor, ...]:
+    def rotate(*args: Tensor) -> tuple[Tensor, ...]:
         turned.append(threading.get_ident())
-        return given[:2]
+        return args[:2]
 
     monkeypatch.setattr("sparseflow.adaptive.kernels.rotary.triton.rotate", rotate)
-    expected = file.apply_rotary_pos_emb(query, query, places, places)
+    expected = file.apply_rotary_pos_emb(query, query, angles, angles)
     with kernel_patcher.patch(1), ThreadPoolExecutor(1) as pool:
-        found = pool.submit(file.apply_rotary_pos_emb, query, query, places, places).result()
+        output = pool.submit(file.apply_rotary_pos_emb, query, query, angles, angles).result()
         assert not turned
-        file.apply_rotary_pos_emb(query, query, places, places)
+        file.apply_rotary_pos_emb(query, query, angles, angles)
     assert turned == [threading.get_ident()]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(output, expected, strict=True))
 
 
-def test_engines_that_record_in_turns_leave_nothing_behind(made: Any) -> None:
-    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+def test_engines_that_record_in_turns_leave_nothing_behind(model: Any) -> None:
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
     (file,) = kernel_patcher.rotary_modules
     function = file.apply_rotary_pos_emb
     another = KernelPatcher(get_adapter(tiny.build_olmoe(depth=2, dtype=torch.float32)), kernels=True)
-    one, other = kernel_patcher.patch(1), another.patch(1)
-    one.__enter__()
+    first, other = kernel_patcher.patch(1), another.patch(1)
+    first.__enter__()
     other.__enter__()
-    one.__exit__(None, None, None)
+    first.__exit__(None, None, None)
     assert file.apply_rotary_pos_emb is not function
     other.__exit__(None, None, None)
     assert file.apply_rotary_pos_emb is function
@@ -120,24 +122,24 @@ def test_families_of_routers() -> None:
         )
 
 
-def test_taken_away_after_an_error(made: Any) -> None:
-    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
-    kept = kernel_patcher.experts[0].forward
-    kernel_patcher.experts[0].forward = kept
+def test_taken_away_after_an_error(model: Any) -> None:
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
+    original_forward = kernel_patcher.experts[0].forward
+    kernel_patcher.experts[0].forward = original_forward
     with pytest.raises(ZeroDivisionError), kernel_patcher.patch(1):
-        assert kernel_patcher.experts[0].forward != kept
+        assert kernel_patcher.experts[0].forward != original_forward
         raise ZeroDivisionError
     # A forward that stood on the instance stands there again.
-    assert vars(kernel_patcher.experts[0])["forward"] == kept
-    assert all("forward" not in vars(each) for each in (*kernel_patcher.experts[1:], *kernel_patcher.norms))
+    assert vars(kernel_patcher.experts[0])["forward"] == original_forward
+    assert all("forward" not in vars(item) for item in (*kernel_patcher.experts[1:], *kernel_patcher.norms))
     del kernel_patcher.experts[0].forward
 
 
-def test_many_tokens_keep_the_experts(made: Any) -> None:
-    kernel_patcher = KernelPatcher(get_adapter(made), kernels=True)
+def test_many_tokens_keep_the_experts(model: Any) -> None:
+    kernel_patcher = KernelPatcher(get_adapter(model), kernels=True)
     with kernel_patcher.patch(1000):
-        assert all("forward" not in vars(each) for each in kernel_patcher.experts)
-        assert all("forward" in vars(each) for each in kernel_patcher.norms)
+        assert all("forward" not in vars(expert) for expert in kernel_patcher.experts)
+        assert all("forward" in vars(expert) for expert in kernel_patcher.norms)
 
 
 def test_what_differs_is_not_replaced() -> None:

@@ -1,4 +1,4 @@
-"""Mixed plans in one engine: each request gets exactly the tokens that it gets alone, in float64."""
+"""Mixed plans in one engine: each request gets exactly the tokens that it gets generate_alone, in float64."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.adaptive.engine.serving import (
     LATER,
     PLANS,
     SHALLOW,
-    alone,
     arrivals,
     attached,
     driven,
+    generate_alone,
     mixed,
     model,
     request,
@@ -96,20 +96,20 @@ def test_many(family: str, seed: int) -> None:
 
 def test_by_its_thread(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     draw = random.Random(11)
-    requests = arrivals(draw, [words(each, each) for each in (2, 7, 12)], PLANS, 12)
-    found: dict[str, tuple[int, ...]] = {}
+    requests = arrivals(draw, [words(length, length) for length in (2, 7, 12)], PLANS, 12)
+    collected: dict[str, tuple[int, ...]] = {}
 
-    def user(asked: list[GenerationRequest]) -> None:
-        for each in asked:
-            found[each.id] = tuple(engine.submit(each))
+    def user(user_requests: list[GenerationRequest]) -> None:
+        for user_request in user_requests:
+            collected[user_request.id] = tuple(engine.submit(user_request))
 
     with Engine(*olmoe, plans=PLANS, max_batch=3, max_tokens=48) as engine:
         users = [threading.Thread(target=user, args=(requests[index::3],)) for index in range(3)]
-        for each in users:
-            each.start()
-        for each in users:
-            each.join(60)
-    assert found == {each.id: alone(*olmoe, each) for each in requests}
+        for thread in users:
+            thread.start()
+        for thread in users:
+            thread.join(60)
+    assert collected == {user_request.id: generate_alone(*olmoe, user_request) for user_request in requests}
 
 
 def test_batches_are_of_what_matters(olmoe: tuple[Adapter, PlanRuntime]) -> None:
@@ -132,7 +132,7 @@ def test_equal_prompts_of_a_fixed_plan_begin_together(olmoe: tuple[Adapter, Plan
     assert [len(handle.tokens) for handle in handles] == [2, 2, 2] and not other.tokens
     driven(engine)
     for handle in (*handles, other):
-        assert handle.result().tokens == alone(*olmoe, handle.request)
+        assert handle.result().tokens == generate_alone(*olmoe, handle.request)
 
 
 @pytest.mark.gpu
@@ -144,7 +144,7 @@ def test_mixed_plans_on_a_gpu(family: str) -> None:
     prompts, plans = [words(draw.randint(1, 20), index) for index in range(6)], PLANS
     if adapter.geometry.tiers:
         prompts, plans = images(family, 3)
-    prompts = [{name: each.cuda() for name, each in inputs.items()} for inputs in prompts]
+    prompts = [{name: value.cuda() for name, value in inputs.items()} for inputs in prompts]
     engine = Engine(
         adapter, runtime, plans=plans, max_tokens=96, prompts=(24, 48, 96), contexts=(32,), start=False
     )

@@ -60,10 +60,10 @@ def run(
     decide: Callable[[Tensor], Plan] | None = None,
 ) -> PrefillOutput:
     """Run a prompt of the highest tier."""
-    given = prefill.adapter.reduce_to_tier(inputs, plan.tier)
-    rows, images = range(len(given["input_ids"])), prefill.adapter.count_vision_tokens(given) > 0
+    reduced = prefill.adapter.reduce_to_tier(inputs, plan.tier)
+    rows, images = range(len(reduced["input_ids"])), prefill.adapter.count_vision_tokens(reduced) > 0
     return prefill.run(
-        given,
+        reduced,
         plan.tier,
         plan.insertion_position,
         images=images,
@@ -75,19 +75,19 @@ def run(
 
 def expected(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan) -> tuple[Tensor, Any]:
     """Logits and cache by the model's own forward."""
-    given = adapter.reduce_to_tier(inputs, plan.tier)
-    places, _ = adapter.compute_positions(given)
+    reduced = adapter.reduce_to_tier(inputs, plan.tier)
+    positions, _ = adapter.compute_positions(reduced)
     with runtime.use_plan(plan):
-        output: Any = adapter.model(**{**given, "position_ids": places}, use_cache=True)
+        output: Any = adapter.model(**{**reduced, "position_ids": positions}, use_cache=True)
     return output.logits[:, -1], output.past_key_values
 
 
-@pytest.mark.parametrize("how", SIZES)
+@pytest.mark.parametrize("mode", SIZES)
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 @pytest.mark.parametrize("text", [DEEP, LATER, SHALLOW, NARROW])
-def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
+def test_gives_what_the_model_gives(mode: str, family: str, text: Plan) -> None:
     with attached(family) as (adapter, runtime), torch.no_grad():
-        prefill = prefill_of(adapter, runtime, SIZES[how])
+        prefill = prefill_of(adapter, runtime, SIZES[mode])
         prompts: list[tuple[Any, Plan]] = [(words(5), text), (words(11, 1), text)]
         if adapter.geometry.tiers:
             prompts[1] = (tiny.make_prompt(model(family)), replace(text, tier="low"))
@@ -99,21 +99,21 @@ def test_gives_what_the_model_gives(how: str, family: str, text: Plan) -> None:
             layer.keys.fill_(1e3)
             layer.values.fill_(1e3)
         for slot, (inputs, plan) in enumerate(prompts):
-            logits, own = expected(adapter, runtime, inputs, plan)
+            logits, expected_cache = expected(adapter, runtime, inputs, plan)
             result = run(prefill, inputs, plan, cache)
             assert (result.plan, result.slots, result.cache) == (plan, (slot,), cache)
             torch.testing.assert_close(result.logits, logits, rtol=0.0, atol=EXACT)
             length = cache.lengths[slot]
             for block in plan.blocks:
-                held = cache.blocks[block].keys
-                assert held is not None and length == own.layers[block].keys.shape[2]
+                slot_keys = cache.blocks[block].keys
+                assert slot_keys is not None and length == expected_cache.layers[block].keys.shape[2]
                 torch.testing.assert_close(
-                    held[slot, :, :length], own.layers[block].keys[0], rtol=0, atol=EXACT
+                    slot_keys[slot, :, :length], expected_cache.layers[block].keys[0], rtol=0, atol=EXACT
                 )
 
 
-@pytest.mark.parametrize("how", SIZES)
-def test_the_second_controller_sees_the_latency_token(how: str) -> None:
+@pytest.mark.parametrize("mode", SIZES)
+def test_the_second_controller_sees_the_latency_token(mode: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="low")
         inputs, observed = tiny.make_prompt(model("llava_siglip")), []
@@ -124,19 +124,23 @@ def test_the_second_controller_sees_the_latency_token(how: str) -> None:
 
         with count_calls(adapter.blocks) as counts:
             run(
-                prefill_of(adapter, runtime, SIZES[how]), inputs, plan, cache_of(adapter, plan), decide=decide
+                prefill_of(adapter, runtime, SIZES[mode]),
+                inputs,
+                plan,
+                cache_of(adapter, plan),
+                decide=decide,
             )
-        if how == "whole":
+        if mode == "whole":
             assert counts.attention == {0: 1, 1: 1, 4: 1} and counts.experts_per_token() == {0: 6, 1: 6, 4: 3}
         hidden: list[Any] = []
-        hook = adapter.blocks[1].register_forward_hook(lambda module, given, found: hidden.append(found))
+        hook = adapter.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
         expected(adapter, runtime, inputs, plan)
         hook.remove()
         torch.testing.assert_close(observed, [hidden[0][0, -1]], rtol=0.0, atol=EXACT)
 
 
-@pytest.mark.parametrize("how", SIZES)
-def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
+@pytest.mark.parametrize("mode", SIZES)
+def test_the_position_may_change_after_the_vision_encoder(mode: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan, queries = replace(SHALLOW, tier="low"), []
         before = replace(plan, insertion_position=1)
@@ -147,7 +151,7 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
 
         inputs, cache = tiny.make_prompt(model("llava_siglip")), cache_of(adapter, plan)
         result = run(
-            prefill_of(adapter, runtime, SIZES[how]),
+            prefill_of(adapter, runtime, SIZES[mode]),
             inputs,
             before,
             cache,
@@ -160,10 +164,10 @@ def test_the_position_may_change_after_the_vision_encoder(how: str) -> None:
         )
 
 
-@pytest.mark.parametrize("how", SIZES)
-def test_decisions_must_fit_together(how: str) -> None:
+@pytest.mark.parametrize("mode", SIZES)
+def test_decisions_must_fit_together(mode: str) -> None:
     with attached() as (adapter, runtime), torch.no_grad():
-        prefill, cache = prefill_of(adapter, runtime, SIZES[how]), cache_of(adapter, SHALLOW)
+        prefill, cache = prefill_of(adapter, runtime, SIZES[mode]), cache_of(adapter, SHALLOW)
         with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: DEEP)
         with pytest.raises(PlanError):
@@ -225,11 +229,11 @@ def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogC
     tiny_model = tiny.build_olmoe()
     adapter = get_adapter(tiny_model)
 
-    def scaled(module: Any, given: Any, named: dict[str, Any]) -> Any:
+    def scaled(module: Any, args: Any, named: dict[str, Any]) -> Any:
         """As architectures that scale embeddings within the decoder."""
         if named.get("inputs_embeds") is None:
             named["inputs_embeds"] = adapter.embed(named.pop("input_ids"))
-        return given, named | {"inputs_embeds": 3.0 * named["inputs_embeds"]}
+        return args, named | {"inputs_embeds": 3.0 * named["inputs_embeds"]}
 
     adapter.decoder.register_forward_pre_hook(scaled, with_kwargs=True)
     runtime = PlanRuntime(adapter)
@@ -250,7 +254,7 @@ def entering(adapter: Adapter, inputs: Any) -> Tensor:
     return observed[0]
 
 
-def room(adapter: Adapter, tokens: int) -> Tensor:
+def make_empty_slots(adapter: Adapter, tokens: int) -> Tensor:
     """Where embeddings of so many tokens lie."""
     return adapter.embed(torch.zeros(1, tokens, dtype=torch.int64))
 
@@ -258,13 +262,13 @@ def room(adapter: Adapter, tokens: int) -> Tensor:
 def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad():
-        vision = PromptEmbedder(adapter, GraphCache("cpu"), (24, 32, 80), room(adapter, 80))
-        own: list[int] = []
+        vision = PromptEmbedder(adapter, GraphCache("cpu"), (24, 32, 80), make_empty_slots(adapter, 80))
+        mask_calls: list[int] = []
         masks = type(tiny_model.model).get_placeholder_mask
         monkeypatch.setattr(
             type(tiny_model.model),
             "get_placeholder_mask",
-            lambda *given, **named: own.append(1) or masks(*given, **named),
+            lambda *args, **named: mask_calls.append(1) or masks(*args, **named),
         )
         for seed in range(4):
             inputs = adapter.reduce_to_tier(
@@ -274,13 +278,13 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
             assert embeddings is not None and embeddings.shape[1] == inputs["input_ids"].shape[1]
             torch.testing.assert_close(embeddings, entering(adapter, inputs), rtol=0.0, atol=EXACT)
         # Once by the first, and in each forward here.
-        assert len(own) == 1 + 4 and "get_placeholder_mask" not in vars(tiny_model.model)
+        assert len(mask_calls) == 1 + 4 and "get_placeholder_mask" not in vars(tiny_model.model)
         work = vision.warm_up(adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "medium"))
         # 20 vision tokens, one after them, and nine words fit into two sizes.
         assert len(work) == 2
-        for each in work:
-            each()
-        assert len(own) == 5
+        for item in work:
+            item()
+        assert len(mask_calls) == 5
 
 
 def test_images_that_a_recording_would_see_otherwise(
@@ -289,8 +293,8 @@ def test_images_that_a_recording_would_see_otherwise(
     tiny_model = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
         inputs = adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "low")
-        for wrong, said in ((5, "would differ"), ("token", "TypeError")):
-            vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), room(adapter, 32))
+        for wrong, expected_text in ((5, "would differ"), ("token", "TypeError")):
+            vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), make_empty_slots(adapter, 32))
             vision._image_token = wrong  # pyright: ignore[reportAttributeAccessIssue]
             if wrong == "token":
                 monkeypatch.setattr(GraphCache, "run", lambda self, key, body: body("unexpected"))
@@ -298,13 +302,13 @@ def test_images_that_a_recording_would_see_otherwise(
                 embeddings = vision.embed(inputs, images=True)
                 assert embeddings is not None
                 torch.testing.assert_close(embeddings, entering(adapter, inputs), rtol=0.0, atol=EXACT)
-            assert said in caplog.text and vision._can_capture is False
+            assert expected_text in caplog.text and vision._can_capture is False
 
 
-@pytest.mark.parametrize("how", SIZES)
-def test_a_model_that_gives_all_logits(how: str) -> None:
+@pytest.mark.parametrize("mode", SIZES)
+def test_a_model_that_gives_all_logits(mode: str) -> None:
     tiny_model = tiny.build_olmoe()
-    own = tiny_model.forward
+    model_forward = tiny_model.forward
 
     def forward(
         input_ids: Any = None,
@@ -314,7 +318,7 @@ def test_a_model_that_gives_all_logits(how: str) -> None:
         use_cache: Any = None,
     ) -> Any:
         """As remote code may be: without a way to ask for fewer."""
-        return own(
+        return model_forward(
             input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,
         )  # fmt: skip
@@ -323,10 +327,10 @@ def test_a_model_that_gives_all_logits(how: str) -> None:
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
-        result = run(prefill_of(adapter, runtime, SIZES[how]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
+        result = run(prefill_of(adapter, runtime, SIZES[mode]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
         with runtime.use_plan(SHALLOW):
-            whole = tiny_model(input_ids=words(5)["input_ids"]).logits[:, -1]
-        torch.testing.assert_close(result.logits, whole, rtol=0.0, atol=EXACT)
+            full_output = tiny_model(input_ids=words(5)["input_ids"]).logits[:, -1]
+        torch.testing.assert_close(result.logits, full_output, rtol=0.0, atol=EXACT)
 
 
 def test_an_adapter_that_names_another_module() -> None:
@@ -340,8 +344,8 @@ def test_an_adapter_that_names_another_module() -> None:
             run(prefill, tiny.make_prompt(tiny_model), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
 
 
-@pytest.mark.parametrize("how", SIZES)
-def test_the_model_stays_as_it_is(how: str) -> None:
+@pytest.mark.parametrize("mode", SIZES)
+def test_the_model_stays_as_it_is(mode: str) -> None:
     tiny_model = tiny.build_llava_siglip()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
@@ -353,20 +357,22 @@ def test_the_model_stays_as_it_is(how: str) -> None:
     )
     before, forwards = (
         parameters(tiny_model),
-        {id(each): vars(each).get("forward") for each in tiny_model.modules()},
+        {id(module): vars(module).get("forward") for module in tiny_model.modules()},
     )
-    hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in tiny_model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_model.modules()]
     with torch.no_grad():
-        prefill = prefill_of(adapter, runtime, SIZES[how])
+        prefill = prefill_of(adapter, runtime, SIZES[mode])
         plan = replace(SHALLOW, tier="low")
-        for each in prefill.warm_up(plan, cache_of(adapter, plan)):
-            each()
+        for module in prefill.warm_up(plan, cache_of(adapter, plan)):
+            module()
         run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan))
         with pytest.raises(ZeroDivisionError):
             run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
     assert same(tiny_model, before)
-    assert forwards == {id(each): vars(each).get("forward") for each in tiny_model.modules()}
-    assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in tiny_model.modules()]
+    assert forwards == {id(module): vars(module).get("forward") for module in tiny_model.modules()}
+    assert hooks == [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_model.modules()
+    ]
     runtime.remove()
 
 
@@ -385,8 +391,8 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
         prefill = PrefillRunner(
             adapter, PlanRuntime(adapter), GraphCache(device), tokens=96, sizes=(16, 40, 96)
         )
-        inputs = {name: each.to(device) for name, each in tiny.make_prompt(tiny_model).items()}
-        given = (
+        inputs = {name: value.to(device) for name, value in tiny.make_prompt(tiny_model).items()}
+        case = (
             adapter.reduce_to_tier(inputs, tier)
             if tier
             else {"input_ids": torch.ones_like(inputs["input_ids"])}
@@ -395,7 +401,7 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
         for _ in range(2):  # the first image runs by the model's own way, to be compared with
             order.clear()
             prefill.run(
-                given,
+                case,
                 plan.tier,
                 plan.insertion_position,
                 images=tier is not None,
@@ -422,7 +428,7 @@ def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
                 for tier in ("low", "medium", "high", "low"):
                     plan = replace(text, tier=tier)
                     inputs = {
-                        name: each.cuda() for name, each in tiny.make_prompt(tiny_model, seed=seed).items()
+                        name: value.cuda() for name, value in tiny.make_prompt(tiny_model, seed=seed).items()
                     }
                     result = run(prefill, inputs, plan, cache)
                     tolerance = EXACT if dtype == torch.float64 else 1e-3

@@ -30,13 +30,13 @@ from sparseflow.errors import InputError, PlanError, RunError
 from tests.adaptive.engine.serving import DEEP, SHALLOW, request, words
 
 
-def finished(**given: Any) -> RequestOutput:
-    told: dict[str, Any] = {
+def finished(**overrides: Any) -> RequestOutput:
+    fields: dict[str, Any] = {
         "tokens": (4, 5), "plan": DEEP, "reason": "length", "prompt_tokens": 3, "feasible": True,
         "predicted_ms": None, "budget_ms": None, "queued_ms": 1.0, "decide_ms": 1.0, "vision_ms": 1.0,
         "prefill_ms": 1.0, "decode_ms": 1.0, "total_ms": 5.0,
     }  # fmt: skip
-    return RequestOutput(**(told | given))
+    return RequestOutput(**(fields | overrides))
 
 
 class TestRequest:
@@ -73,7 +73,7 @@ class TestRequest:
                 kind()
 
     @pytest.mark.parametrize(
-        ("inputs", "said"),
+        ("inputs", "decisions"),
         [
             ({}, ""),
             ({"input_ids": [[1, 2]]}, ""),
@@ -86,8 +86,8 @@ class TestRequest:
              ""),
         ],
     )  # fmt: skip
-    def test_inputs_that_are_no_row(self, inputs: dict[str, Any], said: str) -> None:
-        with pytest.raises(InputError, match=said or None):
+    def test_inputs_that_are_no_row(self, inputs: dict[str, Any], decisions: str) -> None:
+        with pytest.raises(InputError, match=decisions or None):
             GenerationRequest(inputs=inputs, decide=FixedPlan(plan=DEEP))
 
     def test_budget_met(self) -> None:
@@ -99,30 +99,30 @@ class Scripted:
     """A decider that says what it was told to say."""
 
     def __init__(self, first: Any, second: Any) -> None:
-        self.said, self.asked = (first, second), []
+        self.decisions, self.calls = (first, second), []
 
     def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> Any:
-        self.asked.append(("first", remaining_ms))
-        return self.said[0]
+        self.calls.append(("first", remaining_ms))
+        return self.decisions[0]
 
     def choose_plan(
         self, latency_token: torch.Tensor, request: GenerationRequest, remaining_ms: float
     ) -> Any:
-        self.asked.append(("second", remaining_ms))
-        return self.said[1]
+        self.calls.append(("second", remaining_ms))
+        return self.decisions[1]
 
 
 class Careful(Scripted):
     """As that, but wants to be asked once more."""
 
     def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.asked.append(("again", remaining_ms))
+        self.calls.append(("again", remaining_ms))
         return choice.insertion_position + 1
 
 
 def asking(decide: Any, *, plans: tuple[Plan, ...] | None = None) -> PlanRequest:
-    left = iter([9.0, 8.0, 7.0])
-    return PlanRequest(decide, request(), lambda: next(left), plans=plans)
+    remaining_ms_values = iter([9.0, 8.0, 7.0])
+    return PlanRequest(decide, request(), lambda: next(remaining_ms_values), plans=plans)
 
 
 class TestAsking:
@@ -132,34 +132,36 @@ class TestAsking:
             first, PlanDecision(plan=SHALLOW, max_new_tokens=7, feasible=False, predicted_ms=90.0)
         )
         assert isinstance(decide, SupportsReplanning)
-        found = asking(decide)
-        assert found.needs_replan and found.choose_initial() == first
-        assert (found.limit(9), found.limit(3), found.feasible, found.predicted_ms) == (5, 3, True, 80.0)
-        assert found.replan(1) == 2
-        assert found.choose_plan(torch.zeros(2)) == SHALLOW
-        assert (found.limit(9), found.feasible, found.predicted_ms) == (5, False, 90.0)
-        assert decide.asked == [("first", 9.0), ("again", 8.0), ("second", 7.0)] and found.policy_s > 0.0
+        actual = asking(decide)
+        assert actual.needs_replan and actual.choose_initial() == first
+        assert (actual.limit(9), actual.limit(3), actual.feasible, actual.predicted_ms) == (5, 3, True, 80.0)
+        assert actual.replan(1) == 2
+        assert actual.choose_plan(torch.zeros(2)) == SHALLOW
+        assert (actual.limit(9), actual.feasible, actual.predicted_ms) == (5, False, 90.0)
+        assert decide.calls == [("first", 9.0), ("again", 8.0), ("second", 7.0)] and actual.policy_s > 0.0
 
     def test_getting_ready_is_not_counted(self) -> None:
         class Getting(Scripted):
             def prepare(self, request: GenerationRequest) -> None:
-                self.asked.append(("prepare", request.max_new_tokens))
+                self.calls.append(("prepare", request.max_new_tokens))
 
         decide = Getting(InitialDecision(tier=None, insertion_position=1), SHALLOW)
-        for each in (decide, Scripted(*decide.said)):
-            found = asking(each)
-            found.choose_initial()
-            before = found.policy_s
-            found.prepare()
-            assert found.policy_s == before
-            assert found.choose_plan(torch.zeros(2)) == SHALLOW
-        assert [name for name, _ in decide.asked] == ["first", "prepare", "second"]
+        for item in (decide, Scripted(*decide.decisions)):
+            actual = asking(item)
+            actual.choose_initial()
+            before = actual.policy_s
+            actual.prepare()
+            assert actual.policy_s == before
+            assert actual.choose_plan(torch.zeros(2)) == SHALLOW
+        assert [name for name, _ in decide.calls] == ["first", "prepare", "second"]
 
     def test_a_plan_is_decision_enough(self) -> None:
-        found = asking(Scripted(InitialDecision(tier=None, insertion_position=2, predicted_ms=3.0), SHALLOW))
-        found.choose_initial()
-        assert not found.needs_replan and found.replan(2) == 2
-        assert found.choose_plan(torch.zeros(2)) == SHALLOW and found.feasible and found.predicted_ms == 3.0
+        actual = asking(Scripted(InitialDecision(tier=None, insertion_position=2, predicted_ms=3.0), SHALLOW))
+        actual.choose_initial()
+        assert not actual.needs_replan and actual.replan(2) == 2
+        assert (
+            actual.choose_plan(torch.zeros(2)) == SHALLOW and actual.feasible and actual.predicted_ms == 3.0
+        )
 
     def test_refusal(self) -> None:
         with pytest.raises(RequestRejected) as caught:

@@ -24,19 +24,19 @@ def by_hand(logits: Tensor, temperature: float, top_p: float, number: float) -> 
     """The same, one row, token by token."""
     chances = [math.exp(value / temperature) for value in (logits - logits.max()).tolist()]
     total = sum(chances)
-    order = sorted(range(len(chances)), key=lambda at: -chances[at])
-    kept, before = [], 0.0
+    order = sorted(range(len(chances)), key=lambda index: -chances[index])
+    nucleus, before = [], 0.0
     for index in order:
-        if before >= top_p and kept:
+        if before >= top_p and nucleus:
             break
-        kept.append(index)
+        nucleus.append(index)
         before += chances[index] / total
-    left, summed = sum(chances[index] for index in kept), 0.0
-    for index in kept:
+    remaining_mass, summed = sum(chances[index] for index in nucleus), 0.0
+    for index in nucleus:
         summed += chances[index]
-        if summed / left > number:
+        if summed / remaining_mass > number:
             return index
-    return kept[-1]
+    return nucleus[-1]
 
 
 @settings(deadline=None, max_examples=200)
@@ -47,11 +47,11 @@ def by_hand(logits: Tensor, temperature: float, top_p: float, number: float) -> 
 def test_draws_as_by_hand(row: list[float], temperature: float, top_p: float, number: float) -> None:
     logits = torch.tensor([row], dtype=torch.float64)
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
-    found = int(sample_tokens(logits, [sampling], [number])[0])
+    token = int(sample_tokens(logits, [sampling], [number])[0])
     # Where the number falls onto an edge, rounding decides.
-    near = [min(max(number + shift, 0.0), 1.0 - 1e-16) for shift in (-1e-9, 0.0, 1e-9)]
+    nearby_value = [min(max(number + shift, 0.0), 1.0 - 1e-16) for shift in (-1e-9, 0.0, 1e-9)]
     tops = [min(max(top_p + shift, 1e-3), 1.0) for shift in (-1e-9, 0.0, 1e-9)]
-    assert found in {by_hand(logits[0], temperature, top, index) for index in near for top in tops}
+    assert token in {by_hand(logits[0], temperature, top, index) for index in nearby_value for top in tops}
 
 
 def test_draws_by_chance() -> None:
@@ -61,8 +61,8 @@ def test_draws_by_chance() -> None:
     observed = Counter(int(sample_tokens(logits, [draws.sampling], [draws.next()])[0]) for _ in range(2000))
     for token, chance in enumerate(chances):
         assert abs(observed[token] / 2000 - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
-    kept = UniformStream(SamplingParams(temperature=1.0, top_p=0.6, seed=3))
-    assert {int(sample_tokens(logits, [kept.sampling], [kept.next()])[0]) for _ in range(200)} == {0, 1}
+    stream = UniformStream(SamplingParams(temperature=1.0, top_p=0.6, seed=3))
+    assert {int(sample_tokens(logits, [stream.sampling], [stream.next()])[0]) for _ in range(200)} == {0, 1}
 
 
 def test_rows_do_not_meet() -> None:
@@ -102,19 +102,19 @@ def test_low_temperature_and_infinite_logits() -> None:
 
 
 def test_numbers_come_from_the_seed() -> None:
-    one, same, other = (UniformStream(SamplingParams(temperature=1.0, seed=seed)) for seed in (5, 5, 6))
-    first = [one.next() for _ in range(5)]
+    base, same, other = (UniformStream(SamplingParams(temperature=1.0, seed=seed)) for seed in (5, 5, 6))
+    first = [base.next() for _ in range(5)]
     assert first == [same.next() for _ in range(5)] != [other.next() for _ in range(5)]
     assert all(0 <= number < 1 for number in first) and UniformStream(SamplingParams()).next() == 0.0
 
 
 @pytest.mark.parametrize(
-    "given", [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0},
+    "overrides", [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0.0},
               {"top_p": 1.5}, {"top_p": math.nan}, {"seed": -1}, {"seed": 2**63}],
 )  # fmt: skip
-def test_refuses(given: dict[str, float]) -> None:
-    with pytest.raises(InputError, match=next(iter(given))):
-        SamplingParams(**given)  # pyright: ignore[reportArgumentType]
+def test_refuses(overrides: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(overrides))):
+        SamplingParams(**overrides)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_of_each_for_every_row() -> None:

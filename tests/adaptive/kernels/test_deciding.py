@@ -11,47 +11,57 @@ from sparseflow.adaptive.predictor.calibration import MIN_RELATIVE_SCALE, residu
 
 @pytest.mark.parametrize("loads", [1, 3])
 @pytest.mark.parametrize("plans", [1, 7])
-@pytest.mark.parametrize("way", [0.0, 0.25])
-def test_expected(loads: int, plans: int, way: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, 0.25])
+def test_expected(loads: int, plans: int, scale: float) -> None:
     random = np.random.default_rng(loads + plans)
-    prefill, step, rest = random.uniform(1.0, 9.0, (3, loads, plans))
+    prefill, step, tail_ms = random.uniform(1.0, 9.0, (3, loads, plans))
     factors, margins, spreads = (
         random.uniform(0.5, 2.0, (2, loads)),
         random.uniform(0, 3, loads),
         random.uniform(0, 0.1, (loads, 4)),
     )
     first, later = factors[0][:, None], factors[1][:, None]
-    middle = prefill * first + rest * later
-    spread = residual_scale(spreads[:, None], prefill * first, step * later, rest * later)
+    middle = prefill * first + tail_ms * later
+    spread = residual_scale(spreads[:, None], prefill * first, step * later, tail_ms * later)
     high = middle + margins[:, None] * spread
-    for low in range(loads - (way > 0.0)):
+    for low in range(loads - (scale > 0.0)):
         expected = []
-        for times in (np.maximum.accumulate(each, axis=0) for each in (middle, high)):
+        for times in (np.maximum.accumulate(item, axis=0) for item in (middle, high)):
             upper = times[min(low + 1, loads - 1)]
-            expected.append(times[low] + way * (upper - times[low]) + 2.5)
-        found = cpu.predict_quantiles(
-            prefill, step, rest, factors[0], factors[1], margins, spreads, MIN_RELATIVE_SCALE, low, way, 2.5
+            expected.append(times[low] + scale * (upper - times[low]) + 2.5)
+        quantiles = cpu.predict_quantiles(
+            prefill,
+            step,
+            tail_ms,
+            factors[0],
+            factors[1],
+            margins,
+            spreads,
+            MIN_RELATIVE_SCALE,
+            low,
+            scale,
+            2.5,
         )
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(quantiles, expected, rtol=1e-12)
 
 
 def test_with_room() -> None:
     vision, allowed = np.array([10.0, 30.0, 60.0, np.inf]), np.array([False, True, True, True])
-    for images, most, expected in (
+    for images, max_tokens, expected in (
         (1.0, 9.0, [1]), (1.0, 30.0, [1]), (1.0, 60.0, [1, 2]), (0.5, 30.0, [1, 2]), (2.0, 61.0, [1]),
         (0.05, 2.0, [1]),  # tokens are whole: of 1.5 there are 2, of 3 there are 3
     ):  # fmt: skip
-        found = cpu.select_with_capacity(vision, images, allowed, most)
-        assert np.flatnonzero(found).tolist() == expected
+        selected = cpu.select_with_capacity(vision, images, allowed, max_tokens)
+        assert np.flatnonzero(selected).tolist() == expected
 
 
 @pytest.mark.parametrize("width", [1, 5, 33])
 def test_mean_word(width: int) -> None:
     vectors = np.random.default_rng(width).normal(size=(3, width)).astype(np.float32)
     rows, left_out = np.array([-1, 0, -1, 2, 1]), np.array([9, 0])
-    found = np.empty(width, np.float32)
-    assert cpu.mean_embedding(np.array([9, 1, 3, 3, 0]), left_out, rows, vectors, found) == 3
-    np.testing.assert_allclose(found, (vectors[0] + 2.0 * vectors[2]) / 3.0, rtol=1e-5)
-    assert cpu.mean_embedding(np.array([9, 9]), left_out, rows, vectors, found) == 0
+    mean_word = np.empty(width, np.float32)
+    assert cpu.mean_embedding(np.array([9, 1, 3, 3, 0]), left_out, rows, vectors, mean_word) == 3
+    np.testing.assert_allclose(mean_word, (vectors[0] + 2.0 * vectors[2]) / 3.0, rtol=1e-5)
+    assert cpu.mean_embedding(np.array([9, 9]), left_out, rows, vectors, mean_word) == 0
     for unknown in (2, 5, -1):
-        assert cpu.mean_embedding(np.array([1, unknown]), left_out, rows, vectors, found) == cpu.UNKNOWN
+        assert cpu.mean_embedding(np.array([1, unknown]), left_out, rows, vectors, mean_word) == cpu.UNKNOWN

@@ -23,20 +23,22 @@ pytestmark = [
 ]
 
 
-def given(
+def make_inputs(
     n: int, k: int, e: int, d: int, f: int, dtype: torch.dtype, *, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     x, gate_up, down = (torch.randn(*shape, generator=g) for shape in ((n, d), (e, 2 * f, d), (e, d, f)))
-    chosen = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(n)]) if n else torch.zeros(0, k)
+    expert_ids = (
+        torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(n)]) if n else torch.zeros(0, k)
+    )
     weights = torch.rand(n, k, generator=g)
-    made = [each.to(DEVICE, dtype) for each in (x, weights, gate_up / d**0.5, down / f**0.5)]
-    return made[0], chosen.long().to(DEVICE), made[1], made[2], made[3]
+    tensors = [item.to(DEVICE, dtype) for item in (x, weights, gate_up / d**0.5, down / f**0.5)]
+    return tensors[0], expert_ids.long().to(DEVICE), tensors[1], tensors[2], tensors[3]
 
 
-def check(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    output = experts(x, chosen, weights, gate_up, down)
-    expected = reference(x.double(), chosen, weights.double(), gate_up.double(), down.double())
+def check(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    output = experts(x, expert_ids, weights, gate_up, down)
+    expected = reference(x.double(), expert_ids, weights.double(), gate_up.double(), down.double())
     assert output.dtype == x.dtype and output.shape == x.shape
     limit = TOLERANCE[x.dtype] * max(float(expected.abs().max()), 1e-30)
     torch.testing.assert_close(output.double(), expected, rtol=0.0, atol=limit)
@@ -49,22 +51,22 @@ SHAPES = [(1, 1, 1, 1, 1), (1, 3, 5, 16, 8), (3, 2, 4, 33, 13), (2, 4, 4, 40, 70
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_matches_float64(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    check(*given(*shape, dtype))
+    check(*make_inputs(*shape, dtype))
 
 
 def test_loops_over_wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     # More columns than a tile has, in both kernels.
     monkeypatch.setattr(kernels, "TILE", 64)
-    check(*given(1, 2, 3, 37, 50, torch.float32))
+    check(*make_inputs(1, 2, 3, 37, 50, torch.float32))
 
 
 def test_weights_of_another_type() -> None:
-    x, expert_ids, weights, gate_up, down = given(3, 2, 4, 16, 16, torch.float16)
+    x, expert_ids, weights, gate_up, down = make_inputs(3, 2, 4, 16, 16, torch.float16)
     check(x, expert_ids, weights.float(), gate_up, down)
 
 
 def test_any_strides() -> None:
-    x, expert_ids, weights, gate_up, down = given(3, 2, 4, 24, 16, torch.float32)
+    x, expert_ids, weights, gate_up, down = make_inputs(3, 2, 4, 24, 16, torch.float32)
     wide = torch.zeros(4, 40, 30, device=DEVICE)
     wide[:, 4:36, :24] = gate_up
     view = wide[:, 4:36, :24]
@@ -74,21 +76,24 @@ def test_any_strides() -> None:
 
 
 def test_a_token_does_not_depend_on_others() -> None:
-    x, expert_ids, weights, gate_up, down = given(4, 3, 6, 32, 24, torch.float32)
+    x, expert_ids, weights, gate_up, down = make_inputs(4, 3, 6, 32, 24, torch.float32)
     batched = experts(x, expert_ids, weights, gate_up, down)
     for index in range(4):
-        one = slice(index, index + 1)
-        assert torch.equal(experts(x[one], expert_ids[one], weights[one], gate_up, down), batched[one])
+        row_slice = slice(index, index + 1)
+        assert torch.equal(
+            experts(x[row_slice], expert_ids[row_slice], weights[row_slice], gate_up, down),
+            batched[row_slice],
+        )
 
 
 def test_no_tokens() -> None:
-    x, expert_ids, weights, gate_up, down = given(0, 2, 4, 16, 8, torch.float32)
+    x, expert_ids, weights, gate_up, down = make_inputs(0, 2, 4, 16, 8, torch.float32)
     assert experts(x, expert_ids, weights, gate_up, down).shape == (0, 16)
     assert reference(x, expert_ids, weights, gate_up, down).shape == (0, 16)
 
 
 def test_what_fits() -> None:
-    x, _, _, gate_up, down = given(2, 1, 2, 16, 8, torch.float32)
+    x, _, _, gate_up, down = make_inputs(2, 1, 2, 16, 8, torch.float32)
     assert fits(x, gate_up, down)
     assert not fits(torch.zeros(MAX_TOKENS + 1, 16), gate_up, down)
     assert not fits(x.half(), gate_up, down)
@@ -100,4 +105,4 @@ def test_what_fits() -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("n", [1, 8, MAX_TOKENS])
 def test_sizes_of_a_real_model(dtype: torch.dtype, n: int) -> None:
-    check(*given(n, 8, 64, 2048, 1024, dtype))
+    check(*make_inputs(n, 8, 64, 2048, 1024, dtype))

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the kernel needs triton")
 from sparseflow.adaptive.kernels.experts import dense
 from sparseflow.adaptive.kernels.experts.dense import experts, is_profitable
 from sparseflow.adaptive.kernels.experts.reference import experts as reference
-from tests.adaptive.kernels.test_experts import SHAPES, given
+from tests.adaptive.kernels.test_experts import SHAPES, make_inputs
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest error over the largest output: what lies between the products is rounded, too."""
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    x, expert_ids, weights, gate_up, down = given(*shape, dtype)
+    x, expert_ids, weights, gate_up, down = make_inputs(*shape, dtype)
     output = experts(x, expert_ids, weights, gate_up, down)
     expected = reference(x.double(), expert_ids, weights.double(), gate_up.double(), down.double())
     assert output.dtype == dtype and output.shape == x.shape
@@ -46,7 +46,7 @@ def test_loops_over_wide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_expert_that_was_not_chosen_may_overflow() -> None:
-    x, expert_ids, weights, gate_up, down = given(2, 1, 3, 8, 4, torch.float32)
+    x, expert_ids, weights, gate_up, down = make_inputs(2, 1, 3, 8, 4, torch.float32)
     expert_ids = torch.zeros_like(expert_ids)
     gate_up[2] = float("inf")
     output = experts(x, expert_ids, weights, gate_up, down)

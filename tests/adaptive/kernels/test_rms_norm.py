@@ -22,31 +22,31 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 def check(x: Tensor, *, seed: int = 0, eps: float = 1e-5) -> None:
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(x.shape[-1], generator=g).to(x)
-    found, expected = rms_norm(x, weight, eps), reference(x, weight, eps)
-    assert found.dtype == expected.dtype and found.shape == x.shape
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE[x.dtype], atol=0.0)
+    actual, expected = rms_norm(x, weight, eps), reference(x, weight, eps)
+    assert actual.dtype == expected.dtype and actual.shape == x.shape
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[x.dtype], atol=0.0)
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 16), (2, 3, 33), (5, 100)])
 def test_matches(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check(drawn(*shape, dtype=dtype))
+    check(make_random(*shape, dtype=dtype))
 
 
 def test_any_strides_and_scales() -> None:
-    check(drawn(4, 6, 32)[:, ::2])
-    check(drawn(32, 4).T)
-    check(1e4 * drawn(3, 16))
+    check(make_random(4, 6, 32)[:, ::2])
+    check(make_random(32, 4).T)
+    check(1e4 * make_random(3, 16))
     check(torch.zeros(3, 16, device=DEVICE))
-    check(drawn(0, 16))
+    check(make_random(0, 16))
 
 
 def test_what_fits() -> None:
-    x = drawn(2, 8)
+    x = make_random(2, 8)
     assert fits(x, x[0]) and fits(x.half(), x[0].half())
     assert not fits(x.double(), x[0].double()) and not fits(x, x[0].half())
     assert not fits(x.expand(2, 2, 8)[:1, :1, :1].expand(1, 1, MAX_WIDTH + 1), x[0])
@@ -55,5 +55,5 @@ def test_what_fits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
-    check(drawn(8, 1, 2048, dtype=dtype))
-    check(drawn(1, 700, 4096, dtype=dtype))
+    check(make_random(8, 1, 2048, dtype=dtype))
+    check(make_random(1, 700, 4096, dtype=dtype))

@@ -18,44 +18,44 @@ TOLERANCE = {torch.float64: 1e-15, torch.float32: 5e-7, torch.float16: 2e-3, tor
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def drawn(
-    batch: int, heads: int, key_heads: int, tokens: int, width: int, dtype: torch.dtype, *, places: int = 1
+def make_inputs(
+    batch: int, heads: int, key_heads: int, tokens: int, width: int, dtype: torch.dtype, *, positions: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(tokens)
     query, key = (
         torch.randn(batch, tokens, count, width, generator=g).transpose(1, 2) for count in (heads, key_heads)
     )
-    angles = torch.randn(places, tokens, width // 2, generator=g).repeat(1, 1, 2)
-    made = [each.to(DEVICE, dtype) for each in (query, key, angles.cos(), angles.sin())]
-    return made[0], made[1], made[2], made[3]
+    angles = torch.randn(positions, tokens, width // 2, generator=g).repeat(1, 1, 2)
+    tensors = [item.to(DEVICE, dtype) for item in (query, key, angles.cos(), angles.sin())]
+    return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
 def check(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
     assert fits(query, key, cosine, sine)
-    wide = [each.double() for each in (query, key, cosine, sine)]
-    for found, expected, x in zip(rotate(query, key, cosine, sine), reference(*wide), wide[:2], strict=True):
-        assert found.dtype == query.dtype and found.shape == expected.shape
+    wide = [item.double() for item in (query, key, cosine, sine)]
+    for actual, expected, x in zip(rotate(query, key, cosine, sine), reference(*wide), wide[:2], strict=True):
+        assert actual.dtype == query.dtype and actual.shape == expected.shape
         # What is added, without signs: a sum may be much smaller than the rounding of what it is of.
         other = x.abs().roll(x.shape[-1] // 2, -1)
         size = x.abs() * wide[2].abs()[:, None] + other * wide[3].abs()[:, None]
-        assert bool(((found.double() - expected).abs() <= TOLERANCE[query.dtype] * size).all())
+        assert bool(((actual.double() - expected).abs() <= TOLERANCE[query.dtype] * size).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 2), (2, 4, 2, 3, 8), (1, 3, 5, 4, 20)])
 def test_matches(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    check(*drawn(*shape, dtype))
+    check(*make_inputs(*shape, dtype))
 
 
 def test_places_of_each_row_and_any_strides() -> None:
-    check(*drawn(3, 4, 2, 5, 8, torch.float32, places=3))
-    query, key, cosine, sine = drawn(1, 4, 2, 6, 8, torch.float32)
+    check(*make_inputs(3, 4, 2, 5, 8, torch.float32, positions=3))
+    query, key, cosine, sine = make_inputs(1, 4, 2, 6, 8, torch.float32)
     check(query[:, :, ::2], key[:, :, ::2].contiguous(), cosine[:, ::2], sine[:, ::2])
     check(query[:, :, :0], key[:, :, :0], cosine[:, :0], sine[:, :0])
 
 
 def test_what_fits() -> None:
-    query, key, cosine, sine = drawn(2, 4, 2, 3, 8, torch.float32)
+    query, key, cosine, sine = make_inputs(2, 4, 2, 3, 8, torch.float32)
     assert fits(query, key, cosine, sine)
     assert not fits(query, key, cosine[..., :4], sine[..., :4])
     assert not fits(query, key.half(), cosine, sine)
@@ -67,5 +67,5 @@ def test_what_fits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
-    check(*drawn(8, 16, 16, 1, 128, dtype, places=8))
-    check(*drawn(1, 32, 8, 700, 128, dtype))
+    check(*make_inputs(8, 16, 16, 1, 128, dtype, positions=8))
+    check(*make_inputs(1, 32, 8, 700, 128, dtype))

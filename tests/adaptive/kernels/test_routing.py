@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
-def drawn(n: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_logits(n: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, experts, generator=torch.Generator().manual_seed(n + experts)).to(DEVICE, dtype)
 
 
@@ -33,20 +33,20 @@ def check(logits: Tensor, k: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "experts", "k"), [(1, 1, 1), (1, 8, 3), (3, 5, 5), (20, 16, 8), (2, 130, 6)])
 def test_matches(n: int, experts: int, k: int, dtype: torch.dtype) -> None:
-    check(drawn(n, experts, dtype), k)
+    check(make_logits(n, experts, dtype), k)
 
 
 def test_ties_strides_and_extremes() -> None:
     check(torch.zeros(3, 7, device=DEVICE), 4)
-    check(drawn(6, 8)[::2], 2)
-    check(1e4 * drawn(4, 8), 2)
-    check(drawn(0, 8), 2)
+    check(make_logits(6, 8)[::2], 2)
+    check(1e4 * make_logits(4, 8), 2)
+    check(make_logits(0, 8), 2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("experts", [5, 8])
 def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None:
-    logits = drawn(4, experts)
+    logits = make_logits(4, experts)
     logits[0], logits[1, 2], logits[2, 1] = float("nan"), float("nan"), float("inf")
     weights, expert_ids = top_experts(logits, 3, normalized=False)
     assert bool(((expert_ids >= 0) & (expert_ids < experts)).all())
@@ -56,17 +56,17 @@ def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None
 
 
 def test_what_fits() -> None:
-    logits = drawn(2, 8)
+    logits = make_logits(2, 8)
     assert fits(logits, 8) and fits(logits.half(), 1)
     assert not fits(logits, 9) and not fits(logits, 0) and not fits(logits.double(), 2)
-    assert not fits(drawn(2, MAX_EXPERTS + 1), 2) and not fits(logits.T, 2)
+    assert not fits(make_logits(2, MAX_EXPERTS + 1), 2) and not fits(logits.T, 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_sizes_of_real_models(dtype: torch.dtype) -> None:
     for n, experts, k in ((1, 64, 8), (2000, 64, 8), (33, 128, 8), (5, 8, 2)):
-        logits = drawn(n, experts, torch.float32).to(dtype)
+        logits = make_logits(n, experts, torch.float32).to(dtype)
         weights, expert_ids = top_experts(logits, k, normalized=False)
         expected, _ = reference(logits, k, normalized=False)
         # In 16 bits many are equally likely; which of them is chosen must not matter.

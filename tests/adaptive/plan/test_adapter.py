@@ -30,14 +30,14 @@ class Mixture(nn.Module):
         self.top_k = 4
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-        self.asked: list[int] = []
+        self.requested_experts: list[int] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.gate(x)
-        weights, chosen = logits.softmax(-1).topk(self.top_k, -1)
-        self.asked.append(chosen.shape[-1])
-        every = torch.stack([expert(x) for expert in self.experts], -2)
-        picked = every.gather(-2, chosen[..., None].expand(*chosen.shape, WIDTH))
+        weights, expert_ids = logits.softmax(-1).topk(self.top_k, -1)
+        self.requested_experts.append(expert_ids.shape[-1])
+        expert_outputs = torch.stack([expert(x) for expert in self.experts], -2)
+        picked = expert_outputs.gather(-2, expert_ids[..., None].expand(*expert_ids.shape, WIDTH))
         return (weights[..., None] * picked).sum(-2), logits
 
 
@@ -58,11 +58,11 @@ class Block(nn.Module):
         return x + self.mixture(x)[0], (key, value)
 
 
-class Kept:
+class SimpleCache:
     """Keys and values of each block, and nothing that transformers knows."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Any] = {}
+        self.entries: dict[int, Any] = {}
 
 
 class Stack(nn.Module):
@@ -70,12 +70,12 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
-    def forward(self, x: Tensor, past_key_values: Kept | None = None) -> tuple[Tensor, Kept]:
-        cache = Kept() if past_key_values is None else past_key_values
+    def forward(self, x: Tensor, past_key_values: SimpleCache | None = None) -> tuple[Tensor, SimpleCache]:
+        cache = SimpleCache() if past_key_values is None else past_key_values
         for index, block in enumerate(self.blocks):
-            x, mine = block(x, cache.of.get(index))
-            if mine is not None:
-                cache.of[index] = mine
+            x, block_cache = block(x, cache.entries.get(index))
+            if block_cache is not None:
+                cache.entries[index] = block_cache
         return x, cache
 
 
@@ -89,7 +89,7 @@ class Remote(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.words
 
-    def forward(self, input_ids: Tensor, past_key_values: Kept | None = None) -> Any:
+    def forward(self, input_ids: Tensor, past_key_values: SimpleCache | None = None) -> Any:
         hidden, cache = self.stack(self.words(input_ids), past_key_values=past_key_values)
         return SimpleNamespace(logits=hidden @ self.words.weight.T, past_key_values=cache)
 
@@ -115,9 +115,9 @@ class RemoteAdapter(Adapter):
         return block.get_submodule("mixture")
 
     def measure_top_k(self, router: nn.Module) -> int:
-        found: Any = router
-        found(torch.zeros(1, WIDTH, dtype=torch.float64))
-        return found.asked.pop()
+        actual: Any = router
+        actual(torch.zeros(1, WIDTH, dtype=torch.float64))
+        return actual.requested_experts.pop()
 
     def get_hidden_states(self, output: Any) -> Tensor:
         return output[0]
@@ -129,7 +129,7 @@ class RemoteAdapter(Adapter):
         return output[1] if isinstance(output, tuple) else output.past_key_values
 
     def get_kv_lengths(self, cache: Any) -> dict[int, int]:
-        return {index: key.shape[1] for index, (key, _) in cache.of.items()}
+        return {index: key.shape[1] for index, (key, _) in cache.entries.items()}
 
 
 @pytest.fixture
@@ -148,10 +148,10 @@ def remote() -> Iterator[tuple[Any, PlanRuntime]]:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package that brings two adapters, one of which cannot be imported."""
-    told = tmp_path / "remote_moe-1.0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-moe\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text(
+    metadata_dir = tmp_path / "remote_moe-1.0.dist-info"
+    metadata_dir.mkdir()
+    (metadata_dir / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-moe\nVersion: 1.0\n")
+    (metadata_dir / "entry_points.txt").write_text(
         f"[{ENTRY_POINT_GROUP}]\nplugged_moe = remote_moe:made\nbroken_moe = remote_moe.nowhere:made\n"
     )
     (tmp_path / "remote_moe.py").write_text("def made(model):\n    return model, 'made'\n")
@@ -202,7 +202,7 @@ def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
     with runtime.use_plan(plan) as running:
         expected = model(IDS).logits
         for block in model.stack.blocks:
-            block.mixture.asked.clear()
+            block.mixture.requested_experts.clear()
         output = model(IDS[:, :5])
         logits = [output.logits]
         for index in range(5, 8):
@@ -210,7 +210,7 @@ def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
             logits.append(output.logits)
         assert running.executed_blocks == [0, 1, 3]
     assert (torch.cat(logits, 1) - expected).abs().max() < 1e-10
-    queries = [block.mixture.asked for block in model.stack.blocks]
+    queries = [block.mixture.requested_experts for block in model.stack.blocks]
     assert queries == [[4] * 4, [2] * 4, [], [2] * 4, []]
     assert runtime.adapter.get_kv_lengths(output.past_key_values) == {0: 8, 1: 8, 3: 8}
     other = Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 1, 3))
@@ -231,7 +231,7 @@ def test_the_second_controller_sees_hidden_states(remote: tuple[Any, PlanRuntime
 
 def test_a_cache_that_cannot_remember_is_refused(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
-    runtime.adapter.get_cache = lambda found: tuple(found[1].of.values())  # type: ignore[method-assign]
+    runtime.adapter.get_cache = lambda arguments: tuple(arguments[1].entries.values())  # type: ignore[method-assign]
     runtime.adapter.get_kv_lengths = lambda cache: {
         index: key.shape[1] for index, (key, _) in enumerate(cache)
     }  # type: ignore[method-assign]

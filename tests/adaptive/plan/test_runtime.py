@@ -68,7 +68,7 @@ def space_of(adapter: Adapter) -> PlanSpace:
     return PlanSpace.from_importance(adapter.geometry, [(5 * block + 3) % depth for block in range(depth)])
 
 
-def whole(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def run_model(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits of one forward without cache."""
     return model(**inputs, use_cache=False).logits
 
@@ -77,10 +77,10 @@ def one_by_one(model: Any, inputs: dict[str, Tensor], last: int = 5) -> tuple[Te
     """Logits of a prompt without its last tokens, and then of these, one after the other; and the cache."""
     ids = inputs["input_ids"]
     count = ids.shape[1] - last
-    begun = {
+    prompt_tokens = {
         name: value[:, :count] if value.shape[:2] == ids.shape else value for name, value in inputs.items()
     }
-    output = model(**begun, use_cache=True)
+    output = model(**prompt_tokens, use_cache=True)
     logits = [output.logits]
     for index in range(count, ids.shape[1]):
         output = model(input_ids=ids[:, index : index + 1], past_key_values=output.past_key_values)
@@ -91,59 +91,64 @@ def one_by_one(model: Any, inputs: dict[str, Tensor], last: int = 5) -> tuple[Te
 def grown(inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
     """A prompt with more text behind it."""
     more = ids.shape[1] - inputs["input_ids"].shape[1]
-    found = {**inputs, "input_ids": ids}
+    collected = {**inputs, "input_ids": ids}
     for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
         if name in inputs:
-            found[name] = nn.functional.pad(inputs[name], (0, more), value=value)
-    return found
+            collected[name] = nn.functional.pad(inputs[name], (0, more), value=value)
+    return collected
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_cached_and_uncached_agree_and_what_ran_is_the_plan(family: str) -> None:
     model = _model(family)
     adapter = get_adapter(model)
-    every = tiny.make_prompt(model, images=2, rows=2)
-    full = whole(model, every)
+    full_inputs = tiny.make_prompt(model, images=2, rows=2)
+    full = run_model(model, full_inputs)
     with attached(model) as runtime:
-        for each in space_of(adapter).plans[::SOME]:
-            inputs = adapter.reduce_to_tier(every, each.tier)
-            with runtime.use_plan(each) as running, count_calls(adapter.blocks) as counts:
-                expected = whole(model, inputs)
-                assert counts.attention == dict.fromkeys(each.blocks, 1)
+        for current_plan in space_of(adapter).plans[::SOME]:
+            inputs = adapter.reduce_to_tier(full_inputs, current_plan.tier)
+            with runtime.use_plan(current_plan) as running, count_calls(adapter.blocks) as counts:
+                expected = run_model(model, inputs)
+                assert counts.attention == dict.fromkeys(current_plan.blocks, 1)
                 widths = {
-                    block: 6 if block < each.insertion_position else each.top_k for block in each.blocks
+                    block: 6 if block < current_plan.insertion_position else current_plan.top_k
+                    for block in current_plan.blocks
                 }
                 assert counts.experts_per_token() == widths
                 assert set(counts.tokens.values()) == {inputs["input_ids"].numel()}
-                assert running.executed_blocks == list(each.blocks) and running.executed_routers == set(
-                    each.blocks
-                )
-                found, kept = one_by_one(model, inputs)
-            assert (found - expected).abs().max() < EXACT
-            lengths = adapter.get_kv_lengths(kept)
-            assert lengths == dict.fromkeys(each.blocks, inputs["input_ids"].shape[1])
-            same = each.tier in (None, "high") and each.top_k == 6 and len(each.blocks) == 6
-            assert same == (found.shape == full.shape and bool(((found - full).abs() < EXACT).all()))
+                assert running.executed_blocks == list(
+                    current_plan.blocks
+                ) and running.executed_routers == set(current_plan.blocks)
+                actual, caches = one_by_one(model, inputs)
+            assert (actual - expected).abs().max() < EXACT
+            lengths = adapter.get_kv_lengths(caches)
+            assert lengths == dict.fromkeys(current_plan.blocks, inputs["input_ids"].shape[1])
+            same = (
+                current_plan.tier in (None, "high")
+                and current_plan.top_k == 6
+                and len(current_plan.blocks) == 6
+            )
+            assert same == (actual.shape == full.shape and bool(((actual - full).abs() < EXACT).all()))
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
 def test_skipping_is_a_model_of_the_kept_blocks(family: str) -> None:
     model, inputs = _model(family), tiny.make_text_prompt(tokens=12, rows=2)
-    kept = (0, 1, 3, 5)
-    smaller = tiny.FAMILIES[family](depth=len(kept))
+    kept_blocks = (0, 1, 3, 5)
+    smaller = tiny.FAMILIES[family](depth=len(kept_blocks))
     weights = {}
     for name, value in model.state_dict().items():
         head, _, tail = name.partition("layers.")
-        block, _, rest = tail.partition(".")
+        block, _, suffix = tail.partition(".")
         if not tail:
             weights[name] = value
-        elif int(block) in kept:
-            weights[f"{head}layers.{kept.index(int(block))}.{rest}"] = value
+        elif int(block) in kept_blocks:
+            weights[f"{head}layers.{kept_blocks.index(int(block))}.{suffix}"] = value
     smaller.load_state_dict(weights)
     with attached(model) as runtime, runtime.use_plan(plan("0135", position=2)):
-        assert torch.equal(whole(model, inputs), whole(smaller, inputs))
-        found, expected = one_by_one(model, inputs)[0], one_by_one(smaller, inputs)[0]
-        assert torch.equal(found, expected)
+        assert torch.equal(run_model(model, inputs), run_model(smaller, inputs))
+        actual, expected = one_by_one(model, inputs)[0], one_by_one(smaller, inputs)[0]
+        assert torch.equal(actual, expected)
 
 
 class _Nothing(nn.Module):
@@ -160,7 +165,7 @@ def test_skipping_is_a_model_with_nothing_in_these_places(family: str) -> None:
     # Early blocks of Qwen3-VL have pixels added behind them, whether they run or not.
     layers[1], layers[4] = _Nothing(), _Nothing()
     with attached(model) as runtime, runtime.use_plan(plan("0235", tier="high")):
-        assert torch.equal(whole(model, inputs), whole(emptied, inputs))
+        assert torch.equal(run_model(model, inputs), run_model(emptied, inputs))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -175,7 +180,7 @@ def test_narrower_is_a_model_configured_so(family: str, top_k: int) -> None:
         router: Any = decoder.router(decoder.blocks[block])
         router.top_k = 6
     with attached(model) as runtime, runtime.use_plan(plan(top_k=top_k, position=2, tier=tier)):
-        assert torch.equal(whole(model, inputs), whole(narrow, inputs))
+        assert torch.equal(run_model(model, inputs), run_model(narrow, inputs))
 
 
 def test_changing_only_the_configuration_changes_nothing_so_the_live_router_counts() -> None:
@@ -189,10 +194,10 @@ def test_experts_run_alike_by_either_implementation(experts: str) -> None:
     model = _model("olmoe")
     inputs = tiny.make_text_prompt(rows=2)
     with attached(model) as runtime, runtime.use_plan(plan("01345", top_k=3)):
-        expected = whole(model, inputs)
+        expected = run_model(model, inputs)
         model.set_experts_implementation(experts)
         try:
-            assert (whole(model, inputs) - expected).abs().max() < EXACT
+            assert (run_model(model, inputs) - expected).abs().max() < EXACT
         finally:
             model.set_experts_implementation("eager")
 
@@ -203,15 +208,15 @@ def test_experts_run_alike_by_either_implementation(experts: str) -> None:
 def _insides(model: nn.Module) -> dict[str, Any]:
     """All there is of all modules, by identity where it is no plain value."""
 
-    def of(value: Any) -> Any:
+    def describe(value: Any) -> Any:
         if isinstance(value, dict):
-            return [(key, of(each)) for key, each in value.items()]
+            return [(key, describe(item)) for key, item in value.items()]
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             # Qwen3-VL itself keeps a new one at each forward.
             return value.tolist()
         return value if isinstance(value, int | float | str | bool | None) else id(value)
 
-    return {name: of(vars(module)) for name, module in model.named_modules()}
+    return {name: describe(vars(module)) for name, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -219,30 +224,33 @@ def test_removing_leaves_the_model_as_it_was(family: str) -> None:
     model = tiny.FAMILIES[family]()
     adapter = get_adapter(model)
     inputs = tiny.make_prompt(model)
-    before, weights = whole(model, inputs), {name: each.clone() for name, each in model.state_dict().items()}
+    before, weights = (
+        run_model(model, inputs),
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    )
     insides, forward = _insides(model), model.forward
     runtime = PlanRuntime(adapter)
     assert runtime.installed and _insides(model) != insides
     assert list(model.state_dict()) == list(weights)
     assert inspect.signature(model.forward) == inspect.signature(forward)
-    assert torch.equal(whole(model, inputs), before)
+    assert torch.equal(run_model(model, inputs), before)
     with runtime.use_plan(plan("0134", top_k=2, tier="high" if "pixel_values" in inputs else None)):
-        assert not torch.equal(whole(model, inputs), before)
-    assert torch.equal(whole(model, inputs), before)
+        assert not torch.equal(run_model(model, inputs), before)
+    assert torch.equal(run_model(model, inputs), before)
     runtime.remove()
     runtime.remove()
     assert not runtime.installed and _insides(model) == insides and model.forward == forward
-    assert torch.equal(whole(model, inputs), before)
+    assert torch.equal(run_model(model, inputs), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     with (
         pytest.raises(InputError),
         runtime.use_plan(adapter.geometry.full_plan()),
     ):
         pass
-    again = PlanRuntime(adapter)
+    second_runtime = PlanRuntime(adapter)
     with pytest.raises(ModelError):
         PlanRuntime(get_adapter(model))
-    again.remove()
+    second_runtime.remove()
 
 
 def test_a_forward_that_stood_there_stands_there_again() -> None:
@@ -251,18 +259,18 @@ def test_a_forward_that_stood_there_stands_there_again() -> None:
     block = model.model.layers[3]
     original = block.forward
 
-    def watched(*given: Any, **named: Any) -> Any:
+    def watched(*args: Any, **named: Any) -> Any:
         calls.append(3)
-        return original(*given, **named)
+        return original(*args, **named)
 
     block.forward = watched
     insides = _insides(model)
     with attached(model) as runtime:
         with runtime.use_plan(plan("0124")):
-            whole(model, tiny.make_text_prompt())
+            run_model(model, tiny.make_text_prompt())
         assert not calls
         with runtime.use_plan(plan("0123")):
-            whole(model, tiny.make_text_prompt())
+            run_model(model, tiny.make_text_prompt())
         assert calls == [3]
     assert _insides(model) == insides and block.forward is watched
 
@@ -270,12 +278,12 @@ def test_a_forward_that_stood_there_stands_there_again() -> None:
 def test_a_forward_that_was_put_on_top_is_not_lost(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     block = model.model.layers[3]
-    ours = block.forward
-    block.forward = partial(ours)
+    hooked_forward = block.forward
+    block.forward = partial(hooked_forward)
     with pytest.raises(ModelError):
         runtime.remove()
     assert runtime.installed
-    block.forward = ours
+    block.forward = hooked_forward
     runtime.remove()
 
 
@@ -283,41 +291,41 @@ def test_a_forward_that_was_put_on_top_is_not_lost(olmoe: tuple[Any, PlanRuntime
 def test_a_copy_and_a_pickle_have_no_knobs_and_their_own_weights(family: str) -> None:
     model = _model(family)
     inputs = tiny.make_text_prompt()
-    before = whole(model, inputs)
+    before = run_model(model, inputs)
     file = io.BytesIO()
     with attached(model) as runtime:
         torch.save(model, file)
         file.seek(0)
-        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             with runtime.use_plan(plan("013", top_k=2)):
-                assert torch.equal(whole(twin, inputs), before)
-            attention: Any = get_adapter(twin).blocks[2].self_attn
+                assert torch.equal(run_model(copied, inputs), before)
+            attention: Any = get_adapter(copied).blocks[2].self_attn
             attention.v_proj.weight.zero_()
-            assert not torch.equal(whole(twin, inputs), before)
-            PlanRuntime(get_adapter(twin)).remove()
-            assert torch.equal(whole(model, inputs), before)
+            assert not torch.equal(run_model(copied, inputs), before)
+            PlanRuntime(get_adapter(copied)).remove()
+            assert torch.equal(run_model(model, inputs), before)
 
 
 def test_weights_that_are_loaded_anew_are_those_of_narrowed_routers() -> None:
     model, other, inputs = tiny.build_olmoe(), tiny.build_olmoe(seed=1), tiny.make_text_prompt()
     with attached(model) as runtime, runtime.use_plan(plan(top_k=3)):
-        before = whole(model, inputs)
+        before = run_model(model, inputs)
         model.load_state_dict(other.state_dict(), assign=True)
-        after = whole(model, inputs)
-        moved = whole(model.float(), inputs)
+        after = run_model(model, inputs)
+        moved = run_model(model.float(), inputs)
     assert (after - before).abs().max() > 0.1 and moved.dtype == torch.float32
-    theirs = PlanRuntime(get_adapter(other))
-    with theirs.use_plan(plan(top_k=3)):
-        assert torch.equal(whole(other, inputs), after)
+    other_runtime = PlanRuntime(get_adapter(other))
+    with other_runtime.use_plan(plan(top_k=3)):
+        assert torch.equal(run_model(other, inputs), after)
 
 
 def test_knobs_and_model_are_freed_together() -> None:
     model = tiny.build_olmoe()
     runtime = PlanRuntime(get_adapter(model))
-    gone = weakref.ref(model)
+    model_ref = weakref.ref(model)
     del model, runtime
     gc.collect()
-    assert gone() is None
+    assert model_ref() is None
 
 
 # A plan is frozen for a request's life.
@@ -351,12 +359,12 @@ def test_block_0_is_never_skipped(olmoe: tuple[Any, PlanRuntime]) -> None:
     with pytest.raises(PlanError):
         plan("12345")
     _, runtime = olmoe
-    for wrong, says in (
+    for wrong, expected_text in (
         (plan(top_k=7), r"`top_k` \(=7\)"),
         (plan("0126"), "6"),
         (plan(tier="low"), "tier"),
     ):
-        with pytest.raises(PlanError, match=says or None), runtime.use_plan(wrong):
+        with pytest.raises(PlanError, match=expected_text or None), runtime.use_plan(wrong):
             pass
 
 
@@ -397,7 +405,7 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
     ids = inputs["input_ids"]
     cache = DynamicCache(config=model.config)
 
-    def no_memory(module: nn.Module, given: Any) -> None:
+    def no_memory(module: nn.Module, args: Any) -> None:
         raise torch.OutOfMemoryError
 
     with runtime.use_plan(plan("01235")) as running:
@@ -414,7 +422,7 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
         with pytest.raises(PlanError):
             model(**inputs, past_key_values=fresh)
         # Other requests are unharmed.
-        assert whole(model, inputs).isfinite().all() and running.executed_blocks == [0, 1, 2, 3, 5]
+        assert run_model(model, inputs).isfinite().all() and running.executed_blocks == [0, 1, 2, 3, 5]
 
 
 def test_a_cache_that_something_else_wrote_to_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -480,17 +488,17 @@ def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
 def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
-    for decided, says in (
+    for decided, expected_text in (
         (plan(position=3), "p3"),
         (plan(top_k=7, position=2), r"`top_k` \(=7\)"),
         (plan("0126", position=2), "6"),
         (None, "None"),
     ):
         with (
-            pytest.raises(PlanError, match=says or None),
+            pytest.raises(PlanError, match=expected_text or None),
             runtime.use_decided_plan(None, 2, lambda hidden, d=decided: d),  # pyright: ignore[reportArgumentType]
         ):
-            whole(model, inputs)
+            run_model(model, inputs)
     for tier, position in (("low", 2), (None, 6), (None, 0)):
         with pytest.raises(PlanError), runtime.use_decided_plan(tier, position, lambda hidden: plan()):  # type: ignore[arg-type]
             pass
@@ -500,8 +508,8 @@ def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), runtime.use_decided_plan(None, 2, broken):
-        whole(model, inputs)
-    assert whole(model, inputs).isfinite().all()
+        run_model(model, inputs)
+    assert run_model(model, inputs).isfinite().all()
 
 
 # Calls do not meet.
@@ -512,20 +520,20 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=2)
     plans = [plan("0123", top_k=2), plan("0145", top_k=4), plan("012345", top_k=6), None]
 
-    def run(each: Plan | None) -> Tensor:
+    def run(current_plan: Plan | None) -> Tensor:
         with torch.no_grad(), ExitStack() as stack:
-            if each is not None:
-                stack.enter_context(runtime.use_plan(each))
+            if current_plan is not None:
+                stack.enter_context(runtime.use_plan(current_plan))
             return one_by_one(model, inputs)[0]
 
-    single = [run(each) for each in plans]
+    single = [run(current_plan) for current_plan in plans]
     assert all(not torch.equal(a, b) for a, b in pairwise(single[:3])) and torch.equal(*single[2:])
-    found: dict[int, list[Tensor]] = {index: [] for index in range(len(plans))}
+    collected: dict[int, list[Tensor]] = {index: [] for index in range(len(plans))}
     start = threading.Barrier(len(plans))
 
-    def work(at: int) -> None:
+    def work(index: int) -> None:
         start.wait()
-        found[at].extend(run(plans[at]) for _ in range(3))
+        collected[index].extend(run(plans[index]) for _ in range(3))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(plans))]
     # Also from within a plan: it is not inherited.
@@ -535,33 +543,35 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
         for thread in threads:
             thread.join()
     for index, expected in enumerate(single):
-        assert len(found[index]) == 3 and all(torch.equal(each, expected) for each in found[index])
+        assert len(collected[index]) == 3 and all(
+            torch.equal(logits, expected) for logits in collected[index]
+        )
 
 
 def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
-    bare = whole(model, inputs)
+    bare = run_model(model, inputs)
     with runtime.use_plan(plan("012")):
-        outer = whole(model, inputs)
+        outer = run_model(model, inputs)
         with pytest.raises(KeyError), runtime.use_plan(plan("034", top_k=2)):
-            assert not torch.equal(whole(model, inputs), outer)
+            assert not torch.equal(run_model(model, inputs), outer)
             raise KeyError
-        assert torch.equal(whole(model, inputs), outer)
-    assert torch.equal(whole(model, inputs), bare)
+        assert torch.equal(run_model(model, inputs), outer)
+    assert torch.equal(run_model(model, inputs), bare)
 
 
 def test_two_models_in_one_context() -> None:
     first, second, inputs = _model("olmoe"), tiny.build_olmoe(seed=3), tiny.make_text_prompt()
-    bare = whole(second, inputs)
-    runtime, others = PlanRuntime(get_adapter(first)), PlanRuntime(get_adapter(second))
+    bare = run_model(second, inputs)
+    runtime, other_runtime = PlanRuntime(get_adapter(first)), PlanRuntime(get_adapter(second))
     with runtime.use_plan(plan("012")):
-        assert torch.equal(whole(second, inputs), bare)
-        with others.use_plan(plan("034", top_k=2)) as running:
-            whole(first, inputs)
+        assert torch.equal(run_model(second, inputs), bare)
+        with other_runtime.use_plan(plan("034", top_k=2)) as running:
+            run_model(first, inputs)
             assert running.executed_blocks == []
     runtime.remove()
-    others.remove()
+    other_runtime.remove()
 
 
 # What transformers does with a model.
@@ -578,7 +588,7 @@ def can_roll_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "generation_options",
     [
         {},
         {"cache_implementation": "static"},
@@ -588,12 +598,12 @@ def can_roll_back() -> None:
         {"prompt_lookup_num_tokens": 2},
         {"use_cache": False},
     ],
-    ids=lambda how: "-".join(how) or "greedy",
+    ids=lambda generation_options: "-".join(generation_options) or "greedy",
 )
 @pytest.mark.parametrize("family", ["olmoe", "llava_siglip", "qwen3_vl_moe"])
-def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
+def test_generation_runs_the_plan(family: str, generation_options: dict[str, Any]) -> None:
     model = _model(family)
-    if "prompt_lookup_num_tokens" in how:
+    if "prompt_lookup_num_tokens" in generation_options:
         can_roll_back()
     adapter = get_adapter(model)
     inputs = tiny.make_prompt(model)
@@ -608,13 +618,15 @@ def test_generation_runs_the_plan(family: str, how: dict[str, Any]) -> None:
         torch.manual_seed(0)
         # A placeholder in an answer would be an image without pixels.
         special = list(range(60, tiny.VOCABULARY))
-        result = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **how)
+        result = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **generation_options)
         assert set(counts.attention) == set(selected_plan.blocks)
         assert counts.experts_per_token() == {0: 6.0, 2: 3.0, 3: 3.0, 5: 3.0}
-        if not how:
+        if not generation_options:
             count = small["input_ids"].shape[1]
             for index in range(count, result.shape[1]):
-                assert whole(model, grown(small, result[:, :index]))[0, -1, :60].argmax() == result[0, index]
+                assert (
+                    run_model(model, grown(small, result[:, :index]))[0, -1, :60].argmax() == result[0, index]
+                )
 
 
 def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -630,10 +642,10 @@ def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> N
             assert torch.equal(output.hidden_states[block], output.hidden_states[block + 1])
         for block in (0, 1, 3):
             assert not torch.equal(output.hidden_states[block], output.hidden_states[block + 1])
-        given = model(*inputs.values(), return_dict=False)
-        assert torch.equal(given[0], output.logits)
-        kept = given[1]
-        assert runtime.adapter.get_kv_lengths(kept) == dict.fromkeys((0, 1, 3, 5), 9)
+        outputs = model(*inputs.values(), return_dict=False)
+        assert torch.equal(outputs[0], output.logits)
+        cache = outputs[1]
+        assert runtime.adapter.get_kv_lengths(cache) == dict.fromkeys((0, 1, 3, 5), 9)
 
 
 def test_gradients_are_those_of_the_kept_blocks_and_chosen_experts() -> None:
@@ -667,15 +679,15 @@ def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple
     model, runtime = olmoe
     runtime.remove()
     router = model.model.layers[2].mlp.gate
-    own = router.forward
-    router.forward = partial(own)
+    model_forward = router.forward
+    router.forward = partial(model_forward)
     with pytest.raises(ModelError):
         PlanRuntime(get_adapter(model))
     # As accelerate leaves it, where a model is spread over devices.
     router._hf_hook = object()
     second_logits = PlanRuntime(get_adapter(model))
     with second_logits.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
-        whole(model, tiny.make_text_prompt())
+        run_model(model, tiny.make_text_prompt())
         assert counts.experts_per_token()[2] == 2.0
     second_logits.remove()
     assert isinstance(router.forward, partial)
@@ -688,14 +700,14 @@ def test_compiled_models_run_the_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt()
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
-    bare = whole(model, inputs)
-    assert (whole(compiled, inputs) - bare).abs().max() < EXACT
-    for each in (plan("0123", top_k=2), plan("0145", top_k=4)):
-        with runtime.use_plan(each) as running:
-            expected = whole(model, inputs)
-            assert (whole(compiled, inputs) - expected).abs().max() < EXACT
-            assert running.executed_blocks == list(each.blocks)
-    assert (whole(compiled, inputs) - bare).abs().max() < EXACT
+    bare = run_model(model, inputs)
+    assert (run_model(compiled, inputs) - bare).abs().max() < EXACT
+    for item in (plan("0123", top_k=2), plan("0145", top_k=4)):
+        with runtime.use_plan(item) as running:
+            expected = run_model(model, inputs)
+            assert (run_model(compiled, inputs) - expected).abs().max() < EXACT
+            assert running.executed_blocks == list(item.blocks)
+    assert (run_model(compiled, inputs) - bare).abs().max() < EXACT
     torch._dynamo.reset()
 
 
@@ -723,9 +735,9 @@ class _WrongBlocks(DecoderAdapter):
 
 class _WrongRouters(DecoderAdapter):
     def router(self, block: nn.Module) -> nn.Module:
-        found = super().router(block)
-        assert found is not None
-        return vars(self).setdefault(f"_{id(block)}", copy.copy(found))
+        router_module = super().router(block)
+        assert router_module is not None
+        return vars(self).setdefault(f"_{id(block)}", copy.copy(router_module))
 
 
 class _FewBlocks(DecoderAdapter):
@@ -735,26 +747,31 @@ class _FewBlocks(DecoderAdapter):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "says"),
+    ("adapter", "expected_text"),
     [
         (_NoRouters, ""),
         (_Deaf, ""),
         (_FewBlocks, ""),
     ],
 )
-def test_knobs_that_would_do_nothing_are_refused_when_they_are_attached(adapter: Any, says: str) -> None:
+def test_knobs_that_would_do_nothing_are_refused_when_they_are_attached(
+    adapter: Any, expected_text: str
+) -> None:
     model = tiny.build_olmoe()
     insides = _insides(model)
-    with pytest.raises(ModelError, match=says or None):
+    with pytest.raises(ModelError, match=expected_text or None):
         PlanRuntime(adapter(model))
     assert _insides(model) == insides
 
 
-@pytest.mark.parametrize(("adapter", "says"), [(_WrongBlocks, ""), (_WrongRouters, "")])
-def test_knobs_that_do_nothing_are_an_error_at_the_call(adapter: Any, says: str) -> None:
+@pytest.mark.parametrize(("adapter", "expected_text"), [(_WrongBlocks, ""), (_WrongRouters, "")])
+def test_knobs_that_do_nothing_are_an_error_at_the_call(adapter: Any, expected_text: str) -> None:
     model = tiny.build_olmoe()
-    with PlanRuntime(adapter(model)).use_plan(plan("0134")), pytest.raises(ModelError, match=says or None):
-        whole(model, tiny.make_text_prompt())
+    with (
+        PlanRuntime(adapter(model)).use_plan(plan("0134")),
+        pytest.raises(ModelError, match=expected_text or None),
+    ):
+        run_model(model, tiny.make_text_prompt())
 
 
 def test_fewer_experts_where_no_block_has_any_is_refused() -> None:
@@ -786,19 +803,19 @@ def test_a_call_of_another_tier_is_refused() -> None:
         inputs, only_text = tiny.make_prompt(model), tiny.make_text_prompt()
         with attached(model) as runtime:
             with runtime.use_plan(plan("0134", tier="medium")):
-                whole(model, adapter.reduce_to_tier(inputs, "medium"))
+                run_model(model, adapter.reduce_to_tier(inputs, "medium"))
                 for wrong in (inputs, only_text):
                     with pytest.raises(PlanError):
-                        whole(model, wrong)
+                        run_model(model, wrong)
                     with pytest.raises(PlanError):
                         model(
                             wrong["input_ids"],
-                            **{name: each for name, each in wrong.items() if name != "input_ids"},
+                            **{name: value for name, value in wrong.items() if name != "input_ids"},
                         )
             with runtime.use_plan(plan("0134")):
-                whole(model, only_text)
+                run_model(model, only_text)
                 with pytest.raises(PlanError, match="`tier`"):
-                    whole(model, inputs)
+                    run_model(model, inputs)
 
 
 def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
@@ -806,23 +823,23 @@ def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
     adapter = get_adapter(model)
     with attached(model) as runtime:
         plans = [plan("0134", tier="low"), plan("01345", top_k=3, tier="high"), plan("0123")]
-        asked = [
-            adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), each.tier)
-            for count, each in zip((1, 3, 0), plans, strict=True)
+        requests = [
+            adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), item.tier)
+            for count, item in zip((1, 3, 0), plans, strict=True)
         ]
-        single, batched, kept = [], [], []
-        for each, inputs in zip(plans, asked, strict=True):
-            with runtime.use_plan(each):
+        single, batched, caches = [], [], []
+        for item, inputs in zip(plans, requests, strict=True):
+            with runtime.use_plan(item):
                 single.append(one_by_one(model, inputs)[0][:, -5:])
-                begun = {
+                prompt_tokens = {
                     name: value[:, :-5] if value.shape[:2] == inputs["input_ids"].shape else value
                     for name, value in inputs.items()
                 }
-                kept.append(model(**begun, use_cache=True).past_key_values)
+                caches.append(model(**prompt_tokens, use_cache=True).past_key_values)
         for index in range(-5, 0):
-            for each, inputs, past in zip(plans, asked, kept, strict=True):
+            for item, inputs, past in zip(plans, requests, caches, strict=True):
                 ids = inputs["input_ids"]
-                with runtime.use_plan(each):
+                with runtime.use_plan(item):
                     token = ids[:, ids.shape[1] + index][:, None]
                     batched.append(model(input_ids=token, past_key_values=past).logits)
         for index, expected in enumerate(single):

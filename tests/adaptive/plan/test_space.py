@@ -63,9 +63,9 @@ def test_there_are_225_plans_and_invalid_options_are_masked() -> None:
         (True, False, False, False, False),
     )
     for position, row in enumerate(space.option_mask()):
-        for option, there in enumerate(row):
+        for option, is_valid in enumerate(row):
             action = PlanAction(tier=0, position=position, top_k=0, option=option)
-            if there:
+            if is_valid:
                 assert space.action(space.plan(action)) == action
             else:
                 with pytest.raises(PlanError):
@@ -103,8 +103,8 @@ def test_every_plan_of_any_space_can_be_run_and_found_again(geometry: ModelGeome
         assert space.plan(space.action(plan)) == plan
         assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
         assert set(range(plan.insertion_position)) <= set(plan.blocks)
-    again = PlanSpace.from_dict(json.loads(json.dumps(space.to_dict())))
-    assert again.plans == space.plans and again.geometry == geometry
+    reloaded = PlanSpace.from_dict(json.loads(json.dumps(space.to_dict())))
+    assert reloaded.plans == space.plans and reloaded.geometry == geometry
     # The tiers come one after the other, from the smallest.
     ranks = [0 if plan.tier is None else TIERS.index(plan.tier) for plan in space.plans]
     assert ranks == sorted(ranks)
@@ -114,16 +114,16 @@ def test_every_plan_of_any_space_can_be_run_and_found_again(geometry: ModelGeome
 def test_sets_against_all_others(geometry: ModelGeometry, values: list[float]) -> None:
     importance = values[: geometry.depth]
     space = PlanSpace.from_importance(geometry, importance)
-    for (position, total), kept in space.sets.items():
-        assert len(kept) == total and kept[:position] == tuple(range(position))
-        gone = set(range(geometry.depth)) - set(kept)
-        for lost, stays in product(gone, kept[position:]):
+    for (position, total), kept_blocks in space.sets.items():
+        assert len(kept_blocks) == total and kept_blocks[:position] == tuple(range(position))
+        removed_blocks = set(range(geometry.depth)) - set(kept_blocks)
+        for lost, stays in product(removed_blocks, kept_blocks[position:]):
             assert importance[lost] <= importance[stays]
 
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each), max_leaves=5
+        st.none() | st.booleans() | st.integers() | st.text(), lambda child: st.lists(child), max_leaves=5
     )
 )
 def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
@@ -140,7 +140,7 @@ def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"tier": "huge"}, ""),
         ({"tier": 3}, ""),
@@ -160,13 +160,13 @@ def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
         ({"blocks": (0, 2, 3)}, ""),
     ],
 )
-def test_plans_that_no_model_could_run(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says or None):
+def test_plans_that_no_model_could_run(change: dict[str, Any], expected_text: str) -> None:
+    with pytest.raises(PlanError, match=expected_text or None):
         Plan(**(WHOLE | change))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"tier": "low"}, ""),
         ({"top_k": 9}, ""),
@@ -174,11 +174,11 @@ def test_plans_that_no_model_could_run(change: dict[str, Any], says: str) -> Non
         ({"insertion_position": 4}, ""),
     ],
 )
-def test_plans_that_this_model_cannot_run(change: dict[str, Any], says: str) -> None:
+def test_plans_that_this_model_cannot_run(change: dict[str, Any], expected_text: str) -> None:
     geometry = ModelGeometry(depth=4, top_k=8, tiers=("medium", "high"))
     geometry.check(Plan(**WHOLE))
     geometry.check(Plan(**WHOLE_TEXT))
-    with pytest.raises(PlanError, match=says or None):
+    with pytest.raises(PlanError, match=expected_text or None):
         geometry.check(Plan(**(WHOLE | change)))
 
 
@@ -209,8 +209,8 @@ def test_calls_of_experts_are_counted_before_and_after_the_insertion() -> None:
 )
 def test_geometries_that_are_none(change: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        given: dict[str, Any] = {"depth": 4, "top_k": 2} | change
-        ModelGeometry(**given)
+        arguments: dict[str, Any] = {"depth": 4, "top_k": 2} | change
+        ModelGeometry(**arguments)
 
 
 def test_spaces_that_are_none() -> None:
@@ -244,11 +244,13 @@ def test_names_of_plans() -> None:
 
 def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
     space = PlanSpace.from_importance(MOLMOE)
-    gone = {key: tuple(sorted(set(range(16)) - set(kept))) for key, kept in space.sets.items()}
-    assert [gone[1, total] for total in (16, 15, 14, 13, 12)] == [
+    removed_blocks = {
+        key: tuple(sorted(set(range(16)) - set(kept_blocks))) for key, kept_blocks in space.sets.items()
+    }
+    assert [removed_blocks[1, total] for total in (16, 15, 14, 13, 12)] == [
         (), (12,), (10, 12), (10, 12, 14), (8, 10, 12, 14),
     ]  # fmt: skip
-    assert gone[4, 15] == (12,)
+    assert removed_blocks[4, 15] == (12,)
     # Of three blocks, only the last one lies after position 2.
     assert PlanSpace.from_importance(ModelGeometry(depth=3, top_k=2)).sets[2, 2] == (0, 1)
 
@@ -256,10 +258,10 @@ def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
 @given(geometries)
 def test_without_importance_first_and_last_blocks_are_kept(geometry: ModelGeometry) -> None:
     depth = geometry.depth
-    for (position, _), kept in PlanSpace.from_importance(geometry).sets.items():
-        gone = sorted(set(range(depth)) - set(kept))
-        assert 0 in kept and (depth - 1 in kept or position == depth - 1)
+    for (position, _), kept_blocks in PlanSpace.from_importance(geometry).sets.items():
+        removed_blocks = sorted(set(range(depth)) - set(kept_blocks))
+        assert 0 in kept_blocks and (depth - 1 in kept_blocks or position == depth - 1)
         if depth >= 12:
-            assert all(block >= depth // 2 for block in gone)
+            assert all(block >= depth // 2 for block in removed_blocks)
             # A quarter is skipped at most, to half a block: there may be one between two others.
-            assert sum(later - sooner < 2 for sooner, later in pairwise(gone)) <= 2
+            assert sum(later - sooner < 2 for sooner, later in pairwise(removed_blocks)) <= 2

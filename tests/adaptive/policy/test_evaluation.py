@@ -53,14 +53,14 @@ def test_the_measures_by_hand() -> None:
 def test_several_seeds_are_judged_by_their_mean() -> None:
     table = make_outcomes(40, jitter=0.1)
     budgets, costs = budget_grid(table.budget_range_ms(), 5), QuantileLatencies.from_outcomes(table)
-    every = [RandomPolicy(costs=costs, seed=seed) for seed in range(3)]
+    indices = [RandomPolicy(costs=costs, seed=seed) for seed in range(3)]
     batched, single = (
-        evaluate_policy(every, table, budgets),
-        [evaluate_policy(each, table, budgets) for each in every],
+        evaluate_policy(indices, table, budgets),
+        [evaluate_policy(item, table, budgets) for item in indices],
     )
-    assert batched.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in single) / 3)
+    assert batched.accuracy.mean == pytest.approx(sum(item.accuracy.mean for item in single) / 3)
     torch.testing.assert_close(
-        batched.per_request["regret"], torch.stack([each.per_request["regret"] for each in single]).mean(0)
+        batched.per_request["regret"], torch.stack([item.per_request["regret"] for item in single]).mean(0)
     )
 
 
@@ -71,10 +71,13 @@ def test_intervals_are_paired_and_over_images() -> None:
         evaluate_policy(LookupTablePolicy.from_outcomes(table), table, budgets),
         evaluate_policy(OraclePolicy(), table, budgets),
     )
-    found = compare_policies(oracle, lookup)["goodput"]
-    assert found.mean == pytest.approx(lookup.regret.mean) and found.low <= found.mean <= found.high
+    comparison = compare_policies(oracle, lookup)["goodput"]
     assert (
-        found.high - found.low
+        comparison.mean == pytest.approx(lookup.regret.mean)
+        and comparison.low <= comparison.mean <= comparison.high
+    )
+    assert (
+        comparison.high - comparison.low
         < lookup.goodput.high - lookup.goodput.low + oracle.goodput.high - oracle.goodput.low
     )
     same = compare_policies(lookup, lookup)["accuracy"]
@@ -82,13 +85,13 @@ def test_intervals_are_paired_and_over_images() -> None:
     # The same request three times, of one image, is no more than once; of three images it would be.
     thrice = table.select(torch.arange(60).repeat_interleave(3))
     for images, known in ((torch.arange(60).repeat_interleave(3), 1), (torch.arange(180), 3)):
-        many = evaluate_policy(
+        many_scores = evaluate_policy(
             LookupTablePolicy.from_outcomes(table), replace(thrice, images=images), budgets
         ).goodput
         single = evaluate_policy(
             LookupTablePolicy.from_outcomes(table), replace(table, images=torch.arange(60)), budgets
         ).goodput
-        share = (many.high - many.low) / (single.high - single.low)
+        share = (many_scores.high - many_scores.low) / (single.high - single.low)
         assert share == pytest.approx(known**-0.5, rel=0.15)
     with pytest.raises(InputError):
         compare_policies(evaluate_policy(OraclePolicy(), thrice, budgets), lookup)
@@ -101,22 +104,24 @@ def test_some_requests_are_compared_by_themselves() -> None:
         evaluate_policy(LookupTablePolicy.from_outcomes(table), table, budgets),
         evaluate_policy(OraclePolicy(), table, budgets),
     )
-    whole = compare_policies(oracle, lookup)["goodput"].mean
+    overall = compare_policies(oracle, lookup)["goodput"].mean
     thirds = [
         compare_policies(oracle, lookup, budgets=slice(index, index + 2))["goodput"].mean
         for index in (0, 2, 4)
     ]
-    assert sum(thirds) / 3 == pytest.approx(whole) and len(set(thirds)) > 1
-    some = torch.arange(60) < 20
-    mine = compare_policies(oracle, lookup, samples=some)["goodput"]
-    rest = compare_policies(oracle, lookup, samples=~some)["goodput"]
-    assert (20 * mine.mean + 40 * rest.mean) / 60 == pytest.approx(whole)
+    assert sum(thirds) / 3 == pytest.approx(overall) and len(set(thirds)) > 1
+    subset = torch.arange(60) < 20
+    own_result = compare_policies(oracle, lookup, samples=subset)["goodput"]
+    remainder = compare_policies(oracle, lookup, samples=~subset)["goodput"]
+    assert (20 * own_result.mean + 40 * remainder.mean) / 60 == pytest.approx(overall)
     part = table.select(torch.arange(20))
     single = compare_policies(
         evaluate_policy(OraclePolicy(), part, budgets),
         evaluate_policy(LookupTablePolicy.from_outcomes(table), part, budgets),
     )["goodput"]
-    assert (mine.mean, mine.low, mine.high) == pytest.approx((single.mean, single.low, single.high))
+    assert (own_result.mean, own_result.low, own_result.high) == pytest.approx(
+        (single.mean, single.low, single.high)
+    )
     with pytest.raises(InputError):
         compare_policies(oracle, lookup, samples=torch.zeros(60, dtype=torch.bool))
     with pytest.raises(InputError):
@@ -130,21 +135,26 @@ def test_a_margin_keeps_the_attainment_that_is_asked() -> None:
         LookupTablePolicy.from_outcomes(train, quantile=0.5),
         LookupTablePolicy.from_outcomes(train, quantile=0.99),
     ):
-        found = calibrate_margin(policy, validation, budgets, 0.9)
-        judged = evaluate_policy(found, validation, budgets)
-        assert found.met and judged.met and judged.attainment.mean >= 0.9 and judged.margin == found.margin
+        margin_policy = calibrate_margin(policy, validation, budgets, 0.9)
+        scores = evaluate_policy(margin_policy, validation, budgets)
+        assert (
+            margin_policy.met
+            and scores.met
+            and scores.attainment.mean >= 0.9
+            and scores.margin == margin_policy.margin
+        )
         plain = evaluate_policy(policy, validation, budgets)
         if plain.attainment.mean >= 0.9:
-            assert judged.accuracy.mean >= plain.accuracy.mean, "a careful policy becomes bolder"
+            assert scores.accuracy.mean >= plain.accuracy.mean, "a careful policy becomes bolder"
         else:
-            assert found.margin < 1.0
+            assert margin_policy.margin < 1.0
 
 
 def test_an_attainment_that_cannot_be_kept_is_said() -> None:
     table = by_hand()
-    found = calibrate_margin(StaticPolicy(plan=1), table, torch.tensor([5.0, 30.0]), 0.9)
-    assert not found.met
-    assert evaluate_policy(found, table, torch.tensor([30.0])).met is False
+    margin_policy = calibrate_margin(StaticPolicy(plan=1), table, torch.tensor([5.0, 30.0]), 0.9)
+    assert not margin_policy.met
+    assert evaluate_policy(margin_policy, table, torch.tensor([30.0])).met is False
     with pytest.raises(InputError):
         calibrate_margin(OraclePolicy(), table, torch.tensor([30.0]), 1.5)
 

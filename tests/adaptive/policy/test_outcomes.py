@@ -30,8 +30,8 @@ def test_a_table_answers_what_is_asked() -> None:
     samples, tiers, positions = torch.tensor([3, 0]), torch.tensor([1, 0]), torch.tensor([0, 1])
     assert len(environment) == 12 and environment.width == WIDTH
     assert torch.equal(environment.get_language(samples), table.language[[3, 0]])
-    found = environment.get_latency_tokens(samples, tiers, positions)
-    assert torch.equal(found, torch.stack([table.tokens[3, 1, 0], table.tokens[0, 0, 1]]))
+    latency_tokens = environment.get_latency_tokens(samples, tiers, positions)
+    assert torch.equal(latency_tokens, torch.stack([table.tokens[3, 1, 0], table.tokens[0, 0, 1]]))
 
 
 def test_jitter_is_drawn_from_what_was_measured() -> None:
@@ -42,8 +42,8 @@ def test_jitter_is_drawn_from_what_was_measured() -> None:
     assert bool((right == table.correct[2, 5]).all())
     for measured in table.latency_ms[2, 5]:
         assert float((latency_ms == measured).float().mean()) == pytest.approx(0.25, abs=0.03)
-    again = table.run(samples, plans, uniform)
-    assert torch.equal(again[1], latency_ms)
+    repeated = table.run(samples, plans, uniform)
+    assert torch.equal(repeated[1], latency_ms)
     # In float32, the last number below 1 times a count can be the count.
     nearly = torch.full((1,), math.nextafter(1.0, 0.0), dtype=torch.float64)
     assert table.run(samples[:1], plans[:1], nearly)[1] == table.latency_ms[2, 5, 3]
@@ -55,10 +55,10 @@ def test_arrays_of_numpy_and_half_precision_are_taken() -> None:
         "correct": table.correct.numpy().astype(np.float64), "latency_ms": table.latency_ms.numpy(),
         "language": table.language.bfloat16(), "tokens": table.tokens.half(),
     }  # fmt: skip
-    made = OutcomeTable(space=SMALL, **arrays)
-    assert made.correct.dtype == torch.float32 and made.tokens.dtype == torch.float16
-    assert made.get_language(torch.tensor([0])).dtype == torch.float32
-    assert made.groups == list(range(12))
+    outcome_table = OutcomeTable(space=SMALL, **arrays)
+    assert outcome_table.correct.dtype == torch.float32 and outcome_table.tokens.dtype == torch.float16
+    assert outcome_table.get_language(torch.tensor([0])).dtype == torch.float32
+    assert outcome_table.groups == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_no_image_is_in_two_parts(samples: int, seed: int, shares: tuple[float, 
     assert sum(map(len, parts)) == samples
     for part, share in zip(parts, shares, strict=True):
         assert abs(len(set(part.groups)) - share * count) <= 1
-    again = table.split(*shares, seed=seed)
-    assert [part.groups for part in again] == [part.groups for part in parts]
+    repeated = table.split(*shares, seed=seed)
+    assert [part.groups for part in repeated] == [part.groups for part in parts]
 
 
 def test_parts_keep_their_rows_together() -> None:
@@ -118,10 +118,12 @@ def test_parts_keep_their_rows_together() -> None:
 
 def test_quantiles_are_measured_values() -> None:
     table = small(repeats=3)
-    found = table.latency_quantiles_ms(0.9)
+    quantiles = table.latency_quantiles_ms(0.9)
     for plan in range(len(SMALL)):
-        every = sorted(table.latency_ms[:, plan].flatten().tolist())
-        assert float(found[plan]) == pytest.approx(every[math.ceil(0.9 * (len(every) - 1))])
+        sorted_latencies = sorted(table.latency_ms[:, plan].flatten().tolist())
+        assert float(quantiles[plan]) == pytest.approx(
+            sorted_latencies[math.ceil(0.9 * (len(sorted_latencies) - 1))]
+        )
     low, high = table.budget_range_ms()
     assert low == pytest.approx(float(table.latency_quantiles_ms(0.99).min()))
     assert high == pytest.approx(1.1 * float(table.latency_quantiles_ms(0.99).max()))
@@ -132,9 +134,11 @@ def test_quantiles_are_measured_values() -> None:
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     table = small()
     table.save(tmp_path / "o.safetensors")
-    again = OutcomeTable.load(tmp_path / "o.safetensors")
+    reloaded = OutcomeTable.load(tmp_path / "o.safetensors")
     assert (
-        again.space == table.space and again.identity() == table.identity() and again.groups == table.groups
+        reloaded.space == table.space
+        and reloaded.identity() == table.identity()
+        and reloaded.groups == table.groups
     )
     assert small(seed=1).identity() != table.identity()
     (tmp_path / "o.safetensors").write_bytes(b"{}")
@@ -146,13 +150,13 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
 
 @given(st.floats(0.1, 1e4), st.floats(1.0, 100.0), st.floats(0, 1, exclude_max=True))
 def test_budgets_are_within_their_span(low: float, ratio: float, uniform: float) -> None:
-    found = float(draw_budgets((low, low * ratio), torch.tensor(uniform, dtype=torch.float64)))
-    assert low * (1 - 1e-9) <= found <= low * ratio * (1 + 1e-9)
+    budgets_ms = float(draw_budgets((low, low * ratio), torch.tensor(uniform, dtype=torch.float64)))
+    assert low * (1 - 1e-9) <= budgets_ms <= low * ratio * (1 + 1e-9)
 
 
 def test_budgets_are_as_likely_in_each_doubling() -> None:
-    found = draw_budgets((100.0, 400.0), torch.rand(20_000, generator=torch.Generator().manual_seed(0)))
-    assert float((found < 200.0).float().mean()) == pytest.approx(0.5, abs=0.02)
+    budgets_ms = draw_budgets((100.0, 400.0), torch.rand(20_000, generator=torch.Generator().manual_seed(0)))
+    assert float((budgets_ms < 200.0).float().mean()) == pytest.approx(0.5, abs=0.02)
     grid = budget_grid((100.0, 400.0), 4)
     torch.testing.assert_close(grid, 100.0 * 2.0 ** torch.tensor([0.25, 0.75, 1.25, 1.75]))
     for wrong in ((0.0, 1.0), (2.0, 1.0), (1.0, math.inf), (math.nan, 1.0)):

@@ -63,36 +63,36 @@ def test_the_lookup_table_by_brute_force(seed: int, budget: float) -> None:
 @given(st.integers(0, 50), st.floats(20.0, 300.0))
 def test_no_plan_is_right_and_in_time_more_often_than_the_oracle(seed: int, budget: float) -> None:
     known = table(seed)
-    every, budgets = torch.arange(24), torch.full((24,), budget)
-    ideal = goodput(OraclePolicy(), known, every, budgets)
+    indices, budgets = torch.arange(24), torch.full((24,), budget)
+    ideal = goodput(OraclePolicy(), known, indices, budgets)
     for plan in range(len(SMALL)):
-        assert bool((ideal >= goodput(StaticPolicy(plan=plan), known, every, budgets) - 1e-6).all())
+        assert bool((ideal >= goodput(StaticPolicy(plan=plan), known, indices, budgets) - 1e-6).all())
 
 
 def test_the_oracle_prefers_to_be_in_time_then_what_it_is_told_then_the_faster() -> None:
-    made = table()
+    outcome_table = table()
     latency_ms = torch.full((1, len(SMALL), 3), 200.0)
     latency_ms[0, 4], latency_ms[0, 5], latency_ms[0, 6] = 50.0, 40.0, 45.0
     correct = torch.zeros(1, len(SMALL))
-    one = OutcomeTable(
+    single_table = OutcomeTable(
         space=SMALL,
         correct=correct,
         latency_ms=latency_ms,
-        language=made.language[:1],
-        tokens=made.tokens[:1],
+        language=outcome_table.language[:1],
+        tokens=outcome_table.tokens[:1],
     )
     sample, budget = torch.tensor([0]), torch.tensor([100.0])
-    assert OraclePolicy().choose(one, sample, budget).tolist() == [5]
+    assert OraclePolicy().choose(single_table, sample, budget).tolist() == [5]
     prefer = torch.zeros(len(SMALL))
     prefer[6] = 1.0
-    assert OraclePolicy(prefer=prefer).choose(one, sample, budget).tolist() == [6]
+    assert OraclePolicy(prefer=prefer).choose(single_table, sample, budget).tolist() == [6]
     correct[0, 4] = 1.0
     right = OutcomeTable(
         space=SMALL,
         correct=correct,
         latency_ms=latency_ms,
-        language=made.language[:1],
-        tokens=made.tokens[:1],
+        language=outcome_table.language[:1],
+        tokens=outcome_table.tokens[:1],
     )
     assert OraclePolicy(prefer=prefer).choose(right, sample, budget).tolist() == [4]
     allowed = torch.ones(1, len(SMALL), dtype=torch.bool)
@@ -103,9 +103,9 @@ def test_the_oracle_prefers_to_be_in_time_then_what_it_is_told_then_the_faster()
 def test_the_best_static_plan_by_brute_force() -> None:
     known = table()
     budgets = budget_grid(known.budget_range_ms(), 7)
-    every = torch.arange(24).repeat_interleave(7)
+    indices = torch.arange(24).repeat_interleave(7)
     values = [
-        float(goodput(StaticPolicy(plan=index), known, every, budgets.repeat(24)).mean())
+        float(goodput(StaticPolicy(plan=index), known, indices, budgets.repeat(24)).mean())
         for index in range(len(SMALL))
     ]
     assert values[StaticPolicy.from_outcomes(known, budgets).plan] == pytest.approx(max(values))
@@ -129,43 +129,45 @@ def test_random_takes_every_plan_that_fits_and_no_other() -> None:
     assert bool((counts[~fits] == 0).all())
     expected = 4000 / int(fits.sum())
     assert float((counts[fits] - expected).abs().max()) < 5 * math.sqrt(expected)
-    again = RandomPolicy(costs=costs, seed=1).choose(known, samples, torch.full((4000,), budget))
-    assert torch.equal(result, again)
+    repeated = RandomPolicy(costs=costs, seed=1).choose(known, samples, torch.full((4000,), budget))
+    assert torch.equal(result, repeated)
     other = RandomPolicy(costs=costs, seed=2).choose(known, samples, torch.full((4000,), budget))
     assert not torch.equal(result, other)
 
 
 def test_where_nothing_fits_the_cheapest_does() -> None:
     costs = torch.tensor([[3.0, 2.0, 2.0], [3.0, 2.0, 1.0]])
-    found = find_feasible(costs, torch.tensor([1.0, 2.0]))
-    assert found.tolist() == [[False, True, True], [False, True, True]]
+    mask = find_feasible(costs, torch.tensor([1.0, 2.0]))
+    assert mask.tolist() == [[False, True, True], [False, True, True]]
 
 
 def test_controllers_choose_among_what_fits_in_any_order_of_blocks() -> None:
     known = make_outcomes(2100, seed=3, repeats=2)
-    made = Controllers(known.space, width=WIDTH, model_id="m")
-    made.fit_features(known.language, known.tokens)
+    new_controllers = Controllers(known.space, width=WIDTH, model_id="m")
+    new_controllers.fit_features(known.language, known.tokens)
     costs = QuantileLatencies.from_outcomes(known, 0.9)
-    policy = ControllerPolicy(controllers=made, costs=costs)
+    policy = ControllerPolicy(controllers=new_controllers, costs=costs)
     samples = torch.arange(2100).flip(0)
     budgets = torch.linspace(60.0, 300.0, 2100)
     result = policy.choose(known, samples, budgets)
     assert bool(find_feasible(costs(known, samples), budgets)[torch.arange(2100), result].all())
-    free = ControllerPolicy(controllers=made)
-    some = free.choose(known, samples[-60:], budgets[-60:])
-    assert torch.equal(free.choose(known, samples, budgets)[-60:], some)
+    free = ControllerPolicy(controllers=new_controllers)
+    subset_choices = free.choose(known, samples[-60:], budgets[-60:])
+    assert torch.equal(free.choose(known, samples, budgets)[-60:], subset_choices)
     with pytest.raises(InputError):
         policy.choose(table(), torch.tensor([0]), torch.tensor([100.0]))
-    assert ImitationPolicy(controllers=made).name == "supervised on oracle"
+    assert ImitationPolicy(controllers=new_controllers).name == "supervised on oracle"
 
 
 def test_a_margin_is_a_share_of_the_budget() -> None:
     known = table()
     policy = LookupTablePolicy.from_outcomes(known)
     samples, budgets = torch.arange(24), torch.linspace(20.0, 200.0, 24)
-    found = MarginPolicy(policy=policy, margin=0.5)
-    assert torch.equal(found.choose(known, samples, budgets), policy.choose(known, samples, budgets / 2))
-    assert found.name == policy.name
+    margin_policy = MarginPolicy(policy=policy, margin=0.5)
+    assert torch.equal(
+        margin_policy.choose(known, samples, budgets), policy.choose(known, samples, budgets / 2)
+    )
+    assert margin_policy.name == policy.name
     for wrong in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(InputError):
             MarginPolicy(policy=policy, margin=wrong)
@@ -174,13 +176,13 @@ def test_a_margin_is_a_share_of_the_budget() -> None:
 def test_a_budget_that_is_none() -> None:
     known = table()
     costs = QuantileLatencies.from_outcomes(known)
-    made = Controllers(SMALL, width=WIDTH, model_id="m")
+    new_controllers = Controllers(SMALL, width=WIDTH, model_id="m")
     policies: list[Policy] = [
         LookupTablePolicy.from_outcomes(known),
         StaticPolicy(plan=0),
         RandomPolicy(costs=costs),
         OraclePolicy(),
-        ControllerPolicy(controllers=made),
+        ControllerPolicy(controllers=new_controllers),
         MarginPolicy(policy=OraclePolicy(), margin=0.9),
     ]
     for policy in policies:

@@ -29,7 +29,7 @@ def work_ms(plan: Plan, new_tokens: int) -> float:
     return TIERS[plan.tier or "low"] + len(plan.blocks) + plan.top_k + 2.0 * new_tokens
 
 
-def done(plan: Plan) -> int:
+def count_steps(plan: Plan) -> int:
     """Calls of experts for a prompt of three words and an image."""
     return (3 + Formula().metadata.vision_tokens[plan.tier]) * GEOMETRY.expert_calls(plan)
 
@@ -40,12 +40,12 @@ class Formula:
     def __init__(self, space: PlanSpace = SPACE) -> None:
         self.space, self.tiers = space, space.geometry.tiers
         self.metadata = SimpleNamespace(vision_tokens={"low": 10, "medium": 30, "high": 60}, config={})
-        self.asked: list[dict[str, Any]] = []
+        self.queries: list[dict[str, Any]] = []
 
     def predict_all(
-        self, *, new_tokens: int, after: str = "receipt", **asked: Any
+        self, *, new_tokens: int, after: str = "receipt", **queries: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        self.asked.append({"new_tokens": new_tokens, "after": after, **asked})
+        self.queries.append({"new_tokens": new_tokens, "after": after, **queries})
         spent = 10.0 if after == "insertion" else 0.0
         p50 = np.array([work_ms(plan, new_tokens) for plan in self.space.plans]) - spent
         return p50, 1.1 * p50
@@ -64,7 +64,7 @@ def controllers(seed: int = 0) -> Controllers:
     return Controllers(SPACE, width=WIDTH, model_id="m", seed=seed).eval()
 
 
-def asked(decide: Any, budget_ms: float | None = None, new_tokens: int = 4) -> GenerationRequest:
+def queries(decide: Any, budget_ms: float | None = None, new_tokens: int = 4) -> GenerationRequest:
     ids = torch.tensor([[31, 31, 3, 4, 5]])
     return GenerationRequest(
         inputs={"input_ids": ids}, decide=decide, budget_ms=budget_ms, max_new_tokens=new_tokens
@@ -72,23 +72,28 @@ def asked(decide: Any, budget_ms: float | None = None, new_tokens: int = 4) -> G
 
 
 def decided(
-    of: PlanSelector, remaining_ms: float, *, left_ms: float | None = None, images: float = 1, **how: Any
+    plan_selector: PlanSelector,
+    remaining_ms: float,
+    *,
+    left_ms: float | None = None,
+    images: float = 1,
+    **options: Any,
 ) -> tuple[Any, Any, RequestPolicy]:
-    decider = of.make_policy(text_tokens=3, images=images, **how)
-    request = asked(decider)
+    decider = plan_selector.make_policy(text_tokens=3, images=images, **options)
+    request = queries(decider)
     first = decider.choose_initial(request, remaining_ms)
     if isinstance(first, Rejection):
         return first, None, decider
-    left = remaining_ms - 10.0 if left_ms is None else left_ms
-    return first, decider.choose_plan(torch.randn(WIDTH), request, left), decider
+    queued_left_ms = remaining_ms - 10.0 if left_ms is None else left_ms
+    return first, decider.choose_plan(torch.randn(WIDTH), request, queued_left_ms), decider
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget_ms", [35.0, 50.0, 60.0, 77.0, 95.0, 200.0])
 @pytest.mark.parametrize("learned", [False, True])
 def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None:
-    of = selector(controllers=controllers(seed) if learned else None)
-    first, second, _ = decided(of, budget_ms)
+    plan_selector = selector(controllers=controllers(seed) if learned else None)
+    first, second, _ = decided(plan_selector, budget_ms)
     assert isinstance(first, InitialDecision) and first.feasible and second.feasible
     # By the insertion 10 ms are spent, and no longer uncertain.
     assert 1.1 * (work_ms(second.plan, 4) - 10.0) <= budget_ms - 10.0
@@ -98,40 +103,43 @@ def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_getting_ready_changes_nothing(learned: bool) -> None:
-    of = selector(controllers=controllers(1) if learned else None)
+    plan_selector = selector(controllers=controllers(1) if learned else None)
     token = torch.randn(WIDTH)
     for remaining_ms in (30.0, 60.0, 95.0, math.inf):
-        found = []
+        collected = []
         for ready in (False, True):
-            decider = of.make_policy(text_tokens=3, images=1)
-            request = asked(decider)
+            decider = plan_selector.make_policy(text_tokens=3, images=1)
+            request = queries(decider)
             decider.choose_initial(request, remaining_ms)
             if ready:
                 decider.prepare(request)
             # 40 ms were lost since.
             second = decider.choose_plan(token, request, remaining_ms - 40.0)
-            found.append((second.plan, second.feasible, second.max_new_tokens))
-        assert found[0] == found[1]
+            collected.append((second.plan, second.feasible, second.max_new_tokens))
+        assert collected[0] == collected[1]
 
 
 def test_a_request_can_be_asked_again_again() -> None:
-    of = selector(controllers=controllers(1))
-    decider = of.make_policy(text_tokens=3, images=1)
-    request = asked(decider)
+    plan_selector = selector(controllers=controllers(1))
+    decider = plan_selector.make_policy(text_tokens=3, images=1)
+    request = queries(decider)
     decider.choose_initial(request, 200.0)
     decider.prepare(request)
     # Before it found memory, its time was over: the quickest plan, whatever was thought of before.
-    again = decider.choose_initial(request, 1.0)
-    assert isinstance(again, InitialDecision) and not again.feasible
-    found = decider.choose_plan(torch.randn(WIDTH), request, 1.0)
-    assert (found.plan.tier, found.plan.insertion_position) == (again.tier, again.insertion_position)
-    assert work_ms(found.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
+    repeated = decider.choose_initial(request, 1.0)
+    assert isinstance(repeated, InitialDecision) and not repeated.feasible
+    decision = decider.choose_plan(torch.randn(WIDTH), request, 1.0)
+    assert (decision.plan.tier, decision.plan.insertion_position) == (
+        repeated.tier,
+        repeated.insertion_position,
+    )
+    assert work_ms(decision.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
 def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> None:
     _, second, _ = decided(selector(), 70.0)
-    find_feasible = [done(plan) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
-    assert done(second.plan) == max(find_feasible)
+    find_feasible = [count_steps(plan) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
+    assert count_steps(second.plan) == max(find_feasible)
     best = SPACE.plans[37]
     plan_quality = [1.0 if plan == best else 0.5 for plan in SPACE.plans]
     assert decided(selector(plan_quality=plan_quality), 1000.0)[1].plan == best
@@ -139,13 +147,13 @@ def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> 
 
 def test_noise_of_timing_does_not_rank_plans() -> None:
     class Noisy(Formula):
-        def predict_all(self, **asked: Any) -> tuple[np.ndarray, np.ndarray]:
-            p50, p99 = super().predict_all(**asked)
+        def predict_all(self, **queries: Any) -> tuple[np.ndarray, np.ndarray]:
+            p50, p99 = super().predict_all(**queries)
             noise = np.random.default_rng(0).permuted(p50)
             return noise, np.maximum(noise, p99)
 
     plan = decided(selector(predictor=Noisy()), 10_000.0)[1].plan
-    assert done(plan) == done(GEOMETRY.full_plan()) and plan.tier == "high"
+    assert count_steps(plan) == count_steps(GEOMETRY.full_plan()) and plan.tier == "high"
 
 
 def test_of_equal_worth_the_quicker_is_taken() -> None:
@@ -154,37 +162,37 @@ def test_of_equal_worth_the_quicker_is_taken() -> None:
 
 
 def test_without_a_budget_everything_runs() -> None:
-    for given in (selector(), selector(controllers=controllers())):
-        _, second, _ = decided(given, math.inf)
+    for plan_selector in (selector(), selector(controllers=controllers())):
+        _, second, _ = decided(plan_selector, math.inf)
         assert second.plan.tier == "high" and second.plan.top_k == 8 and len(second.plan.blocks) == 16
 
 
 def test_only_allowed_plans_are_chosen() -> None:
-    few = SPACE.plans[:40:7]
-    for given in (selector(plans=few), selector(plans=few, controllers=controllers())):
+    few_plans = SPACE.plans[:40:7]
+    for plan_selector in (selector(plans=few_plans), selector(plans=few_plans, controllers=controllers())):
         for budget_ms in (40.0, 60.0, 500.0, math.inf):
-            assert decided(given, budget_ms)[1].plan in few
+            assert decided(plan_selector, budget_ms)[1].plan in few_plans
 
 
 def test_time_that_was_lost_leaves_the_quickest_that_begins_so() -> None:
     first, second, decider = decided(selector(controllers=controllers()), 60.0, left_ms=1.0)
     assert not second.feasible
-    begun = [
+    prompt_tokens = [
         work_ms(plan, 4)
         for plan in SPACE.plans
         if (plan.tier, plan.insertion_position) == (first.tier, first.insertion_position)
     ]
-    assert work_ms(second.plan, 4) == min(begun)
-    assert [each["after"] for each in decider.selector.predictor.asked] == ["receipt", "insertion"]  # type: ignore[attr-defined]
+    assert work_ms(second.plan, 4) == min(prompt_tokens)
+    assert [query["after"] for query in decider.selector.predictor.queries] == ["receipt", "insertion"]  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_met_is_refused_with_what_could() -> None:
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     refusal, _, _ = decided(selector(), 20.0, on_infeasible="reject")
-    passed_ms = 1e3 * (time.perf_counter() - began)
+    passed_ms = 1e3 * (time.perf_counter() - start_s)
     assert isinstance(refusal, Rejection)
-    least = min(1.1 * work_ms(plan, 4) for plan in SPACE.plans)
-    assert refusal.least_ms is not None and least <= refusal.least_ms <= least + passed_ms
+    min_ms = min(1.1 * work_ms(plan, 4) for plan in SPACE.plans)
+    assert refusal.least_ms is not None and min_ms <= refusal.least_ms <= min_ms + passed_ms
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -203,20 +211,20 @@ def test_truncated_is_as_long_as_fits() -> None:
 
 
 def test_requests_without_image_have_no_tier() -> None:
-    for given in (selector(), selector(controllers=controllers())):
-        first, second, _ = decided(given, 60.0, images=0)
+    for plan_selector in (selector(), selector(controllers=controllers())):
+        first, second, _ = decided(plan_selector, 60.0, images=0)
         assert first.tier is None and second.plan.tier is None
 
 
 def test_the_size_of_a_request_is_told() -> None:
     _, _, decider = decided(selector(), 60.0, batch=3, load=0.5)
-    for each in decider.selector.predictor.asked:  # type: ignore[attr-defined]
-        assert {"text_tokens": 3, "images": 1, "batch": 3, "load": 0.5}.items() <= each.items()
+    for query in decider.selector.predictor.queries:  # type: ignore[attr-defined]
+        assert {"text_tokens": 3, "images": 1, "batch": 3, "load": 0.5}.items() <= query.items()
 
 
 def test_predictions_count_from_receipt() -> None:
     decider = selector().make_policy(text_tokens=3, images=1)
-    request = replace(asked(decider), received_s=asked(decider).received_s - 2.0)
+    request = replace(queries(decider), received_s=queries(decider).received_s - 2.0)
     first = decider.choose_initial(request, 60.0)
     second = decider.choose_plan(torch.randn(WIDTH), request, 50.0)
     assert (
@@ -253,15 +261,15 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 def test_a_tier_that_leaves_no_room_is_not_chosen() -> None:
     # 3 words, 10, 30 or 60 vision tokens, and 4 new ones, of which the last takes no room.
-    for most, tier in ((66, "high"), (65, "medium"), (36, "medium"), (35, "low")):
-        for given in (
-            selector(max_total_tokens=most),
-            selector(max_total_tokens=most, controllers=controllers()),
+    for max_tokens, tier in ((66, "high"), (65, "medium"), (36, "medium"), (35, "low")):
+        for plan_selector in (
+            selector(max_total_tokens=max_tokens),
+            selector(max_total_tokens=max_tokens, controllers=controllers()),
         ):
             for budget_ms in (60.0, 1000.0, math.inf):
-                first, second, _ = decided(given, budget_ms)
-                assert first.tier == second.plan.tier <= "medium" or most == 66
-            assert decided(given, math.inf)[1].plan.tier == tier
+                first, second, _ = decided(plan_selector, budget_ms)
+                assert first.tier == second.plan.tier <= "medium" or max_tokens == 66
+            assert decided(plan_selector, math.inf)[1].plan.tier == tier
     # Where none does, the one that comes nearest, so that the error tells how much room there is.
     assert decided(selector(max_total_tokens=10), math.inf)[1].plan.tier == "low"
     # Two images take twice the room; what a plan does to text alone, its tier does not matter to.
@@ -281,20 +289,20 @@ def test_room_is_what_the_profile_or_the_model_has() -> None:
 
 
 def test_few_plans() -> None:
-    full, every = GEOMETRY.full_plan(), SPACE.plans
-    quickest = min(every, key=lambda plan: work_ms(plan, 16))
+    full, all_plans = GEOMETRY.full_plan(), SPACE.plans
+    quickest = min(all_plans, key=lambda plan: work_ms(plan, 16))
     # By worth: the best plan is a cheap one, and still the one that does most is kept, for who has time.
-    plan_quality = [1.0 if index == 37 else 0.5 + 0.001 * (index % 7) for index in range(len(every))]
-    for most in (2, 3, 8):
-        kept = selector(plan_quality=plan_quality).select_front(most).plans
-        assert kept is not None and len(kept) <= most and full in kept and quickest in kept
-        assert list(kept) == sorted(kept, key=lambda plan: work_ms(plan, 16))
-        assert (every[37] in kept) == (most > 2)
+    plan_quality = [1.0 if index == 37 else 0.5 + 0.001 * (index % 7) for index in range(len(all_plans))]
+    for max_tokens in (2, 3, 8):
+        front = selector(plan_quality=plan_quality).select_front(max_tokens).plans
+        assert front is not None and len(front) <= max_tokens and full in front and quickest in front
+        assert list(front) == sorted(front, key=lambda plan: work_ms(plan, 16))
+        assert (all_plans[37] in front) == (max_tokens > 2)
     # By what controllers chose.
     learned = controllers()
     learned.plan_frequency[[5, 70, 200]] = torch.tensor([0.2, 0.7, 0.1])
-    kept = selector(controllers=learned, plan_quality=plan_quality).select_front(4).plans
-    assert kept is not None and set(kept) == {quickest, full, every[70], every[5]}
+    front = selector(controllers=learned, plan_quality=plan_quality).select_front(4).plans
+    assert front is not None and set(front) == {quickest, full, all_plans[70], all_plans[5]}
     assert len(selector(controllers=controllers()).select_front(8).plans or ()) <= 8
     # Plans that have no room are none of them.
     assert {
@@ -313,9 +321,9 @@ def test_tiers_that_were_not_measured_are_not_chosen() -> None:
             super().__init__()
             self.tiers = ("low", "medium")
 
-    for given in (selector(predictor=Low()), selector(predictor=Low(), controllers=controllers())):
+    for plan_selector in (selector(predictor=Low()), selector(predictor=Low(), controllers=controllers())):
         for budget_ms in (60.0, 1000.0, math.inf):
-            assert decided(given, budget_ms)[1].plan.tier != "high"
+            assert decided(plan_selector, budget_ms)[1].plan.tier != "high"
     assert decided(selector(predictor=Low()), math.inf)[1].plan.tier == "medium"
     assert all(plan.tier != "high" for plan in selector(predictor=Low()).select_front(8).plans or ())
     with pytest.raises(InputError):
@@ -325,8 +333,10 @@ def test_tiers_that_were_not_measured_are_not_chosen() -> None:
 def test_where_tokens_of_tiers_are_known_they_are_not_guessed() -> None:
     # By the profile's proportions, half of its image would be 5, 15 and 30 tokens.
     vision: Any = {"low": 20, "medium": 28, "high": 31}
-    of = selector(max_total_tokens=35)
-    assert decided(of, math.inf, images=0.5)[1].plan.tier == "medium"
-    for most, tier in ((37, "high"), (36, "medium"), (34, "medium"), (33, "low")):
-        found = decided(selector(max_total_tokens=most), math.inf, images=0.5, vision=vision)[1].plan.tier
-        assert found == tier
+    plan_selector = selector(max_total_tokens=35)
+    assert decided(plan_selector, math.inf, images=0.5)[1].plan.tier == "medium"
+    for max_tokens, tier in ((37, "high"), (36, "medium"), (34, "medium"), (33, "low")):
+        decision = decided(selector(max_total_tokens=max_tokens), math.inf, images=0.5, vision=vision)[
+            1
+        ].plan.tier
+        assert decision == tier

@@ -28,8 +28,10 @@ def message(role: str, *parts: Any) -> Message:
     )
 
 
-def prompts(**how: Any) -> PromptBuilder:
-    return PromptBuilder(ByteTokenizer(), **{"context": 400, "image_processor": FakeImageProcessor(), **how})
+def prompts(**options: Any) -> PromptBuilder:
+    return PromptBuilder(
+        ByteTokenizer(), **{"context": 400, "image_processor": FakeImageProcessor(), **options}
+    )
 
 
 def text_of(ids: torch.Tensor) -> str:
@@ -83,19 +85,19 @@ def test_a_prompt_over_the_context_is_refused() -> None:
 
 
 def test_images_count_at_the_lowest_tier_where_a_prompt_is_measured() -> None:
-    asked = [message("user", "abc", URL)], [RED]
+    conversation = [message("user", "abc", URL)], [RED]
     # 20 tokens of text, and 1, 2 or 4 of the image.
     with pytest.raises(ApiError, match=r"21 tokens .* 'low'") as caught:
-        prompts(context=21).prompt(*asked)
+        prompts(context=21).prompt(*conversation)
     assert caught.value.body["error"]["prompt_tokens"] == 21
     fitting = prompts(context=22)
-    prompt = fitting.prompt(*asked)
+    prompt = fitting.prompt(*conversation)
     assert (prompt.tokens, prompt.text_tokens, prompt.vision_tokens) == (24, 20, 4)
     assert [prompt.count_tokens(tier) for tier in (None, *TIERS)] == [20, 21, 22, 24]
     assert fitting.answer_capacity(prompt) == 1
     # Where no plan is of the lowest tier, the next one counts.
     with pytest.raises(ApiError, match=r"22 tokens .* 'medium'"):
-        prompts(context=22, lowest="medium").prompt(*asked)
+        prompts(context=22, lowest="medium").prompt(*conversation)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
@@ -130,10 +132,10 @@ def test_crops_of_the_highest_tier(words: Any) -> None:
 
 
 def test_images_of_unlike_sizes(words: Any) -> None:
-    sight = crops(words)
-    found = sight.inputs("<image> cat <image> ?", [RED, RED[:, :2]])
-    assert found["pixel_values"].shape == (28, 3, 8, 8)
-    assert found["input_ids"].shape == (1, 2 + 2 * 42)
+    image_processor = crops(words)
+    actual = image_processor.inputs("<image> cat <image> ?", [RED, RED[:, :2]])
+    assert actual["pixel_values"].shape == (28, 3, 8, 8)
+    assert actual["input_ids"].shape == (1, 2 + 2 * 42)
 
 
 def test_a_template_that_loses_an_image(words: Any) -> None:
@@ -153,14 +155,14 @@ def test_a_template_that_refuses_a_conversation(words: Any) -> None:
     template = (
         "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}<bos>"
     )
-    kept, words.chat_template = words.chat_template, template
+    original_template, words.chat_template = words.chat_template, template
     try:
-        made = PromptBuilder(words, context=9)
-        assert made.prompt([message("user", "cat")], []).tokens == 1
+        builder = PromptBuilder(words, context=9)
+        assert builder.prompt([message("user", "cat")], []).tokens == 1
         with pytest.raises(ApiError, match="begin with the user"):
-            made.prompt([message("system", "cat")], [])
+            builder.prompt([message("system", "cat")], [])
     finally:
-        words.chat_template = kept
+        words.chat_template = original_template
 
 
 def test_an_empty_prompt_is_refused(words: Any) -> None:
@@ -179,10 +181,10 @@ def test_patches_of_a_processor_of_transformers() -> None:
         size={"shortest_edge": 64, "longest_edge": 4096},
     )  # fmt: skip
     words = Vocabulary(["what", "?"]).tokenizer
-    sight = PatchProcessor(words, processor, image_token=4, merge=2)
+    image_processor = PatchProcessor(words, processor, image_token=4, merge=2)
     pictures = [torch.zeros(3, 24, 32, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)]
     turns = [message("user", "what?", URL), message("user", "what?", URL)]
-    prompt = PromptBuilder(words, context=60, image_processor=sight).prompt(turns, pictures)
+    prompt = PromptBuilder(words, context=60, image_processor=image_processor).prompt(turns, pictures)
     assert prompt.inputs["image_grid_thw"].tolist() == [[1, 6, 8], [1, 4, 4]]
     assert (prompt.inputs["input_ids"] == 4).sum() == 12 + 4
     assert prompt.inputs["mm_token_type_ids"].sum() == 16

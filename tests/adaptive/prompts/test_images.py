@@ -81,7 +81,7 @@ def test_a_turned_photograph_is_upright() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "code", "said"),
+    ("url", "code", "expected_text"),
     [
         ("https://example.org/cat.png", "invalid_image_url", "'https'"),
         ("file:///etc/passwd", "invalid_image_url", "'file'"),
@@ -97,10 +97,10 @@ def test_a_turned_photograph_is_upright() -> None:
         ("data:image/svg+xml;base64,PHN2Zy8+", "invalid_image", "PNG, JPEG, WEBP, GIF"),
     ],
 )
-def test_addresses_that_hold_no_image(url: str, code: str, said: str) -> None:
+def test_addresses_that_hold_no_image(url: str, code: str, expected_text: str) -> None:
     refusal = refused(url)
     assert refusal.code == code
-    assert said in refusal.message
+    assert expected_text in refusal.message
 
 
 def test_what_else_may_stand_in_a_data_url() -> None:
@@ -131,8 +131,13 @@ def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> str:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    whole = b"\x89PNG\r\n\x1a\n" + head + b"".join(chunk(*each) for each in chunks) + chunk(b"IEND", b"")
-    return f"data:image/png;base64,{base64.b64encode(whole).decode()}"
+    content = (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + b"".join(chunk(*chunk_args) for chunk_args in chunks)
+        + chunk(b"IEND", b"")
+    )
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 @pytest.mark.parametrize("warned", [True, False])

@@ -23,7 +23,7 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected_text"),
     [
         ({"stepz": 1}, ""),
         ({"reward.much": 1}, ""),
@@ -36,8 +36,8 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
         ({"budgets_ms": 3}, ""),
     ],
 )
-def test_settings_of_no_use(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(InputError, match=told or None):
+def test_settings_of_no_use(changes: dict[str, object], expected_text: str) -> None:
+    with pytest.raises(InputError, match=expected_text or None):
         read_config("grpo", changes)
 
 

@@ -29,9 +29,9 @@ def bandit() -> torch.Tensor:
 def simple(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float = 0.2
 ) -> torch.Tensor:
-    nothing = torch.zeros_like(log_prob)
+    zero = torch.zeros_like(log_prob)
     return compute_grpo_loss(
-        log_prob, old, old, advantage, nothing, clip=clip, kl_weight=0.0, entropy_weight=0.0
+        log_prob, old, old, advantage, zero, clip=clip, kl_weight=0.0, entropy_weight=0.0
     ).total
 
 
@@ -61,12 +61,12 @@ def test_the_divergence_is_estimated_without_bias() -> None:
 
 
 @given(st.floats(-8, 0), st.floats(-8, 0))
-def test_the_divergence_is_never_negative(one: float, other: float) -> None:
-    found = float(
-        estimate_kl(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+def test_the_divergence_is_never_negative(first: float, other: float) -> None:
+    actual = float(
+        estimate_kl(torch.tensor(first, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
     )
-    assert found >= 0.0
-    assert found > 0.0 or abs(other - one) < 1e-6
+    assert actual >= 0.0
+    assert actual > 0.0 or abs(other - first) < 1e-6
 
 
 def test_a_choice_that_was_given_up_has_a_finite_divergence() -> None:
@@ -123,7 +123,7 @@ def test_advantages_sum_to_zero_in_each_group_and_keep_its_order(rows: list[list
 def test_jitter_is_not_blown_up() -> None:
     jitter = torch.tensor([[1.0, 1.0001, 0.9999, 1.0]])
     assert float(compute_advantages(jitter).abs().max()) < 0.003
-    # Beside a group that really differs, a constant one stays at nothing.
+    # Beside a group that really differs, a constant first stays at nothing.
     advantages = compute_advantages(torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
     assert advantages[1].tolist() == [0.0, 0.0] and float(advantages[0, 1]) == pytest.approx(math.sqrt(2))
 

@@ -13,20 +13,22 @@ from tests.adaptive.synthetic import WIDTH, make_outcomes
 
 def test_the_loss_is_the_likelihood_of_the_oracles_plans() -> None:
     table = make_outcomes(32)
-    made = Controllers(table.space, width=WIDTH, model_id="m")
-    made.fit_features(table.language, table.tokens)
+    new_controllers = Controllers(table.space, width=WIDTH, model_id="m")
+    new_controllers.fit_features(table.language, table.tokens)
     samples, budgets = torch.arange(32), torch.linspace(60.0, 300.0, 32)
     costs = QuantileLatencies.from_outcomes(table, 0.5)
-    for given in (None, costs):
-        allowed = None if given is None else find_feasible(given(table, samples), budgets)
+    for case in (None, costs):
+        allowed = None if case is None else find_feasible(case(table, samples), budgets)
         oracle = OraclePolicy(prefer=table.correct.mean(0)).choose(table, samples, budgets, allowed=allowed)
         actions = [table.space.action(table.space.plans[plan]) for plan in oracle.tolist()]
-        rows = torch.tensor([[each.tier, each.position, each.top_k, each.option] for each in actions])
+        rows = torch.tensor(
+            [[action.tier, action.position, action.top_k, action.option] for action in actions]
+        )
         with torch.no_grad():
-            weighed = made.choose(
+            weighed = new_controllers.choose(
                 table.language, budgets, table.get_latency_tokens, allowed=allowed, action=rows
             )
-            loss = ImitationTargets(table, given).loss(made, samples, budgets)
+            loss = ImitationTargets(table, case).loss(new_controllers, samples, budgets)
         torch.testing.assert_close(loss, -weighed.log_prob.mean())
         assert weighed.plan.tolist() == oracle.tolist()
 
@@ -43,15 +45,15 @@ def test_labels_do_not_follow_luck() -> None:
 
 def test_a_few_requests_are_learnt_by_heart() -> None:
     table = make_outcomes(8)
-    made = Controllers(table.space, width=WIDTH, model_id="m")
-    made.fit_features(table.language, table.tokens)
+    new_controllers = Controllers(table.space, width=WIDTH, model_id="m")
+    new_controllers.fit_features(table.language, table.tokens)
     imitation, budgets = ImitationTargets(table), budget_grid(table.budget_range_ms(), 4)
-    samples, asked = torch.arange(8).repeat_interleave(4), budgets.repeat(8)
-    optimizer = torch.optim.Adam(made.parameters(), lr=5e-3)
+    samples, repeated_budgets = torch.arange(8).repeat_interleave(4), budgets.repeat(8)
+    optimizer = torch.optim.Adam(new_controllers.parameters(), lr=5e-3)
     for _ in range(80):
         optimizer.zero_grad()
-        imitation.loss(made, samples, asked).backward()
+        imitation.loss(new_controllers, samples, repeated_budgets).backward()
         optimizer.step()
-    labels = OraclePolicy(prefer=table.correct.mean(0)).choose(table, samples, asked)
-    result = ControllerPolicy(controllers=made).choose(table, samples, asked)
+    labels = OraclePolicy(prefer=table.correct.mean(0)).choose(table, samples, repeated_budgets)
+    result = ControllerPolicy(controllers=new_controllers).choose(table, samples, repeated_budgets)
     assert float((result == labels).float().mean()) > 0.9

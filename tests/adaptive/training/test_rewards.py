@@ -28,8 +28,8 @@ def test_within_the_budget_only_accuracy_counts(share: float, price: float, exce
 
 
 @given(SHARE, SHARE, PRICE, EXCESS)
-def test_later_is_never_better(one: float, other: float, price: float, excess: float) -> None:
-    sooner, later = sorted((one, other))
+def test_later_is_never_better(first: float, other: float, price: float, excess: float) -> None:
+    sooner, later = sorted((first, other))
     assert reward(0.5, sooner, price, excess) >= reward(0.5, later, price, excess)
 
 
@@ -42,21 +42,21 @@ def test_using_the_budget_is_never_worse_than_overrunning_it(
 
 
 @given(SHARE, st.floats(0, 1), st.floats(0, 1), PRICE)
-def test_more_accurate_is_better(share: float, one: float, other: float, price: float) -> None:
-    worse, better = sorted((one, other))
+def test_more_accurate_is_better(share: float, first: float, other: float, price: float) -> None:
+    worse, better = sorted((first, other))
     assert reward(better, share, price) >= reward(worse, share, price)
 
 
 @given(SHARE, PRICE, PRICE)
-def test_a_higher_price_never_pays(share: float, one: float, other: float) -> None:
-    lower, higher = sorted((one, other))
+def test_a_higher_price_never_pays(share: float, first: float, other: float) -> None:
+    lower, higher = sorted((first, other))
     assert reward(0.5, share, lower) >= reward(0.5, share, higher)
 
 
 def test_the_shape_by_hand() -> None:
     budget = torch.full((5,), 100.0)
-    found = Reward(excess=0.5).violation(torch.tensor([1.0, 100.0, 100.1, 150.0, 900.0]), budget)
-    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, 1.0005, 1.25, 1.5]))
+    violations = Reward(excess=0.5).violation(torch.tensor([1.0, 100.0, 100.1, 150.0, 900.0]), budget)
+    torch.testing.assert_close(violations, torch.tensor([0.0, 0.0, 1.0005, 1.25, 1.5]))
 
 
 @pytest.mark.parametrize("excess", [-0.1, math.inf, math.nan])

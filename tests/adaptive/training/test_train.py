@@ -56,8 +56,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return state["run"]["controllers"]
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(first, other, rtol=0.0, atol=0.0)
 
 
 def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
@@ -69,15 +69,17 @@ def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, 
     )
     costs = QuantileLatencies.from_outcomes(train_table, 0.99) if masked else None
     settings = GrpoConfig(steps=steps, seed=seed)
-    found = train(settings, train_table, folder, held_out=held_out, model_id="m", costs=costs)
+    train_result = train(settings, train_table, folder, held_out=held_out, model_id="m", costs=costs)
     budgets = budget_grid(train_table.budget_range_ms(), 24)
     lookup = evaluate_policy(LookupTablePolicy.from_outcomes(train_table), test, budgets)
-    mine = evaluate_policy(ControllerPolicy(controllers=found.controllers, costs=costs), test, budgets)
+    own_result = evaluate_policy(
+        ControllerPolicy(controllers=train_result.controllers, costs=costs), test, budgets
+    )
     bound = compute_max_goodput(
         256, seed=3, budgets_ms=budgets, costs_ms=train_table.latency_quantiles_ms(0.99) if masked else None
     ).mean()
-    gain = compare_policies(mine, lookup)["goodput"]
-    return gain.low, float(bound) - mine.goodput.mean, mine.attainment.mean, gain.mean
+    gain = compare_policies(own_result, lookup)["goodput"]
+    return gain.low, float(bound) - own_result.goodput.mean, own_result.attainment.mean, gain.mean
 
 
 def test_it_beats_the_lookup_table_soon(tmp_path: Path) -> None:
@@ -105,36 +107,40 @@ class Unbroken:
 
     folder: Path
     trained: ControllerTrainResult
-    told: list[tuple[str, float]]
+    messages: list[tuple[str, float]]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     folder, messages = tmp_path_factory.mktemp("unbroken"), []
-    return Unbroken(folder=folder, trained=quick(folder, lambda *one: messages.append(one)), told=messages)
+    return Unbroken(
+        folder=folder, trained=quick(folder, lambda *event: messages.append(event)), messages=messages
+    )
 
 
 def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
-    trained, folder, told = unbroken.trained, unbroken.folder, unbroken.told
+    trained, folder, messages = unbroken.trained, unbroken.folder, unbroken.messages
     rows = list(read_history(folder))
     train_table = [row for row in rows if row["kind"] == "train"]
-    looks = [row for row in rows if row["kind"] == "held_out"]
+    evaluations = [row for row in rows if row["kind"] == "held_out"]
     assert [row["step"] for row in train_table] == list(range(1, 13))
-    assert [row["step"] for row in looks] == [0, 4, 8, 12], "the first look is before anything was learnt"
+    assert [row["step"] for row in evaluations] == [0, 4, 8, 12], (
+        "the first look is before anything was learnt"
+    )
     assert "imitation" in train_table[3] and {"reward", "accuracy", "attainment", "kl", "multiplier"} < set(
         train_table[4]
     )
-    assert [share for _, share in told] == pytest.approx([index / 12 for index in range(1, 13)])
-    best = max(looks, key=lambda row: (row["score"], row["step"]))
+    assert [share for _, share in messages] == pytest.approx([index / 12 for index in range(1, 13)])
+    best = max(evaluations, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
-    kept = Controllers.load(folder / CONTROLLERS, model_id="m")
-    assert kept.plan_frequency.sum() == pytest.approx(1.0), (
+    loaded = Controllers.load(folder / CONTROLLERS, model_id="m")
+    assert loaded.plan_frequency.sum() == pytest.approx(1.0), (
         "of the plans, how often each was chosen on the held-out"
     )
-    assert_same(dict(kept.state_dict()), dict(trained.controllers.state_dict()))
-    again = JointTrainer(config(), tables()[0], None, "m", ALONE)
-    again.controllers.load_state_dict(kept.state_dict())
-    assert again.validate(tables()[1]) == trained.validation
+    assert_same(dict(loaded.state_dict()), dict(trained.controllers.state_dict()))
+    second_trainer = JointTrainer(config(), tables()[0], None, "m", ALONE)
+    second_trainer.controllers.load_state_dict(loaded.state_dict())
+    assert second_trainer.validate(tables()[1]) == trained.validation
 
 
 def test_a_finished_training_is_not_done_again_and_another_is_refused(
@@ -217,29 +223,31 @@ def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
     if broken == "logits":
         forward = Stage1.forward
 
-        def nan(self: Stage1, *given: torch.Tensor) -> dict[str, torch.Tensor]:
+        def nan(self: Stage1, *args: torch.Tensor) -> dict[str, torch.Tensor]:
             calls.append(1)
-            found = forward(self, *given)
-            return {name: each * (float("nan") if len(calls) == 40 else 1.0) for name, each in found.items()}
+            actual = forward(self, *args)
+            return {
+                name: value * (float("nan") if len(calls) == 40 else 1.0) for name, value in actual.items()
+            }
 
         monkeypatch.setattr(Stage1, "forward", nan)
     else:
         clip = torch.nn.utils.clip_grad_norm_
 
-        def inf(parameters: Any, most: float) -> torch.Tensor:
+        def inf(parameters: Any, max_norm: float) -> torch.Tensor:
             calls.append(1)
-            return torch.tensor(float("inf")) if len(calls) == 20 else clip(parameters, most)
+            return torch.tensor(float("inf")) if len(calls) == 20 else clip(parameters, max_norm)
 
         monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", inf)
     with pytest.raises(RunError):
         quick(tmp_path, checkpoint_every=1)
     monkeypatch.undo()
-    kept = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)["step"]
-    assert 0 < kept < 12
-    assert all(bool(each.isfinite().all()) for each in weights(tmp_path).values())
+    saved_step = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)["step"]
+    assert 0 < saved_step < 12
+    assert all(bool(weight.isfinite().all()) for weight in weights(tmp_path).values())
     steps: list[int] = []
     quick(tmp_path, lambda _, share: steps.append(round(12 * share)), checkpoint_every=1)
-    assert steps[0] == kept + 1
+    assert steps[0] == saved_step + 1
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -251,20 +259,20 @@ def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
     samples, budgets, chance = single._sample_prompts()
     parts = []
     for rank in range(size):
-        mine = JointTrainer(
+        rank_trainer = JointTrainer(
             settings,
             train_table,
             None,
             "m",
             DistributedContext(rank=rank, world_size=size, device=torch.device("cpu")),
         )
-        parts.append(mine._sample_prompts())
+        parts.append(rank_trainer._sample_prompts())
     # A minibatch of one is made of the same minibatch of all.
     for number in range(settings.minibatches):
-        for index, whole in enumerate((samples, budgets, chance.view(8, -1))):
+        for index, full in enumerate((samples, budgets, chance.view(8, -1))):
             shared = [part[index].view(8 // size, -1).chunk(settings.minibatches)[number] for part in parts]
             torch.testing.assert_close(
-                torch.cat(shared), whole.view(8, -1).chunk(settings.minibatches)[number]
+                torch.cat(shared), full.view(8, -1).chunk(settings.minibatches)[number]
             )
     with pytest.raises(InputError):
         JointTrainer(
@@ -301,21 +309,21 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     ]  # fmt: skip
     try:
         for process in started:
-            _, told = process.communicate(timeout=120)
-            assert process.returncode == 0, told
+            _, stderr = process.communicate(timeout=120)
+            assert process.returncode == 0, stderr
     finally:
         for process in started:
             process.kill()
             process.communicate()
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    first, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     # Adam divides by roots of tiny numbers: the order of a sum shows, magnified.
-    torch.testing.assert_close(one, two, rtol=1e-3, atol=2e-4)
+    torch.testing.assert_close(first, two, rtol=1e-3, atol=2e-4)
     numbers = [
         [row for row in read_history(tmp_path / name) if row["kind"] == "train"] for name in ("one", "two")
     ]
-    for mine, theirs in zip(*numbers, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert list(mine.values())[2:] == pytest.approx(list(theirs.values())[2:], rel=1e-3, abs=1e-4)
+    for actual, expected in zip(*numbers, strict=True):
+        assert actual.keys() == expected.keys()
+        assert list(actual.values())[2:] == pytest.approx(list(expected.values())[2:], rel=1e-3, abs=1e-4)
     # Another number of processes may go on, and finds nothing left to do.
     resumed = quick(tmp_path / "two", lambda *_: pytest.fail("it trained"), steps=3, warm_start=1)
     assert resumed.validation == pytest.approx(single.validation, rel=1e-3)
@@ -324,14 +332,14 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
 def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
     plans = make_space(depth=3, top_k=2, tiers=0)
     train_table, held_out = make_outcomes(48, seed=1, plans=plans), make_outcomes(24, seed=2, plans=plans)
-    found = train(
+    train_result = train(
         config(steps=0, warm_start=30, validate_every=10),
         train_table,
         tmp_path,
         held_out=held_out,
         model_id="text",
     )
-    policy = ImitationPolicy(controllers=found.controllers)
+    policy = ImitationPolicy(controllers=train_result.controllers)
     assert set(policy.choose(held_out, torch.arange(24), torch.full((24,), 60.0)).tolist()) <= set(
         range(len(plans))
     )

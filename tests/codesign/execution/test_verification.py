@@ -121,7 +121,7 @@ def test_a_split_that_does_not_begin_at_home_is_refused() -> None:
     steps = make_layers()
     decision = planned(steps, seed=3)
     moved = replace(decision, mapping=tuple((slot + 1) % 3 for slot in decision.mapping))
-    with pytest.raises(InputError, match="slot 2.* slot 0"):
+    with pytest.raises(InputError, match=r"slot 2.* slot 0"):
         verify(steps, moved, clips(steps.model))
 
 

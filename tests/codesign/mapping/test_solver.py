@@ -187,7 +187,7 @@ def test_what_cannot_run_is_told_by_how_much(strategy: str, overrides: dict[str,
 def test_what_fits_in_all_but_not_in_pieces_is_proven_impossible(strategy: str) -> None:
     # Three segments of 1300 MB are 3900 MB; no slot of 2048 MB holds two.
     problem = short_of(memory_mb=[1300.0, 1300.0, 1300.0, 1.0])
-    with pytest.raises(InputError, match="4 segments of 3901 MB.* 2048 MB"):
+    with pytest.raises(InputError, match=r"4 segments of 3901 MB.* 2048 MB"):
         MappingSolver(strategy=strategy).solve_mapping(problem)
 
 

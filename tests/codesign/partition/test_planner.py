@@ -330,7 +330,10 @@ def test_the_log_has_all_that_was_tried(bandwidth: float, caplog: pytest.LogCapt
     record = plan.to_dict()["tried"]
     assert len(record["rows"]) == len(plan.split_evaluations)
     for row, evaluation in zip(record["rows"], plan.split_evaluations, strict=True):
-        values = asdict(evaluation) | {"moved": evaluation.segments_moved, "gain_ratio": evaluation.gain_ratio}
+        values = asdict(evaluation) | {
+            "moved": evaluation.segments_moved,
+            "gain_ratio": evaluation.gain_ratio,
+        }
         assert row == [values[name] for name in record["columns"]]
     assert {"layer", "sizes", "slots", "objective_after", "gain_ratio"} <= set(record["columns"])
 
@@ -384,7 +387,7 @@ def test_a_model_that_fits_no_configuration() -> None:
     with pytest.raises(InputError, match="1200"):
         planner.plan(sized(100, 1200, 100), [chip()] * 3, wires(3))
     # Two of them never go together.
-    with pytest.raises(InputError, match="3 segments of 1800 MB.* 1000 MB"):
+    with pytest.raises(InputError, match=r"3 segments of 1800 MB.* 1000 MB"):
         planner.plan(sized(600, 600, 600), [chip()] * 2, wires(2))
 
 
