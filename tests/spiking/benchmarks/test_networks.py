@@ -70,17 +70,17 @@ def test_bad_cases_are_refused(text: str) -> None:
         cases.parse(text)
 
 
-def test_the_grid_is_whole_and_has_no_case_twice() -> None:
+def test_grid_is_complete_and_unique() -> None:
     quick, full = cases.grid("quick"), cases.grid("full")
     assert full[: len(quick)] == quick
     plain = {
         (job.model, job.settings.num_classes, job.settings.time_steps, job.batch)
         for job in full
-        if job.settings.firing is None
+        if job.settings.firing_rate is None
     }
     depths = [f"spiking_resnet{d}" for d in (18, 34, 50, 101, 152)]
     assert plain == {(d, c, t, n) for d in depths for c in (10, 100) for t in (4, 16) for n in (1, 8, 32)}
-    firing = {(job.model, job.settings.steps) for job in quick if job.settings.firing == 0.3}
+    firing = {(job.model, job.settings.time_steps) for job in quick if job.settings.firing_rate == 0.3}
     assert firing == {(d, t) for d in depths for t in (4, 16)}
     assert len({job.name for job in full}) == len(full) == 70
     assert all(job.grid for job in full)

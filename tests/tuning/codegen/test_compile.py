@@ -231,7 +231,7 @@ from pathlib import Path
 from sparseflow.tuning.codegen.compile import compile_source
 print("ready", flush=True)
 for number in range(int(sys.argv[2])):
-    print(compile_source(f"int number = {number};", cache=Path(sys.argv[1])), flush=True)
+    print(compile_source(f"int number = {number};", cache_dir=Path(sys.argv[1])), flush=True)
 """
 
 

@@ -65,13 +65,13 @@ def test_run_timeout_kills_process_group(tmp_path: Path) -> None:
 
 def test_run_interrupt_kills_process_group(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    # `cat` ends once `run` looks after it.
+    # `cat` ends when `run_process` has closed its input.
     script = f"cat; echo $$ > {note}.new; mv {note}.new {note}; sleep 1000"
     # Where this runs in the background, interrupts are ignored, and its children would inherit that.
     code = (
-        "import signal\nfrom sparseflow.tuning import child\n"
+        "import signal\nfrom sparseflow.tuning.codegen import subprocess_runner\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"child.run(['sh', '-c', {script!r}], timeout_s=900)"
+        f"subprocess_runner.run_process(['sh', '-c', {script!r}], timeout_s=900)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
         while not note.exists():

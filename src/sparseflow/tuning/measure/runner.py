@@ -240,8 +240,7 @@ class MeasurementSession:
 
         Returns:
             Samples or an error. A kernel that crashes, hangs, cannot be loaded or runs out of memory gives an
-            error
-            and raises nothing.
+            error and raises nothing.
 
         Raises:
             InputError: An argument is out of range, or the session is not open.
