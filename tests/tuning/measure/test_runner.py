@@ -257,7 +257,8 @@ def test_harness_dies_with_parent(cache: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\n"
         "from sparseflow.tuning.measure.runner import KernelJob, measure_kernel\n"
-        "job = KernelJob(library=Path(sys.argv[1]), inputs=(), output_shape=(1,), output_dtype=np.dtype('f4'))\n"
+        "job = KernelJob(library=Path(sys.argv[1]), inputs=(), output_shape=(1,), "
+        "output_dtype=np.dtype('f4'))\n"
         "measure_kernel(job, timeout_s=900, max_time_s=2, cache_dir=Path(sys.argv[2]))"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(job.library), str(cache)]) as parent:
