@@ -85,7 +85,7 @@ def test_prediction_follows_the_load_until_exporter_dies(
             assert light["load"] == pytest.approx({"busy": 0.5, "others": 0.1})
             shares["others"] = 0.8
             heavy = read_until(0.8)
-            assert idle.idle_ms == light["rest_ms"] == heavy["rest_ms"]
+            assert idle.idle_ms == light["idle_ms"] == heavy["idle_ms"]
             assert idle.mean_ms < light["mean_ms"] < heavy["mean_ms"]
             assert light["p95_ms"] < heavy["p95_ms"]
             # Equal to a prediction with the load as argument.
@@ -99,6 +99,6 @@ def test_prediction_follows_the_load_until_exporter_dies(
             )
             assert code == 1 and set(dead) == {"error"} and dead["error"]["type"] == "DeviceError"
             message = dead["error"]["message"]
-            assert "is the exporter still running" in message and url in message
+            assert "check that the exporter is running" in message and url in message
         code, missing = query()
         assert code == 1 and url in missing["error"]["message"]

@@ -341,7 +341,7 @@ def test_prometheus_shows_load_and_dead_exporter(tmp_path: Path) -> None:
             publishing.kill()
             dead = until(read_load, lambda reading: isinstance(reading, str) and "is stale" in reading)
             assert isinstance(dead, str)
-            assert "is the exporter still running" in dead and url in dead
+            assert "check that the exporter is running" in dead and url in dead
             assert any(name in dead for name in SERIES_BY_NAME)
             with pytest.raises(DeviceError):
                 reader.read(60.0)
