@@ -252,8 +252,8 @@ def evaluate(
 ) -> None:
     """Cross-validate cost models over matrix families and write a report.
 
-    The report shows losses and scores. With --search-matrix it also shows how much search time a
-    model saves; the network of guided searches must not be trained on these matrices.
+    The report shows losses and scores. With --search-matrix it also shows how much search time a model saves;
+    the network of guided searches must not be trained on these matrices.
     """
     from sparseflow.core.config import parse_overrides
     from sparseflow.tuning.evaluation import evaluate_models

@@ -2,16 +2,12 @@
 
 The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the arrays of
 `formats.PackedMatrix.arrays`, then the dense inputs and, for an output stored like the matrix, the number of
-its
-values as one int64; `out` has the output. Extents are constants in the source, because a schedule is tuned
-for
-one shape. The content of the matrix is not in the source, so matrices of one shape share the compiled code of
-a
-schedule.
+its values as one int64; `out` has the output. Extents are constants in the source, because a schedule is
+tuned for one shape. The content of the matrix is not in the source, so matrices of one shape share the
+compiled code of a schedule.
 
 In the generated code `c0` is a coordinate along the sub axis of loop 0, `p0` a position in storage level 0,
-and
-`s…` a sum.
+and `s…` a sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compilation of C code with the system's compiler and an on-disk cache.
 
 A cache entry is `<key>.json`, which names `<key>-<sha256>.so` and has its checksum. Both files are written to
-a
-temporary directory and renamed, the JSON file last, so that an entry is complete as soon as it is visible.
+a temporary directory and renamed, the JSON file last, so that an entry is complete as soon as it is visible.
 Processes that compile the same source at the same time publish complete entries; the last one remains. Files
 are not synced to disk: an entry that is lost in a power failure fails its checksum and is compiled again.
 """
@@ -215,8 +214,7 @@ def compile_source(
     Raises:
         DeviceError: There is no C compiler.
         RunError: The compilation fails or exceeds the time limit, or the cache is not writable. The message
-            has
-            the first errors and the path of the source.
+            has the first errors and the path of the source.
     """
     compiler = find_compiler()
     return _compile_cached(compiler, source, (*compiler.flags, *extra_flags), ".so", cache_dir, timeout_s)

@@ -51,14 +51,11 @@ class Kernel(ABC):
     """One operator with one sparse matrix.
 
     SpMM takes B of shape [columns of A, n_cols] and returns C = A B. SpMV takes x of shape [columns of A] and
-    returns
-    y = A x. SDDMM takes X of shape [rows of A, n_cols] and Y of shape [columns of A, n_cols] and returns D,
-    the
-    elementwise product of A and X Yᵀ, as a sparse matrix. Torch inputs give torch outputs.
+    returns y = A x. SDDMM takes X of shape [rows of A, n_cols] and Y of shape [columns of A, n_cols] and
+    returns D, the elementwise product of A and X Yᵀ, as a sparse matrix. Torch inputs give torch outputs.
 
     Formats with dense levels multiply padding zeros. If B contains an infinity or NaN, other results in the
-    same
-    blocks become NaN.
+    same blocks become NaN.
 
     Attributes:
         problem: Problem.

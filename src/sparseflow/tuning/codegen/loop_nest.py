@@ -3,15 +3,12 @@
 Lowering decides what a schedule leaves open:
 
 - Location of the sums. Inside the *region* all loops that results depend on have a fixed extent. The results
-    of
-  the region are accumulated in registers, or else in an array on the stack, and are written once at its end.
-  Without a region every product is added to memory.
+  of the region are accumulated in registers, or else in an array on the stack, and are written once at its
+  end. Without a region every product is added to memory.
 - Vectorization. The elements of C vectors are adjacent results (*results*) or parts of one sum (*sum*). If
-    the
-  data is not contiguous, the loop gets a pragma for the compiler (*hint*). If the vectorized loop is above
-  the
-  innermost loop (*lanes*), each element is a result with its own sum, and the storage interleaves the groups
-  of the lanes.
+  the data is not contiguous, the loop gets a pragma for the compiler (*hint*). If the vectorized loop is
+  above the innermost loop (*lanes*), each element is a result with its own sum, and the storage interleaves
+  the groups of the lanes.
 - Zeroing. The output is zeroed if some rows are never visited or if results are written more than once.
 """
 

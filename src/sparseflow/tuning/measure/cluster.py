@@ -53,8 +53,7 @@ def measure_on_cluster(
         schedules: Schedules to measure.
         seed: Random seed of the dense inputs.
         threads: CPUs that a batch takes of its machine. The machines should have no more CPUs, because
-            batches on
-            one machine disturb each other.
+            batches on one machine disturb each other.
 
     Raises:
         DeviceError: No cluster is at the address, or a machine has another processor, so times are not

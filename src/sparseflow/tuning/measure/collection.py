@@ -9,10 +9,8 @@
 For each task the reference and the other presets are measured first, then the proposals of a search strategy.
 
 Tasks take turns: the first round measures up to `_FIRST_ROUND` schedules of each task, the next twice as
-many, and
-so on. When the time budget ends, no task has more than twice as many schedules as another, and few rounds
-keep the
-cost of switching tasks low.
+many, and so on. When the time budget ends, no task has more than twice as many schedules as another, and few
+rounds keep the cost of switching tasks low.
 
 A disturbed trial is measured again. If the second trial is also disturbed, the faster one is kept and marked,
 because a busy machine gives no others.

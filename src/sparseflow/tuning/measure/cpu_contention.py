@@ -2,8 +2,7 @@
 
 There are two signals. Threads of the harness that are runnable but have no CPU: Linux counts this time in
 nanoseconds, but it only means contention if there are no more threads than CPUs. And CPU time that neither
-the
-harness nor this process used: it also shows processes on other CPUs that share caches and memory; Linux
+the harness nor this process used: it also shows processes on other CPUs that share caches and memory; Linux
 counts it in ticks.
 """
 
@@ -34,11 +33,9 @@ class CpuUsage:
         wall_s: Time from the first to the last sample, seconds.
         cpu_s: CPU time of all threads of the harness, seconds.
         wait_s: Time that its runnable threads waited for a CPU, seconds; None if unknown, or if there were
-            more
-            threads than CPUs.
+            more threads than CPUs.
         other_share: Share of the allowed CPUs that other processes or the hypervisor used while the harness
-            ran;
-            None if unknown.
+            ran; None if unknown.
     """
 
     wall_s: float

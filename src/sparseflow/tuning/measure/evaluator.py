@@ -137,8 +137,7 @@ class ScheduleEvaluator:
         Args:
             schedule: Schedule.
             thorough: Take many samples in several processes, to compare the best schedules. The memory layout
-                of a
-                process changes the time of a kernel by some percent.
+                of a process changes the time of a kernel by some percent.
 
         Raises:
             InputError: The evaluator is not open.

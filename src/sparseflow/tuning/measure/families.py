@@ -14,9 +14,8 @@ name                                  family
 ====================================  =================
 
 Sizes, versions and permutation tags (``_16x16_9``) follow the first digit. The rule prefers to merge
-unrelated
-matrices over separating related ones: a family that is too large costs training data, a family that is too
-small gives optimistic scores. A JSON file can override it by name.
+unrelated matrices over separating related ones: a family that is too large costs training data, a family that
+is too small gives optimistic scores. A JSON file can override it by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Data exchange with the timing harness (`data/harness.c`): shared-memory arrays and the report.
 
 Arrays are passed in anonymous memory files, which are freed when the last process closes them. The layout of
-the
-report is that of `Report` in `data/harness.c`.
+the report is that of `Report` in `data/harness.c`.
 """
 
 from __future__ import annotations
@@ -47,12 +46,10 @@ class HarnessReport:
         finished: Whether the harness ran to its end.
         message: Error message; empty without an error.
         times_ms: Time of a call of the candidate and of the reference, milliseconds, float64, shape [samples,
-            2]. The
-            reference's column is 0 without a reference.
+            2]. The reference's column is 0 without a reference.
         wall_s, cpu_s: Wall time of the samples, and CPU time of all threads in it, seconds.
         wait_s: Time that runnable threads waited for a CPU, seconds; None if unknown, or if there were more
-            threads
-            than CPUs.
+            threads than CPUs.
     """
 
     stage: str

@@ -6,14 +6,13 @@ Two text formats are read, with or without gzip:
 - AutoSparse's lines of one matrix, which end with the latency; the caller gives the matrix name.
 
 Lines that are not valid labels are rejected and listed: lines that violate the grammar, have no latency or
-cannot
-run as the operator. The other schedules are stored in canonical form, so lines that run identically are
-repeats.
+cannot run as the operator. The other schedules are stored in canonical form, so lines that run identically
+are repeats.
 
 The files do not describe the matrices. A Matrix Market file of the same name gives the pattern. Otherwise the
 shape is what the splits of most schedules cover. This is correct to a factor of two, because AutoSparse
-splits the
-largest power of two in an axis. The same applies to the columns of the dense operands if they are not given.
+splits the largest power of two in an axis. The same applies to the columns of the dense operands if they are
+not given.
 """
 
 from __future__ import annotations

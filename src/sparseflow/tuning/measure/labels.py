@@ -8,8 +8,7 @@
 Schedules are canonical for the extents of the task, so schedules that run identically have equal lines.
 `latency_ms` is the fastest sample; it is null if the schedule failed, and `error` has the reason. `ratio` is
 relative to the reference schedule of the task, measured in turns; it is null without a reference. `disturbed`
-is
-whether other processes used the machine; it is null if unknown.
+is whether other processes used the machine; it is null if unknown.
 """
 
 from __future__ import annotations

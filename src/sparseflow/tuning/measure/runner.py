@@ -1,31 +1,24 @@
 """Timing of compiled kernels in a separate process.
 
 The process is a small C program (`data/harness.c`) without Python and with one OpenMP runtime, so a kernel
-that
-crashes or hangs affects nothing else. Candidate and reference are timed in turns, so that a change of the
-machine's speed affects both. Arrays are passed in anonymous memory files; see `harness`.
+that crashes or hangs affects nothing else. Candidate and reference are timed in turns, so that a change of
+the machine's speed affects both. Arrays are passed in anonymous memory files; see `harness`.
 
 The shared object of a kernel has one function::
 
     void sparseflow_kernel(const void *const *inputs, void *const *outputs);
 
 It reads the inputs in order and overwrites the whole output. The start and the end of every array are aligned
-to
-64 bytes. Writing to an input or accessing memory beyond an array crashes the harness.
+to 64 bytes. Writing to an input or accessing memory beyond an array crashes the harness.
 
 A sample is the mean of as many calls as take about one millisecond. Within a sample the caches contain the
-data of
-the previous call; between samples the other kernel runs.
+data of the previous call; between samples the other kernel runs.
 
 OpenMP settings: all inherited `OMP_`, `GOMP_` and `KMP_` variables are dropped. Threads are bound to their
-CPUs
-(`OMP_PROC_BIND`), because a thread that moves loses its caches. At a barrier threads spin for about one
-millisecond
-and then sleep (`GOMP_SPINCOUNT`, `KMP_BLOCKTIME`): short kernels do not pay for waking threads in every call,
-and
-kernels with idle threads are not slowed down by spinning for long. Nested regions are disabled, and every
-region
-gets the requested number of threads.
+CPUs (`OMP_PROC_BIND`), because a thread that moves loses its caches. At a barrier threads spin for about one
+millisecond and then sleep (`GOMP_SPINCOUNT`, `KMP_BLOCKTIME`): short kernels do not pay for waking threads in
+every call, and kernels with idle threads are not slowed down by spinning for long. Nested regions are
+disabled, and every region gets the requested number of threads.
 """
 
 from __future__ import annotations
@@ -130,8 +123,8 @@ class KernelTiming:
             measurement failed.
         contended: Whether other processes used the CPUs; see `CpuUsage.contended`.
         drifted: Whether the medians of the first and the second half of the reference's samples (the
-            candidate's
-            without a reference) differ by more than `MAX_DRIFT`. False with fewer than four samples.
+            candidate's without a reference) differ by more than `MAX_DRIFT`. False with fewer than four
+            samples.
         error: Error message, or None.
         usage: CPU usage that `contended` is based on; None if the measurement failed.
     """
@@ -173,8 +166,7 @@ class MeasurementSession:
     """Measures candidates one after the other against one reference.
 
     A context manager. The arrays of the reference and `shared_arrays` are copied once on entry; later changes
-    have no
-    effect. Run one measurement at a time, because two would disturb each other.
+    have no effect. Run one measurement at a time, because two would disturb each other.
 
     Args:
         reference: Reference kernel; None times candidates alone.

@@ -19,8 +19,7 @@ kind                 elements
 ===================  ==================================================================================
 
 A kind takes the number of rows and of elements and samples the other parameters. Both numbers are met or
-slightly
-undershot, or met approximately if the kind does not allow more, such as for full diagonals.
+slightly undershot, or met approximately if the kind does not allow more, such as for full diagonals.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def sample_pattern(
     Args:
         rng: Random generator.
         rows: Minimum and maximum number of rows, sampled log-uniformly; at least two elements per row if the
-            ranges
-            allow it.
+            ranges allow it.
         nnz: Minimum and maximum number of elements, sampled log-uniformly; fewer if the density would exceed
             0.5.
         kind: One of `PATTERN_KINDS`; by default any.

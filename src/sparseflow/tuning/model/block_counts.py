@@ -16,8 +16,7 @@ class BlockCounts:
     """Exact block counts of one matrix.
 
     Blocks are aligned to row 0 and column 0. A new block size requires a sort of the elements, about 20 ms
-    for a
-    million; sizes that are requested together share it.
+    for a million; sizes that are requested together share it.
 
     Args:
         matrix: Matrix without duplicate coordinates.

@@ -1,8 +1,7 @@
 """Comparison of networks by cross-validation over families of matrices.
 
 A comparison's directory has `scores.jsonl`, one row for each network, fold and seed, and the directories of
-the
-trainings. The same call resumes an interrupted comparison.
+the trainings. The same call resumes an interrupted comparison.
 """
 
 from __future__ import annotations
@@ -57,11 +56,9 @@ def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[Net
 
     `WACONet_<op>` reads the pattern with strided convolutions and combines it with the schedule in an MLP.
     `AutoSparseNet_WACONet_<op>` uses the same pattern branch with the transformer. `AutoSparseNet_<op>` reads
-    the
-    pattern with hybrid dilated convolutions. `AutoSparseNet_Full` is trained on all operators together.
+    the pattern with hybrid dilated convolutions. `AutoSparseNet_Full` is trained on all operators together.
     `AutoSparseNet_Pretrained` starts from the shipped network, which was trained on synthetic patterns only,
-    with
-    fewer steps and a lower learning rate.
+    with fewer steps and a lower learning rate.
 
     Args:
         base: Shared configuration.

@@ -57,10 +57,8 @@ class BoostedTrees:
     """Boosted trees on schedule features that learn to rank the measured schedules.
 
     The score is the prior's score times a fitted slope plus the output of the trees. Before the first fit it
-    is the
-    prior's score. The trees are fitted again every few trials on all trials with one thread, which takes some
-    10 ms.
-    Equal trials in equal order give equal scores.
+    is the prior's score. The trees are fitted again every few trials on all trials with one thread, which
+    takes some 10 ms. Equal trials in equal order give equal scores.
 
     Args:
         features: Features of the problem.
@@ -139,8 +137,7 @@ def score_by_counts(features: np.ndarray) -> np.ndarray:
 
     Returns:
         Negative log of the estimated nanoseconds per element, float64, shape [n]. The weights were fitted to
-        a few
-        hundred measurements on a CPU with 64-byte vectors.
+        a few hundred measurements on a CPU with 64-byte vectors.
     """
     column = dict(zip(ScheduleFeatures.names, features.T.astype(float), strict=True))
 

@@ -69,8 +69,7 @@ class TaskGroup:
         task: Task.
         ids: Token ids of the dataset's tokenizer, int32, shape [n, length].
         latency: float64, shape [n]: ratios to the reference if known for all schedules, because they are more
-            stable,
-            else milliseconds. Only ratios within the group are meaningful.
+            stable, else milliseconds. Only ratios within the group are meaningful.
         labels: Lowest latency / latency, at least `MIN_LABEL`, float32, shape [n].
         weights: r / (r + 1) for r repeats, float32, shape [n].
         statistics: Task features, float32, shape [NUM_FEATURES].
@@ -375,8 +374,7 @@ class CellLimits:
     """Cell limits of patterns that do not fit into memory, found during training.
 
     A pattern that does not fit is coarsened to half as many cells. A pattern that does not fit with few cells
-    is
-    ignored, and its tasks are trained as if the pattern were unknown.
+    is ignored, and its tasks are trained as if the pattern were unknown.
 
     Args:
         data: Dataset of the patterns.

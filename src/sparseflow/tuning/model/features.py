@@ -1,10 +1,8 @@
 """Numeric features of a schedule on one matrix, for cost models.
 
 All features are computed from the loop nest and from block counts of the matrix: storage size, iterations of
-each
-loop, footprints of the dense operands, load balance. Nothing is packed or compiled, so schedules that exceed
-the
-memory have features, too.
+each loop, footprints of the dense operands, load balance. Nothing is packed or compiled, so schedules that
+exceed the memory have features, too.
 
 Feature names:
 

@@ -43,8 +43,7 @@ class TrainConfig:
         init: Network whose weights training starts from, a file or `"shipped"`; random weights by default.
         loss: `"margin"`, `"rank"` or `"lambda"`.
         pick_weight: Weight of the expected label of a pick (`losses.expected_pick`), which is subtracted from
-            the
-            loss.
+            the loss.
         sampling: Composition of a batch.
         steps: Number of updates of the weights.
         learning_rate: Peak learning rate; linear warm-up, then a cosine decay.

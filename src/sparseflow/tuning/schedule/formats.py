@@ -117,8 +117,7 @@ def pack(
 
     Raises:
         InputError: The storage exceeds `max_bytes`, or a singleton level has a parent that does not hold
-            exactly
-            one element.
+            exactly one element.
     """
     axes = (matrix.rows, matrix.cols)
     parts = [axes[spec.dim] // spec.weight % spec.extent for spec in specs]

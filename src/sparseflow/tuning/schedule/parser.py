@@ -98,10 +98,8 @@ def normalize_modes(modes: tuple[LevelMode, ...]) -> tuple[LevelMode, ...]:
     """Replace non-unique modes that make no difference by unique ones.
 
     Below a non-unique level every position has at most one element, and so has every position of the last
-    level.
-    There, a unique and a non-unique level are stored identically. A level stays non-unique if a singleton
-    further
-    down requires it (rule `singleton-parent`).
+    level. There, a unique and a non-unique level are stored identically. A level stays non-unique if a
+    singleton further down requires it (rule `singleton-parent`).
 
     Args:
         modes: Modes of the levels, outermost first.

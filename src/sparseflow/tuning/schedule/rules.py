@@ -221,8 +221,7 @@ def find_lane_loop(schedule: ScheduleFields, operator: Operator) -> str | None:
     """Return the loop that may be vectorized above the innermost loop, or None.
 
     Its steps are adjacent results, and the innermost loop is compressed and sums. Each vector lane then
-    traverses
-    its own group.
+    traverses its own group.
     """
     modes = {level.axis: level.mode for level in schedule.formats[0].levels()}
     inner, size = schedule.sub_axes(operator.output_axes[-1])[-1]

@@ -50,8 +50,7 @@ class ScheduleSpace:
         operator: Operator.
         shape: Extent of every axis.
         threads: Allowed numbers of threads. A schedule without a parallel loop uses one thread even if 1 is
-            not
-            listed; a parallel loop uses more than one.
+            not listed; a parallel loop uses more than one.
         max_split: Largest inner size.
 
     Raises:

@@ -16,9 +16,8 @@ class Strategy(ABC):
     """A search strategy.
 
     Callers use `propose` and `observe` in any order and number. Trials may be of schedules that were not
-    proposed, such as
-    baselines, and proposed schedules may never be measured. Trials may be failures, whose `ratio` is
-    infinite.
+    proposed, such as baselines, and proposed schedules may never be measured. Trials may be failures, whose
+    `ratio` is infinite.
 
     Args:
         space: Search space.

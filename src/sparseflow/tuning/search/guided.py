@@ -1,10 +1,8 @@
 """Searches whose proposals are screened by a cost model, to reduce measurements.
 
 A model ranks a thousand schedules in the time of one measurement. Another strategy gives many proposals, the
-best are
-mutated further without measurements (as in Ansor, Zheng et al., OSDI 2020), and the best few are measured.
-The model
-and the strategy both observe the trials.
+best are mutated further without measurements (as in Ansor, Zheng et al., OSDI 2020), and the best few are
+measured. The model and the strategy both observe the trials.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ class GuidedSearch(Strategy):
         num_proposals: Proposals of the other strategy in each screening.
         num_generations: Rounds of mutations of the best schedules.
         batch_size: Schedules between screenings. The schedules of a batch differ in storage or loops, so that
-            they do
-            not all fail for the same reason.
+            they do not all fail for the same reason.
         exploration: Fraction of the batch that is replaced by random proposals of the other strategy.
     """
 

@@ -3,12 +3,11 @@
 This follows FlexTensor (Zheng et al., ASPLOS 2020) and AutoSparse's search:
 
 - *Start*: one of the best schedules, sampled with weight (cost / lowest cost)^(-1/t), with a decreasing
-    temperature t.
+  temperature t.
 - *Action*: the decision that the next schedule changes: a split, the storage order, the loops, and so on. The
-    value
-  Q(action | state) is learned for each coarse state: which axes are split, whether the innermost loop is
-  vectorized,
-  and whether the outermost loop is parallel. Usually the best action is selected, sometimes a random one.
+  value Q(action | state) is learned for each coarse state: which axes are split, whether the innermost loop
+  is vectorized, and whether the outermost loop is parallel. Usually the best action is selected, sometimes a
+  random one.
 - *Update*: with reward r = log(cost before / cost after) and next state s'::
 
       Q(a | s) ← Q(a | s) + rate (r + discount max(0, max Q(· | s')) − Q(a | s))

@@ -68,9 +68,8 @@ def rerank_schedules(
     """Measure the best schedules and the baselines again, and select the fastest kernel.
 
     In the harness a kernel has the CPUs for itself; in this process its threads may have to be woken. The
-    fastest
-    schedule, the fastest with one thread if calls are short, and the library are therefore also timed in this
-    process.
+    fastest schedule, the fastest with one thread if calls are short, and the library are therefore also timed
+    in this process.
 
     Args:
         problem: Problem.

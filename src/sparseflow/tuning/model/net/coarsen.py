@@ -5,8 +5,7 @@ elements in slices: the first finds the smallest cell size with few enough activ
 elements. Memory holds one slice, the cells, and about 10 bytes for each column of the matrix.
 
 Notation: a cell is 2**a rows by 2**b columns. A coordinate pair is *packed* into one integer with the row in
-    the
-high bits, so packed order is (row, column) order.
+the high bits, so packed order is (row, column) order.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def coarsen(
     """Cover a pattern with cells and compute the features of active cells.
 
     Cells of 1x1 are doubled along both axes until at most `max_cells` are active; a side that covers its axis
-    stops
-    growing. Features, with base-2 logarithms:
+    stops growing. Features, with base-2 logarithms:
 
     ==========================  ====================================================================
     log_count                   log(elements in the cell) / 8
@@ -106,8 +104,7 @@ def coarsen(
 
     Raises:
         InputError: Coordinates are not integers, out of bounds, unsorted or duplicated; `max_cells` is below
-            1; the
-            shape is empty or needs more than 62 bits.
+            1; the shape is empty or needs more than 62 bits.
     """
     if max_cells < 1:
         raise InputError(f"`max_cells` (={max_cells}) must be at least 1")
@@ -179,8 +176,7 @@ def _find_active_cells(elements: _Elements, max_cells: int) -> tuple[Tensor, int
     """Find the smallest cells with at most `max_cells` active; return their packed keys and the doublings.
 
     The active cells of a prefix are active in the full matrix. When they are too many, the cells are enlarged
-    and
-    the existing keys converted, so one pass suffices.
+    and the existing keys converted, so one pass suffices.
     """
     bits, mask = elements.bits, elements.mask
     level = max(0, (max(elements.shape) - 1).bit_length() - _GRID_BITS)
@@ -275,8 +271,7 @@ class _OccupiedBlocks:
     """Counts of nonempty blocks of 2**a x 2**b for each cell, or for the full blocks around a cell.
 
     Blocks arrive in slices, ordered by row. A block in two slices belongs to the last row of blocks of the
-    first slice;
-    `_last_block_row` has that row by column.
+    first slice; `_last_block_row` has that row by column.
 
     Attributes:
         region_index: Index in `counts` of each cell, shape [cells], int64.

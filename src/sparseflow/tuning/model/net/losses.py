@@ -1,10 +1,9 @@
 """Ranking losses.
 
 Notation: g groups of up to s schedules of one task. Scores, labels and weights are [g, s]. A label is the
-    task's lowest
-latency over the schedule's latency, in (0, 1]; a weight of 0 is padding. The loss of a group is the weighted
-mean over
-its pairs i, j with label i > label j; the total loss is the mean over groups with pairs.
+task's lowest latency over the schedule's latency, in (0, 1]; a weight of 0 is padding. The loss of a group is
+the weighted mean over its pairs i, j with label i > label j; the total loss is the mean over groups with
+pairs.
 
 ==========  ==============================  ==========================================================
 loss        cost of a pair                  weight of a pair, times weight i * weight j
@@ -17,8 +16,7 @@ lambda      log2(1 + exp(-d))               (2**label i - 2**label j) |1/D i - 1
 ==========  ==============================  ==========================================================
 
 d = score i - score j, and D = log2(1 + rank by score). Pairs are processed in blocks and the gradient is
-computed with
-the loss, so memory is bounded for any s.
+computed with the loss, so memory is bounded for any s.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 Notation: n schedules of t tasks with p patterns, w the width.
 
 1. Context of a task, [t, c, w]: one token from its features and, if the network uses patterns, one token from
-the
-   embedding of its pattern. A pattern is embedded once for all its schedules.
+   the embedding of its pattern. A pattern is embedded once for all its schedules.
 2. Tokens of a schedule, [n, length, w]: the sum of symbol embeddings and a projection of the numbers.
 3. A pre-norm transformer. The context is prepended to the tokens of each schedule (`"input"`), or each layer
-attends
-   to it by cross-attention (`"cross"`).
+   attends to it by cross-attention (`"cross"`).
 4. The score is the sum over all tokens of a projection. Higher is faster; only the order within a task is
    meaningful.
 

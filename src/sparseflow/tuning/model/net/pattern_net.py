@@ -8,16 +8,12 @@ strided    5x5; twelve 3x3 of stride 2
 =========  ==========================================================================================
 
 `hdc` is AutoSparse's feature extractor with the dilations of hybrid dilated convolution (Wang et al.,
-"Understanding
-Convolution for Semantic Segmentation", WACV 2018): dilations 1, 2, 5 together cover every coordinate around a
-site.
-`strided` is WACONet (Won et al., "WACO", ASPLOS 2023).
+"Understanding Convolution for Semantic Segmentation", WACV 2018): dilations 1, 2, 5 together cover every
+coordinate around a site. `strided` is WACONet (Won et al., "WACO", ASPLOS 2023).
 
 Every convolution is followed by layer normalization over the channels of each site and ReLU. Convolutions
-that keep
-sites and channels have a residual connection before ReLU. The features of each layer are pooled over the
-sites; an
-MLP maps the pooled features of all layers or of the last layer to the embedding.
+that keep sites and channels have a residual connection before ReLU. The features of each layer are pooled
+over the sites; an MLP maps the pooled features of all layers or of the last layer to the embedding.
 """
 
 from __future__ import annotations

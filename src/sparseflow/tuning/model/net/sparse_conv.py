@@ -1,26 +1,18 @@
 """Sparse 2-D convolutions in plain PyTorch.
 
 Only *sites*, the active coordinates, have features; all other coordinates are zero. The submanifold
-convolution
-(Graham et al., "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018) keeps
-the
-sites. The strided convolution halves the coordinates; its sites are the halves that occur, as in
-MinkowskiEngine
-(Choy et al., CVPR 2019).
+convolution (Graham et al., "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR
+2018) keeps the sites. The strided convolution halves the coordinates; its sites are the halves that occur, as
+in MinkowskiEngine (Choy et al., CVPR 2019).
 
 A kernel map has the input of every output and kernel offset. A convolution gathers the inputs of all offsets
-and
-multiplies them by all weights at once, in chunks of outputs, so that memory is bounded. Gradients are
-gathered with
-the inverse map. Nothing is scattered, so no result depends on the order of threads. On one device a batch
-gives
-identical bits in every run. A pattern in another batch may give other bits, because matrix products of other
-sizes
-may sum in another order.
+and multiplies them by all weights at once, in chunks of outputs, so that memory is bounded. Gradients are
+gathered with the inverse map. Nothing is scattered, so no result depends on the order of threads. On one
+device a batch gives identical bits in every run. A pattern in another batch may give other bits, because
+matrix products of other sizes may sum in another order.
 
 Finding neighbors takes longer than convolving. `ActiveSites` caches the kernel maps of a pattern, and a
-`SiteBatch`
-concatenates them.
+`SiteBatch` concatenates them.
 """
 
 from __future__ import annotations

@@ -33,10 +33,8 @@ PATTERN_FEATURES = (
 """Features of the pattern.
 
 Row lengths: standard deviation, maximum, fraction of empty rows; the same for columns; mean distance from the
-first
-to the last element of a row; mean distance from the diagonal; fraction of elements directly right of another;
-fill of
-nonempty blocks.
+first to the last element of a row; mean distance from the diagonal; fraction of elements directly right of
+another; fill of nonempty blocks.
 """
 
 NUM_FEATURES = 2 * (len(TASK_FEATURES) + len(PATTERN_FEATURES))

@@ -17,11 +17,9 @@ run         schedule                              threads                chunk
 ==========  ==========================  ========  =====================  ======================
 
 Axes are named by role (rows, columns, dense axis), so operators share tokens. A position is given twice, from
-the
-outermost and from the innermost. Only the storage of the sparse input is encoded, because other sparse
-tensors have
-the same pattern. Sizes are those that run, not the nominal outermost sizes. Numbers are log2, divided by
-`LOG2_SCALE`.
+the outermost and from the innermost. Only the storage of the sparse input is encoded, because other sparse
+tensors have the same pattern. Sizes are those that run, not the nominal outermost sizes. Numbers are log2,
+divided by `LOG2_SCALE`.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ class ScheduleTokenizer:
     """Converts schedules to token ids and collects the distinct tokens.
 
     The table grows with new schedules; existing ids stay valid. Schedules that are scored or trained together
-    must share
-    a tokenizer.
+    must share a tokenizer.
     """
 
     def __init__(self) -> None:
@@ -104,8 +101,7 @@ class ScheduleTokenizer:
             schedules: Schedules of `operator`; they need not be valid.
             operator: Operator.
             extents: Axis name -> extent. Without extents the nominal outermost sizes are used, and unsplit
-                axes have no
-                size.
+                axes have no size.
 
         Returns:
             Token ids, int32, shape [schedules, longest], padded with 0.
