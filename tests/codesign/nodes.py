@@ -85,7 +85,7 @@ def made_layers(
                 seq_len=n,
                 embed_dim=c,
                 precision=precision,
-                batch=batch,
+                batch_size=batch,
                 traffic_in_bytes=received,
                 traffic_out_bytes=removed,
                 **shape,

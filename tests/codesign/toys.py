@@ -67,7 +67,7 @@ class Listed:
     def __init__(self, layers: Sequence[LayerNode]) -> None:
         self._layers = tuple(layers)
 
-    def describe_layers(self, batch: int) -> tuple[LayerNode, ...]:
+    def describe_layers(self, batch_size: int) -> tuple[LayerNode, ...]:
         return self._layers
 
     def unit_importance(self, layer: int) -> Tensor:
@@ -138,7 +138,7 @@ class Toy:
     def save(self, path: Path) -> None:
         path.write_bytes(b"")
 
-    def differentiable_layers(self, batch: int) -> list[LayerNode]:
+    def differentiable_layers(self, batch_size: int) -> list[LayerNode]:
         result, open_ = list(self._layers), torch.sigmoid(self.gates)
         for gate_value, index in enumerate(GATED):
             share = 0.1 + 0.9 * open_[gate_value]
@@ -188,10 +188,10 @@ class Sized(Toy):
         super().__init__(len(sizes_mb) - 1, accuracies=accuracies or [0.5] * len(sizes_mb))
         self._sizes_mb, self._largest_mb = sizes_mb, largest_mb
 
-    def differentiable_layers(self, batch: int) -> list[LayerNode]:
+    def differentiable_layers(self, batch_size: int) -> list[LayerNode]:
         return [
             replace(item, memory_bytes=self._largest_mb * 10**6)
-            for item in super().differentiable_layers(batch)
+            for item in super().differentiable_layers(batch_size)
         ]
 
     def export_model(self) -> Any:

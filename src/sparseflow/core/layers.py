@@ -41,7 +41,7 @@ class LayerNode:
         num_heads: Attention heads; 0 for other layers.
         mlp_ratio: Hidden channels of an MLP divided by `embed_dim`; 0 for other layers.
         precision: One of `PRECISIONS`.
-        batch: Samples of the batch.
+        batch_size: Samples of the batch.
         traffic_in_bytes: Bytes of the input state (for the first layer, of the samples).
         traffic_out_bytes: Bytes of the output state (for the last layer, of the logits).
         splittable: Whether its units can be distributed, see `Splittable`.
@@ -63,7 +63,7 @@ class LayerNode:
     num_heads: int
     mlp_ratio: float
     precision: str
-    batch: int
+    batch_size: int
     traffic_in_bytes: int
     traffic_out_bytes: int
     splittable: bool = False
@@ -92,8 +92,8 @@ class Splittable(Protocol):
 class LayeredModel(Protocol):
     """A model in evaluation mode that lists its layers and runs them one by one."""
 
-    def describe_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Costs of the layers, in order, for batches of `batch` samples."""
+    def describe_layers(self, batch_size: int) -> Sequence[LayerNode]:
+        """Costs of the layers, in order, for batches of `batch_size` samples."""
         ...
 
     def initial_state(self, samples: Tensor) -> dict[str, Tensor]:

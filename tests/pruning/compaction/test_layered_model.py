@@ -132,7 +132,7 @@ def test_layers_have_names_and_types() -> None:
     assert [layer.seq_len for layer in layers] == [64, 64, 64, *[33] * 7]
     assert {layer.num_heads for layer in layers if layer.layer_type == "attention"} == {4}
     assert {layer.mlp_ratio for layer in layers if layer.layer_type == "mlp"} == {2.0}
-    assert all(layer.batch == 2 and layer.precision == "float32" for layer in layers)
+    assert all(layer.batch_size == 2 and layer.precision == "float32" for layer in layers)
 
 
 def test_costs_of_one_block() -> None:
@@ -199,10 +199,10 @@ def test_mixed_dtypes_raise() -> None:
         LayeredVideoViT(model)
 
 
-@pytest.mark.parametrize("batch", [0, -1, 1.0, True])
-def test_invalid_batch_raises(batch: Any) -> None:
-    with pytest.raises(InputError, match="batch"):
-        LayeredVideoViT(tiny()).describe_layers(batch)
+@pytest.mark.parametrize("batch_size", [0, -1, 1.0, True])
+def test_invalid_batch_raises(batch_size: Any) -> None:
+    with pytest.raises(InputError, match="batch_size"):
+        LayeredVideoViT(tiny()).describe_layers(batch_size)
 
 
 @pytest.mark.parametrize("selector", [None, *SELECTORS])

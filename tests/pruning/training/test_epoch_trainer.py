@@ -160,14 +160,14 @@ def test_save_writes_the_exported_model(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-def test_differentiable_layers_scale_with_batch(batch: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_differentiable_layers_scale_with_batch(batch_size: int) -> None:
     with VideoEpochTrainer(quick()) as task:
-        soft, hard = task.differentiable_layers(batch), task.export_model().describe_layers(batch)
-        assert {layer.batch for layer in (*soft, *hard)} == {batch}
+        soft, hard = task.differentiable_layers(batch_size), task.export_model().describe_layers(batch_size)
+        assert {layer.batch_size for layer in (*soft, *hard)} == {batch_size}
         assert [layer.name for layer in soft][:2] == ["embed", "blocks.0.attention"]
         assert all(isinstance(layer.flops, torch.Tensor) and layer.flops.ndim == 0 for layer in soft)
-        assert list(hard) == list(LayeredVideoViT(compact(task.model)).describe_layers(batch))
+        assert list(hard) == list(LayeredVideoViT(compact(task.model)).describe_layers(batch_size))
 
 
 def test_dense_model_trains() -> None:
@@ -224,7 +224,7 @@ def test_invalid_config_restores_generator() -> None:
     with pytest.raises(InputError, match="64"):
         VideoEpochTrainer(quick(train={"batch_size": 64}))
     torch.manual_seed(8)
-    with pytest.raises(InputError, match="batch"):
+    with pytest.raises(InputError, match="batch_size"):
         VideoEpochTrainer(quick()).differentiable_layers(0)
     number = torch.rand(1)
     torch.manual_seed(8)

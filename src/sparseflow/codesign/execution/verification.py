@@ -50,7 +50,7 @@ def check_model(model: LayeredModel, planned: Sequence[LayerNode]) -> None:
     Raises:
         InputError: The layers differ.
     """
-    actual = model.describe_layers(planned[0].batch if planned else 1)
+    actual = model.describe_layers(planned[0].batch_size if planned else 1)
     if len(actual) != len(planned):
         raise InputError(f"the plan has {len(planned)} layers, the model has {len(actual)}")
     differences = [

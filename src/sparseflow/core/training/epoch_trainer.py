@@ -41,8 +41,8 @@ class EpochTrainer(Protocol):
         """Accuracy on held-out data, from 0 to 1, of the model as it will be deployed."""
         ...
 
-    def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
-        """Layers for batches of `batch` samples, whose FLOPs and bytes are differentiable in the gates."""
+    def differentiable_layers(self, batch_size: int) -> Sequence[LayerNode]:
+        """Layers for batches of `batch_size` samples, with FLOPs and bytes differentiable in the gates."""
         ...
 
     def export_model(self) -> LayeredModel:

@@ -178,27 +178,27 @@ class VideoViTCosts:
         self.dim, self.classes, self.total = config.embed_dim, config.num_classes, config.num_tokens
         self.pixels = config.num_frames * config.in_chans * config.img_size**2
 
-    def make_nodes(self, batch: int, gates: Mapping[str, Tensor] | None = None) -> tuple[LayerNode, ...]:
+    def make_nodes(self, batch_size: int, gates: Mapping[str, Tensor] | None = None) -> tuple[LayerNode, ...]:
         """Compute the costs of all layers.
 
         Args:
-            batch: B.
+            batch_size: B.
             gates: Grain -> gates from `UnitGates.compute_gates`. With gates, FLOPs and bytes are scalar
                 tensors, weighted by the gates of units and blocks.
 
         Raises:
-            InputError: `batch` is not an integer of at least 1.
+            InputError: `batch_size` is not an integer of at least 1.
         """
-        check_at_least(1, batch=batch)
+        check_at_least(1, batch_size=batch_size)
         nodes: list[LayerNode] = []
-        input_bytes = batch * self.pixels * self.element_bytes
+        input_bytes = batch_size * self.pixels * self.element_bytes
         for index, layer in enumerate(self.layers):
-            nodes.append(self._make_node(index, layer, batch, input_bytes, gates or {}))
+            nodes.append(self._make_node(index, layer, batch_size, input_bytes, gates or {}))
             input_bytes = nodes[-1].traffic_out_bytes
         return tuple(nodes)
 
     def _make_node(
-        self, index: int, layer: VideoViTLayer, batch: int, input_bytes: int, gates: Mapping[str, Tensor]
+        self, index: int, layer: VideoViTLayer, batch_size: int, input_bytes: int, gates: Mapping[str, Tensor]
     ) -> LayerNode:
         work, e = layer.block, self.element_bytes
         weight_bytes = e * self._count_weights(layer, layer.width)
@@ -217,15 +217,15 @@ class VideoViTCosts:
         peak_bytes = max([e * self._count_peak_activations(layer), *(peak for _, peak in stages)])
         return LayerNode(
             id=index, name=layer.name, layer_type=layer.kind,
-            flops=batch * (sum(stage.selection_flops for stage in layer.stages) + flops),
-            bytes=weight_reads + batch * (sum(moved for moved, _ in stages) + e * activations),
-            weight_bytes=weight_bytes, memory_bytes=weight_bytes + batch * peak_bytes,
+            flops=batch_size * (sum(stage.selection_flops for stage in layer.stages) + flops),
+            bytes=weight_reads + batch_size * (sum(moved for moved, _ in stages) + e * activations),
+            weight_bytes=weight_bytes, memory_bytes=weight_bytes + batch_size * peak_bytes,
             seq_len=layer.num_tokens, embed_dim=self.dim,
             num_heads=work.num_heads if work is not None and layer.kind == "attention" else 0,
             mlp_ratio=layer.width / self.dim if layer.kind == "mlp" else 0.0,
-            precision=_format_dtype(self.dtype), batch=batch,
-            traffic_in_bytes=input_bytes, traffic_out_bytes=batch * self._count_state_bytes(layer),
-            **self._describe_split(layer, batch),
+            precision=_format_dtype(self.dtype), batch_size=batch_size,
+            traffic_in_bytes=input_bytes, traffic_out_bytes=batch_size * self._count_state_bytes(layer),
+            **self._describe_split(layer, batch_size),
         )  # fmt: skip
 
     def _count_weights(self, layer: VideoViTLayer, width: Amount) -> Amount:
@@ -297,7 +297,7 @@ class VideoViTCosts:
         }
         return sum(sizes[name] for name in layer.outputs)
 
-    def _describe_split(self, layer: VideoViTLayer, batch: int) -> dict[str, Any]:
+    def _describe_split(self, layer: VideoViTLayer, batch_size: int) -> dict[str, Any]:
         """Fields of a `LayerNode` about splitting; empty if the layer cannot be split."""
         c, e = self.dim, self.element_bytes
         if layer.kind == "embed":
@@ -315,8 +315,8 @@ class VideoViTCosts:
         if units < 2 or reads_heads:
             return {}
         return {
-            "splittable": True, "units": units, "split_in_bytes": batch * sent_bytes,
-            "split_out_bytes": batch * returned_bytes, "split_joins": layer.kind in ("embed", "head"),
+            "splittable": True, "units": units, "split_in_bytes": batch_size * sent_bytes,
+            "split_out_bytes": batch_size * returned_bytes, "split_joins": layer.kind in ("embed", "head"),
         }  # fmt: skip
 
 

@@ -47,13 +47,13 @@ class LayeredVideoViT:
         self.model = model
         self._costs = VideoViTCosts(model)
 
-    def describe_layers(self, batch: int) -> tuple[LayerNode, ...]:
-        """Costs of the layers, in order, for batches of `batch` clips.
+    def describe_layers(self, batch_size: int) -> tuple[LayerNode, ...]:
+        """Costs of the layers, in order, for batches of `batch_size` clips.
 
         Raises:
-            InputError: `batch` is not an integer of at least 1.
+            InputError: `batch_size` is not an integer of at least 1.
         """
-        return self._costs.make_nodes(batch)
+        return self._costs.make_nodes(batch_size)
 
     def initial_state(self, samples: Tensor) -> dict[str, Tensor]:
         """Input state of the first layer.
@@ -136,19 +136,19 @@ class LayeredVideoViT:
         return selected
 
 
-def make_differentiable_layers(model: VideoViT, batch: int) -> tuple[LayerNode, ...]:
+def make_differentiable_layers(model: VideoViT, batch_size: int) -> tuple[LayerNode, ...]:
     """Costs of the layers of a model in training as if it were compact, with gates as widths.
 
     Args:
         model: Model with or without gates.
-        batch: Clips of a batch.
+        batch_size: Clips of a batch.
 
     Returns:
         Layers of all blocks. FLOPs and bytes are float32 scalars on the CPU, differentiable in the gates;
         weights, memory and traffic are those of full blocks.
 
     Raises:
-        InputError: `batch` is not an integer of at least 1.
+        InputError: `batch_size` is not an integer of at least 1.
         ModelError: The weights have several dtypes.
     """
     # On the CPU: hundreds of scalar operations would each launch a GPU kernel.
@@ -160,5 +160,5 @@ def make_differentiable_layers(model: VideoViT, batch: int) -> tuple[LayerNode, 
 
     return tuple(
         replace(node, flops=to_scalar(node.flops), bytes=to_scalar(node.bytes))
-        for node in VideoViTCosts(model).make_nodes(batch, gates)
+        for node in VideoViTCosts(model).make_nodes(batch_size, gates)
     )

@@ -79,9 +79,9 @@ class VideoEpochTrainer:
         """Top-1 accuracy over test videos."""
         return self._task.evaluate_test_set().video_top1
 
-    def differentiable_layers(self, batch: int) -> Sequence[LayerNode]:
+    def differentiable_layers(self, batch_size: int) -> Sequence[LayerNode]:
         """Layers with FLOPs and bytes that are differentiable in the gates."""
-        return make_differentiable_layers(self.model, batch)
+        return make_differentiable_layers(self.model, batch_size)
 
     def export_model(self) -> LayeredVideoViT:
         """Compact copy of the model."""

@@ -42,13 +42,13 @@ class Tiny:
                 weight.data.normal_(generator=generator)
         self.ran: list[int] = []
 
-    def describe_layers(self, batch: int) -> Sequence[LayerNode]:
+    def describe_layers(self, batch_size: int) -> Sequence[LayerNode]:
         return [
             LayerNode(
                 id=index,
                 name=f"part.{index}",
                 layer_type=kind,
-                flops=torch.tensor(384.0 * batch),
+                flops=torch.tensor(384.0 * batch_size),
                 bytes=4000.0,
                 weight_bytes=4 * sum(p.numel() for p in self.parts[index].parameters()),
                 memory_bytes=5000,
@@ -57,9 +57,9 @@ class Tiny:
                 num_heads=int(kind == "attention"),
                 mlp_ratio=float(kind == "mlp"),
                 precision="float32",
-                batch=batch,
-                traffic_in_bytes=64 * batch,
-                traffic_out_bytes=64 * batch,
+                batch_size=batch_size,
+                traffic_in_bytes=64 * batch_size,
+                traffic_out_bytes=64 * batch_size,
             )
             for index, kind in enumerate(LAYER_TYPES)
         ]
@@ -171,7 +171,7 @@ def test_a_model_is_measured_layer_by_layer(tmp_path: Path) -> None:
     samples = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
     points = profile_model(file, model, samples, HERE, config=QUICK)
     assert [point.layer.name for point in points] == [f"part.{index}" for index in range(4)]
-    assert all(point.layer.batch == 3 and isinstance(point.layer.flops, float) for point in points)
+    assert all(point.layer.batch_size == 3 and isinstance(point.layer.flops, float) for point in points)
     model.ran.clear()
     # What is there is only run, once, for the state that it leaves.
     assert profile_model(file, model, samples, HERE, config=QUICK) == points

@@ -61,7 +61,7 @@ def test_a_video_transformer_counts_the_same_way() -> None:
         ).to_node()  # fmt: skip
         for name in (
             "flops", "bytes", "weight_bytes", "memory_bytes", "seq_len", "embed_dim", "num_heads",
-            "mlp_ratio", "precision", "batch", "traffic_in_bytes", "traffic_out_bytes",
+            "mlp_ratio", "precision", "batch_size", "traffic_in_bytes", "traffic_out_bytes",
         ):  # fmt: skip
             assert getattr(own_part, name) == getattr(layer, name), (layer.name, name)
 

@@ -77,11 +77,11 @@ def build_layer_features(layer: LayerNode, device: DeviceSpec | ChipType) -> Ten
 def compute_features(work: ProxyInputs) -> Tensor:
     """Compute the feature vectors, float64 [..., len(FEATURES)]."""
     embed, attention, mlp, head = (work.type_index == index for index in range(len(LAYER_TYPES)))
-    rows, dim, seq = work.batch * work.seq_len, work.embed_dim, work.seq_len
+    rows, dim, seq = work.batch_size * work.seq_len, work.embed_dim, work.seq_len
     # FLOPs per unit of `inner`.
     flops_per_inner = torch.where(attention, rows * (8.0 * dim + 4.0 * seq), 2.0 * rows * dim)
     flops_per_inner = torch.where(
-        mlp, 2.0 * flops_per_inner, torch.where(head, 2.0 * work.batch * dim, flops_per_inner)
+        mlp, 2.0 * flops_per_inner, torch.where(head, 2.0 * work.batch_size * dim, flops_per_inner)
     )
     # Gates may remove all FLOPs of a layer.
     flops, moved = work.flops.clamp_min(1.0), work.bytes.clamp_min(1.0)
@@ -91,7 +91,7 @@ def compute_features(work: ProxyInputs) -> Tensor:
         torch.log10(flops), torch.log10(moved), torch.log10(work.peak_flops),
         torch.log10(work.peak_bw), embed, attention, mlp, head, dim / 1024.0, work.num_heads / 16.0,
         work.mlp_ratio / 4.0, seq / 1024.0, *(work.precision == index for index in range(len(PRECISIONS))),
-        torch.log2(work.batch) / 8.0, torch.log10(balance), torch.log10(rows),
+        torch.log2(work.batch_size) / 8.0, torch.log10(balance), torch.log10(rows),
         torch.log10(seq), torch.log10(dim), torch.log10(inner),
         torch.where(attention, 4.0 * seq / (8.0 * dim + 4.0 * seq), 0.0),
         *_tile_features(work, inner.detach()),
@@ -102,18 +102,18 @@ def compute_features(work: ProxyInputs) -> Tensor:
 def _tile_features(work: ProxyInputs, inner: Tensor) -> list[Tensor]:
     """Features from tiles, waves and alignment."""
     embed, attention, mlp, head = (work.type_index == index for index in range(len(LAYER_TYPES)))
-    rows, dim, zero = work.batch * work.seq_len, work.embed_dim, torch.zeros(())
+    rows, dim, zero = work.batch_size * work.seq_len, work.embed_dim, torch.zeros(())
     width = torch.where(attention, inner / work.num_heads.clamp_min(1.0), zero)
     padded = _ceil_tiles(width / _HEAD_STEP) * _HEAD_STEP
 
     # (m, n, k) of the first product; the second is optional.
-    m = torch.where(head, work.batch, rows)
+    m = torch.where(head, work.batch_size, rows)
     n = torch.where(attention, 3.0 * inner, torch.where(embed, dim, inner))
     k = torch.where(embed, inner, dim)
     has_second = attention | mlp
     first = _ceil_tiles(m / TILE) * _ceil_tiles(n / TILE)
     second = torch.where(has_second, _ceil_tiles(m / TILE) * _ceil_tiles(dim / TILE), zero)
-    core = torch.where(attention, work.batch * work.num_heads * _ceil_tiles(work.seq_len / TILE), zero)
+    core = torch.where(attention, work.batch_size * work.num_heads * _ceil_tiles(work.seq_len / TILE), zero)
 
     known = work.cores > 0.0
     cores = torch.where(known, work.cores, 1.0)

@@ -14,9 +14,9 @@ from sparseflow.codesign.workload.layers import to_float
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import InputError
 
-_COUNTS = ("weight_bytes", "memory_bytes", "seq_len", "embed_dim", "num_heads", "mlp_ratio", "batch")
+_COUNTS = ("weight_bytes", "memory_bytes", "seq_len", "embed_dim", "num_heads", "mlp_ratio", "batch_size")
 
-_AT_LEAST_ONE = ("memory_bytes", "seq_len", "embed_dim", "batch")
+_AT_LEAST_ONE = ("memory_bytes", "seq_len", "embed_dim", "batch_size")
 """The other values may be 0: gates can remove all FLOPs of a layer, and not all layers have heads."""
 
 
@@ -33,7 +33,7 @@ class ProxyInputs:
         embed_dim: Width of a token.
         num_heads: Attention heads.
         mlp_ratio: Hidden channels over `embed_dim`.
-        batch: Batch size.
+        batch_size: Batch size.
         type_index: Index in `LAYER_TYPES`, int64.
         precision: Index in `PRECISIONS`, int64.
         devices: Distinct devices.
@@ -54,7 +54,7 @@ class ProxyInputs:
     embed_dim: Tensor
     num_heads: Tensor
     mlp_ratio: Tensor
-    batch: Tensor
+    batch_size: Tensor
     type_index: Tensor
     precision: Tensor
     devices: tuple[DeviceSpec, ...]

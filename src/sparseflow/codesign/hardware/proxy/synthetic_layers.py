@@ -102,7 +102,8 @@ class LayerConfig:
             bytes=float(size * (weights + moved_size)), weight_bytes=size * weights,
             memory_bytes=size * (weights + activation_size), seq_len=s, embed_dim=c,
             num_heads=self.inner if self.layer_type == "attention" else 0,
-            mlp_ratio=self.inner / c if self.layer_type == "mlp" else 0.0, precision=self.precision, batch=b,
+            mlp_ratio=self.inner / c if self.layer_type == "mlp" else 0.0,
+            precision=self.precision, batch_size=b,
             traffic_in_bytes=size * input_size, traffic_out_bytes=size * output_size,
         )  # fmt: skip
 
