@@ -33,10 +33,10 @@ test: $(VENV)/.dev  ## Run the tests
 test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON)
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu $(ARGS)
 
-check: $(VENV)/.dev  ## Lint, check formatting, types, imports and identifiers; edits nothing
+check: $(VENV)/.dev  ## Lint, check formatting, types, imports, identifiers and the public API; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
 	  "lint-imports --no-cache" \
-	  "python .ci/check_identifiers.py src tests benchmarks"; do \
+	  "python .ci/check_identifiers.py src tests benchmarks" "python .ci/check_public_api.py"; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed="$$failed $${tool%% -*}"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 

@@ -1,7 +1,6 @@
 """SparseFlow turns sparsity into latency that you can measure, predict and promise.
 
-The names below are loaded when they are first used, so that `import sparseflow` stays quick and works
-without any extra.
+Names are imported on first access, so that `import sparseflow` is fast and works without any extra.
 """
 
 from __future__ import annotations

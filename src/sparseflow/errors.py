@@ -1,67 +1,64 @@
-"""Every error that SparseFlow raises on purpose.
+"""Errors that SparseFlow raises.
 
 ::
 
     SparseFlowError
-    ├── InputError (ValueError)        what was handed in cannot be used; the CLI exits with 2
-    │   ├── ModelError                 the model: not a module, no spiking neuron, NaN weights, on `meta`, …
-    │   ├── SampleError                the sample input: wrong shape, dtype or device
-    │   ├── PlanError                  a plan that the model cannot run, or that changed within a request
-    │   └── FileFormatError            a file on disk is not what it should be
-    ├── MissingExtraError (ImportError)  an optional dependency is absent; the message names the extra
-    ├── DeviceError (RuntimeError)     the hardware asked for is not there or not able
-    └── RunError (RuntimeError)        a job started well and failed; the CLI exits with 1
+    ├── InputError (ValueError)          an argument or a file is invalid; the CLI exits with 2
+    │   ├── ModelError                   invalid model: no module, no spiking neuron, NaN weights, on `meta`, …
+    │   ├── SampleError                  invalid sample input: wrong shape, dtype or device
+    │   ├── PlanError                    the model cannot run a plan, or a plan changed within a request
+    │   └── FileFormatError              a file is damaged or has another format
+    ├── MissingExtraError (ImportError)  an optional package is not installed; the CLI exits with 2
+    ├── DeviceError (RuntimeError)       a device does not exist or cannot run the work; the CLI exits with 1
+    └── RunError (RuntimeError)          a job failed after its start; the CLI exits with 1
 
-Messages say what was given, what was expected and what to do.
+A message states the given value, the expected value and what to do.
 """
 
 from __future__ import annotations
 
 
 class SparseFlowError(Exception):
-    """Root of every error raised on purpose."""
+    """Base of all errors of SparseFlow."""
 
 
 class InputError(SparseFlowError, ValueError):
-    """Something handed in cannot be used."""
+    """An argument or a file is invalid."""
 
 
 class ModelError(InputError):
-    """The model handed in cannot be used."""
+    """The model is invalid."""
 
 
 class SampleError(InputError):
-    """The sample input handed in does not fit the model."""
+    """The sample input does not fit the model."""
 
 
 class PlanError(InputError):
-    """A plan that the model cannot run, or another one than what was begun with."""
+    """The model cannot run the plan, or the plan changed within a request."""
 
 
 class FileFormatError(InputError):
-    """A file does not hold what its name promises."""
+    """A file is damaged or has another format."""
 
 
 class MissingExtraError(SparseFlowError, ImportError):
-    """An optional dependency is absent.
+    """An optional package is not installed.
 
     Args:
-        package: The package that could not be imported.
-        extra: The SparseFlow extra that brings it.
+        package: Import name of the package.
+        extra: SparseFlow extra that provides it.
     """
 
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(
-            f"`{package}` is needed here and is not installed; "
-            f"install it with: pip install 'sparseflow[{extra}]'"
-        )
+        super().__init__(f"`{package}` is not installed; install it with: pip install 'sparseflow[{extra}]'")
 
 
 class DeviceError(SparseFlowError, RuntimeError):
-    """The hardware asked for is absent or cannot do what was asked."""
+    """A device does not exist or cannot run the work."""
 
 
 class RunError(SparseFlowError, RuntimeError):
-    """A job that had started could not finish."""
+    """A job failed after its start."""

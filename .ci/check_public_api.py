@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""List every public name with its signature and summary, and check that users can rely on them.
+"""Check the signatures and docstrings of all public names: check_public_api.py [--list].
 
 A public name is in `__all__` of `sparseflow` or of a wing. Every function and every public method must have
 a docstring, annotated arguments, a return annotation that is not `Any`, and no `**kwargs` that hide options.
-Prints the names that break a rule last, and exits with 1 if there are any.
+Prints the names that break a rule, and exits with 1 if there are any. `--list` also prints every public name
+with its signature and summary.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def summarize(value: object) -> str:
     return (inspect.getdoc(value) or "").partition("\n")[0]
 
 
-def main() -> int:
+def main(list_names: bool) -> int:
     faults = []
     for module_name in ("sparseflow", *(f"sparseflow.{wing}" for wing in WINGS)):
         module = import_module(module_name)
@@ -68,15 +69,15 @@ def main() -> int:
             value, full_name = getattr(module, name), f"{module_name}.{name}"
             if not callable(value):
                 continue
-            print(f"{full_name}{inspect.signature(value)}\n    {summarize(value)}")
+            if list_names:
+                print(f"{full_name}{inspect.signature(value)}\n    {summarize(value)}")
             if not summarize(value) or len(summarize(value)) > MAX_SUMMARY:
                 faults.append(f"{full_name}: the summary must have 1 to {MAX_SUMMARY} characters")
             for function_name, function in iter_functions(full_name, value):
                 faults += [f"{function_name}: {fault}" for fault in find_faults(function_name, function)]
-    print(*faults, sep="\n")
-    print(f"{len(faults)} faults in the public API")
+    print(*faults, f"{len(faults)} faults in the public API", sep="\n")
     return int(bool(faults))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("--list" in sys.argv[1:]))
