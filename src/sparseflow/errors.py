@@ -4,7 +4,7 @@
 
     SparseFlowError
     ├── InputError (ValueError)          an argument or a file is invalid; the CLI exits with 2
-    │   ├── ModelError                   invalid model: no module, no spiking neuron, NaN weights, on `meta`, …
+    │   ├── ModelError                   invalid model: no module, no spiking neuron, NaN weights
     │   ├── SampleError                  invalid sample input: wrong shape, dtype or device
     │   ├── PlanError                    the model cannot run a plan, or a plan changed within a request
     │   └── FileFormatError              a file is damaged or has another format

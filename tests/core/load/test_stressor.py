@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseflow.core.load import Stressor, stressor
+from sparseflow.core.load import stressor
+from sparseflow.core.load.stressor import Stressor
 from sparseflow.errors import DeviceError, InputError, RunError
 
 TIMEOUT_S = 120.0
@@ -83,7 +84,7 @@ def test_wait_until_steady_unreachable_level_raises(monkeypatch: pytest.MonkeyPa
 
 def test_stressor_exits_with_its_parent() -> None:
     script = (
-        "import os, signal; from sparseflow.core.load import Stressor\n"
+        "import os, signal; from sparseflow.core.load.stressor import Stressor\n"
         "load = Stressor('cpu-fma', 0.05); load.start(); print(*load.pids, flush=True); signal.pause()"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

@@ -25,7 +25,7 @@ from sparseflow.adaptive.profile.measurement import CaseKey, Measurement
 from sparseflow.adaptive.profile.metadata import ProfileMetadata, get_device_facts
 from sparseflow.adaptive.profile.runner import ProfileRunner
 from sparseflow.adaptive.profile.storage import PlanProfile, ProfileWriter
-from sparseflow.core.load import Stressor
+from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError, SparseFlowError
 

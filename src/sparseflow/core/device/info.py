@@ -89,7 +89,7 @@ class DeviceInfo:
 
 def describe_cpu() -> str:
     """Describe the CPU under which a measured time is valid: name, usable CPUs, instruction sets."""
-    return f"{_read_cpu_name()}, {_count_usable_cpus()} CPUs, {' '.join(_read_cpu_flags())}"
+    return f"{_read_cpu_name()}, {len(list_usable_cpus())} CPUs, {' '.join(_read_cpu_flags())}"
 
 
 def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
@@ -109,7 +109,7 @@ def describe_device(device: str | torch.device = "cpu") -> DeviceInfo:
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             driver=None,
             compute_capability=None,
-            cores=_count_usable_cpus(),
+            cores=len(list_usable_cpus()),
             threads=torch.get_num_threads(),
             flags=_read_cpu_flags(),
             versions=_collect_versions(),
@@ -171,6 +171,13 @@ def select_device(gpu: int | None) -> torch.device:
     return torch.device("cuda", gpu)
 
 
+def list_usable_cpus() -> set[int]:
+    """List the CPUs that this process may use, which a container or taskset may restrict."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def read_cpu_clock_mhz() -> dict[str, float]:
     """Read the current CPU clock, averaged over all cores, as `{"core": MHz}`; empty if unreadable."""
     try:
@@ -184,13 +191,6 @@ def read_cpu_clock_mhz() -> dict[str, float]:
 
 def _collect_versions() -> dict[str, str]:
     return {name: version for name in LIBRARIES if (version := get_version(name)) is not None}
-
-
-def _count_usable_cpus() -> int:
-    # A container or taskset may leave this process fewer CPUs than the machine has.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _read_cpu_name() -> str:

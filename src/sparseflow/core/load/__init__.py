@@ -9,9 +9,3 @@ closed control loop would increase the duty until the stressor never idles. Ther
 (`wait_until_steady`), then freeze the duty while measuring (`hold_duty`); `measure_share_between` returns the
 share that the stressor used meanwhile.
 """
-
-from __future__ import annotations
-
-from sparseflow.core.load.stressor import KINDS, Stressor
-
-__all__ = ["KINDS", "Stressor"]

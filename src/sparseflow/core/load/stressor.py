@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -11,22 +10,17 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from sparseflow.core.checks import check_between, check_one_of
+from sparseflow.core.device.info import list_usable_cpus
+from sparseflow.core.load.workloads import EXIT_NO_DEVICE, KINDS
 from sparseflow.errors import DeviceError, InputError, RunError
-
-KINDS: Mapping[str, str] = {
-    "cpu-fma": "matrix products that stay in the cache, on each CPU",
-    "cpu-stream": "copies that exceed the caches, on each CPU",
-    "gpu-matmul": "fp16 matrix products of 4096 x 4096",
-    "gpu-copy": "copies within the GPU's memory",
-}
-"""Description of each kind of load."""
 
 PERIOD_S = 0.1
 TOLERANCE = 0.05
@@ -37,7 +31,6 @@ START_S = 120.0
 """Timeout of the start of a process: torch and CUDA take tens of seconds from a cold disk."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_EXIT_NO_DEVICE = 3
 
 
 @dataclass
@@ -83,12 +76,11 @@ class Stressor:
         period_s: float = PERIOD_S,
         seed: int = 0,
     ) -> None:
-        if kind not in KINDS:
-            raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
-        if not (math.isfinite(period_s) and 0.01 <= period_s <= 10.0):
-            raise InputError(f"`period_s` (={period_s}) must be between 0.01 and 10")
+        check_one_of(KINDS, kind=kind)
+        check_between(0.01, 10.0, period_s=period_s)
+        check_between(0.0, 1.0, level=level)
         self.kind = kind
-        self.level = _check_level(level)
+        self.level = float(level)
         self.device = "cpu" if kind.startswith("cpu-") else device
         self.cpus = _select_cpus(cpus, workers) if self.device == "cpu" else ()
         self._period_s = period_s
@@ -156,7 +148,8 @@ class Stressor:
             InputError: The level is not in [0, 1].
             RunError: A process has exited.
         """
-        self.level = _check_level(level)
+        check_between(0.0, 1.0, level=level)
+        self.level = float(level)
         self._send(level=self.level, hold=False)
 
     def hold(self) -> None:
@@ -252,9 +245,9 @@ class Stressor:
     def _spawn(self, index: int, target: tuple[str, str], folder: Path) -> _Process:
         report_file, error_file = folder / f"{index}.jsonl", folder / f"{index}.txt"
         command = [
-            sys.executable, "-m", "sparseflow.core.load", "--kind", self.kind, "--level", repr(self.level),
-            "--period", repr(self._period_s), "--report", str(report_file), "--parent", str(os.getpid()),
-            "--seed", str(self._seed + index), *target,
+            sys.executable, "-m", "sparseflow.core.load.worker", "--kind", self.kind,
+            "--level", repr(self.level), "--period", repr(self._period_s), "--report", str(report_file),
+            "--parent", str(os.getpid()), "--seed", str(self._seed + index), *target,
         ]  # fmt: skip
         report, errors = report_file.open("x+b"), error_file.open("x+b")
         handle = subprocess.Popen(
@@ -288,7 +281,7 @@ class Stressor:
                 process.errors.seek(0)
                 lines = process.errors.read().decode(errors="replace").strip().splitlines()
                 reason = lines[-1] if lines else f"exit code {code}"
-                if code == _EXIT_NO_DEVICE:
+                if code == EXIT_NO_DEVICE:
                     raise DeviceError(f"the load `{self.kind}` cannot run on {process.name}: {reason}")
                 raise RunError(f"the load `{self.kind}` on {process.name} exited: {reason}")
             _read_reports(process)
@@ -305,15 +298,8 @@ class Stressor:
         )
 
 
-def _check_level(level: float) -> float:
-    if isinstance(level, bool) or not (math.isfinite(level) and 0.0 <= level <= 1.0):
-        raise InputError(f"`level` (={level}) must be in [0, 1]: the share of the device's time to use")
-    return float(level)
-
-
 def _select_cpus(cpus: Collection[int] | None, workers: int | None) -> tuple[int, ...]:
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    selected = tuple(sorted(usable if cpus is None else set(cpus)))
+    selected = tuple(sorted(list_usable_cpus() if cpus is None else set(cpus)))
     if not selected:
         raise InputError("`cpus` must contain at least one CPU")
     if workers is None:

@@ -26,10 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from sparseflow.core.load.workloads import CpuWorkload, GpuWorkload, Workload
+from sparseflow.core.load.workloads import EXIT_NO_DEVICE, CpuWorkload, GpuWorkload, Workload
 from sparseflow.errors import DeviceError
 
-EXIT_NO_DEVICE = 3
 JITTER = 0.2
 """Relative variation of the cycle length, so that cycles do not synchronize with the measured work."""
 
@@ -138,7 +137,7 @@ class Worker:
 
 def main(arguments: Sequence[str]) -> int:
     """Run cycles until standard input ends or the parent process dies."""
-    parser = argparse.ArgumentParser(prog="python -m sparseflow.core.load")
+    parser = argparse.ArgumentParser(prog="python -m sparseflow.core.load.worker")
     parser.add_argument("--kind", required=True)
     parser.add_argument("--level", type=float, required=True)
     parser.add_argument("--period", type=float, required=True)
@@ -176,3 +175,7 @@ def _read_commands(worker: Worker) -> None:
 def _write(file: TextIO, row: dict[str, Any]) -> None:
     file.write(json.dumps(row) + "\n")
     file.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

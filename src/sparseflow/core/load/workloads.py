@@ -17,11 +17,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from sparseflow.errors import DeviceError
+
+KINDS: Mapping[str, str] = {
+    "cpu-fma": "matrix products that stay in the cache, on each CPU",
+    "cpu-stream": "copies that exceed the caches, on each CPU",
+    "gpu-matmul": "fp16 matrix products of 4096 x 4096",
+    "gpu-copy": "copies within the GPU's memory",
+}
+"""Description of each kind of load."""
+
+EXIT_NO_DEVICE = 3
+"""Exit code of a stressor process whose device does not exist or cannot run the workload."""
 
 MIB = 1 << 20
 STREAM_SLICE_BYTES = MIB
@@ -155,8 +168,6 @@ def read_cache_bytes(level: int, *, caches: Path = CACHES) -> int | None:
 
 
 def _make_fma() -> Callable[[], object]:
-    import numpy as np
-
     # Three matrices fill half of the cache, so that arithmetic and not memory is the bottleneck.
     max_side = int(((read_cache_bytes(2) or MIB) / 2 / (3 * 4)) ** 0.5) // 16 * 16
     side = min(max(max_side, 64), 256)
@@ -167,8 +178,6 @@ def _make_fma() -> Callable[[], object]:
 
 
 def _make_stream() -> Callable[[], object]:
-    import numpy as np
-
     # Each buffer is twice the last-level cache, so that no copied slice is still cached.
     cache_bytes = max(read_cache_bytes(3) or 0, read_cache_bytes(2) or 0, 16 * MIB)
     slices = min(2 * cache_bytes, 256 * MIB) // STREAM_SLICE_BYTES

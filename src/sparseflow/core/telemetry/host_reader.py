@@ -13,12 +13,12 @@ describes the host machine.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparseflow.core.device.info import list_usable_cpus
 from sparseflow.core.telemetry import procfs
 from sparseflow.core.telemetry.schema import (
     METRICS,
@@ -68,7 +68,7 @@ class HostReader:
         metrics: Collection[str] | None = None,
         proc: Path = procfs.PROC,
     ) -> None:
-        self.cpus = tuple(sorted(_list_usable_cpus() if cpus is None else set(cpus)))
+        self.cpus = tuple(sorted(list_usable_cpus() if cpus is None else set(cpus)))
         if not self.cpus:
             raise InputError("`cpus` must contain at least one CPU")
         self._proc = proc
@@ -174,9 +174,3 @@ def _has_pressure(resource: str, proc: Path) -> bool:
     except DeviceError:
         return False
     return True
-
-
-def _list_usable_cpus() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))

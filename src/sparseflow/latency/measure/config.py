@@ -20,7 +20,7 @@ import pydantic
 from pydantic import Field
 
 from sparseflow.core.config import StrictModel, load_config
-from sparseflow.core.load import KINDS
+from sparseflow.core.load.workloads import KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.latency.graph import session
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from sparseflow.core.extras import require
-from sparseflow.core.load import Stressor
+from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.errors import DeviceError, InputError, SparseFlowError

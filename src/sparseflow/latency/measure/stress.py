@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparseflow.core.load import Stressor
+from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.progress import Progress
 
 _POLL_INTERVAL_S = 0.25
@@ -33,7 +33,7 @@ class StressResult:
     """Levels of load that were held.
 
     Attributes:
-        kind: Kind of load, one of `core.load.KINDS`.
+        kind: Kind of load, one of `core.load.workloads.KINDS`.
         device: Device of the load.
         cpus: CPUs of the load; empty for a GPU.
         levels: Levels in the order of the request.
@@ -62,7 +62,7 @@ def hold_levels(
     """Load a device to each level and hold it.
 
     Args:
-        kind: Kind of load, one of `core.load.KINDS`.
+        kind: Kind of load, one of `core.load.workloads.KINDS`.
         levels: Shares of the device's time, in [0, 1].
         duration_s: Time to hold each level.
         timeout_s: Maximum time to reach a level.
