@@ -1,1 +1,1 @@
-"""Learned cost models: features, tree ensembles, cross-validation, conformal intervals, ranking metrics."""
+"""Learned cost models: tree ensembles, cross-validation splits and conformal intervals."""

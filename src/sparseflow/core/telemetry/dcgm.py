@@ -9,7 +9,7 @@ Source: NVIDIA DCGM API Reference, "Field Identifiers".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparseflow.core.telemetry.schema import METRICS
 
@@ -19,8 +19,7 @@ HOST_SOURCE = "sparseflow-host"
 GPM_SOURCE = "sparseflow-gpm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
+class Series(NamedTuple):
     """One metric name in Prometheus.
 
     Attributes:
@@ -38,101 +37,30 @@ class Series:
 
 SERIES = (
     Series(
-        name="DCGM_FI_PROF_SM_ACTIVE",
-        metric="busy",
-        scale=1.0,
-        help="Share of time in which an SM had a warp resident, averaged over the SMs.",
+        "DCGM_FI_PROF_SM_ACTIVE", "busy", 1.0, "Share of time with a warp on an SM, averaged over the SMs."
     ),
+    Series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "active", 1.0, "Share of time with an active compute engine."),
+    Series("DCGM_FI_DEV_GPU_UTIL", "active", 100.0, "Time in which a kernel ran, in percent."),
+    Series("DCGM_FI_PROF_SM_OCCUPANCY", "occupancy", 1.0, "Resident warps as a share of the maximum."),
+    Series("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "tensor", 1.0, "Share of time with active tensor pipes."),
+    Series("DCGM_FI_PROF_DRAM_ACTIVE", "dram", 1.0, "Share of time with an active memory interface."),
+    Series("DCGM_FI_PROF_PCIE_TX_BYTES", "pcie_tx", None, "Bytes sent over PCIe per second."),
+    Series("DCGM_FI_PROF_PCIE_RX_BYTES", "pcie_rx", None, "Bytes received over PCIe per second."),
+    Series("SPARSEFLOW_OTHERS_BUSY", "others", 1.0, "Busy share of the CPUs minus that of the exporter."),
+    Series("SPARSEFLOW_STEAL", "steal", 1.0, "Share of CPU time that a hypervisor gave to other guests."),
+    Series("SPARSEFLOW_QUEUE", "queue", 1.0, "Share of the runnable tasks that wait for a CPU."),
     Series(
-        name="DCGM_FI_PROF_GR_ENGINE_ACTIVE",
-        metric="active",
-        scale=1.0,
-        help="Share of time in which the compute engine was active.",
+        "SPARSEFLOW_SWITCHING", "switching", 1.0, "Share of CPU time lost to context switches, at 10 µs each."
     ),
+    Series("SPARSEFLOW_CPU_PRESSURE", "cpu_pressure", 1.0, "Share of time in which a task waited for a CPU."),
     Series(
-        name="DCGM_FI_DEV_GPU_UTIL",
-        metric="active",
-        scale=100.0,
-        help="Time in which a kernel ran, in percent.",
+        "SPARSEFLOW_MEMORY_PRESSURE",
+        "memory_pressure",
+        1.0,
+        "Share of time in which a task waited for memory.",
     ),
-    Series(
-        name="DCGM_FI_PROF_SM_OCCUPANCY",
-        metric="occupancy",
-        scale=1.0,
-        help="Resident warps as a share of the maximum.",
-    ),
-    Series(
-        name="DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
-        metric="tensor",
-        scale=1.0,
-        help="Share of time in which the tensor pipes were active.",
-    ),
-    Series(
-        name="DCGM_FI_PROF_DRAM_ACTIVE",
-        metric="dram",
-        scale=1.0,
-        help="Share of time in which the memory interface moved data.",
-    ),
-    Series(
-        name="DCGM_FI_PROF_PCIE_TX_BYTES",
-        metric="pcie_tx",
-        scale=None,
-        help="Bytes sent over PCIe per second.",
-    ),
-    Series(
-        name="DCGM_FI_PROF_PCIE_RX_BYTES",
-        metric="pcie_rx",
-        scale=None,
-        help="Bytes received over PCIe per second.",
-    ),
-    Series(
-        name="SPARSEFLOW_OTHERS_BUSY",
-        metric="others",
-        scale=1.0,
-        help="Busy share of the CPUs minus the share of the exporter.",
-    ),
-    Series(
-        name="SPARSEFLOW_STEAL",
-        metric="steal",
-        scale=1.0,
-        help="Share of CPU time that a hypervisor gave to other guests.",
-    ),
-    Series(
-        name="SPARSEFLOW_QUEUE",
-        metric="queue",
-        scale=1.0,
-        help="Share of the runnable tasks that wait for a CPU.",
-    ),
-    Series(
-        name="SPARSEFLOW_SWITCHING",
-        metric="switching",
-        scale=1.0,
-        help="Share of CPU time lost to context switches, at 10 microseconds each.",
-    ),
-    Series(
-        name="SPARSEFLOW_CPU_PRESSURE",
-        metric="cpu_pressure",
-        scale=1.0,
-        help="Share of time in which some task waited for a CPU.",
-    ),
-    Series(
-        name="SPARSEFLOW_MEMORY_PRESSURE",
-        metric="memory_pressure",
-        scale=1.0,
-        help="Share of time in which some task waited for memory.",
-    ),
-    Series(
-        name="SPARSEFLOW_IO_PRESSURE",
-        metric="io_pressure",
-        scale=1.0,
-        help="Share of time in which some task waited for input or output.",
-    ),
-    Series(
-        name="SPARSEFLOW_MEMORY_USED",
-        metric="memory_used",
-        scale=1.0,
-        help="Share of memory that a new process cannot use.",
-    ),
+    Series("SPARSEFLOW_IO_PRESSURE", "io_pressure", 1.0, "Share of time in which a task waited for I/O."),
+    Series("SPARSEFLOW_MEMORY_USED", "memory_used", 1.0, "Share of memory that a new process cannot use."),
 )
 """All series. If two series provide one metric, the first is preferred."""
 
