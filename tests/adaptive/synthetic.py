@@ -15,6 +15,7 @@ import torch
 
 from sparseflow.adaptive.plan.space import ModelGeometry, PlanSpace
 from sparseflow.adaptive.policy.outcomes import OutcomeTable
+from sparseflow.adaptive.policy.policies import LookupTablePolicy
 
 WIDTH = 16
 MIN_BLOCKS, MIN_EXPERTS = 16, 7
@@ -41,7 +42,7 @@ def make_outcomes(
     """Return a table of requests.
 
     Args:
-        samples: Number of requests; groups of four share an image.
+        samples: Number of requests.
         seed: Random seed.
         repeats: Number of latencies per plan.
         jitter: Standard deviation of the logarithm of a latency.
@@ -83,8 +84,12 @@ def make_outcomes(
         latency_ms=torch.from_numpy(latency_ms.astype(np.float32)),
         language=torch.from_numpy(language.astype(np.float32)),
         tokens=torch.from_numpy(tokens.astype(np.float32)),
-        images=torch.arange(samples) // 4,
     )
+
+
+def make_lookup_policy(table: OutcomeTable, *, quantile: float = 0.99) -> LookupTablePolicy:
+    """Return the lookup table of a table of outcomes, with latency bounds at a quantile."""
+    return LookupTablePolicy(accuracy=table.correct.mean(0), costs_ms=table.latency_quantiles_ms(quantile))
 
 
 def compute_max_goodput(

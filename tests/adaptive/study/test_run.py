@@ -151,7 +151,7 @@ def test_what_is_refused(studied: Path, study_inputs: Path, tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"`num_seeds` \(=0\)"):
         train(replace(config, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, num_seeds=0)
     with pytest.raises(InputError, match=r"steps"):
-        train(small.make_config(study_inputs, out=studied), replace(small.CONFIG, steps=9), num_seeds=2)
+        train(small.make_config(study_inputs, out=studied), small.CONFIG.model_copy(update={"steps": 9}), num_seeds=2)
     other = Controllers.load(studied / "controllers.safetensors")
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")

@@ -1,4 +1,4 @@
-"""GRPO: its gradient against enumerated expectations on small bandits, in float64."""
+"""GRPO: gradients against enumerated expectations of small bandits, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflow.adaptive.training.grpo import (
-    FLOOR,
+    MIN_SCALE,
     center_rewards,
     compute_advantages,
     compute_grpo_loss,
@@ -26,7 +26,7 @@ def bandit() -> torch.Tensor:
     return torch.tensor([0.3, -0.2, 0.8], dtype=torch.float64, requires_grad=True)
 
 
-def simple(
+def compute_policy_loss(
     log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float = 0.2
 ) -> torch.Tensor:
     zero = torch.zeros_like(log_prob)
@@ -36,21 +36,21 @@ def simple(
 
 
 @pytest.mark.parametrize("group", [2, 3, 4])
-def test_the_expected_gradient_is_that_of_the_expected_reward(group: int) -> None:
-    """Over all groups, it is −(g − 1) / g · ∇E[r]: the group's mean holds the choice itself."""
+def test_expected_gradient_is_gradient_of_expected_reward(group: int) -> None:
+    """The factor is −(g − 1) / g, because the mean of a group contains the choice itself."""
     logits = bandit()
     total = torch.zeros(3, dtype=torch.float64)
     for arms in itertools.product(range(3), repeat=group):
         log_prob = logits.log_softmax(0)[list(arms)]
         advantage = center_rewards(REWARDS[list(arms)][None])[0]
-        loss = simple(log_prob, log_prob.detach(), advantage)
+        loss = compute_policy_loss(log_prob, log_prob.detach(), advantage)
         (gradient,) = torch.autograd.grad(loss, logits)
         total += log_prob.sum().exp().detach() * gradient
     (target,) = torch.autograd.grad((logits.softmax(0) * REWARDS).sum(), logits)
     torch.testing.assert_close(total, -(group - 1) / group * target, rtol=1e-12, atol=1e-14)
 
 
-def test_the_divergence_is_estimated_without_bias() -> None:
+def test_estimate_kl_is_unbiased() -> None:
     """The mean of k3 over the policy's own draws is the divergence; at the reference its gradient is 0."""
     logits = bandit()
     new, reference = logits.log_softmax(0), torch.tensor([0.5, 0.1, 0.4], dtype=torch.float64).log()
@@ -61,15 +61,15 @@ def test_the_divergence_is_estimated_without_bias() -> None:
 
 
 @given(st.floats(-8, 0), st.floats(-8, 0))
-def test_the_divergence_is_never_negative(first: float, other: float) -> None:
-    actual = float(
+def test_estimate_kl_is_non_negative(first: float, other: float) -> None:
+    kl = float(
         estimate_kl(torch.tensor(first, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
     )
-    assert actual >= 0.0
-    assert actual > 0.0 or abs(other - first) < 1e-6
+    assert kl >= 0.0
+    assert kl > 0.0 or abs(other - first) < 1e-6
 
 
-def test_a_choice_that_was_given_up_has_a_finite_divergence() -> None:
+def test_estimate_kl_of_negligible_probability_has_finite_gradient() -> None:
     log_prob = torch.tensor([-500.0], requires_grad=True)
     estimate_kl(log_prob, torch.tensor([-1.0])).sum().backward()
     assert log_prob.grad is not None and math.isfinite(float(log_prob.grad))
@@ -79,28 +79,28 @@ def test_a_choice_that_was_given_up_has_a_finite_divergence() -> None:
     ("ratio", "advantage", "value", "moves"),
     [
         (1.0, 2.0, -2.0, True),
-        (1.5, 2.0, -2.4, False),  # likelier and good: enough
-        (0.5, 2.0, -1.0, True),  # good, but less likely than it was: back
-        (0.5, -2.0, 1.6, False),  # less likely and bad: enough
-        (1.5, -2.0, 3.0, True),  # bad, but likelier than it was: back
+        (1.5, 2.0, -2.4, False),
+        (0.5, 2.0, -1.0, True),
+        (0.5, -2.0, 1.6, False),
+        (1.5, -2.0, 3.0, True),
     ],
 )
-def test_the_clipped_ratio_by_hand(ratio: float, advantage: float, value: float, moves: bool) -> None:
+def test_policy_loss_clips_ratio(ratio: float, advantage: float, value: float, moves: bool) -> None:
     log_prob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old = torch.zeros(1, dtype=torch.float64)
-    loss = simple(log_prob, old, torch.tensor([advantage], dtype=torch.float64))
+    loss = compute_policy_loss(log_prob, old, torch.tensor([advantage], dtype=torch.float64))
     assert float(loss.detach()) == pytest.approx(value)
     loss.backward()
     assert log_prob.grad is not None
     assert float(log_prob.grad) == pytest.approx(-ratio * advantage if moves else 0.0)
 
 
-def test_all_terms_and_their_signs() -> None:
+def test_grpo_loss_sums_terms() -> None:
     log_prob = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     old, reference = log_prob - math.log(2.0), log_prob + 0.5
-    advantage, spread = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 1.5])
+    advantage, entropy = torch.tensor([1.0, -1.0]), torch.tensor([0.5, 1.5])
     loss = compute_grpo_loss(
-        log_prob, old, reference, advantage, spread, clip=0.2, kl_weight=0.1, entropy_weight=0.01
+        log_prob, old, reference, advantage, entropy, clip=0.2, kl_weight=0.1, entropy_weight=0.01
     )
     policy, divergence = -(1.2 - 2.0) / 2, math.exp(0.5) - 0.5 - 1
     assert float(loss.policy) == pytest.approx(policy)
@@ -110,7 +110,7 @@ def test_all_terms_and_their_signs() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_advantages_sum_to_zero_in_each_group_and_keep_its_order(rows: list[list[float]]) -> None:
+def test_advantages_have_zero_mean_and_keep_order(rows: list[list[float]]) -> None:
     rewards = torch.tensor(rows, dtype=torch.float64)
     advantages = compute_advantages(rewards)
     torch.testing.assert_close(
@@ -120,7 +120,7 @@ def test_advantages_sum_to_zero_in_each_group_and_keep_its_order(rows: list[list
     assert bool((ordered.diff(dim=1) >= -1e-12).all())
 
 
-def test_jitter_is_not_blown_up() -> None:
+def test_advantages_of_jitter_stay_small() -> None:
     jitter = torch.tensor([[1.0, 1.0001, 0.9999, 1.0]])
     assert float(compute_advantages(jitter).abs().max()) < 0.003
     # Beside a group that really differs, a constant first stays at nothing.
@@ -128,17 +128,17 @@ def test_jitter_is_not_blown_up() -> None:
     assert advantages[1].tolist() == [0.0, 0.0] and float(advantages[0, 1]) == pytest.approx(math.sqrt(2))
 
 
-def test_the_scale_may_be_that_of_all_processes() -> None:
+def test_advantages_with_variance_use_it() -> None:
     rewards = torch.tensor([[0.0, 1.0]])
     torch.testing.assert_close(
         compute_advantages(rewards, variance=torch.tensor(4.0)), center_rewards(rewards) / 2
     )
     torch.testing.assert_close(
-        compute_advantages(rewards, variance=torch.tensor(0.0)), center_rewards(rewards) / FLOOR
+        compute_advantages(rewards, variance=torch.tensor(0.0)), center_rewards(rewards) / MIN_SCALE
     )
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (2, 2, 2)])
-def test_a_group_of_one_teaches_nothing(shape: tuple[int, ...]) -> None:
+def test_center_rewards_without_groups_raises(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError):
         center_rewards(torch.zeros(shape))

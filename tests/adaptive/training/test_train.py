@@ -1,13 +1,12 @@
-"""Training by GRPO: it beats the lookup table, goes on where it was stopped, and stops where it fails."""
+"""Controller training: goodput, resume, determinism and failures."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,16 @@ import torch
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.controllers.networks import Stage1
 from sparseflow.adaptive.policy.evaluation import compare_policies, evaluate_policy
-from sparseflow.adaptive.policy.outcomes import OutcomeTable, QuantileLatencies, budget_grid
-from sparseflow.adaptive.policy.policies import ControllerPolicy, ImitationPolicy, LookupTablePolicy
+from sparseflow.adaptive.policy.outcomes import OutcomeTable, budget_grid
+from sparseflow.adaptive.policy.policies import ControllerPolicy, ImitationPolicy
 from sparseflow.adaptive.training.config import GrpoConfig
-from sparseflow.adaptive.training.grpo import Reward
 from sparseflow.adaptive.training.joint import JointTrainer
 from sparseflow.adaptive.training.train import CONTROLLERS, ControllerTrainResult, train
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
-from tests.adaptive.synthetic import compute_max_goodput, make_outcomes, make_space
+from tests.adaptive.synthetic import compute_max_goodput, make_lookup_policy, make_outcomes, make_space
 from tests.killed import ROOT, environment, run_script
 
 ALONE = DistributedContext(rank=0, world_size=1, device=torch.device("cpu"))
@@ -53,57 +51,55 @@ def quick(folder: Path, progress: Any = None, **changes: Any) -> ControllerTrain
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     state = torch.load(folder / CHECKPOINT_FILE, weights_only=True)
-    return state["run"]["controllers"]
+    return state["task"]["controllers"]
 
 
 def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(first, other, rtol=0.0, atol=0.0)
 
 
-def beats(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
-    """How much more goodput than the lookup table at least; how much less than can be reached; attainment."""
+def measure_gain(steps: int, folder: Path, *, masked: bool, seed: int) -> tuple[float, float, float, float]:
+    """Gain over the lookup table (lower end), shortfall from the best policy, attainment, and mean gain."""
     train_table, held_out, test = (
         make_outcomes(1024, seed=1),
         make_outcomes(256, seed=2),
         make_outcomes(256, seed=3),
     )
-    costs = QuantileLatencies.from_outcomes(train_table, 0.99) if masked else None
+    costs_ms = train_table.latency_quantiles_ms() if masked else None
     settings = GrpoConfig(steps=steps, seed=seed)
-    train_result = train(settings, train_table, folder, held_out=held_out, model_id="m", costs=costs)
+    train_result = train(settings, train_table, folder, held_out=held_out, model_id="m", costs_ms=costs_ms)
     budgets = budget_grid(train_table.budget_range_ms(), 24)
-    lookup = evaluate_policy(LookupTablePolicy.from_outcomes(train_table), test, budgets)
-    own_result = evaluate_policy(
-        ControllerPolicy(controllers=train_result.controllers, costs=costs), test, budgets
+    lookup = evaluate_policy(make_lookup_policy(train_table), test, budgets)
+    evaluation = evaluate_policy(
+        ControllerPolicy(controllers=train_result.controllers, costs_ms=costs_ms), test, budgets
     )
-    bound = compute_max_goodput(
-        256, seed=3, budgets_ms=budgets, costs_ms=train_table.latency_quantiles_ms(0.99) if masked else None
-    ).mean()
-    gain = compare_policies(own_result, lookup)["goodput"]
-    return gain.low, float(bound) - own_result.goodput.mean, own_result.attainment.mean, gain.mean
+    bound = compute_max_goodput(256, seed=3, budgets_ms=budgets, costs_ms=costs_ms).mean()
+    gain = compare_policies(evaluation, lookup)["goodput"]
+    return gain.low, float(bound) - evaluation.goodput.mean, evaluation.attainment.mean, gain.mean
 
 
-def test_it_beats_the_lookup_table_soon(tmp_path: Path) -> None:
-    gain, short, attained, _ = beats(40, tmp_path, masked=True, seed=0)
-    assert gain > 0.03 and short < 0.06 and attained > 0.99
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_comes_near_to_what_can_be_reached(seed: int, tmp_path: Path) -> None:
-    gain, short, attained, _ = beats(150, tmp_path, masked=True, seed=seed)
-    assert gain > 0.07 and short < 0.02 and attained > 0.995
+def test_train_masked_beats_lookup_table(tmp_path: Path) -> None:
+    gain, shortfall, attainment, _ = measure_gain(40, tmp_path, masked=True, seed=0)
+    assert gain > 0.03 and shortfall < 0.06 and attainment > 0.99
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_rewards_alone_teach_latency(seed: int, tmp_path: Path) -> None:
-    gain, short, attained, _ = beats(150, tmp_path, masked=False, seed=seed)
-    assert gain > 0.05 and short < 0.07 and attained > 0.98
+def test_train_masked_approaches_max_goodput(seed: int, tmp_path: Path) -> None:
+    gain, shortfall, attainment, _ = measure_gain(150, tmp_path, masked=True, seed=seed)
+    assert gain > 0.07 and shortfall < 0.02 and attainment > 0.995
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_train_unmasked_learns_latency_from_rewards(seed: int, tmp_path: Path) -> None:
+    gain, shortfall, attainment, _ = measure_gain(150, tmp_path, masked=False, seed=seed)
+    assert gain > 0.05 and shortfall < 0.07 and attainment > 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unbroken:
-    """A training that nothing stopped: not to be written to."""
+class CompleteRun:
+    """Directory and result of an uninterrupted training; read only."""
 
     folder: Path
     trained: ControllerTrainResult
@@ -111,21 +107,21 @@ class Unbroken:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    folder, messages = tmp_path_factory.mktemp("unbroken"), []
-    return Unbroken(
+def complete_run(tmp_path_factory: pytest.TempPathFactory) -> CompleteRun:
+    folder, messages = tmp_path_factory.mktemp("complete"), []
+    return CompleteRun(
         folder=folder, trained=quick(folder, lambda *event: messages.append(event)), messages=messages
     )
 
 
-def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
-    trained, folder, messages = unbroken.trained, unbroken.folder, unbroken.messages
+def test_train_writes_history_and_best_controllers(complete_run: CompleteRun) -> None:
+    trained, folder, messages = complete_run.trained, complete_run.folder, complete_run.messages
     rows = list(read_history(folder))
     train_table = [row for row in rows if row["kind"] == "train"]
     evaluations = [row for row in rows if row["kind"] == "held_out"]
     assert [row["step"] for row in train_table] == list(range(1, 13))
     assert [row["step"] for row in evaluations] == [0, 4, 8, 12], (
-        "the first look is before anything was learnt"
+        "the first validation precedes the first step"
     )
     assert "imitation" in train_table[3] and {"reward", "accuracy", "attainment", "kl", "multiplier"} < set(
         train_table[4]
@@ -134,20 +130,18 @@ def test_the_folder_tells_what_happened(unbroken: Unbroken) -> None:
     best = max(evaluations, key=lambda row: (row["score"], row["step"]))
     assert trained.step == best["step"] and trained.validation["score"] == best["score"]
     loaded = Controllers.load(folder / CONTROLLERS, model_id="m")
-    assert loaded.plan_frequency.sum() == pytest.approx(1.0), (
-        "of the plans, how often each was chosen on the held-out"
-    )
+    assert loaded.plan_frequency.sum() == pytest.approx(1.0)
     assert_same(dict(loaded.state_dict()), dict(trained.controllers.state_dict()))
     second_trainer = JointTrainer(config(), tables()[0], None, "m", ALONE)
     second_trainer.controllers.load_state_dict(loaded.state_dict())
     assert second_trainer.validate(tables()[1]) == trained.validation
 
 
-def test_a_finished_training_is_not_done_again_and_another_is_refused(
-    unbroken: Unbroken, tmp_path: Path
+def test_train_in_finished_directory_loads_result_or_raises(
+    complete_run: CompleteRun, tmp_path: Path
 ) -> None:
-    first = unbroken.trained
-    shutil.copytree(unbroken.folder, tmp_path, dirs_exist_ok=True)
+    first = complete_run.trained
+    shutil.copytree(complete_run.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / CONTROLLERS).unlink()
     resumed = quick(tmp_path, lambda *_: pytest.fail("it trained"))
     assert (resumed.step, resumed.validation) == (first.step, first.validation)
@@ -177,58 +171,57 @@ for step in sys.argv[2:]:
     killed_when(partial(quick, Path(sys.argv[1], step)), lambda _, share: share > float(step) / 12 - 0.01)
 """
 KILLS = {3: 1, 7: 6}
-"""In which step a training is killed, and the one that it then goes on with."""
+"""Step in which a training is killed -> first step after the resume."""
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of trainings that SIGKILL ended, by the step: processes forked from one that imported all."""
+    """Directories of killed trainings, named by the step; one process imports the modules for all."""
     root = tmp_path_factory.mktemp("killed")
     run_script(KILLED, str(root), *map(str, KILLS))
     return root
 
 
 @pytest.mark.parametrize("dies", KILLS)
-def test_after_sigkill_it_goes_on_as_if_unbroken(dies: int, killed: Path, unbroken: Unbroken) -> None:
+def test_train_after_sigkill_gives_same_weights(dies: int, killed: Path, complete_run: CompleteRun) -> None:
     folder = killed / str(dies)
-    assert Controllers.load(folder / CONTROLLERS).model_id == "m", "the best so far is there at any time"
+    assert Controllers.load(folder / CONTROLLERS).model_id == "m"
     steps: list[int] = []
     resumed = quick(folder, lambda _, share: steps.append(round(12 * share)))
     assert steps == list(range(KILLS[dies], 13))
-    target = unbroken.trained
+    target = complete_run.trained
     assert (resumed.step, resumed.validation) == (target.step, target.validation)
-    assert_same(weights(folder), weights(unbroken.folder))
+    assert_same(weights(folder), weights(complete_run.folder))
     assert_same(dict(resumed.controllers.state_dict()), dict(target.controllers.state_dict()))
-    assert list(read_history(folder)) == list(read_history(unbroken.folder))
+    assert list(read_history(folder)) == list(read_history(complete_run.folder))
 
 
-def test_seeds_and_the_global_generator(unbroken: Unbroken, tmp_path: Path) -> None:
+def test_train_depends_on_seed_and_not_on_global_generator(complete_run: CompleteRun, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
     quick(tmp_path / "same")
     assert torch.equal(torch.rand(1), expected), "the global generator was used"
-    assert_same(weights(unbroken.folder), weights(tmp_path / "same"))
+    assert_same(weights(complete_run.folder), weights(tmp_path / "same"))
     quick(tmp_path / "other", seed=1)
     assert not torch.equal(
-        weights(unbroken.folder)["stage1.fuse.weight"], weights(tmp_path / "other")["stage1.fuse.weight"]
+        weights(complete_run.folder)["stage1.fuse.weight"], weights(tmp_path / "other")["stage1.fuse.weight"]
     )
 
 
 @pytest.mark.parametrize("broken", ["logits", "gradient"])
-def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
+def test_train_with_non_finite_values_raises_and_keeps_checkpoint(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     if broken == "logits":
         forward = Stage1.forward
 
-        def nan(self: Stage1, *args: torch.Tensor) -> dict[str, torch.Tensor]:
+        def nan(self: Stage1, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
             calls.append(1)
-            actual = forward(self, *args)
-            return {
-                name: value * (float("nan") if len(calls) == 40 else 1.0) for name, value in actual.items()
-            }
+            return tuple(
+                logits * (float("nan") if len(calls) == 40 else 1.0) for logits in forward(self, *args)
+            )
 
         monkeypatch.setattr(Stage1, "forward", nan)
     else:
@@ -251,8 +244,7 @@ def test_what_is_not_finite_stops_it_and_keeps_the_checkpoint(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
-    """The gradients that each of several processes would average, against those of one; in turn, here."""
+def test_processes_divide_minibatches_of_one_process(size: int) -> None:
     settings = config(warm_start=0)
     train_table, _ = tables()
     single = JointTrainer(settings, train_table, None, "m", ALONE)
@@ -286,7 +278,6 @@ def test_processes_share_prompts_and_make_the_update_of_one(size: int) -> None:
 
 RANK = """
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from tests.adaptive.training.test_train import quick
 quick(Path(sys.argv[1]), steps=3, warm_start=1)
@@ -294,7 +285,7 @@ quick(Path(sys.argv[1]), steps=3, warm_start=1)
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+def test_train_with_two_processes_equals_one_process(tmp_path: Path) -> None:
     single = quick(tmp_path / "one", steps=3, warm_start=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -329,7 +320,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     assert resumed.validation == pytest.approx(single.validation, rel=1e-3)
 
 
-def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
+def test_train_by_imitation_of_text_model_reduces_loss(tmp_path: Path) -> None:
     plans = make_space(depth=3, top_k=2, tiers=0)
     train_table, held_out = make_outcomes(48, seed=1, plans=plans), make_outcomes(24, seed=2, plans=plans)
     train_result = train(
@@ -347,7 +338,7 @@ def test_supervised_alone_and_a_model_of_few_choices(tmp_path: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_environments_of_other_plans(tmp_path: Path) -> None:
+def test_train_with_held_out_of_other_plans_raises(tmp_path: Path) -> None:
     train_table, _ = tables()
     with pytest.raises(InputError):
         train(
@@ -362,26 +353,14 @@ def test_environments_of_other_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"group": 8}, "`group`"), ({"steps": -1}, "`steps`"), ({"steps": 0}, ""),
-        ({"rate": 0.0}, "`rate`"), ({"rate": float("nan")}, "`rate`"), ({"clip": -1.0}, "`clip`"),
-        ({"kl": -0.1}, "`kl`"), ({"entropy": float("inf")}, "`entropy`"), ({"prompts": 5}, ""),
-        ({"multiplier": 20.0}, ""), ({"violations": 1.0}, "`target`"),
-        ({"budgets_ms": (5.0, 1.0)}, ""), ({"seed": True}, "`seed`"),
-        ({"validate_every": 0}, "`validate_every`"),
+        ({"group": 8}, "group"), ({"steps": -1}, "steps"), ({"steps": 0}, ""),
+        ({"rate": 0.0}, "rate"), ({"rate": float("nan")}, "rate"), ({"clip": -1.0}, "clip"),
+        ({"kl": -0.1}, "kl"), ({"entropy": float("inf")}, "entropy"), ({"prompts": 5}, ""),
+        ({"multiplier": 20.0}, ""), ({"violations": 1.0}, "violations"),
+        ({"budgets_ms": (5.0, 1.0)}, ""), ({"seed": True}, "seed"),
+        ({"validate_every": 0}, "validate_every"),
     ],
 )  # fmt: skip
-def test_settings_that_are_refused(change: dict[str, Any], match: str) -> None:
-    with pytest.raises(InputError, match=match or None):
+def test_config_with_invalid_setting_raises(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match or None):
         GrpoConfig(**change)
-
-
-def test_the_rate_rises_and_falls() -> None:
-    settings = GrpoConfig(steps=100)
-    rates = [settings.learning_rate_at(step, 100) for step in range(100)]
-    assert max(rates) == settings.rate == rates[5] and rates[0] == settings.rate / 5
-    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] > 0.0
-
-
-def test_settings_are_json() -> None:
-    settings = GrpoConfig(reward=Reward(excess=0.5), budgets_ms=(10.0, 20.0))
-    assert json.loads(json.dumps(asdict(settings)))["reward"] == {"excess": 0.5}

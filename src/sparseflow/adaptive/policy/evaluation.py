@@ -1,9 +1,10 @@
-"""Evaluation of policies: accuracy, attainment, goodput and regret, with bootstrap intervals over images."""
+"""Evaluation of policies: accuracy, attainment, goodput and regret, with bootstrap intervals over samples."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from sparseflow.adaptive.controllers.budget_encoding import check_budgets
 from sparseflow.adaptive.policy.outcomes import OutcomeTable
 from sparseflow.adaptive.policy.policies import MarginPolicy, OraclePolicy, Policy, fraction_in_time
+from sparseflow.core.checks import check_between
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
 
@@ -23,15 +25,11 @@ MEASURES = ("accuracy", "attainment", "goodput", "regret")
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapEstimate:
-    """Mean over requests with a 95 % bootstrap interval over images."""
+    """Mean over requests with a 95 % bootstrap interval over samples."""
 
     mean: float
     low: float
     high: float
-
-    def to_dict(self) -> dict[str, float]:
-        """Convert to JSON data."""
-        return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +47,6 @@ class PolicyEvaluation:
         margin: Mean fraction of the budget that the policy was given.
         met: Whether the target attainment was met on the validation split; None without a target.
         per_request: Measure -> values of each sample and budget, [samples, budgets].
-        images: Image of each sample.
     """
 
     name: str
@@ -62,13 +59,14 @@ class PolicyEvaluation:
     margin: float
     met: bool | None
     per_request: Mapping[str, Tensor]
-    images: Sequence[int]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data, without the values per request."""
-        estimates = {name: getattr(self, name).to_dict() for name in MEASURES}
-        scalars = {"latency_ms": self.latency_ms, "margin": self.margin, "met": self.met}
-        return {"name": self.name, **estimates, **scalars, "curve": [dict(row) for row in self.curve]}
+        return {
+            "name": self.name, **{name: asdict(getattr(self, name)) for name in MEASURES},
+            "latency_ms": self.latency_ms, "margin": self.margin, "met": self.met,
+            "curve": [dict(row) for row in self.curve],
+        }  # fmt: skip
 
 
 def evaluate_policy(
@@ -88,15 +86,15 @@ def evaluate_policy(
         InputError: A budget is NaN or not above 0, or there is no policy, or policies of different kinds.
     """
     policies = list(policy) if isinstance(policy, Sequence) else [policy]
-    if len({item.name for item in policies}) != 1:
-        raise InputError(
-            "policies evaluated together must be of the same kind, at least one; got "
-            f"{[item.name for item in policies]}"
-        )
+    names = [policy.name for policy in policies]
+    if len(set(names)) != 1:
+        raise InputError(f"policies evaluated together must be of the same kind, at least one; got {names}")
     budgets = check_budgets(budgets_ms).sort().values
     oracle_results = _evaluate_samples(OraclePolicy(), outcomes, budgets)
-    results = [_evaluate_samples(item, outcomes, budgets) for item in policies]
-    mean_results = {name: torch.stack([item[name] for item in results]).mean(0) for name in oracle_results}
+    results = [_evaluate_samples(policy, outcomes, budgets) for policy in policies]
+    mean_results = {
+        name: torch.stack([result[name] for result in results]).mean(0) for name in oracle_results
+    }
     mean_results["regret"] = oracle_results["goodput"] - mean_results["goodput"]
     per_request = {name: mean_results[name] for name in MEASURES}
     curve = [
@@ -104,16 +102,15 @@ def evaluate_policy(
         | {name: float(mean_results[name][:, index].mean()) for name in MEASURES[:3]}
         for index, budget in enumerate(budgets)
     ]
-    margins = [item for item in policies if isinstance(item, MarginPolicy)]
-    estimates = {name: _bootstrap(item.mean(1), outcomes.groups) for name, item in per_request.items()}
+    margin_policies = [policy for policy in policies if isinstance(policy, MarginPolicy)]
+    estimates = {name: _bootstrap(values.mean(1)) for name, values in per_request.items()}
     return PolicyEvaluation(
-        name=policies[0].name,
+        name=names[0],
         latency_ms=float(mean_results["latency_ms"].mean()),
         curve=curve,
-        margin=sum(item.margin for item in margins) / len(margins) if margins else 1.0,
-        met=all(item.met for item in margins) if margins else None,
+        margin=statistics.fmean(policy.margin for policy in margin_policies) if margin_policies else 1.0,
+        met=all(policy.met for policy in margin_policies) if margin_policies else None,
         per_request=per_request,
-        images=outcomes.groups,
         **estimates,
     )
 
@@ -125,10 +122,10 @@ def compare_policies(
     samples: Tensor | None = None,
     budgets: slice = slice(None),
 ) -> dict[str, BootstrapEstimate]:
-    """Paired gain of `one` over `other` in accuracy, attainment and goodput.
+    """Paired gain of `first` over `other` in accuracy, attainment and goodput.
 
     Args:
-        one: Results of a policy.
+        first: Results of a policy.
         other: Results of another policy.
         samples: Samples to include, [samples] bool; default: all.
         budgets: Budgets to include, in ascending order.
@@ -137,19 +134,19 @@ def compare_policies(
         InputError: The results belong to different samples or budgets, or nothing is included.
     """
     budget_lists = [[row["budget_ms"] for row in evaluation.curve] for evaluation in (first, other)]
-    if list(first.images) != list(other.images) or budget_lists[0] != budget_lists[1]:
+    num_samples = len(first.per_request["goodput"])
+    if num_samples != len(other.per_request["goodput"]) or budget_lists[0] != budget_lists[1]:
         raise InputError(
             f"{first.name} and {other.name} were evaluated on different samples or budgets; "
             "evaluate both on one table"
         )
-    mask = torch.ones(len(first.images), dtype=torch.bool) if samples is None else samples
+    mask = torch.ones(num_samples, dtype=torch.bool) if samples is None else samples
     if not bool(mask.any()) or not budget_lists[0][budgets]:
         raise InputError("no sample or budget to compare policies on")
-    images = [image for image, is_in in zip(first.images, mask.tolist(), strict=True) if is_in]
     gains = {}
     for name in MEASURES[:3]:
         gain = first.per_request[name] - other.per_request[name]
-        gains[name] = _bootstrap(gain[mask][:, budgets].mean(1), images)
+        gains[name] = _bootstrap(gain[mask][:, budgets].mean(1))
     return gains
 
 
@@ -170,23 +167,22 @@ def calibrate_margin(
     Raises:
         InputError: `attainment` is not in [0, 1].
     """
-    if not 0.0 <= attainment <= 1.0:
-        raise InputError(f"`attainment` (={attainment}) must be from 0 to 1")
+    check_between(0.0, 1.0, attainment=attainment)
     budgets = check_budgets(budgets_ms)
     results: dict[float, tuple[float, float]] = {}
 
-    def best(margins: Sequence[float]) -> float:
+    def select_best(margins: Sequence[float]) -> float:
         for margin in margins:
             metrics = _evaluate_samples(MarginPolicy(policy=policy, margin=margin), validation, budgets)
             results[margin] = float(metrics["attainment"].mean()), float(metrics["accuracy"].mean())
         target = min(attainment, max(attained for attained, _ in results.values()))
         return max(
-            (margin_ for margin_ in results if results[margin_][0] >= target),
-            key=lambda first: results[first][1],
+            (margin for margin in results if results[margin][0] >= target),
+            key=lambda margin: results[margin][1],
         )
 
-    coarse = best(MARGINS)
-    margin = best([round(coarse + 0.01 * step, 2) for step in range(-4, 5) if step])
+    coarse = select_best(MARGINS)
+    margin = select_best([round(coarse + 0.01 * step, 2) for step in range(-4, 5) if step])
     return MarginPolicy(policy=policy, margin=margin, met=results[margin][0] >= attainment)
 
 
@@ -207,6 +203,6 @@ def _evaluate_samples(policy: Policy, outcomes: OutcomeTable, budgets_ms: Tensor
     return {name: values.view(count, num_budgets) for name, values in metrics.items()}
 
 
-def _bootstrap(values: Tensor, images: Sequence[int]) -> BootstrapEstimate:
-    low, high = bootstrap_mean(values.double().numpy(), images)
+def _bootstrap(values: Tensor) -> BootstrapEstimate:
+    low, high = bootstrap_mean(values.double().numpy())
     return BootstrapEstimate(mean=float(values.double().mean()), low=low, high=high)

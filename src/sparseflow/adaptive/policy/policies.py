@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sparseflow.adaptive.controllers.budget_encoding import check_budgets
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.outcomes import Costs, OutcomeTable, QuantileLatencies, find_feasible
+from sparseflow.adaptive.policy.outcomes import OutcomeTable, find_feasible
+from sparseflow.core.checks import check_positive
 from sparseflow.errors import InputError
 
 _BLOCK = 2048
@@ -57,24 +58,16 @@ class LookupTablePolicy:
 
     Attributes:
         accuracy: Mean score of each plan, [plans].
-        costs: Latency bounds.
+        costs_ms: Latency bound of each plan, [plans].
     """
 
     accuracy: Tensor
-    costs: Costs
+    costs_ms: Tensor
     name: str = "lookup table"
 
-    @classmethod
-    def from_outcomes(cls, outcomes: OutcomeTable, *, quantile: float = 0.99) -> LookupTablePolicy:
-        """Derive the policy from a table, with latency bounds at a quantile."""
-        return cls(
-            accuracy=outcomes.correct.mean(0), costs=QuantileLatencies.from_outcomes(outcomes, quantile)
-        )
-
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        costs_ms = self.costs(outcomes, samples)
-        fits = find_feasible(costs_ms, check_budgets(budgets_ms))
-        return argmax_with_ties(self.accuracy.expand(len(samples), -1), fits, -costs_ms)
+        fits = find_feasible(self.costs_ms, check_budgets(budgets_ms))
+        return argmax_with_ties(self.accuracy.expand_as(fits), fits, -self.costs_ms.expand_as(fits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +112,16 @@ class RandomPolicy:
     """A random plan that fits.
 
     Attributes:
-        costs: Latency bounds.
+        costs_ms: Latency bound of each plan, [plans].
         seed: Random seed; the same requests get the same plans.
     """
 
-    costs: Costs
+    costs_ms: Tensor
     seed: int = 0
     name: str = "random"
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
-        fits = find_feasible(self.costs(outcomes, samples), check_budgets(budgets_ms))
+        fits = find_feasible(self.costs_ms, check_budgets(budgets_ms))
         random_scores = np.random.default_rng(self.seed).random(tuple(fits.shape), np.float32)
         return torch.from_numpy(random_scores).masked_fill(~fits, -1.0).argmax(1)
 
@@ -176,11 +169,11 @@ class ControllerPolicy:
 
     Attributes:
         controllers: Controllers of the model that the outcomes belong to.
-        costs: Latency bounds: plans above the budget are masked. None masks nothing.
+        costs_ms: Latency bound of each plan, [plans]; plans above the budget are masked. None masks nothing.
     """
 
     controllers: Controllers
-    costs: Costs | None = None
+    costs_ms: Tensor | None = None
     name: str = "controllers"
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
@@ -191,7 +184,7 @@ class ControllerPolicy:
         plans = []
         with torch.no_grad():
             for block, budgets in zip(samples.split(_BLOCK), budgets_ms.split(_BLOCK), strict=True):
-                allowed = None if self.costs is None else find_feasible(self.costs(outcomes, block), budgets)
+                allowed = None if self.costs_ms is None else find_feasible(self.costs_ms, budgets)
                 choice = self.controllers.choose(
                     outcomes.get_language(block), budgets,
                     lambda rows, tiers, positions, block=block: outcomes.get_latency_tokens(
@@ -226,8 +219,7 @@ class MarginPolicy:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.margin < float("inf"):
-            raise InputError(f"`margin` (={self.margin}) must be above 0 and finite")
+        check_positive(margin=self.margin)
         object.__setattr__(self, "name", self.name or self.policy.name)
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:

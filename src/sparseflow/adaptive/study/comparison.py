@@ -8,7 +8,7 @@ not calibrated: regret is measured against it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from sparseflow.adaptive.policy.evaluation import (
     compare_policies,
     evaluate_policy,
 )
-from sparseflow.adaptive.policy.outcomes import QuantileLatencies, budget_grid
+from sparseflow.adaptive.policy.outcomes import budget_grid
 from sparseflow.adaptive.policy.policies import (
     ControllerPolicy,
     ImitationPolicy,
@@ -60,7 +60,7 @@ class PairedGain:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        gains = {name: gain.to_dict() for name, gain in self.gains.items()}
+        gains = {name: asdict(gain) for name, gain in self.gains.items()}
         return {"policy": self.policy, "baseline": self.baseline, "subset": self.subset, **gains}
 
 
@@ -110,13 +110,16 @@ def compare_with_baselines(
     if not 0.0 < attainment <= 1.0:
         raise InputError(f"`attainment` (={attainment}) must be above 0 and at most 1")
     grid = budget_grid(budget_range_ms or tables.train.budget_range_ms(), num_budgets)
-    costs = QuantileLatencies.from_outcomes(tables.train)
+    costs_ms = tables.train.latency_quantiles_ms()
     groups: list[list[Policy]] = [
-        [ControllerPolicy(controllers=seed_controllers, costs=costs) for seed_controllers in controllers],
-        [LookupTablePolicy(accuracy=tables.train.correct.mean(0), costs=costs)],
-        [ImitationPolicy(controllers=seed_controllers, costs=costs) for seed_controllers in supervised],
+        [
+            ControllerPolicy(controllers=seed_controllers, costs_ms=costs_ms)
+            for seed_controllers in controllers
+        ],
+        [LookupTablePolicy(accuracy=tables.train.correct.mean(0), costs_ms=costs_ms)],
+        [ImitationPolicy(controllers=seed_controllers, costs_ms=costs_ms) for seed_controllers in supervised],
         [StaticPolicy.from_outcomes(tables.train, grid, attainment=attainment)],
-        [RandomPolicy(costs=costs, seed=seed) for seed in range(_NUM_RANDOM_SEEDS)],
+        [RandomPolicy(costs_ms=costs_ms, seed=seed) for seed in range(_NUM_RANDOM_SEEDS)],
         [OraclePolicy()],
     ]
     groups = [policies for policies in groups if policies]

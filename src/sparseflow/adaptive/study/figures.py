@@ -115,7 +115,7 @@ def plot_regret(policies: Sequence[Row]) -> Figure:
     intervals = [[100.0 * row["regret"][end] for row in rows] for end in ("mean", "low", "high")]
     return plot_intervals(
         "Regret", [row["name"] for row in rows], *intervals, unit="points of goodput below the oracle",
-        caption="Means over requests with 95 % bootstrap intervals over images. The oracle sees each "
+        caption="Means over requests with 95 % bootstrap intervals over samples. The oracle sees each "
         "request's outcome under every plan beforehand, which no policy can.",
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ def make_study_results(
     for row in results["plans"]:
         if row["front"]:
             correct = test.correct[:, row["number"]]
-            row["low"], row["high"] = bootstrap_mean(correct.numpy(), test.groups)
+            row["low"], row["high"] = bootstrap_mean(correct.numpy())
             row["by_kind"] = {kind: float(correct[samples].mean()) for kind, samples in tables.kinds.items()}
     return {
         **results,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.outcomes import QuantileLatencies
 from sparseflow.adaptive.study.outcome_tables import StudyTables
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.train import CONTROLLERS, train
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.files import write_atomic
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.distributed import DistributedContext
-from sparseflow.errors import InputError
 
 GRPO, SUPERVISED = "controllers", "supervised"
 """Directories of trainings, with one subdirectory per seed."""
@@ -63,18 +62,21 @@ def train_controllers(
         FileFormatError: A checkpoint or a history is damaged.
         RunError: A training failed; its last checkpoint is kept.
     """
-    if num_seeds < 1:
-        raise InputError(f"`num_seeds` (={num_seeds}) must be at least 1")
-    root, costs = Path(out_dir), QuantileLatencies.from_outcomes(tables.train)
-    methods = {GRPO: config, SUPERVISED: replace(config, steps=0, warm_start=config.total_steps)}
+    check_at_least(1, num_seeds=num_seeds)
+    root, costs_ms = Path(out_dir), tables.train.latency_quantiles_ms()
+    methods = {
+        GRPO: config,
+        SUPERVISED: config.model_copy(update={"steps": 0, "warm_start": config.total_steps}),
+    }
     controllers: dict[str, list[Controllers]] = {name: [] for name in methods}
     scores = []
     num_trainings = num_seeds * len(methods)
     for seed in range(num_seeds):
         for index, (name, method_config) in enumerate(methods.items(), start=seed * len(methods)):
             result = train(
-                replace(method_config, seed=config.seed + seed), tables.train, root / name / f"seed-{seed}",
-                held_out=tables.validation, model_id=model_id, costs=costs, device=context.device,
+                method_config.model_copy(update={"seed": config.seed + seed}), tables.train,
+                root / name / f"seed-{seed}",
+                held_out=tables.validation, model_id=model_id, costs_ms=costs_ms, device=context.device,
                 progress=subrange(
                     progress, index / num_trainings, (index + 1) / num_trainings, f"{name}, seed {seed}: "
                 ),

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, model_validator
 
 from sparseflow.adaptive.policy.outcomes import draw_budgets
 from sparseflow.adaptive.training.grpo import ConstraintMultiplier, Reward
-from sparseflow.core.config import apply_overrides, describe_validation_error, read_config_file
-from sparseflow.errors import InputError
+from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 
 _PACKAGE = "sparseflow.adaptive"
 
+_Count = Annotated[int, Field(ge=0, strict=True)]
+_PositiveCount = Annotated[int, Field(ge=1, strict=True)]
+_Positive = Annotated[float, Field(gt=0.0)]
+_NonNegative = Annotated[float, Field(ge=0.0)]
 
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
+
+class GrpoConfig(StrictModel):
     """Settings of the controller training.
 
     Attributes:
         steps: GRPO steps; each samples new prompts.
-        warm_start: Preceding imitation steps; needs a table of outcomes. The oracle knows more than stage 1,
-            so controllers trained by imitation ignore some inputs, from which GRPO recovers slowly.
+        warm_start: Preceding imitation steps. The oracle knows more than stage 1, so controllers trained by
+            imitation ignore some inputs, from which GRPO recovers slowly.
         prompts: Requests with a budget per step, over all processes.
         group: Choices per prompt, at least 16.
         minibatches: Updates into which the prompts of a step are divided.
@@ -42,65 +43,55 @@ class GrpoConfig:
         violations: Allowed fraction of requests that exceed their budget.
         multiplier: Initial price of a violation.
         multiplier_rate: Change of the price per step if all requests exceeded their budget.
-        multiplier_most: Maximum price.
-        budgets_ms: Range of budgets; default: that of the environment.
+        multiplier_most: Maximum price. An answer is worth at most 1, so at 10 one violation in ten never
+            pays.
+        budgets_ms: Range of budgets; default: that of the training outcomes.
         seed: Seed of initial weights, prompts and choices.
         validate_every: Steps between validations; the first is before any step.
         validation: Requests with a budget per validation.
         checkpoint_every: Steps between checkpoints.
-
-    Raises:
-        InputError: A value is out of range.
     """
 
-    steps: int = 300
-    warm_start: int = 0
-    prompts: int = 64
-    group: int = 16
-    minibatches: int = 2
-    passes: int = 2
-    rate: float = 1e-3
-    weight_decay: float = 0.01
-    clip: float = 0.2
-    kl: float = 0.01
-    reference_every: int = 25
-    entropy: float = 0.05
-    max_norm: float = 1.0
-    reward: Reward = field(default_factory=Reward)
-    violations: float = 0.01
-    multiplier: float = 1.0
-    multiplier_rate: float = 0.5
-    multiplier_most: float = 10.0
+    steps: _Count = 300
+    warm_start: _Count = 0
+    prompts: _PositiveCount = 64
+    group: Annotated[int, Field(ge=16, strict=True)] = 16
+    minibatches: _PositiveCount = 2
+    passes: _PositiveCount = 2
+    rate: _Positive = 1e-3
+    weight_decay: _NonNegative = 0.01
+    clip: _Positive = 0.2
+    kl: _NonNegative = 0.01
+    reference_every: _PositiveCount = 25
+    entropy: _NonNegative = 0.05
+    max_norm: _Positive = 1.0
+    reward: Reward = Field(default_factory=Reward)
+    violations: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    multiplier: _NonNegative = 1.0
+    multiplier_rate: _NonNegative = 0.5
+    multiplier_most: _NonNegative = 10.0
     budgets_ms: tuple[float, float] | None = None
-    seed: int = 0
-    validate_every: int = 25
-    validation: int = 2048
-    checkpoint_every: int = 25
+    seed: _Count = 0
+    validate_every: _PositiveCount = 25
+    validation: _PositiveCount = 2048
+    checkpoint_every: _PositiveCount = 25
 
-    def __post_init__(self) -> None:
-        minimums = {
-            "steps": 0, "warm_start": 0, "prompts": 1, "group": 16, "minibatches": 1, "passes": 1, "seed": 0,
-            "reference_every": 1, "validate_every": 1, "validation": 1, "checkpoint_every": 1,
-        }  # fmt: skip
-        for name, bound in minimums.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < bound:
-                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {bound}")
-        if not self.steps + self.warm_start:
-            raise InputError("`steps` and `warm_start` are both 0")
-        for name in ("rate", "clip", "max_norm"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise InputError(f"`{name}` (={getattr(self, name)}) must be above 0")
-        for name in ("weight_decay", "kl", "entropy"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise InputError(f"`{name}` (={getattr(self, name)}) must be at least 0")
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.total_steps:
+            raise ValueError("`steps` and `warm_start` are both 0")
         if self.prompts % self.minibatches:
-            raise InputError(
+            raise ValueError(
                 f"`prompts` (={self.prompts}) must be divisible by `minibatches` (={self.minibatches})"
             )
-        self.make_multiplier()
+        if self.multiplier > self.multiplier_most:
+            raise ValueError(
+                f"`multiplier` (={self.multiplier}) must not exceed `multiplier_most` "
+                f"(={self.multiplier_most})"
+            )
         if self.budgets_ms is not None:
             draw_budgets(self.budgets_ms, torch.zeros(1))
+        return self
 
     @property
     def total_steps(self) -> int:
@@ -116,37 +107,18 @@ class GrpoConfig:
             max_value=self.multiplier_most,
         )
 
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Learning rate of step `step` (from 0) of `steps`."""
-        rising = max(1, round(0.05 * steps))
-        if step < rising:
-            return self.rate * (step + 1) / rising
-        return self.rate * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
-
-def read_config(source: Path | str, changes: Mapping[str, Any] | None = None) -> GrpoConfig:
+def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> GrpoConfig:
     """Read settings from a file.
 
     Args:
         source: YAML file, or the name of a shipped one: `grpo`.
-        changes: Overrides such as `"steps"` or `"reward.excess"` -> value.
+        overrides: Settings to override, such as `{"steps": 3, "reward.excess": 0.5}`.
 
     Raises:
-        InputError: The file is missing, or a setting is unknown or out of range.
+        InputError: The file does not exist, or a setting is unknown or out of range.
         FileFormatError: The file is not YAML, or has another content.
         MissingExtraError: PyYAML is missing.
     """
-    content = apply_overrides(read_config_file(source, package=_PACKAGE, extra="adaptive"), changes or {})
-    parts = {"": (GrpoConfig, content), "reward.": (Reward, content.get("reward"))}
-    unknown = [
-        f"{prefix}{name}"
-        for prefix, (settings_type, section) in parts.items()
-        for name in (section if isinstance(section, Mapping) else ())
-        if name not in {field.name for field in fields(settings_type)}
-    ]
-    if unknown:
-        raise InputError(f"{source} has unknown settings: {', '.join(unknown)}")
-    try:
-        return TypeAdapter(GrpoConfig).validate_python(content)
-    except ValidationError as error:
-        raise InputError(f"{source} is invalid: {describe_validation_error(error)}") from error
+    content = apply_overrides(read_config_file(source, package=_PACKAGE, extra="adaptive"), overrides or {})
+    return validate_config(GrpoConfig, content, str(source))

@@ -15,18 +15,19 @@ group would amplify differences that are only timing jitter.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from sparseflow.core.config import StrictModel
 from sparseflow.errors import InputError
 
-FLOOR = 0.05
+MIN_SCALE = 0.05
 """Lower bound of the advantage scale, in units of accuracy."""
 
-_APART = 10.0
+_MAX_LOG_RATIO = 10.0
 """Maximum log-ratio of reference to policy, in nats."""
 
 
@@ -41,20 +42,22 @@ def center_rewards(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean(1, keepdim=True)
 
 
-def compute_advantages(rewards: Tensor, *, variance: Tensor | None = None, floor: float = FLOOR) -> Tensor:
+def compute_advantages(
+    rewards: Tensor, *, variance: Tensor | None = None, min_scale: float = MIN_SCALE
+) -> Tensor:
     """Compute group-relative advantages.
 
     Args:
         rewards: [p, g].
         variance: Mean square of the centered rewards over all processes; default: of these rewards.
-        floor: Lower bound of the scale, above 0.
+        min_scale: Lower bound of the scale, above 0.
 
     Returns:
         [p, g]; each group has mean 0.
     """
     centered = center_rewards(rewards)
-    spread = centered.square().mean() if variance is None else variance
-    return centered / spread.sqrt().clamp_min(floor)
+    variance = centered.square().mean() if variance is None else variance
+    return centered / variance.sqrt().clamp_min(min_scale)
 
 
 def estimate_kl(log_prob: Tensor, reference: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ def estimate_kl(log_prob: Tensor, reference: Tensor) -> Tensor:
         Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html).
     """
     # The estimate would overflow for choices whose probability has become negligible.
-    log_ratio = (reference - log_prob).clamp_max(_APART)
+    log_ratio = (reference - log_prob).clamp_max(_MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
 
@@ -115,37 +118,31 @@ def compute_grpo_loss(
         entropy_weight: Weight of the entropy, which is maximized.
     """
     ratio = (log_prob - old).exp()
-    cut = ratio.clamp(1.0 - clip, 1.0 + clip)
-    policy = -torch.minimum(ratio * advantage, cut * advantage).mean()
-    divergence = estimate_kl(log_prob, reference).mean()
-    spread = entropy.mean()
+    clipped_ratio = ratio.clamp(1.0 - clip, 1.0 + clip)
+    policy = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+    kl, mean_entropy = estimate_kl(log_prob, reference).mean(), entropy.mean()
     return GrpoLoss(
-        total=policy + kl_weight * divergence - entropy_weight * spread,
+        total=policy + kl_weight * kl - entropy_weight * mean_entropy,
         policy=policy.detach(),
-        kl=divergence.detach(),
-        entropy=spread.detach(),
-        clipped=(ratio != cut).float().mean().detach(),
+        kl=kl.detach(),
+        entropy=mean_entropy.detach(),
+        clipped=(ratio != clipped_ratio).float().mean().detach(),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reward:
+class Reward(StrictModel):
     """Reward: accuracy minus a price for exceeding the budget.
 
     Attributes:
-        excess: Additional violation at twice the budget, relative to exceeding it at all; at least 0.
+        excess: Additional violation at twice the budget, relative to exceeding it at all.
     """
 
-    excess: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.excess < math.inf:
-            raise InputError(f"`excess` (={self.excess}) must be finite and at least 0")
+    excess: float = Field(default=0.25, ge=0.0)
 
     def violation(self, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
         """Violation of a budget: 0, or 1 to 1 + excess; broadcasts."""
-        share = latency_ms / budget_ms
-        return (share > 1.0) * (1.0 + self.excess * (share - 1.0).clamp(0.0, 1.0))
+        ratio = latency_ms / budget_ms
+        return (ratio > 1.0) * (1.0 + self.excess * (ratio - 1.0).clamp(0.0, 1.0))
 
     def __call__(self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, multiplier: float) -> Tensor:
         """Compute rewards.
@@ -167,22 +164,13 @@ class ConstraintMultiplier:
         value: Current price.
         target: Allowed fraction of violations.
         rate: Step size.
-        max_value: Maximum price. An answer is worth at most 1, so at 10 one violation in ten never pays.
+        max_value: Maximum price.
     """
 
-    value: float = 1.0
-    target: float = 0.01
-    rate: float = 0.5
-    max_value: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not (
-            0.0 <= self.target < 1.0 and self.rate >= 0.0 and 0.0 <= self.value <= self.max_value < math.inf
-        ):
-            raise InputError(
-                f"`target` (={self.target}) must be in [0, 1), `rate` (={self.rate}) at least 0, and "
-                f"`value` (={self.value}) from 0 to `max_value` (={self.max_value})"
-            )
+    value: float
+    target: float
+    rate: float
+    max_value: float
 
     def update(self, violations: float) -> None:
         """Take one step of dual ascent.

@@ -8,7 +8,6 @@ for all processes together and then divided; the number of processes only change
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.adaptive.controllers.controllers import Controllers, SampledPlans
+from sparseflow.adaptive.controllers.controllers import Controllers, LatencyTokens, SampledPlans
 from sparseflow.adaptive.controllers.plan_distribution import PlanDistribution
-from sparseflow.adaptive.policy.outcomes import Costs, Environment, OutcomeTable, draw_budgets, find_feasible
+from sparseflow.adaptive.policy.outcomes import OutcomeTable, draw_budgets, find_feasible
 from sparseflow.adaptive.policy.policies import OraclePolicy
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.grpo import center_rewards, compute_advantages, compute_grpo_loss
 from sparseflow.core.training.distributed import DistributedContext
-from sparseflow.errors import InputError, RunError
+from sparseflow.core.training.optimizer import (
+    check_finite,
+    lr_factor,
+    set_learning_rate,
+    split_weight_decay,
+)
+from sparseflow.errors import InputError
 
 
 class ImitationTargets:
@@ -32,32 +37,36 @@ class ImitationTargets:
 
     Args:
         outcomes: Table of outcomes.
-        costs: Latency bounds as for `ControllerPolicy`; the target is the best plan that is not masked.
+        costs_ms: Latency bounds as for `ControllerPolicy`; the target is the best plan that is not masked.
     """
 
-    def __init__(self, outcomes: OutcomeTable, costs: Costs | None = None) -> None:
-        self._outcomes, self._costs = outcomes, costs
+    def __init__(self, outcomes: OutcomeTable, costs_ms: Tensor | None = None) -> None:
+        self._outcomes, self._costs_ms = outcomes, costs_ms
         self._oracle = OraclePolicy(prefer=outcomes.correct.mean(0))
         self._actions = PlanDistribution(outcomes.space).actions
 
     def loss(self, controllers: Controllers, samples: Tensor, budgets_ms: Tensor) -> Tensor:
         """Mean negative log-likelihood of the oracle's choices in nats: [n] and [n] -> scalar."""
-        allowed = None
-        if self._costs is not None:
-            allowed = find_feasible(self._costs(self._outcomes, samples), budgets_ms)
+        allowed = None if self._costs_ms is None else find_feasible(self._costs_ms, budgets_ms)
         plans = self._oracle.choose(self._outcomes, samples, budgets_ms, allowed=allowed)
         choice = controllers.choose(
-            self._outcomes.get_language(samples), budgets_ms,
-            lambda rows, tiers, positions: self._outcomes.get_latency_tokens(
-                samples[rows.cpu()], tiers.cpu(), positions.cpu()
-            ),
+            self._outcomes.get_language(samples), budgets_ms, _make_token_lookup(self._outcomes, samples),
             allowed=allowed, action=self._actions[plans].to(controllers.device),
         )  # fmt: skip
         return -choice.log_prob.mean()
 
 
-_FIT = 1024
+def _make_token_lookup(outcomes: OutcomeTable, samples: Tensor) -> LatencyTokens:
+    """Latency tokens of rows of `samples`, for `Controllers.choose`."""
+    return lambda rows, tiers, positions: outcomes.get_latency_tokens(
+        samples[rows.cpu()], tiers.cpu(), positions.cpu()
+    )
+
+
+_NUM_FIT_SAMPLES = 1024
 """Samples used to fit the feature standardization."""
+_WARMUP = 0.05
+"""Fraction of the steps with rising learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,20 +106,26 @@ class JointTrainer:
 
     Args:
         config: Settings.
-        environment: Training requests.
-        costs: Latency bounds: plans above a budget are masked. None teaches latency by rewards alone.
+        outcomes: Outcomes of the training requests.
+        costs_ms: Latency bound of each plan, [plans]: plans above a budget are masked. None teaches latency
+            by rewards alone.
         model_id: Id of the model.
         context: This process within the distributed training.
 
+    Attributes:
+        controllers: Controllers in training.
+        multiplier: Price of a violation.
+        step: Completed steps.
+
     Raises:
-        InputError: Prompts cannot be divided evenly, or the environment does not support imitation.
+        InputError: Prompts cannot be divided evenly.
     """
 
     def __init__(
         self,
         config: GrpoConfig,
-        environment: Environment,
-        costs: Costs | None,
+        outcomes: OutcomeTable,
+        costs_ms: Tensor | None,
         model_id: str,
         context: DistributedContext,
     ) -> None:
@@ -119,20 +134,14 @@ class JointTrainer:
                 f"`prompts` (={config.prompts}) must be divisible by `minibatches` (={config.minibatches}) "
                 f"times the {context.world_size} processes"
             )
-        self.config, self._environment, self._costs, self._context = config, environment, costs, context
-        self._budget_range = config.budgets_ms or environment.budget_range_ms()
+        self.config, self._outcomes, self._costs_ms, self._context = config, outcomes, costs_ms, context
+        self._budget_range = config.budgets_ms or outcomes.budget_range_ms()
+        self._imitation = ImitationTargets(outcomes, costs_ms)
         self.controllers = Controllers(
-            environment.space, width=environment.width, model_id=model_id, seed=config.seed
+            outcomes.space, width=outcomes.width, model_id=model_id, seed=config.seed
         )
-        self._imitation: ImitationTargets | None = None
-        if isinstance(environment, OutcomeTable):
-            self._imitation = ImitationTargets(environment, costs)
-            sample_ids = torch.from_numpy(
-                np.random.default_rng(config.seed).permutation(len(environment))[:_FIT]
-            )
-            self.controllers.fit_features(environment.language[sample_ids], environment.tokens[sample_ids])
-        elif config.warm_start:
-            raise InputError("a warm start needs a table of outcomes; set `warm_start` to 0")
+        sample_ids = np.random.default_rng(config.seed).permutation(len(outcomes))[:_NUM_FIT_SAMPLES]
+        self.controllers.fit_features(outcomes.language[sample_ids], outcomes.tokens[sample_ids])
         self.controllers.to(context.device)
         self.multiplier = config.make_multiplier()
         self.step = 0
@@ -140,20 +149,15 @@ class JointTrainer:
 
     def _reset_optimizer(self) -> None:
         """Create a new optimizer and make the current policy the reference."""
-        weights, decay = list(self.controllers.parameters()), self.config.weight_decay
         self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": decay},
-                {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=self.config.rate,
-        )  # fmt: skip
+            split_weight_decay(self.controllers.parameters(), self.config.weight_decay), lr=self.config.rate
+        )
         self._update_reference()
 
     def _update_reference(self) -> None:
         self._reference = copy.deepcopy(self.controllers).requires_grad_(False)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         return {
             "step": self.step,
@@ -163,7 +167,7 @@ class JointTrainer:
             "multiplier": self.multiplier.value,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from a checkpoint."""
         self.controllers.load_state_dict(state["controllers"])
         self._reference.load_state_dict(state["reference"])
@@ -177,22 +181,16 @@ class JointTrainer:
         Raises:
             RunError: A loss, gradient or logit is not finite; the weights are unchanged.
         """
-        try:
-            numbers = self._imitation_step() if self.step < self.config.warm_start else self._grpo_step()
-        except RunError as error:
-            raise RunError(
-                f"training failed in step {self.step + 1}: {error}. The previous checkpoint is kept"
-            ) from error
+        warm_start = self.config.warm_start
+        metrics = self._imitation_step() if self.step < warm_start else self._grpo_step()
         self.step += 1
-        if self.step == self.config.warm_start:
+        if self.step == warm_start:
             self._reset_optimizer()
-        elif self.step > self.config.warm_start and (
-            (self.step - self.config.warm_start) % self.config.reference_every == 0
-        ):
+        elif self.step > warm_start and (self.step - warm_start) % self.config.reference_every == 0:
             self._update_reference()
-        return numbers
+        return metrics
 
-    def validate(self, held_out: Environment) -> dict[str, float]:
+    def validate(self, held_out: OutcomeTable) -> dict[str, float]:
         """Evaluate the most probable plans on fixed requests and budgets.
 
         Also updates the plan frequencies of the controllers.
@@ -201,26 +199,23 @@ class JointTrainer:
             `"accuracy"`, `"attainment"`, `"latency_ms"`, and `"score"`, by which the best weights are
             selected: accuracy minus the maximum price times the violations above the allowed fraction.
         """
-        random = np.random.default_rng(self.config.seed)
+        generator = np.random.default_rng(self.config.seed)
         count = self.config.validation
         # Stratified budgets in random order.
-        quantiles = torch.from_numpy((random.permutation(count) + random.random(count)) / count)
-        samples = torch.from_numpy(random.permutation(np.arange(count) % len(held_out)))
+        quantiles = torch.from_numpy((generator.permutation(count) + generator.random(count)) / count)
+        samples = torch.from_numpy(generator.permutation(np.arange(count) % len(held_out)))
         budgets = draw_budgets(self._budget_range, quantiles.float())
-        jitter = torch.from_numpy(random.random(count))
+        uniform = torch.from_numpy(generator.random(count))
         with torch.no_grad():
             choices = self.controllers.choose(
-                held_out.get_language(samples), budgets,
-                lambda rows, tiers, positions: held_out.get_latency_tokens(
-                    samples[rows.cpu()], tiers.cpu(), positions.cpu()
-                ),
-                allowed=self._find_allowed(held_out, samples, budgets),
+                held_out.get_language(samples), budgets, _make_token_lookup(held_out, samples),
+                allowed=self._find_allowed(budgets),
             )  # fmt: skip
             plans = choices.plan.cpu()
             self.controllers.plan_frequency.copy_(
                 torch.bincount(plans, minlength=len(held_out.space)) / count
             )
-        right, latency_ms = held_out.run(samples, plans, jitter)
+        right, latency_ms = held_out.run(samples, plans, uniform)
         accuracy, attained = float(right.mean()), float((latency_ms <= budgets).float().mean())
         excess_violations = max(0.0, 1.0 - attained - self.config.violations)
         return {
@@ -228,16 +223,16 @@ class JointTrainer:
             "score": accuracy - self.config.multiplier_most * excess_violations,
         }  # fmt: skip
 
-    def _find_allowed(self, environment: Environment, samples: Tensor, budgets: Tensor) -> Tensor | None:
-        return None if self._costs is None else find_feasible(self._costs(environment, samples), budgets)
+    def _find_allowed(self, budgets: Tensor) -> Tensor | None:
+        return None if self._costs_ms is None else find_feasible(self._costs_ms, budgets)
 
     def _sample_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Samples, budgets, and uniform numbers of this process for the current step."""
         config, context = self.config, self._context
-        random = np.random.default_rng([config.seed, self.step])
-        samples = random.integers(len(self._environment), size=config.prompts)
-        budgets = random.random(config.prompts)
-        chance = random.random((config.prompts, config.group, 5))
+        generator = np.random.default_rng([config.seed, self.step])
+        samples = generator.integers(len(self._outcomes), size=config.prompts)
+        budgets = generator.random(config.prompts)
+        uniform = generator.random((config.prompts, config.group, 5))
         # Each minibatch is divided among the processes, so that their number does not change the updates.
         order = (
             np.arange(config.prompts)
@@ -247,67 +242,56 @@ class JointTrainer:
         return (
             torch.from_numpy(samples[order]),
             draw_budgets(self._budget_range, torch.from_numpy(budgets[order])),
-            torch.from_numpy(chance[order]).flatten(0, 1),
+            torch.from_numpy(uniform[order]).flatten(0, 1),
         )
 
     def _imitation_step(self) -> dict[str, float]:
-        assert self._imitation is not None
         samples, budgets, _ = self._sample_prompts()
-        rate = self.config.learning_rate_at(self.step, self.config.warm_start)
+        rate = self._set_rate(self.step, self.config.warm_start)
         loss = self._imitation.loss(self.controllers, samples, budgets.float())
-        norm = self._apply_gradients(loss, rate)
+        norm = self._apply_gradients(loss)
         return {"imitation": float(self._context.all_reduce_mean(loss)), "gradient": norm, "rate": rate}
 
     def _grpo_step(self) -> dict[str, float]:
         config = self.config
-        rollout, numbers = self._collect_rollout()
+        rollout, metrics = self._collect_rollout()
         grpo_step = self.step - config.warm_start
-        rate = config.learning_rate_at(grpo_step, config.steps)
-        metrics: dict[str, list[Tensor]] = {"loss": [], "kl": [], "entropy": [], "clipped": []}
+        rate = self._set_rate(grpo_step, config.steps)
+        terms: dict[str, list[Tensor]] = {"loss": [], "kl": [], "entropy": [], "clipped": []}
         norms = []
         for _ in range(config.passes):
-            for number in range(config.minibatches):
-                part = rollout.chunk(number, config.minibatches)
+            for index in range(config.minibatches):
+                part = rollout.chunk(index, config.minibatches)
                 current = self._evaluate_actions(self.controllers, part)
                 loss = compute_grpo_loss(
                     current.log_prob, part.log_prob, part.reference, part.advantage, current.entropy,
                     clip=config.clip, kl_weight=config.kl,
                     entropy_weight=config.entropy * (1.0 - grpo_step / config.steps),
                 )  # fmt: skip
-                norms.append(self._apply_gradients(loss.total, rate))
-                for name, value in zip(
-                    metrics, (loss.policy, loss.kl, loss.entropy, loss.clipped), strict=True
-                ):
-                    metrics[name].append(value)
-        numbers |= {
+                norms.append(self._apply_gradients(loss.total))
+                values = (loss.policy, loss.kl, loss.entropy, loss.clipped)
+                for name, value in zip(terms, values, strict=True):
+                    terms[name].append(value)
+        metrics |= {
             name: float(self._context.all_reduce_mean(torch.stack(values).mean()))
-            for name, values in metrics.items()
+            for name, values in terms.items()
         }
-        self.multiplier.update(1.0 - numbers["attainment"])
-        return numbers | {"gradient": max(norms), "multiplier": self.multiplier.value, "rate": rate}
+        self.multiplier.update(1.0 - metrics["attainment"])
+        return metrics | {"gradient": max(norms), "multiplier": self.multiplier.value, "rate": rate}
 
     def _collect_rollout(self) -> tuple[Rollout, dict[str, float]]:
         """Sample choices and compute their rewards and advantages."""
-        config, environment, device = self.config, self._environment, self._context.device
-        samples, budgets, chance = self._sample_prompts()
+        config, device = self.config, self._context.device
+        samples, budgets, uniform = self._sample_prompts()
         budgets = budgets.float()
         rows = samples.repeat_interleave(config.group)
-
-        def fetch_tokens(unique_rows: Tensor, tiers: Tensor, positions: Tensor) -> Tensor:
-            return environment.get_latency_tokens(rows[unique_rows.cpu()], tiers.cpu(), positions.cpu())
-
-        language = environment.get_language(samples).to(device)
-        allowed = self._find_allowed(environment, samples, budgets)
+        language, allowed = self._outcomes.get_language(samples).to(device), self._find_allowed(budgets)
         with torch.no_grad():
             choices = self.controllers.choose(
-                language,
-                budgets,
-                fetch_tokens,
-                allowed=allowed,
-                uniform=chance[:, :4].to(device),
-                group=config.group,
-            )
-        right, latency_ms = environment.run(rows, choices.plan.cpu(), chance[:, 4])
+                language, budgets, _make_token_lookup(self._outcomes, rows), allowed=allowed,
+                uniform=uniform[:, :4].to(device), group=config.group,
+            )  # fmt: skip
+        right, latency_ms = self._outcomes.run(rows, choices.plan.cpu(), uniform[:, 4])
         row_budgets = budgets.repeat_interleave(config.group)
         row_rewards = config.reward(right, latency_ms, row_budgets, self.multiplier.value)
         rewards = row_rewards.view(-1, config.group).to(device)
@@ -337,18 +321,21 @@ class JointTrainer:
             group=self.config.group, action=part.action,
         )  # fmt: skip
 
-    def _apply_gradients(self, loss: Tensor, rate: float) -> float:
+    def _set_rate(self, step: int, num_steps: int) -> float:
+        """Set the learning rate of a step of the warm start or of GRPO, and return it."""
+        rate = self.config.rate * lr_factor(step, num_steps, warmup=_WARMUP)
+        set_learning_rate(self._optimizer, rate)
+        return rate
+
+    def _apply_gradients(self, loss: Tensor) -> float:
         """Update the weights; returns the gradient norm."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         self._optimizer.zero_grad()
         loss.backward()
         self._context.average_gradients(self.controllers.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(self.controllers.parameters(), self.config.max_norm))
-        value = float(self._context.all_reduce_mean(loss))
-        if not (math.isfinite(value) and math.isfinite(norm)):
-            raise RunError(
-                f"the loss is {value} and the gradient norm {norm}; lower `rate` (={self.config.rate})"
-            )
+        check_finite(
+            {"loss": float(self._context.all_reduce_mean(loss)), "gradient norm": norm},
+            step=self.step + 1, hint=f"lower `rate` (={self.config.rate})",
+        )  # fmt: skip
         self._optimizer.step()
         return norm

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparseflow.adaptive.controllers.controllers import Controllers
-from sparseflow.adaptive.policy.outcomes import Costs, Environment
+from sparseflow.adaptive.policy.outcomes import OutcomeTable
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.joint import JointTrainer
 from sparseflow.core.progress import Progress
-from sparseflow.core.training import checkpoint
-from sparseflow.core.training.distributed import init_distributed
-from sparseflow.core.training.history import History
+from sparseflow.core.training.distributed import DistributedContext
+from sparseflow.core.training.loop import fit
 from sparseflow.errors import InputError
 
 CONTROLLERS = "controllers.safetensors"
@@ -39,126 +40,123 @@ class ControllerTrainResult:
 
 def train(
     config: GrpoConfig,
-    environment: Environment,
-    folder: Path | str,
+    outcomes: OutcomeTable,
+    out_dir: Path | str,
     *,
-    held_out: Environment,
+    held_out: OutcomeTable,
     model_id: str,
-    costs: Costs | None = None,
+    costs_ms: Tensor | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> ControllerTrainResult:
-    """Train controllers, or resume an earlier run in the same folder.
+    """Train controllers, or resume an earlier run in the same directory.
 
-    The folder contains `controllers.safetensors` (the best so far), `losses.jsonl` (see `History`) with rows
-    of kind `"train"` per step and `"held_out"` per validation, including one before the first step, and a
-    checkpoint. A resumed run gives the same weights as an uninterrupted one, bitwise on a CPU and up to the
-    order of sums on a GPU. Processes started by torchrun share the folder and the prompts of each step; their
-    number only changes the order of sums.
+    The directory contains `controllers.safetensors` (the best so far) and the files of `core.training.loop`;
+    rows of kind `"held_out"` are validations, including one before the first step. Processes started by
+    torchrun share the directory and the prompts of each step; their number only changes the order of sums.
 
     Args:
         config: Settings.
-        environment: Training requests.
-        folder: Output folder; created if missing.
+        outcomes: Outcomes of the training requests.
+        out_dir: Output directory; created if missing.
         held_out: Requests by which the best weights are selected; with the same plans.
-        model_id: Id of the model, as `profile.weights_id` computes it; stored with the controllers.
-        costs: Latency bounds: plans above a budget are never chosen. Without them the reward alone teaches
-            which plans fit. Bounds at a high quantile guarantee budgets; with widely scattered latencies, a
-            lower quantile leaves more plans to choose from, and the price of violations limits their
-            fraction.
+        model_id: Id of the model, as `profile.compute_weights_id` computes it; stored with the controllers.
+        costs_ms: Latency bound of each plan, [plans]: plans above a budget are never chosen. Without them the
+            reward alone teaches which plans fit. Bounds at a high quantile guarantee budgets; with widely
+            scattered latencies, a lower quantile leaves more plans to choose from, and the price of
+            violations limits their fraction.
         device: Device of the controllers; `"cuda"` under torchrun is each process's own GPU.
         progress: Called with (message, fraction completed).
 
     Raises:
-        InputError: The environments differ in their plans, a setting does not fit them, or the folder
-            contains another run or is a file.
+        InputError: The tables differ in their plans, a setting does not fit them, or the directory contains
+            another run or is a file.
         FileFormatError: The checkpoint or the history is damaged.
         RunError: A loss or gradient is not finite (the last checkpoint is kept), or another process trains in
-            the folder.
+            the directory.
     """
-    root = Path(folder)
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`folder` (={root}) is a file; choose a folder")
-    if held_out.space != environment.space or held_out.width != environment.width:
-        raise InputError("`held_out` has another model or other plans than `environment`")
-    root.mkdir(parents=True, exist_ok=True)
-    with init_distributed(device) as context:
-        run = JointTrainer(config, environment, costs, model_id, context)
-        settings = {name: value for name, value in asdict(config).items() if name != "checkpoint_every"}
-        data = {"environment": environment.identity(), "held_out": held_out.identity()}
-        fingerprint = settings | data | {"model_id": model_id, "masked": costs is not None}
-        best = _BestCheckpoint(root / CONTROLLERS if context.rank == 0 else None)
-        history = History(root) if context.rank == 0 else None
-        try:
-            state = checkpoint.load(root, fingerprint)
-            context.check_equal("the step that they stand at", -1 if state is None else state["step"])
-            if state is not None:
-                run.restore(state["run"])
-                best.restore(state["best"], run)
-            elif history is not None:
-                best.evaluate(run, history, held_out)
-            while run.step < config.total_steps:
-                numbers = run.train_step()
-                last = run.step == config.total_steps
-                if history is not None:
-                    history.log(run.step, "train", numbers)
-                    if last or run.step % config.validate_every == 0:
-                        best.evaluate(run, history, held_out)
-                    if last or run.step % config.checkpoint_every == 0:
-                        history.sync()
-                        checkpoint_state = {
-                            "step": run.step,
-                            "run": run.state(),
-                            "best": best.state(),
-                            "fingerprint": fingerprint,
-                        }
-                        checkpoint.save(root, checkpoint_state)
-                if progress is not None and context.rank == 0:
-                    progress(_format_progress(run.step, numbers), run.step / config.total_steps)
-            context.barrier()
-            controllers = Controllers.load(root / CONTROLLERS, model_id=model_id, device=context.device)
-        finally:
-            if history is not None:
-                history.close()
-    return ControllerTrainResult(controllers=controllers, step=best.step, validation=best.numbers)
+    if held_out.space != outcomes.space or held_out.width != outcomes.width:
+        raise InputError("`held_out` has another model or other plans than `outcomes`")
+    path = Path(out_dir) / CONTROLLERS
+    training = fit(
+        lambda context: _ControllerTraining(
+            config, outcomes, costs_ms, model_id, context, held_out=held_out, path=path
+        ),
+        out_dir, device=device, checkpoint_every=config.checkpoint_every, eval_before=True, progress=progress,
+    )  # fmt: skip
+    return ControllerTrainResult(
+        controllers=Controllers.load(path, model_id=model_id, device=training.controllers.device),
+        step=training.best_step,
+        validation=training.best_metrics,
+    )
 
 
-class _BestCheckpoint:
-    """The best weights so far, in a file that the first process writes."""
+class _ControllerTraining(JointTrainer):
+    """The trainer, with validation and the best weights so far. Implements `TrainingTask`.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.step = -1
-        self.numbers: dict[str, float] = {}
-        self._weights: dict[str, torch.Tensor] = {}
+    Args:
+        held_out: Requests of the validation.
+        path: File of the best weights, which the first process writes.
 
-    def evaluate(self, run: JointTrainer, history: History, held_out: Environment) -> None:
-        numbers = run.validate(held_out)
-        history.log(run.step, "held_out", numbers)
+    Attributes:
+        best_step: Step of the best weights; -1 in processes other than the first.
+        best_metrics: Their metrics.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        outcomes: OutcomeTable,
+        costs_ms: Tensor | None,
+        model_id: str,
+        context: DistributedContext,
+        *,
+        held_out: OutcomeTable,
+        path: Path,
+    ) -> None:
+        super().__init__(config, outcomes, costs_ms, model_id, context)
+        self._held_out, self._path = held_out, path
+        self.num_steps, self.eval_every = config.total_steps, config.validate_every
+        self.fingerprint = config.model_dump(mode="json", exclude={"checkpoint_every"}) | {
+            "train": outcomes.identity(), "held_out": held_out.identity(), "model_id": model_id,
+            "masked": costs_ms is not None,
+        }  # fmt: skip
+        self.best_step = -1
+        self.best_metrics: dict[str, float] = {}
+        self._best_weights: dict[str, Tensor] = {}
+
+    def evaluate(self) -> dict[str, float]:
+        metrics = self.validate(self._held_out)
         # Ties select the later weights.
-        if not self.numbers or numbers["score"] >= self.numbers["score"]:
-            self.step, self.numbers = run.step, numbers
-            self._weights = {
-                name: weight.detach().clone() for name, weight in run.controllers.state_dict().items()
-            }
-            self._write(run)
+        if not self.best_metrics or metrics["score"] >= self.best_metrics["score"]:
+            self.best_step, self.best_metrics = self.step, metrics
+            weights = self.controllers.state_dict()
+            self._best_weights = {name: weight.detach().clone() for name, weight in weights.items()}
+            self._save_best()
+        return metrics
 
-    def state(self) -> dict[str, Any]:
-        return {"step": self.step, "numbers": self.numbers, "weights": self._weights}
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
+        if "imitation" in metrics:
+            return f"step {self.step}, imitation {metrics['imitation']:.4f}"
+        return f"step {self.step}, accuracy {metrics['accuracy']:.1%}, in time {metrics['attainment']:.1%}"
 
-    def restore(self, state: dict[str, Any], run: JointTrainer) -> None:
-        self.step, self.numbers, self._weights = state["step"], state["numbers"], state["weights"]
-        # The file may be newer than the checkpoint.
-        self._write(run)
+    def state_dict(self) -> dict[str, Any]:
+        best = {"step": self.best_step, "metrics": self.best_metrics, "weights": self._best_weights}
+        return super().state_dict() | {"best": best}
 
-    def _write(self, run: JointTrainer) -> None:
-        if self._path is not None:
-            controllers = copy.deepcopy(run.controllers)
-            controllers.load_state_dict(self._weights)
-            controllers.save(self._path)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._context.rank == 0:
+            best = state["best"]
+            self.best_step, self.best_metrics = best["step"], best["metrics"]
+            self._best_weights = best["weights"]
+            # The file may be newer than the checkpoint.
+            self._save_best()
 
+    def finish(self, out_dir: Path) -> None:
+        """Do nothing: the best controllers are saved by `evaluate`."""
 
-def _format_progress(step: int, numbers: dict[str, float]) -> str:
-    if "imitation" in numbers:
-        return f"step {step}, imitation {numbers['imitation']:.4f}"
-    return f"step {step}, accuracy {numbers['accuracy']:.1%}, in time {numbers['attainment']:.1%}"
+    def _save_best(self) -> None:
+        controllers = copy.deepcopy(self.controllers)
+        controllers.load_state_dict(self._best_weights)
+        controllers.save(self._path)
