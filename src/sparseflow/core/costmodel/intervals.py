@@ -8,18 +8,18 @@ fraction of intervals contains the measurement.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from sparseflow.errors import FileFormatError, InputError
+from pydantic import Field
+
+from sparseflow.core.config import StrictModel
+from sparseflow.errors import InputError
 
 COVERAGE = 0.90
 """Default coverage."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConformalInterval:
+class ConformalInterval(StrictModel):
     """Factors that turn a prediction into an interval.
 
     Attributes:
@@ -29,8 +29,8 @@ class ConformalInterval:
         samples: Number of held-out samples that it was fitted to.
     """
 
-    low: float
-    high: float
+    low: float = Field(ge=0.0, le=1.0)
+    high: float = Field(ge=1.0)
     coverage: float
     samples: int
 
@@ -71,25 +71,3 @@ class ConformalInterval:
     def bounds(self, predicted: float) -> tuple[float, float]:
         """Lower and upper end for one prediction, in its unit."""
         return predicted * self.low, predicted * self.high
-
-    def to_dict(self) -> dict[str, Any]:
-        """Interval in JSON's types."""
-        return {"low": self.low, "high": self.high, "coverage": self.coverage, "samples": self.samples}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> ConformalInterval:
-        """Inverse of `to_dict`. Raises FileFormatError if the record is malformed."""
-        try:
-            interval = cls(
-                low=float(record["low"]),
-                high=float(record["high"]),
-                coverage=float(record["coverage"]),
-                samples=int(record["samples"]),
-            )
-            if not 0.0 <= interval.low <= 1.0 <= interval.high < math.inf:
-                raise ValueError(
-                    f"`low` (={interval.low}) must be at most 1 and `high` (={interval.high}) at least 1"
-                )
-            return interval
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise FileFormatError(f"malformed interval: {error!r}") from error

@@ -13,11 +13,10 @@ from typing import Annotated
 
 from sparseflow.core.artifact import DictField
 from sparseflow.core.checks import check_one_of
-from sparseflow.core.costmodel.feature_encoder import FeatureEncoder
 from sparseflow.core.costmodel.trees import BOOSTED, FOREST, TreeEnsemble
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.kernels import KernelSpec
-from sparseflow.latency.model.features import make_features
+from sparseflow.latency.model.features import FeatureEncoder, make_features
 from sparseflow.latency.model.roofline import Roofline
 
 MEASURED, LEARNED, ROOFLINE = "measured", "learned", "roofline"
@@ -41,7 +40,7 @@ class KernelRegressor:
 
     kind: str
     roofline: Roofline
-    encoder: Annotated[FeatureEncoder, DictField()]
+    encoder: FeatureEncoder
     trees: Annotated[TreeEnsemble, DictField()]
     free_ops: tuple[str, ...]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.artifact import Artifact
 from sparseflow.core.checks import check_positive
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.core.metrics import quantile
@@ -115,9 +115,9 @@ class Predictor:
     composition: CompositionModel
     launch_overhead: LaunchOverheadModel | None
     contention: ContentionModel
-    kernel_interval: Annotated[ConformalInterval, DictField()]
-    idle_interval: Annotated[ConformalInterval, DictField()]
-    loaded_interval: Annotated[ConformalInterval, DictField()]
+    kernel_interval: ConformalInterval
+    idle_interval: ConformalInterval
+    loaded_interval: ConformalInterval
     quality: Mapping[str, Any]
 
     def __post_init__(self) -> None:
