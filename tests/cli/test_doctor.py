@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sparseflow.cli.root import run
-from sparseflow.core import doctor
+from sparseflow.core.device import doctor
 
 
 def test_doctor_text_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:

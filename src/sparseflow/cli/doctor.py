@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from sparseflow.core.doctor import Check
+    from sparseflow.core.device.doctor import Check
 
 
 def doctor(
@@ -24,7 +24,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Show available hardware, packages and backends, and how to fix what is missing."""
-    from sparseflow.core.doctor import diagnose
+    from sparseflow.core.device.doctor import diagnose
     from sparseflow.errors import InputError
 
     diagnosis = diagnose()

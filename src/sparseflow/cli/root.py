@@ -7,6 +7,7 @@ wing, write `sparseflow/cli/<wing>.py` with a `typer.Typer` named `app` and add 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import traceback
 from collections.abc import Sequence
@@ -120,9 +121,31 @@ def root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details to standard error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
 ) -> None:
-    from sparseflow.core import logging
+    configure_logging(verbose=verbose, quiet=quiet)
 
-    logging.configure_console(verbose=verbose, quiet=quiet)
+
+def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
+    """Send SparseFlow's log messages to standard error, replacing an earlier configuration.
+
+    Args:
+        verbose: Show messages from DEBUG up, instead of INFO.
+        quiet: Show warnings and errors only; wins over `verbose`.
+    """
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    logger = logging.getLogger("sparseflow")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, RichHandler)]:
+        logger.removeHandler(handler)
+    handler = RichHandler(
+        console=Console(stderr=True), show_path=False, show_time=verbose, rich_tracebacks=False
+    )
+    handler.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    # The handler filters; the logger passes everything, for handlers of the application.
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
 
 
 def run(arguments: Sequence[str]) -> int:

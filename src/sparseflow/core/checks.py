@@ -64,7 +64,9 @@ def check_one_of(choices: Collection[object], /, **values: object) -> None:
     """
     for name, value in values.items():
         if value not in choices:
-            raise InputError(f"`{name}` (={value!r}) must be one of: {', '.join(map(str, choices))}")
+            raise InputError(
+                f"`{name}` (={value!r}) must be one of: {', '.join(map(str, choices)) or 'none'}"
+            )
 
 
 def _to_number(value: object) -> float:

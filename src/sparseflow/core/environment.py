@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sparseflow
-from sparseflow.core.device import DeviceInfo, describe_device, read_cpu_clock_mhz
+from sparseflow.core.device import describe_device, read_cpu_clock_mhz
 from sparseflow.core.telemetry import nvml
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def collect_environment(device: str | torch.device = "cpu", *, seed: int | None 
     host = info if info.kind == "cpu" else describe_device("cpu")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _to_json_types(info),
+        "device": info.to_dict(),
         "device_key": info.key(),
         "host": {
             "name": host.name,
@@ -75,7 +74,3 @@ def _run_git(file: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() if process.returncode == 0 else None
-
-
-def _to_json_types(info: DeviceInfo) -> dict[str, Any]:
-    return {**asdict(info), "flags": list(info.flags), "versions": dict(info.versions)}

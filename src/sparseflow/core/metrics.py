@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from sparseflow.errors import InputError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike
 
 TOLERANCE = 0.10
 """Default relative error up to which a prediction counts as correct."""
@@ -34,8 +32,6 @@ def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
 
 def median_error(predicted: ArrayLike, measured: ArrayLike) -> float:
     """Median of |predicted - measured| / measured. Raises InputError like `mape`."""
-    import numpy as np
-
     return float(np.median(_relative_errors(predicted, measured)))
 
 
@@ -50,8 +46,6 @@ def interval_coverage(low: ArrayLike, high: ArrayLike, measured: ArrayLike) -> f
     Raises:
         InputError: The shapes differ or the arrays are empty.
     """
-    import numpy as np
-
     lower, upper, values = (np.asarray(array, dtype=float) for array in (low, high, measured))
     if not lower.shape == upper.shape == values.shape or not values.size:
         raise InputError(
@@ -74,8 +68,6 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
     Raises:
         InputError: The shapes differ, the arrays are empty, or a value is not finite.
     """
-    import numpy as np
-
     x, y = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if x.ndim != 1 or x.shape != y.shape or not x.size or not (np.isfinite(x) & np.isfinite(y)).all():
         raise InputError(
@@ -130,8 +122,6 @@ def bootstrap_mean(
         InputError: There are no values, a value is not finite, the lengths differ, or an argument is out of
             range.
     """
-    import numpy as np
-
     array = np.asarray(values, dtype=float).ravel()
     labels = range(len(array)) if groups is None else groups
     if not len(array) or len(labels) != len(array) or not np.isfinite(array).all():
@@ -177,8 +167,6 @@ def pareto_front(
     Raises:
         InputError: `points` is not two-dimensional, contains NaN, or `maximize` has another length than k.
     """
-    import numpy as np
-
     costs = np.array(points, dtype=float)
     if costs.size == 0:
         return []
@@ -200,16 +188,12 @@ def pareto_front(
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    import numpy as np
-
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = np.cumsum(counts)
     return (last_rank - (counts - 1) / 2.0)[inverse]
 
 
 def _relative_errors(predicted: ArrayLike, measured: ArrayLike) -> np.ndarray:
-    import numpy as np
-
     a, b = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
     if a.shape != b.shape or not a.size or not np.isfinite(a).all() or not (b > 0.0).all():
         raise InputError(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.extras import require
-from sparseflow.errors import DeviceError, InputError
+from sparseflow.errors import DeviceError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,11 +45,11 @@ def map_unordered(
         MissingExtraError: Ray is not installed.
         Exception: The first exception that `function` raises; calls that have not started are canceled.
     """
-    if workers < 1 and cluster is None:
-        raise InputError(f"`workers` (={workers}) must be at least 1")
     if cluster is not None:
         yield from _map_on_ray(function, items, cluster, cpus_per_task, gpus_per_task)
-    elif workers == 1 or len(items) < 2:
+        return
+    check_at_least(1, workers=workers)
+    if workers == 1 or len(items) < 2:
         for index, item in enumerate(items):
             yield index, function(item)
     else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.metrics import quantile
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
@@ -191,9 +192,8 @@ def measure(
         InputError: A count is out of range, or `device` is neither a CPU nor a CUDA device.
         DeviceError: The CUDA device does not exist.
     """
-    if repeats < 1:
-        raise InputError(f"`repeats` (={repeats}) must be at least 1")
-    _check_counts(warmup, calls_per_sample)
+    check_at_least(1, repeats=repeats, calls_per_sample=calls_per_sample)
+    check_at_least(0, warmup=warmup)
     timer = _make_timer(device)
     for _ in range(warmup):
         fn()
@@ -240,13 +240,9 @@ def compare(
         DeviceError: The CUDA device does not exist.
     """
     names = list(candidates)
-    if baseline not in candidates:
-        raise InputError(
-            f"`baseline` (={baseline!r}) must be one of the candidates: {', '.join(names) or 'none'}"
-        )
-    if rounds < 1:
-        raise InputError(f"`rounds` (={rounds}) must be at least 1")
-    _check_counts(warmup, calls_per_sample)
+    check_one_of(names, baseline=baseline)
+    check_at_least(1, rounds=rounds, calls_per_sample=calls_per_sample)
+    check_at_least(0, warmup=warmup)
     timer = _make_timer(device)
     for fn in candidates.values():
         for _ in range(warmup):
@@ -341,10 +337,3 @@ def _make_timer(device: str | torch.device) -> _CpuTimer | _CudaTimer:
     from sparseflow.core.device import select_device
 
     return _CudaTimer(select_device(int(index) if index else torch.cuda.current_device()))
-
-
-def _check_counts(warmup: int, calls_per_sample: int) -> None:
-    if warmup < 0:
-        raise InputError(f"`warmup` (={warmup}) must not be negative")
-    if calls_per_sample < 1:
-        raise InputError(f"`calls_per_sample` (={calls_per_sample}) must be at least 1")

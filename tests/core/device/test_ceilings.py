@@ -18,10 +18,12 @@ def test_measure_ceilings_on_cpu_uses_the_minimum_time(monkeypatch: pytest.Monke
         return 2.0
 
     monkeypatch.setattr(ceilings, "_measure_min_ms", return_two_ms)
+    monkeypatch.setitem(ceilings._SIDES, "cpu", 32)
+    monkeypatch.setitem(ceilings._COPY_BYTES, "cpu", 1 << 10)
     before = torch.get_float32_matmul_precision()
     peaks = ceilings.measure_ceilings("cpu")
-    assert peaks.flops_per_s == {"float32": 2 * 1024**3 / 2e-3, "bfloat16": 2 * 1024**3 / 2e-3}
-    assert peaks.bytes_per_s == 2 * (256 << 20) / 2e-3
+    assert peaks.flops_per_s == {"float32": 2 * 32**3 / 2e-3, "bfloat16": 2 * 32**3 / 2e-3}
+    assert peaks.bytes_per_s == 2 * (1 << 10) / 2e-3
     assert devices == [torch.device("cpu")] * 3
     assert torch.get_float32_matmul_precision() == before
 

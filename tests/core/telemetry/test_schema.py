@@ -71,9 +71,9 @@ def test_from_row_null_share_is_absent() -> None:
     ("change", "name"),
     [
         ({"load_device": None}, "load_device"),
-        ({"load_busy": "0.5"}, "load_busy"),
-        ({"load_busy": True}, "load_busy"),
-        ({"load_timestamp_s": "now"}, "load_timestamp_s"),
+        ({"load_busy": "0.5"}, "`busy`"),
+        ({"load_busy": True}, "`busy`"),
+        ({"load_timestamp_s": "now"}, "`timestamp_s`"),
         ({"load_speed": 0.5}, "'speed'"),
     ],
 )

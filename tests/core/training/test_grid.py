@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,19 @@ def test_make_grid_refuses_equal_names_and_no_seeds() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_run_grid_returns_rows_in_the_order_of_cells(workers: int, tmp_path: Path) -> None:
+def test_run_grid_returns_rows_in_the_order_of_cells(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_in_reverse(
+        function: Callable[[Any], Any], jobs: Sequence[Any], *, workers: int
+    ) -> Iterator[tuple[int, Any]]:
+        assert workers == 2
+        function = pickle.loads(pickle.dumps(function))  # other processes import it
+        for index in reversed(range(len(jobs))):
+            yield index, function(jobs[index])
+
+    if workers > 1:
+        monkeypatch.setattr(grid, "map_unordered", map_in_reverse)
     messages: list[tuple[str, float]] = []
     rows = run_grid(
         train_cell, make_grid(CONFIGS, num_seeds=2), tmp_path / "grid" / "rows.jsonl", workers=workers,

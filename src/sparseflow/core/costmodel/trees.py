@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
@@ -60,8 +61,7 @@ class TreeEnsemble:
             InputError: There are no rows, the lengths differ, or the kind is unknown.
             MissingExtraError: XGBoost is not installed.
         """
-        if kind not in KINDS:
-            raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
+        check_one_of(KINDS, kind=kind)
         if len(x) != len(y) or not len(x):
             raise InputError(
                 f"expected equally many features and targets, at least one; got {len(x)} and {len(y)}"
@@ -101,8 +101,7 @@ class TreeEnsemble:
             if not content.startswith(b'{"'):
                 raise ValueError("the model is not XGBoost's JSON")
             kind, columns = record["kind"], int(record["columns"])
-            if kind not in KINDS:
-                raise ValueError(f"`kind` (={kind!r}) must be one of: {', '.join(KINDS)}")
+            check_one_of(KINDS, kind=kind)
             booster = xgboost.Booster({"nthread": 1})
             booster.load_model(bytearray(content))
             if booster.num_features() != columns:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 
+_SIDES = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the multiplied matrices."""
+
+_COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""Much larger than a last-level cache, so that the copy measures the memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
     """Peak rates of a device.
@@ -42,7 +49,7 @@ def measure_ceilings(device: str | torch.device = "cpu") -> Ceilings:
 
     info = describe_device(device)
     target = torch.device("cpu") if info.index is None else torch.device(info.kind, info.index)
-    side = 8192 if info.kind == "cuda" else 1024
+    side = _SIDES[info.kind]
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if info.kind == "cuda":
         dtypes |= {"tf32": torch.float32, "float16": torch.float16}
@@ -57,8 +64,7 @@ def measure_ceilings(device: str | torch.device = "cpu") -> Ceilings:
             flops_per_s[name] = 2.0 * side**3 / (min_ms / 1e3)
     finally:
         torch.set_float32_matmul_precision(precision)
-    # Much larger than a last-level cache, so that the copy measures the memory.
-    size = (2 << 30) if info.kind == "cuda" else (256 << 20)
+    size = _COPY_BYTES[info.kind]
     source = torch.zeros(size, dtype=torch.uint8, device=target)
     target_buffer = torch.empty_like(source)
     bytes_per_s = 2.0 * size / (_measure_min_ms(lambda: target_buffer.copy_(source), target) / 1e3)

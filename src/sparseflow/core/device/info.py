@@ -7,10 +7,10 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import get_version
 from sparseflow.core.telemetry import nvml
@@ -64,6 +64,10 @@ class DeviceInfo:
     threads: int | None
     flags: tuple[str, ...]
     versions: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "flags": list(self.flags), "versions": dict(self.versions)}
 
     def key(self) -> str:
         """Return a short file-name-safe key under which measurements of this device are valid.

@@ -122,11 +122,9 @@ class GpmReader:
         return shares
 
     def _get_scale(self, name: str) -> float:
-        return (
-            100.0
-            if self.pcie_bytes_per_s is None or name in DEFAULT_METRICS
-            else self.pcie_bytes_per_s / 2**20
-        )
+        if self.pcie_bytes_per_s is None or name in DEFAULT_METRICS:
+            return 100.0
+        return self.pcie_bytes_per_s / 2**20
 
     def _read_link_bandwidth(self) -> float:
         try:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 
+from sparseflow.core.checks import check_positive
 from sparseflow.core.telemetry.dcgm import SERIES, SERIES_BY_NAME, Series, list_series
 from sparseflow.core.telemetry.prometheus_http import PrometheusClient, TimeSeries, format_selector
 from sparseflow.core.telemetry.schema import (
@@ -60,9 +61,9 @@ class PrometheusReader:
         pcie_bytes_per_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        for name, value in (("max_age_s", max_age_s), ("pcie_bytes_per_s", pcie_bytes_per_s)):
-            if value is not None and not (math.isfinite(value) and value > 0.0):
-                raise InputError(f"`{name}` (={value}) must be positive")
+        check_positive(max_age_s=max_age_s)
+        if pcie_bytes_per_s is not None:
+            check_positive(pcie_bytes_per_s=pcie_bytes_per_s)
         if metrics is not None:
             check_metrics(metrics)
             if not metrics:

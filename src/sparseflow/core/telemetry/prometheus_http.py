@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparseflow.core.checks import check_positive
 from sparseflow.errors import DeviceError, InputError
 
 MAX_RESPONSE_BYTES = 16 * 2**20
@@ -65,8 +66,7 @@ class PrometheusClient:
             raise InputError(
                 f"`url` (={url!r}) must be the URL of a Prometheus server, such as http://127.0.0.1:9090"
             )
-        if not (math.isfinite(timeout_s) and timeout_s > 0.0):
-            raise InputError(f"`timeout_s` (={timeout_s}) must be positive")
+        check_positive(timeout_s=timeout_s)
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers = dict(headers or {})

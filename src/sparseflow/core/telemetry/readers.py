@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.telemetry.schema import LoadReader
 from sparseflow.errors import InputError
 
@@ -33,6 +34,7 @@ def open_reader(
         InputError: The source is unknown, or an argument that it needs is missing.
         DeviceError: The source is not available.
     """
+    check_one_of(SOURCES, source=source)
     if source == "host":
         from sparseflow.core.telemetry.host_reader import HostReader
 
@@ -41,10 +43,8 @@ def open_reader(
         from sparseflow.core.telemetry.gpm import DEFAULT_METRICS, GpmReader
 
         return GpmReader(device, metrics=DEFAULT_METRICS if metrics is None else metrics)
-    if source == "prometheus":
-        from sparseflow.core.telemetry.prometheus import PrometheusReader
+    from sparseflow.core.telemetry.prometheus import PrometheusReader
 
-        if url is None:
-            raise InputError("`url` is required for a Prometheus source, such as http://127.0.0.1:9090")
-        return PrometheusReader(url, labels, metrics=metrics, max_age_s=max_age_s)
-    raise InputError(f"`source` (={source!r}) must be one of: {', '.join(SOURCES)}")
+    if url is None:
+        raise InputError("`url` is required for a Prometheus source, such as http://127.0.0.1:9090")
+    return PrometheusReader(url, labels, metrics=metrics, max_age_s=max_age_s)

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sparseflow.core.checks import check_between, check_non_negative
 from sparseflow.errors import DeviceError, InputError
 
 METRICS = (
@@ -74,13 +75,9 @@ class LoadReading:
     def __post_init__(self) -> None:
         if not self.shares:
             raise InputError("a load reading must contain at least one share")
-        for name, value in self.shares.items():
-            check_metrics((name,))
-            if not 0.0 <= value <= 1.0:
-                raise InputError(f"`{name}` (={value}) must be in [0, 1]")
-        for name, value in (("timestamp_s", self.timestamp_s), ("interval_s", self.interval_s)):
-            if not (math.isfinite(value) and value >= 0.0):
-                raise InputError(f"`{name}` (={value}) must be finite and not negative")
+        check_metrics(self.shares)
+        check_between(0.0, 1.0, **self.shares)
+        check_non_negative(timestamp_s=self.timestamp_s, interval_s=self.interval_s)
         ordered = {name: float(self.shares[name]) for name in METRICS if name in self.shares}
         object.__setattr__(self, "shares", ordered)
 
@@ -113,7 +110,7 @@ class LoadReading:
         """Convert a row, which may have other columns, to a reading; a share of None is absent.
 
         Raises:
-            InputError: A field is missing or has the wrong type, or a column with `prefix` is unknown.
+            InputError: A field is missing or invalid, or a column with `prefix` is unknown.
         """
         columns = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
         missing = [prefix + name for name in _FIELDS if columns.get(name) is None]
@@ -122,9 +119,6 @@ class LoadReading:
         fields = {name: columns.pop(name) for name in _FIELDS}
         check_metrics(columns)
         shares = {name: value for name, value in columns.items() if value is not None}
-        for name, value in (shares | {name: fields[name] for name in _FIELDS[:2]}).items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InputError(f"`{prefix}{name}` (={value!r}) must be a number")
         return cls(shares=shares, **fields)  # type: ignore[arg-type]
 
 

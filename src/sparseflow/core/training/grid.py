@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.journal import Journal
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
@@ -58,8 +59,7 @@ def make_grid(
     names = [name for name, _ in configs]
     if len(set(names)) < len(names):
         raise InputError(f"names must be unique, got: {', '.join(names)}")
-    if num_seeds < 1:
-        raise InputError(f"`seeds` (={num_seeds}) must be at least 1")
+    check_at_least(1, num_seeds=num_seeds)
     return [
         GridCell(name=name, config=config, seed=seed, fold=fold)
         for seed in range(num_seeds)

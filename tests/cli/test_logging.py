@@ -1,4 +1,4 @@
-"""Log messages on the console."""
+"""Log messages of commands on standard error."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparseflow.core.logging import ROOT, configure_console
+from sparseflow.cli.root import configure_logging
 
 LOGGER = logging.getLogger("sparseflow.somewhere")
 
 
 @pytest.fixture(autouse=True)
 def restore_logger() -> Iterator[None]:
-    root = logging.getLogger(ROOT)
+    root = logging.getLogger("sparseflow")
     saved = (list(root.handlers), root.level, root.propagate)
     yield
     root.handlers[:], root.propagate = saved[0], saved[2]
@@ -30,11 +30,11 @@ def restore_logger() -> Iterator[None]:
         ({"quiet": True, "verbose": True}, ["warning"]),
     ],
 )
-def test_configure_console_filters_by_level(
+def test_configure_logging_filters_by_level(
     capsys: pytest.CaptureFixture[str], options: dict[str, bool], expected_lines: list[str]
 ) -> None:
-    configure_console()
-    configure_console(**options)
+    configure_logging()
+    configure_logging(**options)
     for level in ("debug", "info", "warning"):
         getattr(LOGGER, level)(f"a-{level}-word")
     out, err = capsys.readouterr()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparseflow.core import doctor
+from sparseflow.core.device import doctor
 from sparseflow.core.extras import EXTRAS
 
 

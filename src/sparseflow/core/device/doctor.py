@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib import util
 from typing import Any
 
+import torch
+
 import sparseflow
-from sparseflow.core.device import DeviceInfo, describe_device
+from sparseflow.core.device.info import DeviceInfo, describe_device
 from sparseflow.core.extras import EXTRAS, get_version
 
 
@@ -43,15 +44,7 @@ class Diagnosis:
         return {
             "sparseflow": sparseflow.__version__,
             "python": platform.python_version(),
-            "devices": [
-                {
-                    **asdict(info),
-                    "flags": list(info.flags),
-                    "versions": dict(info.versions),
-                    "key": info.key(),
-                }
-                for info in self.devices
-            ],
+            "devices": [{**info.to_dict(), "key": info.key()} for info in self.devices],
             "extras": [asdict(check) for check in self.extras],
             "backends": [asdict(check) for check in self.backends],
         }
@@ -59,45 +52,36 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Run all checks. Nothing is measured or changed."""
-    import torch
-
     gpus = tuple(describe_device(f"cuda:{index}") for index in range(torch.cuda.device_count()))
     return Diagnosis(
         devices=(describe_device("cpu"), *gpus),
         extras=tuple(_check_extra(name) for name in EXTRAS),
-        backends=(_check_dense(), _check_numba(), _check_triton(len(gpus))),
+        backends=(
+            Check(
+                name="dense (torch)",
+                ok=True,
+                detail=f"torch {torch.__version__}, {torch.get_num_threads()} threads",
+            ),
+            _check_numba(),
+            _check_triton(len(gpus)),
+        ),
     )
 
 
 def _check_extra(name: str) -> Check:
     versions = {package: get_version(package) for package, _ in EXTRAS[name]}
     missing = [package for package, version in versions.items() if version is None]
-    installed = ", ".join(
-        f"{package} {version}" for package, version in versions.items() if version is not None
-    )
+    parts = [f"{package} {version}" for package, version in versions.items() if version is not None]
     if not missing:
-        return Check(name=name, ok=True, detail=installed)
-    absent = "missing: " + ", ".join(missing)
-    return Check(
-        name=name,
-        ok=False,
-        detail=f"{installed}; {absent}" if installed else absent,
-        fix=f"pip install 'sparseflow[{name}]'",
-    )
-
-
-def _check_dense() -> Check:
-    import torch
-
-    return Check(
-        name="dense (torch)", ok=True, detail=f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
+        return Check(name=name, ok=True, detail=", ".join(parts))
+    detail = "; ".join(filter(None, (", ".join(parts), f"missing: {', '.join(missing)}")))
+    return Check(name=name, ok=False, detail=detail, fix=f"pip install 'sparseflow[{name}]'")
 
 
 def _check_numba() -> Check:
     name = "event-driven on a CPU (Numba)"
     version = get_version("numba")
-    if version is None or util.find_spec("numba") is None:
+    if version is None:
         fix = "pip install 'sparseflow[spiking]'"
         return Check(name=name, ok=False, detail="numba is not installed", fix=fix)
     return Check(name=name, ok=True, detail=f"numba {version}")
