@@ -13,7 +13,6 @@ same command goes on with what was stopped. `python -m benchmarks.claims record`
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ from mkl import mkl_job
 
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.journal import JsonLinesWriter
+from sparseflow.core.journal import Journal
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program
@@ -225,24 +224,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    writer = JsonLinesWriter(args.out)
-    try:
-        rows = [json.loads(line) for line in args.out.read_text(encoding="utf-8").splitlines()]
-        if not rows:
+    journal: Journal[dict[str, Any]]
+    with Journal(args.out, dict) as journal:
+        if not journal.rows:
             settings = {name: getattr(args, name) for name in ("budget", "method", "threads", "seed")}
-            writer.write({"environment": collect_environment("cpu"), "settings": settings})
-        completed = {(row["matrix"], row["problem"]) for row in rows[1:]}
+            journal.append({"environment": collect_environment("cpu"), "settings": settings})
+        completed = {(row["matrix"], row["problem"]) for row in journal.rows[1:]}
         for path in sorted(args.matrices):
             name = parse_matrix_name(path)
             for label in args.problems:
                 if (name, label) in completed:
                     continue
                 row = compare(name, read_matrix(path, dtype=np.float32), label, args)
-                writer.write(row)
+                journal.append(row)
                 ratios = {key: round(value["ratio"], 2) for key, value in row["against"].items()}
                 print(f"{name:32s} {label:9s} {row['trials']:4d} schedules  {ratios}", flush=True)
-    finally:
-        writer.close()
     return 0
 
 

@@ -33,7 +33,7 @@ from against import checker, slower
 
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.core.journal import Journal
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.measure.evaluator import Trial, make_job
@@ -180,20 +180,17 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: getattr(args, name) for name in ("long", "short", "long_method", "threads")}
     settings["net"] = None if args.net is None else hashlib.sha256(args.net.read_bytes()).hexdigest()
-    writer = JsonLinesWriter(args.out)
-    try:
-        rows = read_json_lines(args.out)
-        if not rows:
-            writer.write({"environment": collect_environment("cpu"), "settings": settings})
-        elif rows[0]["settings"] != settings:
-            raise RunError(f"{args.out} holds searches with {rows[0]['settings']}; name another file")
-        rows = rows[1:]
+    journal: Journal[dict[str, Any]]
+    with Journal(args.out, dict) as journal:
+        if not journal.rows:
+            journal.append({"environment": collect_environment("cpu"), "settings": settings})
+        elif (existing := journal.rows[0]["settings"]) != settings:
+            raise RunError(f"{args.out} holds searches with {existing}; name another file")
+        rows = journal.rows[1:]
         for label in args.problems:
             for path in sorted(args.matrices):
                 name = parse_matrix_name(path)
-                rows += compare(name, path, label, args, rows, writer)
-    finally:
-        writer.close()
+                rows += compare(name, path, label, args, rows, journal)
     for line in summary(rows):
         print(json.dumps(line))
     return 0
@@ -205,7 +202,7 @@ def compare(
     label: str,
     args: argparse.Namespace,
     rows: Sequence[dict[str, Any]],
-    writer: JsonLinesWriter,
+    journal: Journal[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """All searches of one problem that are not among the rows yet."""
     completed = {(row["method"], row["seed"], row["asked"]): row
@@ -235,7 +232,7 @@ def compare(
         if seed:
             long = Schedule.parse(completed[expected[0]]["winner"])
             row["against"] = against(problem, Schedule.parse(row["winner"]), long)
-        writer.write(row)
+        journal.append(row)
         completed[method, seed, count] = row
         added.append(row)
         messages = f"{row['against']['ratio']:.3f} of the long search's time" if seed else ""

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from sparseflow.core import journal
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.config import StrictModel
-from sparseflow.core.journal import Journal, JsonLinesWriter, read_journal, read_json_lines
+from sparseflow.core.journal import Journal, read_journal
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.conformance import check_journal_file
 
@@ -117,7 +117,7 @@ def test_append_duplicate_key_is_refused(path: Path) -> None:
         rows.append(Row(name="a"))
         with pytest.raises(InputError, match="'a'"):
             rows.append(Row(name="a", ms=2.0))
-    assert len(read_json_lines(path)) == 2
+    assert len(read_journal(path, dict)[1]) == 2
 
 
 @pytest.mark.parametrize("value", [np.nan, {1, 2}, b"\xff", object()])
@@ -126,7 +126,7 @@ def test_append_value_that_json_cannot_hold_is_refused(path: Path, value: object
     with pytest.raises(InputError):
         rows.append({"a": value})
     rows.append({"a": 1})
-    assert rows.rows == read_json_lines(path) == [{"a": 1}]
+    assert rows.rows == read_journal(path, dict)[1] == [{"a": 1}]
     rows.close()
 
 
@@ -205,8 +205,8 @@ def test_journal_passes_the_conformance_checks(path: Path) -> None:
     check_journal_file(open_rows, path)
 
 
-def test_read_json_lines_of_a_missing_file_is_empty(path: Path) -> None:
-    assert read_json_lines(path) == []
+def test_read_journal_of_a_missing_file_is_empty(path: Path) -> None:
+    assert read_journal(path, dict) == (None, [])
 
 
 @pytest.mark.usefixtures("refused_at_once")
@@ -222,14 +222,14 @@ def test_refused_journal_releases_its_lock(path: Path) -> None:
     path.write_text("x\n")
     with pytest.raises(FileFormatError):
         open_journal(path)
-    JsonLinesWriter(path).close()
+    open_journal(path.with_name("other.jsonl")).close()
 
 
 def test_lock_held_for_a_moment_is_waited_for(path: Path) -> None:
-    first = JsonLinesWriter(path)
+    first = open_journal(path)
     timer = threading.Timer(0.1, first.close)
     timer.start()
-    JsonLinesWriter(path).close()
+    open_journal(path).close()
     timer.join()
 
 

@@ -74,7 +74,7 @@ class Journal(Generic[Row]):
         self._adapter = _make_adapter(row_type)
         self._header, self._key = header, key
         self._keys: set[Hashable] = set()
-        self._writer: JsonLinesWriter | None = JsonLinesWriter(self.path, sync_rows=sync_rows)
+        self._writer: _LineWriter | None = _LineWriter(self.path, sync_rows=sync_rows)
         try:
             header_type = None if header is None else type(header)
             existing, self.rows = _parse_lines(self.path, self._adapter, header_type)
@@ -194,7 +194,7 @@ def read_journal(
     return _parse_lines(Path(path), _make_adapter(row_type), header_type)
 
 
-class JsonLinesWriter:
+class _LineWriter:
     """Appends whole lines to a file of JSON lines and locks its directory until `close`.
 
     Opening the file cuts off a line that was torn when an earlier writer died. A written line survives the
@@ -259,7 +259,7 @@ class JsonLinesWriter:
         os.close(self._directory)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Read all whole lines; a torn last line is ignored, and a missing file has no lines.
 
     Raises:
@@ -290,7 +290,7 @@ def _make_adapter(row_type: type[Row] | TypeAdapter[Row]) -> TypeAdapter[Row]:
 def _parse_lines(
     path: Path, adapter: TypeAdapter[Row], header_type: type[Header] | None
 ) -> tuple[Header | None, list[Row]]:
-    records = read_json_lines(path)
+    records = _read_lines(path)
     header = None
     if header_type is not None and records:
         header = header_type.from_dict(records[0], f"{path}, line 1")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparseflow.core.journal import read_json_lines
+from sparseflow.core.journal import read_journal
 from sparseflow.core.training import grid
 from sparseflow.core.training.grid import GridCell, make_grid, run_grid
 from sparseflow.errors import FileFormatError, InputError, RunError
@@ -79,7 +79,7 @@ def test_run_grid_after_a_failure_trains_only_missing_cells(
     path, cells = tmp_path / "rows.jsonl", make_grid(CONFIGS, num_seeds=2, num_folds=2)
     with pytest.raises(RunError, match="diverged"):
         run_grid(fail, cells, path)
-    before = read_json_lines(path)
+    before = read_journal(path, dict)[1]
     assert [row["seed"] for row in before] == [0] * 4 and [row["fold"] for row in before] == [0, 1, 0, 1]
     trained: list[tuple[str, int, int]] = []
 

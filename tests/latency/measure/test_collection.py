@@ -23,7 +23,7 @@ pytest.importorskip("yaml")
 
 import pyarrow.parquet as pq
 
-from sparseflow.core.journal import read_json_lines
+from sparseflow.core.journal import read_journal
 from sparseflow.errors import FileFormatError, InputError, ModelError, RunError, SparseFlowError
 from sparseflow.latency.graph.extraction import extract
 from sparseflow.latency.measure import collection as module
@@ -175,9 +175,9 @@ def test_collect_killed_ten_times_gives_same_rows(files: Path, tmp_path: Path) -
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        saved_rows = read_json_lines(file)
+        saved_rows = read_journal(file, dict)[1]
         assert keys(saved_rows) == keys(expected)[: len(saved_rows)]
-    assert 0 < len(read_json_lines(file)) < len(expected)
+    assert 0 < len(read_journal(file, dict)[1]) < len(expected)
     # A torn line.
     with file.open("a") as stream:
         stream.write('{"key": "0001-000')

@@ -12,17 +12,12 @@ from sparseflow.core.report.figures import (
     plot_samples,
     plot_stacked_bars,
 )
-from sparseflow.core.report.page import Column, Headline, Page, Report, Section, Table
+from sparseflow.core.report.page import Page
 from sparseflow.core.report.svg import Figure, from_matplotlib
 
 __all__ = [
-    "Column",
     "Figure",
-    "Headline",
     "Page",
-    "Report",
-    "Section",
-    "Table",
     "from_matplotlib",
     "plot_before_after",
     "plot_curves",

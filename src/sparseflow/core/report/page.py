@@ -56,9 +56,8 @@ class Page:
         self.environment: Mapping[str, Any] = environment or {}
         self.reproduce = reproduce
         self.created = created or datetime.now(UTC)
-        self.headlines: list[Headline] = []
-        self.sections: list[Section] = []
-        self._items: list[Table | Figure] = []
+        self.headlines: list[_Headline] = []
+        self.sections: list[_Section] = []
 
     def headline(self, value: str, label: str, *, note: str = "", tone: Tone = "neutral") -> None:
         """Add a number to the top of the page.
@@ -69,12 +68,11 @@ class Page:
             note: Line below it, such as the interval or the baseline.
             tone: Color: whether the number is a good or a bad result.
         """
-        self.headlines.append(Headline(value=value, label=label, note=note, tone=tone))
+        self.headlines.append(_Headline(value=value, label=label, note=note, tone=tone))
 
     def section(self, title: str, *paragraphs: str) -> None:
         """Start a section. Tables and figures that follow belong to it."""
-        self._items = []
-        self.sections.append(Section(title=title, text=paragraphs, items=self._items))
+        self.sections.append(_Section(title=title, paragraphs=paragraphs))
 
     def table(
         self,
@@ -107,17 +105,11 @@ class Page:
         if missing:
             raise InputError(f"table {title!r}: no row has the keys {missing}; rows have {list(rows[0])}")
         self._add(
-            Table(
+            _Table(
                 title=title,
-                columns=[
-                    Column(
-                        key=key,
-                        title=heading,
-                        digits=digits.get(key) if isinstance(digits, Mapping) else digits,
-                    )
-                    for key, heading in columns.items()
-                ],
-                rows=[{key: row.get(key) for key in columns} for row in rows],
+                headings=list(columns.values()),
+                digits=[digits.get(key) if isinstance(digits, Mapping) else digits for key in columns],
+                rows=[[row.get(key) for key in columns] for row in rows],
                 caption=caption,
             )
         )
@@ -142,116 +134,61 @@ class Page:
 
     def render(self) -> str:
         """Render the page as HTML."""
-        return _render(self)
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        jinja = Environment(
+            loader=PackageLoader("sparseflow.core.report", "."),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        jinja.filters["cell"] = _format_cell
+        jinja.filters["sort_key"] = _format_sort_key
+        jinja.tests["table"] = lambda item: isinstance(item, _Table)
+        package = resources.files("sparseflow.core.report")
+        return jinja.get_template("page.html.j2").render(
+            page=self,
+            facts=_flatten(self.environment),
+            style=(package / "page.css").read_text(encoding="utf-8"),
+            script=(package / "page.js").read_text(encoding="utf-8"),
+        )
 
     def write(self, path: Path) -> Path:
         """Write the page to `path` atomically and return the path."""
         write_atomic(path, self.render())
         return path
 
-    def _add(self, item: Table | Figure) -> None:
+    def _add(self, item: _Table | Figure) -> None:
         if not self.sections:
             raise InputError(f"{item.title!r} has no section; call `section` first")
-        self._items.append(item)
+        self.sections[-1].items.append(item)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Headline:
-    """A number at the top of the page, already formatted with its unit."""
-
+class _Headline:
     value: str
     label: str
-    note: str = ""
-    tone: Tone = "neutral"
+    note: str
+    tone: Tone
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
-    """A table column; `digits` None shows three significant digits."""
+class _Table:
+    """A sortable table; each row has a value per heading, and `digits` a number or None per heading."""
 
-    key: str
     title: str
-    digits: int | None = None
+    headings: Sequence[str]
+    digits: Sequence[int | None]
+    rows: Sequence[Sequence[Any]]
+    caption: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """A sortable table; rows map column keys to values."""
-
+class _Section:
     title: str
-    columns: Sequence[Column]
-    rows: Sequence[Mapping[str, Any]]
-    caption: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A heading followed by paragraphs, then by tables and figures."""
-
-    title: str
-    text: Sequence[str] = ()
-    items: Sequence[Table | Figure] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A page as nested constructors; use `Page` instead."""
-
-    title: str
-    summary: str = ""
-    headlines: Sequence[Headline] = ()
-    sections: Sequence[Section] = ()
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    reproduce: str = ""
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
-
-    def html(self) -> str:
-        """Render the page as HTML.
-
-        Raises:
-            InputError: A row has a key without a column, or a table has no column.
-        """
-        for section in self.sections:
-            for item in section.items:
-                if isinstance(item, Table):
-                    _check(item)
-        return _render(self)
-
-    def write(self, path: Path) -> Path:
-        """Write the page to `path` atomically and return the path."""
-        write_atomic(path, self.html())
-        return path
-
-
-def _check(table: Table) -> None:
-    keys = {column.key for column in table.columns}
-    if not keys:
-        raise InputError(f"table {table.title!r} needs at least one column")
-    unknown = sorted({key for row in table.rows for key in row} - keys)
-    if unknown:
-        raise InputError(f"table {table.title!r} has no column for: {', '.join(unknown)}")
-
-
-def _render(page: Page | Report) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    jinja = Environment(
-        loader=PackageLoader("sparseflow.core.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    jinja.filters["cell"] = _format_cell
-    jinja.filters["sort_key"] = _format_sort_key
-    jinja.tests["table"] = lambda item: isinstance(item, Table)
-    package = resources.files("sparseflow.core.report")
-    return jinja.get_template("page.html.j2").render(
-        page=page,
-        facts=_flatten(page.environment),
-        style=(package / "page.css").read_text(encoding="utf-8"),
-        script=(package / "page.js").read_text(encoding="utf-8"),
-    )
+    paragraphs: Sequence[str]
+    items: list[_Table | Figure] = field(default_factory=list)
 
 
 def _format_cell(value: Any, digits: int | None) -> str:
