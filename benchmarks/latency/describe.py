@@ -152,6 +152,32 @@ def check_case(
     }
 
 
+def run_case(
+    args: argparse.Namespace,
+    record: dict[str, Any],
+    pairs: Pairs,
+    kind: str,
+    model: str,
+    shape: str,
+    exported: Path,
+) -> str:
+    """Add one case to the record and its identities to `pairs`; return the outcome in words."""
+    case, folder = f"{model} {shape}", exported.parent / f"{kind}{shape}"
+    try:
+        if kind == "rows":
+            row, identities = describe_case(model, shape, exported, args.provider, folder)
+            pairs += [(case, *pair) for pair in dict.fromkeys(identities)]
+        else:
+            row = check_case(model, shape, exported, args.provider, folder, args.threads)
+    except SparseFlowError as error:
+        record["failed"][f"{kind} {case}"] = message = f"{type(error).__name__}: {error}"
+        return message
+    record[kind][case] = row
+    record["failed"].pop(f"{kind} {case}", None)
+    matched = f", {row['matched']} match" if kind == "checks" else ""
+    return f"{row['nodes']} nodes, {row['kernels']} kernels{matched}"
+
+
 def load_pairs(path: Path, cases: set[str]) -> Pairs:
     """Read the identities of complete cases."""
     if not path.is_file():
@@ -260,33 +286,12 @@ def main() -> int:
                 exported = Path(name) / "model.onnx"
                 export(model, int(size), exported)
                 for kind, shape in missing:
-                    case = f"{model} {shape}"
-                    try:
-                        if kind == "rows":
-                            row, identities = describe_case(
-                                model, shape, exported, args.provider, Path(name) / shape
-                            )
-                            pairs += [(case, *pair) for pair in dict.fromkeys(identities)]
-                            save_pairs(parquet_path, pairs)
-                        else:
-                            row = check_case(
-                                model,
-                                shape,
-                                exported,
-                                args.provider,
-                                Path(name) / f"check{shape}",
-                                args.threads,
-                            )
-                        record[kind][case] = row
-                        record["failed"].pop(f"{kind} {case}", None)
-                        message = f"{row['nodes']} nodes, {row['kernels']} kernels" + (
-                            f", {row['matched']} match" if kind == "checks" else ""
-                        )
-                    except SparseFlowError as error:
-                        record["failed"][f"{kind} {case}"] = message = f"{type(error).__name__}: {error}"
+                    message = run_case(args, record, pairs, kind, model, shape, exported)
+                    save_pairs(parquet_path, pairs)
                     num_done += 1
                     print(
-                        f"{num_done}/{total} {time.monotonic() - start_s:6.0f} s  {kind:6} {case}: {message}",
+                        f"{num_done}/{total} {time.monotonic() - start_s:6.0f} s  {kind:6} {model} {shape}: "
+                        f"{message}",
                         flush=True,
                     )
                     record["summary"] = summarize(record, pairs)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, record_claims
+from sparseflow.core.costmodel.splits import split_leave_one_group_out
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.latency.measure.collection import read_plan
@@ -70,13 +71,26 @@ def evaluate(data: LatencyDataset) -> dict[str, Any]:
         record["beside_loads_blind"] = validation.compute_scores(blind)
         record["achieved"] = compute_achieved(data)
         record["slowdowns"] = compute_slowdowns(data)
-        record["intervals_beside_loads"] = validation.compute_coverage(loaded)
+        record["intervals_beside_loads"] = compute_coverage(loaded)
         log(f"under load {record['beside_loads']['scores']}, load unknown {record['beside_loads_blind']}")
         record["levels"] = evaluate_levels(data, kind)
         log(f"held-out levels: {[(row['level'], row['error']) for row in record['levels']]}")
-    record["intervals"] = validation.compute_coverage([*idle, *loaded])
+    record["intervals"] = compute_coverage([*idle, *loaded])
     log(f"coverage {record['intervals']:.3f}, under load {record.get('intervals_beside_loads')}")
     return record
+
+
+def compute_coverage(predictions: Sequence[HeldOutPrediction]) -> float:
+    """Return the share of measurements within intervals that are fitted to the other networks."""
+    covered: list[bool] = []
+    for _, (train_indices, test_indices) in split_leave_one_group_out(
+        [validation.get_network(p.name) for p in predictions]
+    ):
+        compute_bounds = validation.fit_interval([predictions[n] for n in train_indices]).bounds
+        for prediction in (predictions[n] for n in test_indices):
+            low, high = compute_bounds(prediction.predicted_ms)
+            covered.append(low <= prediction.measured_ms <= high)
+    return sum(covered) / len(covered)
 
 
 def describe_predictions(predictions: Sequence[HeldOutPrediction]) -> dict[str, Any]:
@@ -104,8 +118,8 @@ def compute_slowdowns(data: LatencyDataset) -> list[dict[str, Any]]:
     rows = []
     for level in list_levels(data):
         samples: dict[str, list[float]] = {}
-        for measurement in validation.list_loaded_models(data):
-            if measurement.level == level:
+        for measurement in data.loaded:
+            if measurement.is_model and measurement.level == level:
                 samples.setdefault(measurement.target, []).append(measurement.slowdown)
         means = {name: statistics.fmean(values) for name, values in samples.items()}
         rows.append({"level": level, "slowdown": statistics.geometric_mean(means.values()), "models": means})
@@ -119,8 +133,8 @@ def evaluate_levels(data: LatencyDataset, kind: str) -> list[dict[str, Any]]:
     for level in levels:
         predictor = fit_predictor(data, kind, levels=[other for other in levels if other != level])
         samples: dict[str, list[tuple[float, float]]] = {}
-        for measurement in validation.list_loaded_models(data):
-            if measurement.level == level:
+        for measurement in data.loaded:
+            if measurement.is_model and measurement.level == level:
                 graph = data.graphs[measurement.target]
                 predicted = predictor.predict(graph, measurement.load).slowdown
                 samples.setdefault(measurement.target, []).append((predicted, measurement.slowdown))

@@ -95,7 +95,7 @@ def of_this_machine(predictor: Predictor) -> Predictor:
         flags=device.flags,
         ort_version=onnxruntime.__version__,
     )
-    return replace(predictor, fingerprint=fingerprint)
+    return predictor.model_copy(update={"fingerprint": fingerprint})
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_predict_file_graph_and_predictor_agree(made_up: MadeUp, file: Path, tmp
     assert prediction == made_up.predictor.predict(made_up.data.graphs[path.stem], {"others": 0.5})
     # An analyzed directory has this version of onnxruntime, which the predictor must have as well.
     fingerprint = replace(made_up.predictor.fingerprint, ort_version=onnxruntime.__version__)
-    same = replace(made_up.predictor, fingerprint=fingerprint)
+    same = made_up.predictor.model_copy(update={"fingerprint": fingerprint})
     analyze(path, out_dir=tmp_path / "graph")
     for analyzed in (tmp_path / "graph", tmp_path / "graph" / "graph.json"):
         assert predict(analyzed, same, load={"others": 0.5}) == prediction
@@ -89,9 +89,8 @@ def test_predict_other_device_raises(made_up: MadeUp, file: Path) -> None:
     assert f"ort_version is {onnxruntime.__version__!r}, expected '1.0'" in str(caught.value)
     local_predictor = of_this_machine(made_up.predictor)
     assert predict(made_up.models[0], local_predictor).mean_ms > 0.0
-    fewer = replace(
-        made_up.predictor, fingerprint=replace(local_predictor.fingerprint, cores=device.cores + 1)
-    )
+    fingerprint = replace(local_predictor.fingerprint, cores=device.cores + 1)
+    fewer = made_up.predictor.model_copy(update={"fingerprint": fingerprint})
     with pytest.raises(InputError, match=rf"{device.cores}.*{device.cores + 1}"):
         predict(made_up.models[0], fewer)
 
@@ -102,7 +101,8 @@ def test_predict_graph_of_other_provider_raises(made_up: MadeUp, tmp_path: Path,
     analyze(made_up.models[0], out_dir=tmp_path)
     fingerprint = replace(made_up.predictor.fingerprint, ort_version=onnxruntime.__version__)
     other = {"provider": "CUDAExecutionProvider", "ort_version": "1.0"}[change]
-    predictor = replace(made_up.predictor, fingerprint=replace(fingerprint, **{change: other}))
+    fingerprint = replace(fingerprint, **{change: other})
+    predictor = made_up.predictor.model_copy(update={"fingerprint": fingerprint})
     with pytest.raises(InputError, match="CPUExecutionProvider") as caught:
         predict(tmp_path, predictor)
     assert other in str(caught.value) and onnxruntime.__version__ in str(caught.value)
@@ -153,7 +153,7 @@ def test_predict_open_dimensions_need_shape(made_up: MadeUp, tmp_path: Path) -> 
     assert small < large
     analyze(path, shapes={"x": (1, 3, 8, 8)}, out_dir=tmp_path / "graph")
     fingerprint = replace(made_up.predictor.fingerprint, ort_version=onnxruntime.__version__)
-    predictor = replace(made_up.predictor, fingerprint=fingerprint)
+    predictor = made_up.predictor.model_copy(update={"fingerprint": fingerprint})
     # An analyzed graph has fixed shapes.
     with pytest.raises(InputError):
         predict(tmp_path / "graph", predictor, shapes={"x": (16, 3, 8, 8)})

@@ -30,14 +30,20 @@ if TYPE_CHECKING:
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
     from sparseflow.latency.measure.collection import CollectionSummary, collect
     from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
+    from sparseflow.latency.measure.exporter import Exporter
+    from sparseflow.latency.measure.fanout import fan_out
+    from sparseflow.latency.measure.overlap import measure_overlap
+    from sparseflow.latency.measure.stress import hold_levels
     from sparseflow.latency.model.evaluation import PredictorEvaluation, evaluate
     from sparseflow.latency.model.predictor import KernelPrediction, Prediction, Predictor
     from sparseflow.latency.model.training import train
+    from sparseflow.latency.quickstart import run_quickstart
 
 __all__ = [
     "CollectionConfig",
     "CollectionSummary",
     "ExportResult",
+    "Exporter",
     "ExtractionResult",
     "Graph",
     "KernelPrediction",
@@ -50,7 +56,11 @@ __all__ = [
     "evaluate",
     "export_zoo",
     "extract",
+    "fan_out",
+    "hold_levels",
+    "measure_overlap",
     "predict",
+    "run_quickstart",
     "train",
 ]
 
@@ -63,8 +73,13 @@ __getattr__, __dir__ = attach(
         "graph.zoo": ["ExportResult", "export_zoo"],
         "measure.collection": ["CollectionSummary", "collect"],
         "measure.config": ["CollectionConfig", "TelemetryConfig"],
+        "measure.exporter": ["Exporter"],
+        "measure.fanout": ["fan_out"],
+        "measure.overlap": ["measure_overlap"],
+        "measure.stress": ["hold_levels"],
         "model.evaluation": ["PredictorEvaluation", "evaluate"],
         "model.predictor": ["KernelPrediction", "Prediction", "Predictor"],
         "model.training": ["train"],
+        "quickstart": ["run_quickstart"],
     },
 )

@@ -47,14 +47,14 @@ def predict(
         raise InputError("`load` and `live` exclude each other")
     fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     fitted.fingerprint.check_local_device(gpu)
-    graph = load_graph(model, fitted, shapes=shapes)
+    graph = _load_graph(model, fitted, shapes=shapes)
     if live is not None:
         # Read last, so that the reading does not contain the analysis.
-        load = read_load(live, window_s, gpu)
+        load = open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares
     return fitted.predict(graph, load, seed=seed)
 
 
-def load_graph(
+def _load_graph(
     path: Path | str, predictor: Predictor, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Graph:
     """Return the graph that the predictor's provider executes; an analyzed directory is read.
@@ -76,13 +76,3 @@ def load_graph(
             f"is of {expected[0]} of {expected[1]}; analyze the model again"
         )
     return graph
-
-
-def read_load(live: TelemetryConfig, window_s: float = WINDOW_S, gpu: int = 0) -> dict[str, float]:
-    """Return metric -> share, averaged over `window_s` seconds.
-
-    Raises:
-        InputError: The source is unknown or incomplete.
-        DeviceError: A reading is missing, stale or impossible.
-    """
-    return dict(open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares)

@@ -100,23 +100,24 @@ def _add_models(page: Page, evaluation: PredictorEvaluation, note: str) -> None:
 
 
 def _add_quality(page: Page, quality: Mapping[str, Any]) -> None:
-    def make_row(subject: str, split: str, scores: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+    entries = [
+        (f"kernels, {kind}", _SPLITS[split], scores)
+        for kind, splits in quality["kernels"].items()
+        for split, scores in splits.items()
+    ]
+    entries += [
+        (f"models, {_CONDITIONS[condition]}", "the model's network", scores)
+        for condition, scores in quality["models"].items()
+    ]
+    rows = [
+        {
             "subject": subject,
             "split": split,
             "count": scores["count"],
             "mape": 100 * scores["mape"],
             "within_10": 100 * scores["within_10"],
         }
-
-    rows = [
-        make_row(f"kernels, {kind}", _SPLITS[split], scores)
-        for kind, splits in quality["kernels"].items()
-        for split, scores in splits.items()
-    ]
-    rows += [
-        make_row(f"models, {_CONDITIONS[condition]}", "the model's network", scores)
-        for condition, scores in quality["models"].items()
+        for subject, split, scores in entries
     ]
     page.section("Errors on held-out data", f"The predictor uses the regressor `{quality['kind']}`.")
     page.table("Scores", rows, columns=_SCORE_COLUMNS, digits={"mape": 1, "within_10": 0})

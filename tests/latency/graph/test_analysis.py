@@ -25,28 +25,11 @@ from sparseflow.latency.graph.optimization import (
     expose_tensors,
     list_written_tensors,
     make_random_inputs,
+    observe_shapes,
     optimize,
 )
-from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from tests.conformance import check_artifact_file
 from tests.latency.onnx_models import FLOAT, branching, convnet, lookup, model, save, values
-
-SMALL_VIT = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48, "num_hidden_layers": 2}
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ResNet-18 and a small vision transformer at batch sizes 1 and 2."""
-    folder = tmp_path_factory.mktemp("zoo")
-    config = ZooConfig.model_validate(
-        {
-            "models": ["resnet18", {"name": "vit", "config": SMALL_VIT, "sizes": [32]}],
-            "batches": [1, 2],
-            "sizes": [64],
-        }
-    )
-    assert all(result.problem is None for result in export_zoo(config, folder))
-    return folder
 
 
 def facts(path: Path, level: str = "all") -> list[tuple[str, str]]:
@@ -122,11 +105,12 @@ def test_flops_do_not_depend_on_fusion(zoo: Path) -> None:
     assert raw.flops == pytest.approx(2 * by_hand, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["resnet18_b2_64", "vit_b2_32"])
+@pytest.mark.parametrize("name", ["resnet18_b1_64", "vit_b2_32"])
 def test_inferred_shapes_equal_observed(zoo: Path, name: str) -> None:
     optimised = optimize(zoo / f"{name}.onnx")
-    inferred, observed = (describe_tensors(optimised, "cpu", always_run=run) for run in (False, True))
-    assert inferred == observed and len(observed) > 30
+    tensors = describe_tensors(optimised, "cpu")
+    observed = observe_shapes(optimised, "cpu", list_written_tensors(optimised))
+    assert {name: tensors[name].shape for name in observed} == observed and len(observed) > 20
 
 
 def test_equal_kernels_of_models_share_id(tmp_path: Path) -> None:
@@ -280,8 +264,8 @@ def test_graph_round_trip(tmp_path: Path) -> None:
         ({"format": "other"}, "'other'"),
         ({"version": 99}, "99"),
         ({"surprise": 1}, "surprise"),
-        ({"nodes": 3}, "nodes"),
-        ({"kernels": []}, "unknown kernel"),
+        ({"nodes": 3}, "not iterable"),
+        ({"kernels": []}, "kernel is unknown"),
         ({"inputs": [{"name": "x", "dtype": "float33", "shape": [1]}]}, "float33"),
     ],
 )

@@ -24,19 +24,7 @@ from sparseflow.latency.graph.extraction import (
     make_dummy_inputs,
     read_kernel,
 )
-from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from tests.latency.onnx_models import FLOAT, branching, convnet, lookup, model, save
-
-SMALL_SWIN = {"embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3], "window_size": 4}
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("zoo")
-    models = ["resnet18", {"name": "swin", "config": SMALL_SWIN, "sizes": [32]}, {"name": "mobilenet_v2"}]
-    config = ZooConfig.model_validate({"models": models, "sizes": [64]})
-    assert all(result.problem is None for result in export_zoo(config, folder))
-    return folder
 
 
 @pytest.mark.parametrize(

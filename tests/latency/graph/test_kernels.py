@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseflow.errors import FileFormatError, InputError
-from sparseflow.latency.graph.kernels import DTYPE_BITS, UNDEFINED, KernelSpec, TensorSpec, get_canonical_name
+from sparseflow.errors import FileFormatError
+from sparseflow.latency.graph.kernels import (
+    DTYPE_BITS,
+    UNDEFINED,
+    KernelSpec,
+    TensorSpec,
+    get_canonical_name,
+    parse_kernel,
+)
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 dtypes = st.sampled_from(sorted(set(DTYPE_BITS) - {UNDEFINED}))
@@ -55,10 +61,14 @@ def kernels(draw: Any) -> KernelSpec:
     )
 
 
+def dump(kernel: KernelSpec) -> dict[str, Any]:
+    return kernel.model_dump(mode="json")
+
+
 def identity(kernel: KernelSpec) -> str:
     """Return the identity of a kernel, computed independently of its id."""
     identity_fields = {
-        k: v for k, v in kernel.to_dict().items() if k not in ("id", "flops", "bytes_moved", "flops_known")
+        k: v for k, v in dump(kernel).items() if k not in ("id", "flops", "bytes_moved", "flops_known")
     }
     return json.dumps(identity_fields, sort_keys=True)
 
@@ -79,7 +89,11 @@ def conv(**changes: Any) -> KernelSpec:
         flops=1.0,
         bytes_moved=2.0,
     )
-    return replace(kernel, id="", **changes)
+    return KernelSpec(**dict(kernel) | changes | {"id": ""})
+
+
+def change_tensor(tensor: TensorSpec, **changes: Any) -> TensorSpec:
+    return tensor.model_copy(update=changes)
 
 
 @given(kernels(), kernels())
@@ -97,10 +111,10 @@ def test_equal_ids_iff_equal_identity(first: KernelSpec, second: KernelSpec) -> 
         {"attributes": {"strides": [2, 2], "group": 1}},
         {"attributes": {"strides": [1, 1], "group": 64}},
         {"attributes": {"strides": [1, 1], "group": 1, "activation": "Relu"}},
-        {"inputs": (conv().inputs[0], replace(conv().inputs[1], shape=(128, 64, 3, 3)))},
-        {"inputs": (replace(conv().inputs[0], dtype="float16"), conv().inputs[1])},
-        {"inputs": (conv().inputs[0], replace(conv().inputs[1], name="input_0"))},
-        {"outputs": (replace(conv().outputs[0], shape=(1, 64, 28, 28)),)},
+        {"inputs": (conv().inputs[0], change_tensor(conv().inputs[1], shape=(128, 64, 3, 3)))},
+        {"inputs": (change_tensor(conv().inputs[0], dtype="float16"), conv().inputs[1])},
+        {"inputs": (conv().inputs[0], change_tensor(conv().inputs[1], name="input_0"))},
+        {"outputs": (change_tensor(conv().outputs[0], shape=(1, 64, 28, 28)),)},
         {"constants": ()},
         {"values": {1: (0, 1)}},
     ],
@@ -121,38 +135,38 @@ def test_id_starts_with_canonical_name() -> None:
 
 @given(kernels())
 def test_kernel_round_trip(kernel: KernelSpec) -> None:
-    assert KernelSpec.from_dict(json.loads(json.dumps(kernel.to_dict()))) == kernel
+    assert parse_kernel(json.loads(json.dumps(dump(kernel))), "record") == kernel
 
 
 @pytest.mark.parametrize(
     ("change", "value"),
     [
-        ({"surprise": 1}, "['surprise']"),
+        ({"surprise": 1}, "surprise"),
         ({"attributes": {"strides": [3, 3]}}, conv().id),
-        ({"inputs": [{"name": "x", "dtype": "float32"}]}, "['shape']"),
+        ({"inputs": [{"name": "x", "dtype": "float32"}]}, "shape"),
         ({"inputs": [{"name": "x", "dtype": "float33", "shape": [1]}]}, "float33"),
-        ({"inputs": [{"name": "x", "dtype": "float32", "shape": [-1]}]}, "negative"),
-        ({"inputs": None}, "NoneType"),
-        ({"flops": "many"}, "'many'"),
+        ({"inputs": [{"name": "x", "dtype": "float32", "shape": [-1]}]}, "inputs.0.shape.0"),
+        ({"inputs": None}, "inputs"),
+        ({"flops": "many"}, "flops"),
         ({"constants": [9]}, "[9]"),
     ],
 )
 def test_kernel_invalid_record_raises(change: dict[str, Any], value: str) -> None:
     with pytest.raises(FileFormatError) as caught:
-        KernelSpec.from_dict({**conv().to_dict(), **change})
+        parse_kernel({**dump(conv()), **change}, "record")
     assert value in str(caught.value)
 
 
 def test_kernel_incomplete_record_raises() -> None:
-    short = {key: value for key, value in conv().to_dict().items() if key != "outputs"}
+    short = {key: value for key, value in dump(conv()).items() if key != "outputs"}
     for record in (short, [], None, "Conv"):
         with pytest.raises(FileFormatError):
-            KernelSpec.from_dict(record)  # type: ignore[arg-type]
+            parse_kernel(record, "record")
 
 
 def test_non_json_attributes_raise() -> None:
     for value in (float("nan"), b"bytes", object()):
-        with pytest.raises(InputError):
+        with pytest.raises(ValueError, match="JSON"):
             conv(attributes={"a": value})
 
 

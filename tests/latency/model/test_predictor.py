@@ -61,7 +61,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """Network of measured operators in other shapes."""
-    return analyze(save(convnet(width=10, size=11), tmp_path_factory.mktemp("unseen")))
+    return analyze(save(convnet(width=16, size=11), tmp_path_factory.mktemp("unseen")))
 
 
 def width(prediction: Prediction) -> float:
@@ -126,13 +126,15 @@ def test_predict_monotone_in_load(made_up: MadeUp, unseen: Graph) -> None:
 def test_predict_measured_kernels(made_up: MadeUp, unseen: Graph) -> None:
     predictor = made_up.predictor
     kernels = {k.id: k for graph in made_up.graphs for k in graph.kernels}
-    predictions = predictor.predict_kernels(kernels)
-    assert predictions.keys() == kernels.keys() <= predictor.measured_ms.keys()
-    for name, entry in predictions.items():
-        assert entry == (predictor.measured_ms[name],) * 3 + (MEASURED,)
-        assert entry[0] == pytest.approx(rest_ms(kernels[name]), rel=0.05)
-    for ms, low, high, source in predictor.predict_kernels({k.id: k for k in unseen.kernels}).values():
-        assert source == LEARNED and low <= ms <= high and low < high
+    isolated_ms = predictor.regressor.estimate_idle_ms(kernels.values(), predictor.measured_ms)
+    assert isolated_ms.keys() == kernels.keys() <= predictor.measured_ms.keys()
+    for name, ms in isolated_ms.items():
+        assert ms == predictor.measured_ms[name] == pytest.approx(rest_ms(kernels[name]), rel=0.05)
+        assert predictor.compute_kernel_interval(kernels[name], ms) == (ms, ms, MEASURED)
+    isolated_ms, _ = predictor.compose(unseen)
+    for kernel in unseen.kernels:
+        low, high, source = predictor.compute_kernel_interval(kernel, isolated_ms[kernel.id])
+        assert source == LEARNED and low <= isolated_ms[kernel.id] <= high and low < high
 
 
 def test_predict_unknown_operator_widens_interval(
@@ -228,7 +230,7 @@ def test_predictor_pickle_never_executed(record: str, tmp_path: Path, protocol: 
     with pytest.raises(FileFormatError):
         loaded(trap, tmp_path)
     inside = json.loads(record)
-    inside["predictor"]["regressor"]["trees"]["model"] = base64.b64encode(zlib.compress(trap)).decode()
+    inside["regressor"]["trees"]["model"] = base64.b64encode(zlib.compress(trap)).decode()
     with pytest.raises(FileFormatError):
         loaded(json.dumps(inside), tmp_path)
     assert not sprung.exists()
@@ -253,27 +255,27 @@ def get_parent(record: Any, path: Place) -> Any:
 
 
 def test_predictor_missing_part_raises(record: str, tmp_path: Path) -> None:
-    full_record = json.loads(record)["predictor"]
+    full_record = json.loads(record)
     for path in iter_paths(full_record | {"measured_ms": {}, "quality": {}}):
         if len(path) > 3 or isinstance(path[-1], int) or path[:3] == ("regressor", "encoder", "categories"):
             continue
         damaged = json.loads(record)
-        del get_parent(damaged["predictor"], path)[path[-1]]
+        del get_parent(damaged, path)[path[-1]]
         with pytest.raises(FileFormatError):
             loaded(json.dumps(damaged), tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [None, "text", [], {}, -1.0, math.nan])
+@pytest.mark.parametrize("wrong", [None, {}, -1.0, math.nan])
 def test_predictor_invalid_value_raises_or_is_plausible(
     made_up: MadeUp, record: str, tmp_path: Path, wrong: object
 ) -> None:
     graph = made_up.graphs[0]
-    full_record = json.loads(record)["predictor"]
+    full_record = json.loads(record)
     required_parts = {name: part for name, part in full_record.items() if name != "quality"}
     required_parts["measured_ms"] = {graph.kernels[0].id: 0.0}
     for path in iter_paths(required_parts):
         damaged = json.loads(record)
-        get_parent(damaged["predictor"], path)[path[-1]] = wrong
+        get_parent(damaged, path)[path[-1]] = wrong
         try:
             predictor = loaded(json.dumps(damaged), tmp_path)
             prediction = predictor.predict(graph, {"others": 0.5})

@@ -1,12 +1,11 @@
-"""Graphs as a queue of host and device, and predictors of kernels measured in a stream."""
+"""Predictors of kernels that were measured in a stream: graphs are a queue of host and device."""
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,332 +29,27 @@ from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.overlap import CRITICAL_PATH, SUM
 from sparseflow.latency.measure.plan import Target
 from sparseflow.latency.model import validation
-from sparseflow.latency.model.composition import MIN_SHARE, QUEUE, VIEW_OPS, CompositionModel
+from sparseflow.latency.model.composition import QUEUE, VIEW_OPS
 from sparseflow.latency.model.dataset import MIN_DEVICE_MS, LatencyDataset, load_dataset
-from sparseflow.latency.model.fitting import choose_mode, fit_predictor
+from sparseflow.latency.model.fitting import fit_predictor
 from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, RATIO, ROOFLINE
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 from sparseflow.latency.model.predictor import Predictor
 from sparseflow.latency.model.training import train
 from tests.latency.conftest import MadeUp, few_tries
 from tests.latency.onnx_models import FLOAT, convnet, model, save, values
-from tests.latency.records import from_record, to_record
 from tests.latency.synthetic import (
     CALL_MS,
     NOISE,
     StreamedBench,
-    compute_end_ms,
     device_ms,
     host_ms,
     make_collection,
-    make_graph,
-    make_kernel,
-    make_matmul,
     make_networks,
     queued_ms,
     slowdown,
     streamed_item_ms,
 )
-
-SMALL, MIDDLE, LARGE = (make_matmul(4, n, 4) for n in (1, 2, 3))
-VIEW = make_kernel("Reshape", [(4, 4), (1,)], (16,))
-KERNELS = (SMALL, MIDDLE, LARGE, VIEW)
-MIXED = {"call_ms": 0.05, "issue_scale": 1.3, "per_issue_ms": 0.002, "per_kernel_ms": 0.003}
-
-
-def composition(**changes: Any) -> CompositionModel:
-    """Return a queue without costs except `changes`."""
-    costs: dict[str, Any] = {
-        "mode": QUEUE,
-        "per_kernel_ms": 0.0,
-        "per_view_ms": 0.0,
-        "per_weight_ms": 0.0,
-        "per_activation_ms": 0.0,
-        "issue_scale": 1.0,
-        "per_issue_ms": 0.0,
-        "call_ms": 0.0,
-        "models": 1,
-    }
-    return CompositionModel(**(costs | changes))
-
-
-def chain(kernels: list[KernelSpec]) -> Graph:
-    """Build a graph of consecutive kernels."""
-    names = [str(number) for number in range(len(kernels))]
-    edges = zip(names, kernels, [[], *([name] for name in names)], strict=False)
-    return make_graph({name: (kernel, before) for name, kernel, before in edges})
-
-
-# Composition.
-
-TIMES = st.tuples(*[st.floats(0.0, 5.0)] * len(KERNELS))
-CHAINS = st.lists(st.sampled_from(KERNELS), min_size=1, max_size=12).map(chain)
-COSTS = st.fixed_dictionaries(
-    {
-        "per_kernel_ms": st.floats(-1.0, 1.0),
-        "per_view_ms": st.floats(0.0, 1.0),
-        "per_weight_ms": st.floats(0.0, 1.0),
-        "per_activation_ms": st.floats(0.0, 1.0),
-        "issue_scale": st.floats(0.0, 3.0),
-        "per_issue_ms": st.floats(-1.0, 1.0),
-        "call_ms": st.floats(0.0, 1.0),
-    }
-)
-
-
-def by_id(times_ms: tuple[float, ...]) -> dict[str, float]:
-    return {kernel.id: ms for kernel, ms in zip(KERNELS, times_ms, strict=True)}
-
-
-@settings(deadline=None)
-@given(CHAINS, TIMES, TIMES, COSTS)
-def test_compose_queue_matches_simulation(
-    graph: Graph, device: tuple[float, ...], host: tuple[float, ...], costs: dict[str, float]
-) -> None:
-    composed_model, issued, works = composition(**costs), by_id(host), by_id(device)
-    composed = composed_model.compose(graph, works, issued)
-    hosts = [
-        max(composed_model.issue_scale * ms + composed_model.per_issue_ms, MIN_SHARE * ms)
-        for ms in (issued[node.kernel_id] for node in graph.nodes)
-    ]
-    inside = [composed_model.predict_kernel_ms(node.kernel, works[node.kernel_id]) for node in graph.nodes]
-    assert composed.call_ms == composed_model.call_ms
-    assert composed.total_ms == pytest.approx(
-        composed_model.call_ms + compute_end_ms(hosts, inside), abs=1e-9
-    )
-    # The contributions sum to the total, and every node counts once.
-    assert composed.total_ms == pytest.approx(
-        composed.call_ms + sum(part.count * part.ms for part in composed.parts.values()), abs=1e-9
-    )
-    ids = [node.kernel_id for node in graph.nodes]
-    assert {name: part.count for name, part in composed.parts.items()} == {n: ids.count(n) for n in set(ids)}
-    assert all(part.ms >= 0.0 for part in composed.parts.values())
-    assert max(sum(hosts), sum(inside)) <= (composed.total_ms - composed_model.call_ms) * (1.0 + 1e-9) + 1e-9
-    assert composed.total_ms - composed_model.call_ms <= sum(hosts) + sum(inside) + 1e-9
-
-
-@settings(deadline=None)
-@given(CHAINS, TIMES, TIMES, st.sampled_from(KERNELS), st.floats(0.0, 5.0), st.booleans())
-def test_compose_queue_monotone(
-    graph: Graph,
-    device: tuple[float, ...],
-    host: tuple[float, ...],
-    slower: KernelSpec,
-    more: float,
-    on_host: bool,
-) -> None:
-    issued, works = by_id(host), by_id(device)
-    before = composition().compose(graph, works, issued).total_ms
-    (issued if on_host else works)[slower.id] += more
-    after = composition().compose(graph, works, issued).total_ms
-    count = sum(node.kernel_id == slower.id for node in graph.nodes)
-    assert before <= after + 1e-9 and after <= before + count * more + 1e-9
-
-
-def test_compose_queue_bottleneck_hides_other() -> None:
-    graph = chain([SMALL, MIDDLE, LARGE, MIDDLE])
-    much, little = ({kernel.id: ms for kernel in KERNELS} for ms in (3.0, 0.1))
-    by_device = composition(call_ms=0.5).compose(graph, much, little)
-    assert by_device.total_ms == pytest.approx(0.5 + 0.1 + 4 * 3.0)
-    # Only the first issue is on the critical path.
-    assert {name: part.ms for name, part in by_device.parts.items()} == pytest.approx(
-        {SMALL.id: 3.1, MIDDLE.id: 3.0, LARGE.id: 3.0}
-    )
-    by_host = composition(call_ms=0.5).compose(graph, little, much)
-    assert by_host.total_ms == pytest.approx(0.5 + 4 * 3.0 + 0.1)
-    assert by_host.parts[MIDDLE.id].count == 2 and by_host.parts[MIDDLE.id].ms == pytest.approx(3.05)
-    # The hidden times may double.
-    doubled = {name: 2.0 * ms for name, ms in little.items()}
-    assert composition().compose(graph, much, doubled).total_ms == pytest.approx(0.2 + 4 * 3.0)
-    assert composition().compose(graph, doubled, much).total_ms == pytest.approx(4 * 3.0 + 0.2)
-
-
-def test_compose_queue_hides_small_kernels_after_large() -> None:
-    device = {SMALL.id: 0.1, LARGE.id: 10.0}
-    host = {SMALL.id: 1.0, LARGE.id: 1.0}
-    first = composition().compose(chain([LARGE, *[SMALL] * 5]), device, host)
-    last = composition().compose(chain([*[SMALL] * 5, LARGE]), device, host)
-    assert first.total_ms == pytest.approx(1.0 + 10.0 + 5 * 0.1)
-    assert last.total_ms == pytest.approx(6 * 1.0 + 10.0)
-
-
-def test_compose_queue_views_have_host_time_only() -> None:
-    composed_model = composition(per_kernel_ms=0.5, per_view_ms=0.7, per_weight_ms=0.1, per_activation_ms=0.1)
-    kernels = {op: make_kernel(op, [(4, 4)], (4, 4)) for op in sorted(VIEW_OPS)}
-    assert [composed_model.predict_kernel_ms(kernel, 3.0) for kernel in kernels.values()] == [0.0] * len(
-        VIEW_OPS
-    )
-    assert replace(composed_model, models=0).predict_kernel_ms(VIEW, 3.0) == 0.0
-    host = {kernel.id: 0.25 for kernel in (*KERNELS, *kernels.values())}
-    device = {name: 2.0 for name in host}
-    views = composition().compose(chain(list(kernels.values())), device, host)
-    assert views.total_ms == pytest.approx(0.25 * len(VIEW_OPS))
-    # They are hidden behind a kernel with a long device time.
-    hidden = composition().compose(chain([LARGE, VIEW, VIEW]), device, host)
-    assert hidden.total_ms == pytest.approx(0.25 + 2.0) and hidden.parts[VIEW.id].ms == 0.0
-    assert hidden.parts[VIEW.id].count == 2
-    before = composition().compose(chain([VIEW, VIEW, LARGE]), device, host)
-    assert before.total_ms == pytest.approx(3 * 0.25 + 2.0)
-
-
-@pytest.mark.parametrize("mode", [SUM, CRITICAL_PATH, QUEUE])
-def test_compose_empty_graph_is_call(mode: str) -> None:
-    composed = composition(mode=mode, call_ms=0.25).compose(make_graph({}), {}, {})
-    assert (composed.total_ms, composed.call_ms, composed.parts) == (0.25, 0.25, {})
-
-
-def test_compose_sum_ignores_host() -> None:
-    graph, device = chain([SMALL, LARGE, SMALL]), by_id((1.0, 2.0, 3.0, 4.0))
-    composed_model = composition(mode=SUM)
-    assert composed_model.compose(
-        graph, device, {kernel.id: 50.0 for kernel in KERNELS}
-    ) == composed_model.compose(graph, device)
-
-
-def test_compose_queue_host_minimum_share() -> None:
-    graph = chain([SMALL, SMALL])
-    composed = composition(per_issue_ms=-9.0).compose(graph, {SMALL.id: 0.0}, {SMALL.id: 2.0})
-    assert composed.total_ms == pytest.approx(2 * MIN_SHARE * 2.0)
-
-
-# Costs.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Graphs with known latencies."""
-
-    graphs: list[Graph]
-    device: dict[str, float]
-    host: dict[str, float]
-    total: list[float]
-
-    def error(self, fitted_model: CompositionModel) -> float:
-        """Return the mean relative error of a composition."""
-        totals_ms = [fitted_model.compose(graph, self.device, self.host).total_ms for graph in self.graphs]
-        return statistics.fmean(abs(ms / true - 1.0) for ms, true in zip(totals_ms, self.total, strict=True))
-
-
-def measured(true: CompositionModel, count: int, seed: int = 0) -> Measured:
-    """Build chains of random kernels and views, bound by the host or by the device."""
-    draw = random.Random(seed)
-    graphs, device, host, total = [], {}, {}, []
-    for _ in range(count):
-        largest = draw.choice([64, 300, 900])
-        kernels = [
-            make_matmul(*(draw.randint(1, largest) for _ in range(3))) for _ in range(draw.randint(3, 30))
-        ]
-        kernels += [VIEW] * draw.randint(0, 6)
-        draw.shuffle(kernels)
-        graphs.append(chain(kernels))
-        for kernel in kernels:
-            device[kernel.id] = 0.0 if kernel is VIEW else device_ms(kernel)
-            host.setdefault(kernel.id, draw.uniform(0.004, 0.02))
-        issued = [true.issue_scale * host[kernel.id] + true.per_issue_ms for kernel in kernels]
-        works = [true.predict_kernel_ms(kernel, device[kernel.id]) for kernel in kernels]
-        total.append(true.call_ms + compute_end_ms(issued, works))
-    return Measured(graphs=graphs, device=device, host=host, total=total)
-
-
-def fitted(data: Measured, count: int | None = None) -> CompositionModel:
-    return CompositionModel.fit(data.graphs[:count], data.device, data.total[:count], QUEUE, data.host)
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [
-        {},
-        {"issue_scale": 1.5},
-        {"issue_scale": 0.8},
-        {"per_issue_ms": 0.005},
-        {"per_issue_ms": -0.002},
-        {"per_kernel_ms": 0.004},
-        {"per_kernel_ms": -0.0015},
-        {"per_weight_ms": 0.02},
-        {"call_ms": 0.1},
-        MIXED,
-    ],
-)
-def test_fit_queue_recovers_costs(costs: dict[str, float]) -> None:
-    true = composition(**costs)
-    learned = fitted(measured(true, 60))
-    held_out = measured(true, 30, seed=1)
-    assert (learned.mode, learned.models, learned.per_view_ms) == (QUEUE, 60, 0.0)
-    assert held_out.error(learned) < 0.005
-    if costs:
-        assert held_out.error(learned) < 0.1 * held_out.error(composition())
-    # Scale and cost of a node are correlated: the time of a median node is known better than either.
-    for host in (0.008, 0.012, 0.016):
-        assert learned.issue_scale * host + learned.per_issue_ms == pytest.approx(
-            true.issue_scale * host + true.per_issue_ms, rel=0.05, abs=3e-4
-        )
-    assert learned.issue_scale == pytest.approx(true.issue_scale, abs=0.1)
-    assert learned.per_issue_ms == pytest.approx(true.per_issue_ms, abs=1.5e-3)
-    assert learned.per_kernel_ms == pytest.approx(true.per_kernel_ms, abs=5e-4)
-    assert learned.per_weight_ms == pytest.approx(true.per_weight_ms, abs=4e-3)
-    assert learned.call_ms == pytest.approx(true.call_ms, rel=0.05, abs=1e-3)
-
-
-def test_fit_queue_few_models_improve() -> None:
-    true = composition(**MIXED)
-    held_out = measured(true, 30, seed=1)
-    assert held_out.error(fitted(measured(true, 4))) < 0.3 * held_out.error(composition())
-
-
-def test_fit_queue_robust_to_outlier() -> None:
-    true = composition(**MIXED)
-    data, held_out = measured(true, 30), measured(true, 30, seed=1)
-    spoiled = replace(data, total=[5.0 * data.total[0], *data.total[1:]])
-    assert held_out.error(fitted(spoiled)) < 0.03
-
-
-def test_fit_queue_without_models_has_no_costs() -> None:
-    learned = CompositionModel.fit([], {}, [], QUEUE)
-    assert learned == composition(models=0)
-    graph = chain([SMALL, VIEW, LARGE])
-    assert learned.compose(graph, by_id((1.0, 1.0, 1.0, 9.0)), by_id((0.1, 0.1, 0.1, 0.1))).total_ms == (
-        pytest.approx(2.1)
-    )
-
-
-def test_fit_queue_without_host_times_raises() -> None:
-    graph = chain([SMALL, LARGE])
-    device, host = by_id((1.0,) * 4), {SMALL.id: 0.1, VIEW.id: 0.1}
-    with pytest.raises(InputError, match=r"2"):
-        CompositionModel.fit([graph], device, [3.0], QUEUE)
-    with pytest.raises(InputError, match=rf"1.*{LARGE.id}"):
-        CompositionModel.fit([graph], device, [3.0], QUEUE, host)
-    with pytest.raises(InputError, match=rf"1.*{LARGE.id}"):
-        CompositionModel.fit([graph], host, [3.0], QUEUE, device)
-    with pytest.raises(InputError, match=r"1.*0"):
-        CompositionModel.fit([graph], device, [], QUEUE, device)
-    assert CompositionModel.fit([graph], device, [3.0], SUM).mode == SUM
-
-
-def test_compose_queue_without_host_times_raises() -> None:
-    with pytest.raises(InputError):
-        composition().compose(chain([SMALL, LARGE]), by_id((1.0,) * 4))
-
-
-def test_queue_round_trip() -> None:
-    composed_model = composition(
-        issue_scale=1.25, per_issue_ms=-0.5, per_kernel_ms=-0.25, call_ms=0.5, models=7
-    )
-    assert from_record(CompositionModel, to_record(composed_model)) == composed_model
-
-
-@pytest.mark.parametrize("name", ["issue_scale", "per_issue_ms", "call_ms", "models"])
-@pytest.mark.parametrize("wrong", ["much", None, [], math.nan, math.inf])
-def test_queue_damaged_record_raises(name: str, wrong: Any) -> None:
-    with pytest.raises(ValueError):
-        from_record(CompositionModel, to_record(composition()) | {name: wrong})
-    less = to_record(composition())
-    del less[name]
-    with pytest.raises(ValueError):
-        from_record(CompositionModel, less)
-
-
-# Collections whose kernels were measured in a stream.
 
 
 class Nothing(StreamedBench):
@@ -491,7 +185,7 @@ def test_dataset_omits_kernels_without_stream(
 def test_dataset_without_streams_unchanged(made_up: MadeUp) -> None:
     assert made_up.data.host_ms == {} and made_up.data.free_ops == frozenset()
     assert made_up.data.list_device_kernels() == made_up.data.list_kernels()
-    assert choose_mode(made_up.data) == SUM and made_up.predictor.composition.mode == SUM
+    assert made_up.predictor.composition.mode == SUM
     assert made_up.predictor.launch_overhead is None
 
 
@@ -511,7 +205,6 @@ def test_dataset_mixed_keeps_stream_kernels(
 
 
 def test_train_queue_by_default(queued: MadeUp) -> None:
-    assert choose_mode(queued.data) == QUEUE
     assert queued.predictor.composition.mode == QUEUE
     assert queued.predictor.predict(queued.graphs[0]).mode == QUEUE
     with few_tries():
@@ -678,9 +371,10 @@ def test_queue_unknown_view_has_no_device_time(queued: MadeUp, unseen: Graph) ->
         sources = {kernel.kernel_id: kernel.source for kernel in prediction.per_kernel}
         assert {sources[node.kernel_id] for node in views} == {MEASURED}
         assert set(sources.values()) == {MEASURED, LEARNED} and prediction.coverage == 1.0
-    kernels = {node.kernel_id: node.kernel for node in views}
-    for entry in queued.predictor.predict_kernels(kernels).values():
-        assert entry == (0.0, 0.0, 0.0, MEASURED)
+    isolated_ms, _ = queued.predictor.compose(unseen)
+    for node in views:
+        assert isolated_ms[node.kernel_id] == 0.0
+        assert queued.predictor.compute_kernel_interval(node.kernel, 0.0) == (0.0, 0.0, MEASURED)
     assert queued.predictor.predict(unseen).mean_ms == pytest.approx(queued_ms(unseen), rel=0.15)
 
 
@@ -750,13 +444,12 @@ def test_queue_predictor_round_trip(queued: MadeUp, unseen: Graph, unmeasured: G
 @pytest.fixture(scope="module")
 def record(queued: MadeUp, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = queued.predictor.save(tmp_path_factory.mktemp("file") / "predictor.json")
-    return json.loads(path.read_text())["predictor"]
+    return json.loads(path.read_text())
 
 
 def reloaded(record: dict[str, Any], folder: Path) -> Predictor:
     path = folder / "predictor.json"
-    file = {"format": "sparseflow.latency.predictor", "version": 3, "predictor": record}
-    path.write_text(json.dumps(file))
+    path.write_text(json.dumps(record))
     return Predictor.load(path)
 
 

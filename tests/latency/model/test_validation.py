@@ -13,6 +13,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
+from benchmarks.latency.evaluate import compute_coverage
 from sparseflow.errors import InputError
 from sparseflow.latency.model import validation
 from sparseflow.latency.model.dataset import LatencyDataset
@@ -198,13 +199,13 @@ def test_coverage_excludes_own_network() -> None:
         ]
 
     like = cases("a", 1.02) + cases("b", 1.02)
-    assert validation.compute_coverage(like) == 1.0
+    assert compute_coverage(like) == 1.0
     # The outlier is outside the intervals of the other networks, which its own errors would widen.
-    assert validation.compute_coverage(like + cases("c", 1.5)) == pytest.approx(2 / 3)
+    assert compute_coverage(like + cases("c", 1.5)) == pytest.approx(2 / 3)
     ends = validation.fit_interval(like + cases("c", 1.5)).bounds(2.0)
     assert ends == pytest.approx((2.0, 3.0))
     with pytest.raises(InputError):
-        validation.compute_coverage(cases("a", 1.0))
+        compute_coverage(cases("a", 1.0))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparseflow.latency.graph.analysis import Graph
-    from sparseflow.latency.graph.kernels import TensorSpec
+    from sparseflow.latency.graph.kernels import KernelSpec, TensorSpec
 
 _USAGE_ERRORS = ("InputError", "ModelError", "FileFormatError", "SampleError", "MissingExtraError")
 
@@ -170,10 +170,7 @@ def _node_table(graph: Graph) -> Table:
             str(numbers[node.name]),
             node.kernel.op,
             f"{node.kernel.domain}.{node.kernel.node_op}".removeprefix(".").removeprefix("com.microsoft."),
-            _format_shapes(node.kernel.inputs, node.kernel.constants),
-            _format_shapes(node.kernel.outputs),
-            f"{node.kernel.flops / 1e6:.2f}{'' if node.kernel.flops_known else ' ?'}",
-            f"{node.kernel.bytes_moved / 1e6:.3f}",
+            *_format_work(node.kernel),
             ", ".join(str(numbers[name]) for name in node.inputs),
         )
         for node in graph.nodes
@@ -184,19 +181,19 @@ def _node_table(graph: Graph) -> Table:
 
 def _kernel_table(graph: Graph) -> Table:
     uses = graph.count_kernel_uses()
-    rows = [
-        (
-            kernel.id,
-            str(uses[kernel.id]),
-            _format_shapes(kernel.inputs, kernel.constants),
-            _format_shapes(kernel.outputs),
-            f"{kernel.flops / 1e6:.2f}{'' if kernel.flops_known else ' ?'}",
-            f"{kernel.bytes_moved / 1e6:.3f}",
-        )
-        for kernel in graph.kernels
-    ]
+    rows = [(kernel.id, str(uses[kernel.id]), *_format_work(kernel)) for kernel in graph.kernels]
     columns = ("kernel", ">nodes", "inputs", "outputs", ">MFLOP", ">MB")
     return make_table(columns, rows, title=_graph_title(graph), no_wrap=("kernel", "nodes", "MFLOP", "MB"))
+
+
+def _format_work(kernel: KernelSpec) -> tuple[str, str, str, str]:
+    """Format input shapes, output shapes, MFLOP and MB."""
+    return (
+        _format_shapes(kernel.inputs, kernel.constants),
+        _format_shapes(kernel.outputs),
+        f"{kernel.flops / 1e6:.2f}{'' if kernel.flops_known else ' ?'}",
+        f"{kernel.bytes_moved / 1e6:.3f}",
+    )
 
 
 def _format_shapes(tensors: tuple[TensorSpec, ...], constants: tuple[int, ...] = ()) -> str:

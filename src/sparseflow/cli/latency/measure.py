@@ -83,19 +83,12 @@ def run_model(
     )
     timing = runner.measure(warmup=warmup, loops=loops)
     search = f", {timing.conv_search}" if timing.conv_search else ""
-    statistics = {
-        "mean": timing.mean_ms,
-        "p50": timing.quantile_ms(0.5),
-        "p95": timing.quantile_ms(0.95),
-        "p99": timing.quantile_ms(0.99),
-        "min": min(timing.latency_ms),
-        "max": max(timing.latency_ms),
-    }
+    statistics = timing.summarize()
     emit(
         timing.to_dict(),
         as_json,
         make_table(
-            tuple(statistics),
+            [name.removesuffix("_ms") for name in statistics],
             [[f"{value_ms:.4f} ms" for value_ms in statistics.values()]],
             title=f"{timing.model}, {timing.provider}, {timing.level}{search}",
         ),

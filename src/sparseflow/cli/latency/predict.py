@@ -278,36 +278,15 @@ def _format_scores(scores: Mapping[str, float]) -> tuple[str, str, str]:
 
 
 def _prediction_table(model: Path, prediction: Prediction) -> Table:
-    def format_share(latency_ms: float) -> str:
-        return f"{100 * latency_ms / prediction.mean_ms:.1f} %"
-
-    rows = []
-    for kernel in prediction.per_kernel[:_MAX_KERNEL_ROWS]:
-        total_ms = kernel.count * kernel.mean_ms
-        rows.append(
-            (
-                kernel.kernel_id,
-                str(kernel.count),
-                f"{kernel.mean_ms:.4f} ms",
-                f"{total_ms:.3f} ms",
-                format_share(total_ms),
-                kernel.source,
-            )
-        )
-    other_kernels = prediction.per_kernel[_MAX_KERNEL_ROWS:]
-    if other_kernels:
-        total_ms = sum(kernel.count * kernel.mean_ms for kernel in other_kernels)
-        num_nodes = sum(kernel.count for kernel in other_kernels)
-        rows.append(
-            (
-                f"… {len(other_kernels)} more",
-                str(num_nodes),
-                "",
-                f"{total_ms:.3f} ms",
-                format_share(total_ms),
-                "",
-            )
-        )
+    kernels, others = prediction.per_kernel[:_MAX_KERNEL_ROWS], prediction.per_kernel[_MAX_KERNEL_ROWS:]
+    entries = [(k.kernel_id, k.count, f"{k.mean_ms:.4f} ms", k.count * k.mean_ms, k.source) for k in kernels]
+    if others:
+        total_ms = sum(k.count * k.mean_ms for k in others)
+        entries.append((f"… {len(others)} more", sum(k.count for k in others), "", total_ms, ""))
+    rows = [
+        (name, str(count), mean, f"{total_ms:.3f} ms", f"{100 * total_ms / prediction.mean_ms:.1f} %", source)
+        for name, count, mean, total_ms, source in entries
+    ]
     if round(prediction.call_ms, 3):
         rows.append(("call overhead", "1", "", f"{prediction.call_ms:.3f} ms", "", "learned"))
     columns = ("kernel", ">nodes", ">mean", ">total", ">share", "source")

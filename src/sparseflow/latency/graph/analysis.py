@@ -7,21 +7,28 @@ model is run once.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import Field, computed_field, model_validator
 
-from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.artifact import Artifact
 from sparseflow.core.config import StrictModel
 from sparseflow.core.extras import require
-from sparseflow.core.files import read_json, write_atomic, write_json
-from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.core.files import write_atomic, write_json
+from sparseflow.errors import ModelError
 from sparseflow.latency.graph import onnx_file, session, work
-from sparseflow.latency.graph.kernels import UNDEFINED, KernelSpec, TensorSpec, get_canonical_name
+from sparseflow.latency.graph.kernels import (
+    UNDEFINED,
+    KernelSpec,
+    TensorSpec,
+    get_canonical_name,
+    parse_kernel,
+)
 from sparseflow.latency.graph.optimization import describe_tensors, optimize
 
 if TYPE_CHECKING:
@@ -36,8 +43,7 @@ _VALUE_FLOAT_INPUTS = {"Pow": (1,)}
 """Operator -> positions of float inputs whose value selects the computation, such as the exponent of Pow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
+class Node(StrictModel):
     """One node of an optimized graph.
 
     Attributes:
@@ -50,18 +56,19 @@ class Node:
     """
 
     name: str
-    kernel: KernelSpec
+    # A file contains each kernel once, see `Graph.kernels`.
+    kernel: KernelSpec = Field(exclude=True)
     inputs: tuple[str, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
+    @computed_field
     @property
     def kernel_id(self) -> str:
         return self.kernel.id
 
 
-@dataclass(frozen=True, kw_only=True)
-class Graph:
+class Graph(Artifact):
     """An analyzed model.
 
     Attributes:
@@ -76,6 +83,10 @@ class Graph:
         nodes: Nodes in execution order.
     """
 
+    FORMAT: ClassVar[str] = "sparseflow.latency.graph"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "run `sparseflow latency analyze` again"
+
     model_path: str
     optimized_path: str | None
     provider: str
@@ -86,10 +97,35 @@ class Graph:
     outputs: tuple[TensorSpec, ...]
     nodes: tuple[Node, ...]
 
+    @computed_field
     @cached_property
     def kernels(self) -> tuple[KernelSpec, ...]:
         """Distinct kernels, in order of first use."""
         return tuple({node.kernel.id: node.kernel for node in self.nodes}.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_kernel_ids(cls, record: Any) -> Any:
+        """Replace the kernel ids of a file's nodes by its kernels."""
+        if "kernels" not in record:
+            return record
+        content = dict(record)
+        try:
+            kernels = {kernel["id"]: parse_kernel(kernel, kernel["id"]) for kernel in content.pop("kernels")}
+            nodes = [dict(node) for node in content["nodes"]]
+            content["nodes"] = [node | {"kernel": kernels[node.pop("kernel_id")]} for node in nodes]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a node or kernel is invalid, or a kernel is unknown: {error!r}") from error
+        return content
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        names: set[str] = set()
+        for node in self.nodes:
+            if node.name in names or not names.issuperset(node.inputs):
+                raise ValueError(f"node {node.name!r} has a duplicate name, or reads from a later node")
+            names.add(node.name)
+        return self
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
@@ -106,96 +142,33 @@ class Graph:
 
     def count_ops(self) -> dict[str, int]:
         """Return canonical name -> number of nodes, most frequent first."""
-        counts: dict[str, int] = {}
-        for node in self.nodes:
-            counts[node.kernel.op] = counts.get(node.kernel.op, 0) + 1
+        counts = Counter(node.kernel.op for node in self.nodes)
         return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
     def count_kernel_uses(self) -> dict[str, int]:
         """Return kernel id -> number of nodes that run it."""
-        uses: dict[str, int] = {}
-        for node in self.nodes:
-            uses[node.kernel_id] = uses.get(node.kernel_id, 0) + 1
-        return uses
+        return Counter(node.kernel_id for node in self.nodes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types, including the format tag."""
-        return _GraphFile(
-            model_path=self.model_path,
-            optimized_path=self.optimized_path,
-            provider=self.provider,
-            level=self.level,
-            ort_version=self.ort_version,
-            opset_imports=self.opset_imports,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            nodes=tuple(
-                _NodeRecord(
-                    name=node.name,
-                    kernel_id=node.kernel_id,
-                    inputs=list(node.inputs),
-                    reads=list(node.reads),
-                    writes=list(node.writes),
-                )
-                for node in self.nodes
-            ),
-            kernels=self.kernels,
-        ).to_dict()
-
-    @classmethod
-    def from_dict(cls, record: object, source: Path | str = "graph") -> Graph:
-        """Build a graph from the result of `to_dict`.
-
-        Args:
-            record: Parsed JSON.
-            source: File name for error messages.
-
-        Raises:
-            FileFormatError: The record is of another format or version, or its content is invalid.
-        """
-        content = _GraphFile.from_dict(record, source)
-        kernels = {kernel.id: kernel for kernel in content.kernels}
-        return cls(
-            model_path=content.model_path,
-            optimized_path=content.optimized_path,
-            provider=content.provider,
-            level=content.level,
-            ort_version=content.ort_version,
-            opset_imports=content.opset_imports,
-            inputs=content.inputs,
-            outputs=content.outputs,
-            nodes=tuple(
-                Node(
-                    name=node.name,
-                    kernel=kernels[node.kernel_id],
-                    inputs=tuple(node.inputs),
-                    reads=tuple(node.reads),
-                    writes=tuple(node.writes),
-                )
-                for node in content.nodes
-            ),
-        )
-
-    def save(self, out_dir: Path | str) -> Path:
-        """Write `graph.json`, and one file per kernel into `kernels/`.
+    def save(self, path: Path | str, *, indent: int | None = 1) -> Path:
+        """Write `graph.json` into the directory `path`, and one file per kernel into its `kernels/`.
 
         Returns:
             Path of `graph.json`.
         """
-        root = Path(out_dir)
+        root = Path(path)
         (root / KERNELS_FOLDER).mkdir(parents=True, exist_ok=True)
         for kernel in self.kernels:
-            write_json(root / KERNELS_FOLDER / f"{kernel.id}.json", kernel.to_dict(), indent=1)
+            file = root / KERNELS_FOLDER / f"{kernel.id}.json"
+            write_json(file, kernel.model_dump(mode="json"), indent=indent)
         record = self.to_dict()
         if self.optimized_path is not None and Path(self.optimized_path).parent == root:
             # Relative, so that the directory can be moved.
             record["optimized_path"] = Path(self.optimized_path).name
-        path = root / GRAPH_FILE
-        write_json(path, record, indent=1)
-        return path
+        write_json(root / GRAPH_FILE, record, indent=indent)
+        return root / GRAPH_FILE
 
     @classmethod
-    def load(cls, path: Path | str) -> Graph:
+    def load(cls, path: Path | str) -> Self:
         """Read a `graph.json`, or the one in a directory.
 
         Raises:
@@ -204,53 +177,10 @@ class Graph:
         """
         file = Path(path)
         file = file / GRAPH_FILE if file.is_dir() else file
-        if not file.is_file():
-            raise InputError(f"{file} does not exist; {_GraphFile.HINT}")
-        try:
-            record = read_json(file)
-        except FileFormatError as error:
-            raise FileFormatError(f"{error}; {_GraphFile.HINT}") from error
-        if isinstance(record, dict) and isinstance(record.get("optimized_path"), str):
-            record["optimized_path"] = str(file.parent / record["optimized_path"])
-        return cls.from_dict(record, file)
-
-
-class _NodeRecord(StrictModel, strict=True):
-    name: str
-    kernel_id: str
-    inputs: list[str]
-    reads: list[str]
-    writes: list[str]
-
-
-class _GraphFile(Artifact):
-    FORMAT: ClassVar[str] = "sparseflow.latency.graph"
-    VERSION: ClassVar[int] = 2
-    HINT: ClassVar[str] = "run `sparseflow latency analyze` again"
-
-    model_path: str
-    optimized_path: str | None
-    provider: str
-    level: str
-    ort_version: str
-    opset_imports: Mapping[str, int]
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    nodes: tuple[_NodeRecord, ...]
-    kernels: tuple[Annotated[KernelSpec, DictField()], ...]
-
-    @model_validator(mode="after")
-    def _check_nodes(self) -> Self:
-        kernel_ids = {kernel.id for kernel in self.kernels}
-        names: set[str] = set()
-        for node in self.nodes:
-            if node.kernel_id not in kernel_ids or node.name in names or not names.issuperset(node.inputs):
-                raise ValueError(
-                    f"node {node.name!r} has an unknown kernel or a duplicate name, or reads from a later "
-                    "node"
-                )
-            names.add(node.name)
-        return self
+        graph = super().load(file)
+        if graph.optimized_path is None:
+            return graph
+        return graph.model_copy(update={"optimized_path": str(file.parent / graph.optimized_path)})
 
 
 def analyze(
@@ -260,8 +190,6 @@ def analyze(
     *,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     out_dir: Path | str | None = None,
-    always_run: bool = False,
-    seed: int = 0,
 ) -> Graph:
     """Optimize a model for a provider and describe every node of the result.
 
@@ -271,8 +199,6 @@ def analyze(
         level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
         shapes: Input -> shape, for inputs with open dimensions.
         out_dir: Directory for `graph.json`, `kernels/` and the optimized graph; None saves nothing.
-        always_run: Run the model once for its shapes even if onnxruntime infers all of them.
-        seed: Random seed of the inputs of that run.
 
     Raises:
         InputError: The file, provider or level does not exist, or an open dimension has no shape.
@@ -283,7 +209,7 @@ def analyze(
     """
     model_path = Path(path)
     model = optimize(model_path, provider, level, shapes=shapes)
-    tensors = describe_tensors(model, provider, always_run=always_run, seed=seed)
+    tensors = describe_tensors(model, provider)
     optimized_path: Path | None = None
     if out_dir is not None:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -384,9 +310,7 @@ def _read_constant_value(
 ) -> tuple[int, ...] | None:  # fmt: skip
     """Return the value of a small constant that selects the computation, or None."""
     dtype = onnx_file.get_dtype_name(weight.data_type)
-    elements = 1
-    for extent in weight.dims:
-        elements *= extent
+    elements = math.prod(weight.dims)
     if dtype in ("int32", "int64") and elements <= MAX_VALUE_ELEMENTS:
         return tuple(int(value) for value in onnx.numpy_helper.to_array(weight).ravel())
     if position in _VALUE_FLOAT_INPUTS.get(node_op, ()) and elements == 1:

@@ -16,18 +16,18 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import parse_json, write_atomic, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.analysis import GRAPH_FILE, KERNELS_FOLDER, Graph, Node, analyze
-from sparseflow.latency.graph.kernels import KernelSpec
-from sparseflow.latency.graph.optimization import expose_tensors, make_random_inputs, sample_tensor
+from sparseflow.latency.graph.kernels import KernelSpec, parse_kernel
+from sparseflow.latency.graph.optimization import expose_tensors, make_random_inputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,7 @@ class ExtractionResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {**asdict(self), "path": None if self.path is None else str(self.path), "ok": self.ok}
+        return {**vars(self), "path": None if self.path is None else str(self.path), "ok": self.ok}
 
 
 def extract(
@@ -118,24 +118,21 @@ def extract(
     ]
     kernel_dir = Path(out_dir) / KERNELS_FOLDER
     kernel_dir.mkdir(parents=True, exist_ok=True)
-    weights = {weight.name: weight for weight in model.graph.initializer}
+    graph_runner = _GraphRunner(model, graph, provider_name, seed, threads)
     results: dict[str, ExtractionResult] = {}
     for index, node in selected:
         result = results.get(node.kernel_id)
         if result is None:
-            results[node.kernel_id] = _write_kernel(model, weights, index, node, kernel_dir)
+            results[node.kernel_id] = _write_kernel(graph_runner, index, node, kernel_dir)
         else:
             results[node.kernel_id] = replace(result, nodes=result.nodes + 1)
-    feeds = make_random_inputs(model, seed)
-    graph_runner = _GraphRunner(model, graph, provider_name, feeds, threads)
     _save_integer_inputs(graph_runner, selected, kernel_dir)
     if check:
         num_checked = 0
         for chunk in _split_into_chunks(selected):
             for index, node, tensors in graph_runner.iter_node_tensors(chunk):
-                results[node.kernel_id] = _compare_node(
-                    results[node.kernel_id], model, weights, index, node, tensors, provider_name, threads
-                )
+                result = results[node.kernel_id]
+                results[node.kernel_id] = _compare_node(result, graph_runner, index, node, tensors)
                 num_checked += 1
                 if progress is not None:
                     progress(node.kernel_id, num_checked / len(selected))
@@ -184,7 +181,7 @@ def make_kernel_model(
             )
     kernel_model.graph.output.extend(onnx.ValueInfoProto(name=t.name) for t in kernel.outputs if t.present)
     entry = kernel_model.metadata_props.add()
-    entry.key, entry.value = METADATA_KEY, json.dumps(kernel.to_dict(), sort_keys=True)
+    entry.key, entry.value = METADATA_KEY, json.dumps(kernel.model_dump(mode="json"), sort_keys=True)
     return kernel_model
 
 
@@ -193,21 +190,25 @@ def is_kernel_model(model: onnx.ModelProto) -> bool:
     return any(entry.key == METADATA_KEY for entry in model.metadata_props)
 
 
-def read_kernel(path: Path | str) -> KernelSpec:
+def read_kernel(path: Path | str, model: onnx.ModelProto | None = None) -> KernelSpec:
     """Read the kernel of an extracted model.
+
+    Args:
+        path: File of the model.
+        model: Content of the file, if it was loaded before.
 
     Raises:
         InputError: The file does not exist.
         FileFormatError: The file is not an extracted kernel.
     """
-    model = onnx_file.load_model(path)
-    for entry in model.metadata_props:
-        if entry.key == METADATA_KEY:
-            try:
-                return KernelSpec.from_dict(json.loads(entry.value))
-            except ValueError as error:
-                raise FileFormatError(f"{path} contains a damaged kernel record: {error}") from error
-    raise FileFormatError(f"{path} is not a kernel from `latency extract`: it lacks the kernel record")
+    model = onnx_file.load_model(path) if model is None else model
+    record = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
+    if record is None:
+        raise FileFormatError(f"{path} is not a kernel from `latency extract`: it lacks the kernel record")
+    try:
+        return parse_kernel(parse_json(record), path)
+    except ValueError as error:
+        raise FileFormatError(f"{path} contains a damaged kernel record: {error}") from error
 
 
 def make_dummy_inputs(path: Path | str, seed: int = 0) -> dict[str, np.ndarray]:
@@ -227,14 +228,7 @@ def make_dummy_inputs(path: Path | str, seed: int = 0) -> dict[str, np.ndarray]:
     model = onnx_file.load_model(file)
     onnx_file.set_input_shapes(model, {})
     positive = any(node.op_type in _POSITIVE_INPUT_OPS for node in model.graph.node)
-    generator = np.random.default_rng(seed)
-    feeds = {}
-    for value in onnx_file.list_inputs(model):
-        kind = value.type.tensor_type
-        shape = tuple(dim.dim_value for dim in kind.shape.dim)
-        feeds[value.name] = sample_tensor(
-            generator, shape, onnx_file.get_dtype_name(kind.elem_type), positive=positive
-        )
+    feeds = make_random_inputs(model, seed, positive=positive)
     recorded = file.with_suffix(".npz")
     if recorded.is_file():
         try:
@@ -250,19 +244,32 @@ def make_dummy_inputs(path: Path | str, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 class _GraphRunner:
-    """Runs the full graph and fetches intermediate tensors."""
+    """Runs a graph and single nodes of it, and fetches intermediate tensors."""
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        graph: Graph,
-        provider: str,
-        feeds: Mapping[str, np.ndarray],
-        threads: int | None,
+        self, model: onnx.ModelProto, graph: Graph, provider: str, seed: int, threads: int | None
     ) -> None:
-        self._model, self._feeds, self._provider, self._threads = model, feeds, provider, threads
+        self.model = model
+        self.weights = {weight.name: weight for weight in model.graph.initializer}
+        self._provider, self._threads = provider, threads
+        self._feeds = make_random_inputs(model, seed)
         self._written = {name for node in graph.nodes for name in node.writes}
         self._max_node_bytes = max((n.kernel.bytes_moved for n in graph.nodes), default=0.0)
+
+    def run(
+        self, model: onnx.ModelProto, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]
+    ) -> list[np.ndarray]:
+        """Run a model without optimization and return the outputs."""
+        # With TF32 in one of them, two convolutions differ by more than the tolerance.
+        options = session.make_provider_options(self._provider, use_tf32="0")
+        runtime_session = session.open_session(
+            model.SerializeToString(),
+            self._provider,
+            "disable",
+            threads=self._threads,
+            provider_options=options,
+        )
+        return session.run(runtime_session, outputs, feeds)
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the graph once and return the named tensors; graph inputs are returned as fed."""
@@ -270,10 +277,8 @@ class _GraphRunner:
         written = [name for name in unique_names if name in self._written]
         tensors = {name: self._feeds[name] for name in unique_names if name in self._feeds}
         if written:
-            runtime_session = _open_session(
-                expose_tensors(self._model, written).SerializeToString(), self._provider, self._threads
-            )
-            tensors.update(zip(written, session.run(runtime_session, written, self._feeds), strict=True))
+            values = self.run(expose_tensors(self.model, written), written, self._feeds)
+            tensors.update(zip(written, values, strict=True))
         return tensors
 
     def iter_node_tensors(
@@ -359,17 +364,16 @@ def _open_target(
     return graph, model, selected_ids
 
 
-def _write_kernel(
-    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], index: int, node: Node, folder: Path
-) -> ExtractionResult:
+def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Path) -> ExtractionResult:
     kernel = node.kernel
     path = folder / f"{kernel.id}.onnx"
     try:
-        content = onnx_file.serialize(make_kernel_model(model, weights, index, node), kernel.id)
+        kernel_model = make_kernel_model(graph_runner.model, graph_runner.weights, index, node)
+        content = onnx_file.serialize(kernel_model, kernel.id)
     except SparseFlowError as error:
         return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=None, nodes=1, problem=str(error))
     write_atomic(path, content)
-    write_atomic(path.with_suffix(".json"), json.dumps(kernel.to_dict(), indent=1) + "\n")
+    write_json(path.with_suffix(".json"), kernel.model_dump(mode="json"), indent=1)
     return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=path, nodes=1)
 
 
@@ -401,13 +405,10 @@ def _save_integer_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, N
 
 def _compare_node(
     result: ExtractionResult,
-    model: onnx.ModelProto,
-    weights: Mapping[str, onnx.TensorProto],
+    graph_runner: _GraphRunner,
     index: int,
     node: Node,
     tensors: Mapping[str, np.ndarray] | str,
-    provider: str,
-    threads: int | None,
 ) -> ExtractionResult:
     if result.path is None:
         return result
@@ -421,10 +422,8 @@ def _compare_node(
     }
     outputs = [tensor.name for tensor in kernel.outputs if tensor.present]
     try:
-        runtime_session = _open_session(
-            make_kernel_model(model, weights, index, node).SerializeToString(), provider, threads
-        )
-        actual = session.run(runtime_session, outputs, feeds)
+        kernel_model = make_kernel_model(graph_runner.model, graph_runner.weights, index, node)
+        actual = graph_runner.run(kernel_model, outputs, feeds)
     except SparseFlowError as error:
         return replace(result, checked=result.checked + 1, problem=f"node `{node.name}`: {error}")
     max_error = max(
@@ -444,12 +443,6 @@ def _compare_node(
         if matches
         else f"node `{node.name}` differs from the tensor inside the graph by {max_error:.2e} of its scale",
     )
-
-
-def _open_session(content: bytes, provider: str, threads: int | None) -> Any:
-    # With TF32 in one of them, two convolutions differ by more than the tolerance.
-    options = {"use_tf32": "0"} if session.get_device_type(provider) == "cuda" else None
-    return session.open_session(content, provider, "disable", threads=threads, provider_options=options)
 
 
 def _list_node_tensors(node: Node) -> list[str]:

@@ -16,10 +16,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
-from sparseflow.errors import FileFormatError, InputError
+from pydantic import NonNegativeFloat, NonNegativeInt, ValidationError, field_validator, model_validator
+
+from sparseflow.core.config import StrictModel, describe_validation_error
+from sparseflow.errors import FileFormatError
 
 UNDEFINED = "undefined"
 """Type of an omitted optional input or output."""
@@ -58,8 +60,7 @@ _SUM_POSITION = 3
 """Position of the input that a runtime's convolution adds to its result."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
+class TensorSpec(StrictModel):
     """Name, type and shape of a kernel's input or output.
 
     Attributes:
@@ -71,16 +72,14 @@ class TensorSpec:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
 
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BITS:
-            raise InputError(
-                f"tensor `{self.name}` has the unknown type {self.dtype!r}; expected one of: "
-                f"{', '.join(DTYPE_BITS)}"
-            )
-        if any(extent < 0 for extent in self.shape):
-            raise InputError(f"tensor `{self.name}` has the shape {self.shape}; extents must not be negative")
+    @field_validator("dtype")
+    @classmethod
+    def _check_dtype(cls, dtype: str) -> str:
+        if dtype not in DTYPE_BITS:
+            raise ValueError(f"unknown type {dtype!r}; expected one of: {', '.join(DTYPE_BITS)}")
+        return dtype
 
     @property
     def present(self) -> bool:
@@ -97,8 +96,7 @@ class TensorSpec:
         return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelSpec:
+class KernelSpec(StrictModel):
     """One kernel.
 
     Attributes:
@@ -117,7 +115,7 @@ class KernelSpec:
         bytes_moved: Bytes of all inputs, including weights, and all outputs.
         flops_known: False if `flops` is the fallback of one operation per output element.
         id: Canonical name, `_` and 12 hexadecimal digits of a SHA-256 of all fields but `flops`,
-            `bytes_moved` and `flops_known`. Computed; leave it out.
+            `bytes_moved` and `flops_known`. Computed; in a record it must match the content.
     """
 
     op: str
@@ -127,23 +125,26 @@ class KernelSpec:
     attributes: Mapping[str, Any]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    constants: tuple[int, ...] = ()
-    values: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    flops: float
-    bytes_moved: float
+    constants: tuple[NonNegativeInt, ...] = ()
+    values: Mapping[NonNegativeInt, tuple[int, ...]] = {}
+    flops: NonNegativeFloat
+    bytes_moved: NonNegativeFloat
     flops_known: bool = True
     id: str = ""
 
-    def __post_init__(self) -> None:
-        invalid_positions = [
-            position for position in (*self.constants, *self.values) if position >= len(self.inputs)
-        ]
-        if invalid_positions:
-            raise InputError(
-                f"a `{self.op}` with {len(self.inputs)} inputs cannot have constants at {invalid_positions}"
+    @model_validator(mode="after")
+    def _set_id(self) -> Self:
+        invalid = [position for position in (*self.constants, *self.values) if position >= len(self.inputs)]
+        if invalid:
+            raise ValueError(f"a `{self.op}` with {len(self.inputs)} inputs has no constants at {invalid}")
+        kernel_id = f"{self.op}_{self._compute_digest()}"
+        if self.id not in ("", kernel_id):
+            raise ValueError(
+                f"the record of the kernel `{self.id}` has the content of `{kernel_id}`: it was edited, or "
+                "written by another version; analyze the model again"
             )
-        if not self.id:
-            object.__setattr__(self, "id", f"{self.op}_{self._compute_digest()}")
+        object.__setattr__(self, "id", kernel_id)
+        return self
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -162,8 +163,8 @@ class KernelSpec:
         }
         try:
             text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"the attributes of a `{self.op}` must be JSON types: {error}") from error
+        except TypeError as error:
+            raise ValueError(f"the attributes of a `{self.op}` must be JSON types: {error}") from error
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
     @property
@@ -171,51 +172,20 @@ class KernelSpec:
         """Bytes of the inputs that are weights."""
         return sum(self.inputs[position].bytes for position in set(self.constants))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
-        record["attributes"] = dict(self.attributes)
-        for side in ("inputs", "outputs"):
-            record[side] = [
-                {"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in getattr(self, side)
-            ]
-        record["constants"] = list(self.constants)
-        record["values"] = {str(position): list(values) for position, values in self.values.items()}
-        return {"id": record.pop("id"), **record}
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> KernelSpec:
-        """Build a kernel from the result of `to_dict`.
+def parse_kernel(record: object, source: object) -> KernelSpec:
+    """Validate the JSON record of a kernel.
 
-        Raises:
-            FileFormatError: A field is unknown, missing or of the wrong type, or the id does not match the
-                content.
-        """
-        names = {f.name for f in fields(cls)}
-        _check_fields(record, names, names - {"opset", "constants", "values", "flops_known", "id"}, "kernel")
-        try:
-            arguments = dict(record)
-            record_id = arguments.pop("id", None)
-            for side in ("inputs", "outputs"):
-                arguments[side] = tuple(_parse_tensor(t) for t in arguments[side])
-            arguments["constants"] = tuple(int(position) for position in arguments.get("constants", ()))
-            arguments["values"] = {
-                int(position): tuple(int(v) for v in values)
-                for position, values in arguments.get("values", {}).items()
-            }
-            for number in ("flops", "bytes_moved"):
-                arguments[number] = float(arguments[number])
-            kernel = cls(**arguments)
-        except FileFormatError:
-            raise
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise FileFormatError(f"invalid kernel record: {error}") from error
-        if record_id is not None and record_id != kernel.id:
-            raise FileFormatError(
-                f"the record of the kernel `{record_id}` has the content of `{kernel.id}`: it was edited, "
-                "or written by another version; analyze the model again"
-            )
-        return kernel
+    Raises:
+        FileFormatError: A field is unknown, missing or invalid, or the id does not match the content; the
+            message names `source`.
+    """
+    try:
+        return KernelSpec.model_validate(record)
+    except ValidationError as error:
+        raise FileFormatError(
+            f"{source}: invalid kernel record: {describe_validation_error(error)}"
+        ) from error
 
 
 def get_canonical_name(
@@ -253,26 +223,3 @@ def get_canonical_name(
     else:
         parts = [_RUNTIME_OP_NAMES.get(node_op, node_op)]
     return "_".join(part for part in parts if part)
-
-
-def _check_fields(record: Any, known: set[str], required: set[str], record_type: str) -> None:
-    if not isinstance(record, Mapping):
-        raise FileFormatError(
-            f"invalid {record_type} record: expected an object, got {type(record).__name__}"
-        )
-    unknown, missing = sorted(set(record) - known), sorted(required - set(record))
-    if unknown or missing:
-        raise FileFormatError(
-            f"invalid {record_type} record: unknown fields {unknown}, missing fields {missing}; the fields "
-            f"are {sorted(known)}"
-        )
-
-
-def _parse_tensor(record: Any) -> TensorSpec:
-    names = {f.name for f in fields(TensorSpec)}
-    _check_fields(record, names, names, "tensor")
-    return TensorSpec(
-        name=str(record["name"]),
-        dtype=str(record["dtype"]),
-        shape=tuple(int(extent) for extent in record["shape"]),
-    )

@@ -81,18 +81,26 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
             )
 
 
+def check_weight_bytes(num_bytes: int, source: str) -> None:
+    """Check that weights fit into one ONNX file.
+
+    Raises:
+        ModelError: The weights exceed 2 GB.
+    """
+    if num_bytes > MAX_MODEL_BYTES:
+        raise ModelError(
+            f"the weights of {source} have {num_bytes / 1e9:.2f} GB, the limit of an ONNX file is 2 GB; "
+            "larger external weights are not supported"
+        )
+
+
 def serialize(model: onnx.ModelProto, source: str) -> bytes:
     """Serialize a model to one message.
 
     Raises:
         ModelError: The model exceeds the 2 GB of one message.
     """
-    size = sum(_count_weight_bytes(weight) for weight in model.graph.initializer)
-    if size > MAX_MODEL_BYTES:
-        raise ModelError(
-            f"the weights of {source} have {size / 1e9:.2f} GB, the limit of an ONNX file is 2 GB; models "
-            "with larger external weights are not supported"
-        )
+    check_weight_bytes(sum(map(_count_weight_bytes, model.graph.initializer)), source)
     try:
         return model.SerializeToString(deterministic=True)
     except ValueError as error:
@@ -154,6 +162,12 @@ def set_input_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...
             tensor_type.shape.dim.add().dim_value = extent
 
 
+def compute_sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def list_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     """List the inputs that a caller feeds, without the weights that old files list among them."""
     weights = list_weight_names(model)
@@ -199,9 +213,7 @@ def get_numpy_dtype(dtype: str) -> np.dtype:
 
 def parse_attribute(attribute: onnx.AttributeProto) -> Any:
     """Convert an attribute to the JSON types of `KernelSpec.attributes`."""
-    onnx = require("onnx", "latency")
-    value = onnx.helper.get_attribute_value(attribute)
-    return _to_json_type(value)
+    return _to_json_type(require("onnx.helper", "latency").get_attribute_value(attribute))
 
 
 def _to_json_type(value: Any) -> Any:
@@ -231,22 +243,15 @@ def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
     for weight in model.graph.initializer:
         if weight.data_location != weight.EXTERNAL:
             continue
-        location_entries: dict[str, Any] = {str(entry.key): entry.value for entry in weight.external_data}
-        location = location_entries.get("location", "")
-        data = file.parent / location
-        if not location or not data.is_file():
+        info = require("onnx.external_data_helper", "latency").ExternalDataInfo(weight)
+        data = file.parent / info.location
+        if not info.location or not data.is_file():
             raise FileFormatError(
                 f"{data}, which contains the weight `{weight.name}` of {file}, does not exist; restore it"
             )
-        end = int(location_entries.get("offset", 0)) + int(
-            location_entries.get("length", 0) or _count_weight_bytes(weight)
-        )
+        end = (info.offset or 0) + (info.length or _count_weight_bytes(weight))
         if data.stat().st_size < end:
             raise FileFormatError(
                 f"{data} is truncated: `{weight.name}` ends at byte {end}, the size is {data.stat().st_size}"
             )
-    size = sum(_count_weight_bytes(weight) for weight in model.graph.initializer)
-    if size > MAX_MODEL_BYTES:
-        raise ModelError(
-            f"the weights of {file} have {size / 1e9:.2f} GB; models of more than 2 GB are not supported"
-        )
+    check_weight_bytes(sum(map(_count_weight_bytes, model.graph.initializer)), str(file))

@@ -71,9 +71,7 @@ def list_written_tensors(model: onnx.ModelProto) -> list[str]:
     return [name for node in model.graph.node for name in node.output if name]
 
 
-def describe_tensors(
-    model: onnx.ModelProto, provider: str, *, always_run: bool = False, seed: int = 0
-) -> dict[str, TensorSpec]:
+def describe_tensors(model: onnx.ModelProto, provider: str) -> dict[str, TensorSpec]:
     """Return type and shape of every input, weight and intermediate tensor of an optimized model.
 
     Raises:
@@ -97,9 +95,9 @@ def describe_tensors(
     }
     del inference_session
     # onnxruntime reports the same shape for a scalar and a tensor of unknown rank.
-    unknown = [name for name in names if always_run or not shapes.get(name)]
+    unknown = [name for name in names if not shapes.get(name)]
     if unknown:
-        shapes.update(_observe_shapes(model, provider, unknown, make_random_inputs(model, seed)))
+        shapes.update(observe_shapes(model, provider, unknown))
     for name in names:
         tensors[name] = TensorSpec(name=name, dtype=types[name], shape=shapes[name])
         if not tensors[name].elements:
@@ -110,28 +108,28 @@ def describe_tensors(
     return tensors
 
 
-def make_random_inputs(model: onnx.ModelProto, seed: int) -> dict[str, np.ndarray]:
-    """Sample all inputs of a model: standard normal floats; integers and booleans 0 or 1."""
+def make_random_inputs(model: onnx.ModelProto, seed: int, *, positive: bool = False) -> dict[str, np.ndarray]:
+    """Sample all inputs of a model: integers and booleans 0 or 1; floats from the standard normal
+    distribution, or from [0.5, 1.5) with `positive`.
+    """
     import numpy as np
 
     generator = np.random.default_rng(seed)
     return {
-        value.name: sample_tensor(
+        value.name: _sample_tensor(
             generator,
             tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim),
             onnx_file.get_dtype_name(value.type.tensor_type.elem_type),
+            positive,
         )
         for value in onnx_file.list_inputs(model)
     }
 
 
-def sample_tensor(
-    generator: np.random.Generator, shape: tuple[int, ...], dtype: str, *, positive: bool = False
+def _sample_tensor(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: str, positive: bool
 ) -> np.ndarray:
-    """Sample a tensor of an ONNX element type; with `positive`, floats in [0.5, 1.5).
-
-    A large tensor repeats its first `_MAX_SAMPLES` values.
-    """
+    """Sample a tensor of an ONNX element type; a large one repeats its first `_MAX_SAMPLES` values."""
     import numpy as np
 
     numpy_dtype = onnx_file.get_numpy_dtype(dtype)
@@ -146,10 +144,8 @@ def sample_tensor(
     return np.resize(values.astype(numpy_dtype), shape)
 
 
-def _observe_shapes(
-    model: onnx.ModelProto, provider: str, names: list[str], feeds: Mapping[str, np.ndarray]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors in one run; fetching shapes only lets the runtime free the tensors."""
+def observe_shapes(model: onnx.ModelProto, provider: str, names: list[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors in a run on random inputs; only shapes are fetched, to save memory."""
     onnx = require("onnx", "latency")
     shape_model = expose_tensors(model, [f"sparseflow/shape/{index}" for index in range(len(names))])
     shape_model.graph.node.extend(
@@ -157,7 +153,8 @@ def _observe_shapes(
         for index, name in enumerate(names)
     )
     shape_session = session.open_session(shape_model.SerializeToString(), provider, "disable")
-    observed_shapes = session.run(shape_session, [value.name for value in shape_model.graph.output], feeds)
+    outputs = [value.name for value in shape_model.graph.output]
+    observed_shapes = session.run(shape_session, outputs, make_random_inputs(model, seed=0))
     return {
         name: tuple(int(extent) for extent in shape)
         for name, shape in zip(names, observed_shapes, strict=True)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.extras import require
-from sparseflow.errors import DeviceError, FileFormatError, InputError, ModelError, RunError
+from sparseflow.errors import DeviceError, FileFormatError, ModelError, RunError, SparseFlowError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +40,7 @@ def resolve_provider(provider: str) -> str:
         InputError: The provider is unknown.
     """
     name = PROVIDERS.get(provider, provider)
-    if name not in PROVIDERS.values():
-        raise InputError(f"unknown provider {provider!r}; expected one of: {', '.join(PROVIDERS)}")
+    check_one_of((*PROVIDERS, *PROVIDERS.values()), provider=name)
     return name
 
 
@@ -87,8 +87,7 @@ def open_session(
     """
     ort = require("onnxruntime", "latency")
     name = resolve_provider(provider)
-    if level not in LEVELS:
-        raise InputError(f"unknown optimization level {level!r}; expected one of: {', '.join(LEVELS)}")
+    check_one_of(LEVELS, level=level)
     available = ort.get_available_providers()
     if name not in available:
         raise DeviceError(
@@ -131,10 +130,19 @@ def run(session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Ma
     Raises:
         RunError: onnxruntime failed, for example for lack of memory.
     """
-    try:
+    with translate_run_errors("the model"):
         return list(session.run(list(outputs), dict(feeds)))
-    except Exception as error:  # onnxruntime's errors share no exported base class
-        raise RunError(f"onnxruntime failed to run the model: {_format_first_line(error)}") from error
+
+
+@contextmanager
+def translate_run_errors(description: str) -> Iterator[None]:
+    """Convert errors of onnxruntime, which share no exported base class, to RunError."""
+    try:
+        yield
+    except (SparseFlowError, MemoryError):
+        raise
+    except Exception as error:
+        raise RunError(f"onnxruntime failed to run {description}: {format_first_line(error)}") from error
 
 
 @contextmanager
@@ -144,7 +152,7 @@ def _translate_errors(description: str) -> Iterator[None]:
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        error_type, text = type(error).__name__, _format_first_line(error)
+        error_type, text = type(error).__name__, format_first_line(error)
         if error_type in ("InvalidProtobuf", "NoSuchFile"):
             raise FileFormatError(f"{description} is not readable as ONNX: {text}") from error
         if "opset" in text.lower() or "ir version" in text.lower():
@@ -157,6 +165,7 @@ def _translate_errors(description: str) -> Iterator[None]:
         raise ModelError(f"onnxruntime rejects {description}: {text}") from error
 
 
-def _format_first_line(error: BaseException, max_chars: int = 400) -> str:
+def format_first_line(error: BaseException, max_chars: int = 400) -> str:
+    """Return the first line of an error's message, or its class name without a message."""
     text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return text if len(text) <= max_chars else text[:max_chars] + " …"

@@ -13,15 +13,14 @@ onnxruntime and compared with torch.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -163,22 +162,15 @@ class ExportResult:
     """
 
     name: str
-    path: Path | None
-    optimized_path: Path | None
+    path: Path | None = None
+    optimized_path: Path | None = None
     reused: bool = False
     problem: str | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {
-            "name": self.name,
-            "path": None if self.path is None else str(self.path),
-            "optimized_path": None if self.optimized_path is None else str(self.optimized_path),
-            "reused": self.reused,
-            "problem": self.problem,
-            "error": self.error,
-        }
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def load_zoo_config(config: Path | str) -> ZooConfig:
@@ -250,40 +242,29 @@ def _export_case(case: ZooCase, folder: Path, provider: str) -> ExportResult:
     path = folder / f"{case.name}.onnx"
     optimized = folder / session.get_device_type(provider) / path.name
     record = optimized.with_suffix(".json")
-    settings = case.settings(provider)
-    if _is_complete(record, settings, path, optimized):
-        return ExportResult(name=case.name, path=path, optimized_path=optimized, reused=True)
+    result = ExportResult(name=case.name, path=path, optimized_path=optimized)
+    with suppress(SparseFlowError, OSError):
+        if read_json(record) == _make_record(case, provider, path, optimized):
+            return replace(result, reused=True)
     record.unlink(missing_ok=True)
     try:
         _export_and_optimize(case, path, optimized, provider)
-        digests = {"sha256": _compute_sha256(path), "optimized_sha256": _compute_sha256(optimized)}
-        write_json(record, {"settings": settings, **digests}, indent=1)
+        write_json(record, _make_record(case, provider, path, optimized), indent=1)
     except SparseFlowError as error:
-        return _make_failure(case, error)
+        return ExportResult(name=case.name, problem=str(error), error=type(error).__name__)
     except (RuntimeError, MemoryError) as error:
         # torch raises these for unsupported image sizes and lack of memory.
-        return _make_failure(
-            case, ModelError(f"{case.name} cannot run on images of shape {list(case.shape)}: {error}")
-        )
-    return ExportResult(name=case.name, path=path, optimized_path=optimized)
+        problem = f"{case.name} cannot run on images of shape {list(case.shape)}: {error}"
+        return ExportResult(name=case.name, problem=problem, error=ModelError.__name__)
+    return result
 
 
-def _make_failure(case: ZooCase, error: SparseFlowError) -> ExportResult:
-    return ExportResult(
-        name=case.name, path=None, optimized_path=None, problem=str(error), error=type(error).__name__
-    )
-
-
-def _is_complete(record: Path, settings: dict[str, Any], path: Path, optimized: Path) -> bool:
-    try:
-        stored: Any = read_json(record)
-        return (
-            stored["settings"] == settings
-            and stored["sha256"] == _compute_sha256(path)
-            and stored["optimized_sha256"] == _compute_sha256(optimized)
-        )
-    except (SparseFlowError, OSError, KeyError, TypeError):
-        return False
+def _make_record(case: ZooCase, provider: str, path: Path, optimized: Path) -> dict[str, Any]:
+    return {
+        "settings": case.settings(provider),
+        "sha256": onnx_file.compute_sha256(path),
+        "optimized_sha256": onnx_file.compute_sha256(optimized),
+    }
 
 
 def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: str) -> None:
@@ -295,11 +276,7 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
         spec.source, spec.network or spec.name, spec.config, image_size=case.image_size, seed=case.zoo.seed
     )
     weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
-    if weights > onnx_file.MAX_MODEL_BYTES:
-        raise ModelError(
-            f"the weights of {case.name} have {weights / 1e9:.2f} GB, the limit of an ONNX file is 2 GB; "
-            "external weights are not supported: choose a smaller network"
-        )
+    onnx_file.check_weight_bytes(weights, case.name)
     images = torch.randn(case.shape, generator=torch.Generator().manual_seed(case.zoo.seed))
     with torch.no_grad():
         expected = model(images)
@@ -315,7 +292,7 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
             raise RunError(f"torch exported a {case.name} that onnx rejects: {error}") from error
         settings = {"optimized_model_filepath": str(optimized_file)}
         # The comparison with torch needs float32; the default on a GPU is TF32.
-        options = {"use_tf32": "0"} if session.get_device_type(provider) == "cuda" else None
+        options = session.make_provider_options(provider, use_tf32="0")
         runtime_session = session.open_session(
             model_file, provider, "all", settings=settings, provider_options=options
         )
@@ -356,12 +333,10 @@ def _export_onnx(model: nn.Module, images: Any, target: Path, case: ZooCase) -> 
                 **exporter_options,
             )
         except Exception as error:
-            text = next(
-                iter(re.sub(r"\x1b\[\d*m", "", str(error)).strip().splitlines()), type(error).__name__
-            )
+            reason = re.sub(r"\x1b\[\d*m", "", session.format_first_line(error))
             raise RunError(
                 f"torch cannot export {case.name} with `exporter: {case.exporter}` and opset "
-                f"{case.zoo.opset}: {text[:300]}"
+                f"{case.zoo.opset}: {reason}"
             ) from error
 
 
@@ -391,8 +366,3 @@ def _replace_on_success(path: Path) -> Iterator[Path]:
         sync_dir(path.parent)
     finally:
         temporary_path.unlink(missing_ok=True)
-
-
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,16 +122,16 @@ def collect(
     with _open_journal(folder, steps) as journal:
         num_rows = len(journal)
         session = 1 + max((row["session"] for row in journal.rows), default=-1)
-        for index, block in _group_missing_by_block(steps, journal):
+        missing = [step for step in steps if step.key not in journal]
+        for index, block_steps in itertools.groupby(missing, key=lambda step: step.block):
+            block = list(block_steps)
             if progress is not None:
                 progress(f"level {block[0].level:g}: waiting for the load", len(journal) / len(steps))
             with instruments.block(block[0].level) as block_columns:
                 for step in block:
                     if progress is not None:
-                        message = (
-                            f"level {step.level:g}, block {index + 1}/{len(plan.blocks)}: {step.target.id}"
-                        )
-                        progress(message, len(journal) / len(steps))
+                        position = f"level {step.level:g}, block {index + 1}/{len(plan.blocks)}"
+                        progress(f"{position}: {step.target.id}", len(journal) / len(steps))
                     measured = instruments.measure(step.target)
                     with _explain_disk_errors(folder, len(journal), len(steps)):
                         journal.append(_describe_step(step, session, config) | dict(block_columns) | measured)
@@ -217,16 +218,6 @@ def _open_journal(folder: Path, steps: list[PlanStep]) -> Journal[Row]:
                 "file, or collect into another directory"
             )
     return journal
-
-
-def _group_missing_by_block(
-    steps: list[PlanStep], journal: Journal[Row]
-) -> Iterator[tuple[int, list[PlanStep]]]:
-    missing: dict[int, list[PlanStep]] = {}
-    for step in steps:
-        if step.key not in journal:
-            missing.setdefault(step.block, []).append(step)
-    yield from missing.items()
 
 
 def _describe_step(step: PlanStep, session: int, config: CollectionConfig) -> Row:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from sparseflow.core.files import read_json, write_json
 from sparseflow.core.progress import Progress
-from sparseflow.errors import FileFormatError
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.graph.extraction import read_kernel
-from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.graph.kernels import KernelSpec, parse_kernel
 from sparseflow.latency.measure.plan import MODEL_OP, Target
 
 KERNELS, GRAPHS = "kernels", "graphs"
@@ -61,10 +60,7 @@ def read_kernels(folder: Path | str) -> dict[str, KernelSpec]:
     """
     kernels: dict[str, KernelSpec] = {}
     for path in sorted((Path(folder) / KERNELS).glob("*.json")):
-        try:
-            kernel = KernelSpec.from_dict(read_json(path))
-        except FileFormatError as error:
-            raise FileFormatError(f"{path}: {error}") from error
+        kernel = parse_kernel(read_json(path), path)
         kernels[kernel.id] = kernel
     return kernels
 
@@ -81,4 +77,4 @@ def read_graphs(folder: Path | str) -> dict[str, Graph]:
 def _write_kernel(folder: Path, kernel: KernelSpec) -> None:
     path = folder / KERNELS / f"{kernel.id}.json"
     if not path.is_file():
-        write_json(path, kernel.to_dict())
+        write_json(path, kernel.model_dump(mode="json"))

@@ -17,20 +17,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from socketserver import ThreadingMixIn
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
+from sparseflow.core.checks import check_between
 from sparseflow.core.extras import require
 from sparseflow.core.telemetry.dcgm import GPM_SOURCE, HOST_HELP, HOST_SOURCE, SERIES
 from sparseflow.core.telemetry.gpm import GpmReader
 from sparseflow.core.telemetry.schema import LoadReader, LoadReading, check_window
 from sparseflow.errors import DeviceError, InputError, SparseFlowError
-
-if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
 
 PORT = 9400
 """Default port of the DCGM exporter."""
@@ -64,17 +61,16 @@ class Exporter:
         interval_s: float = 1.0,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        require("prometheus_client", "latency")
+        server_class = require("prometheus_client.exposition", "latency").ThreadingWSGIServer
         check_window(interval_s, "interval_s")
-        if not 0 <= port <= 65535:
-            raise InputError(f"`port` (={port}) must be in [0, 65535]")
+        check_between(0, 65535, port=port)
         self._reader = reader
         self._interval_s = interval_s
         self._labels = make_labels(reader) if labels is None else dict(labels)
         self._latest: tuple[float, LoadReading | str] | None = None
         self._stopping = threading.Event()
         try:
-            self._server = make_server(host, port, self._serve_request, _ThreadingServer, _RequestHandler)
+            self._server = make_server(host, port, self._serve_request, server_class, _RequestHandler)
         except OSError as error:
             raise InputError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; choose another `--port`, or 0 "
@@ -193,10 +189,18 @@ def format_metrics(
     Raises:
         DeviceError: The reading contains a PCIe share, and `pcie_bytes_per_s` is None.
     """
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_ReadingCollector(list(_make_gauges(load, labels, pcie_bytes_per_s))))
+    registry = CollectorRegistry()
+    for series in SERIES:
+        if series.metric not in load.shares:
+            continue
+        scale = pcie_bytes_per_s if series.scale is None else series.scale
+        if scale is None:
+            raise DeviceError(f"{series.name} is in bytes per second, and the link's bandwidth is unknown")
+        help_text = HOST_HELP.get(series.metric, series.help) if load.source == "host" else series.help
+        gauge = Gauge(series.name, help_text, list(labels), registry=registry)
+        (gauge.labels(**labels) if labels else gauge).set(load.shares[series.metric] * scale)
     return generate_latest(registry).decode()
 
 
@@ -228,36 +232,6 @@ def make_labels(reader: LoadReader) -> dict[str, str]:
         "Hostname": host_name,
         "source": HOST_SOURCE,
     }
-
-
-def _make_gauges(
-    load: LoadReading, labels: Mapping[str, str], pcie_bytes_per_s: float | None
-) -> Iterator[GaugeMetricFamily]:
-    from prometheus_client.core import GaugeMetricFamily
-
-    for series in SERIES:
-        if series.metric not in load.shares:
-            continue
-        scale = pcie_bytes_per_s if series.scale is None else series.scale
-        if scale is None:
-            raise DeviceError(f"{series.name} is in bytes per second, and the link's bandwidth is unknown")
-        help_text = HOST_HELP.get(series.metric, series.help) if load.source == "host" else series.help
-        gauge = GaugeMetricFamily(series.name, help_text, labels=list(labels))
-        gauge.add_metric(list(labels.values()), load.shares[series.metric] * scale)
-        yield gauge
-
-
-class _ReadingCollector:
-    def __init__(self, gauges: list[GaugeMetricFamily]) -> None:
-        self._gauges = gauges
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        return self._gauges
-
-
-class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    # A hanging scrape must not keep the process alive.
-    daemon_threads = True
 
 
 class _RequestHandler(WSGIRequestHandler):

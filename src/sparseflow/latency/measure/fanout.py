@@ -20,7 +20,7 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, SparseFlowError
 from sparseflow.latency.measure.collection import CollectionSummary, collect, count_rows
 from sparseflow.latency.measure.config import CollectionConfig
-from sparseflow.latency.measure.plan import MODEL_OP, Target, find_targets, select_reference
+from sparseflow.latency.measure.plan import MODEL_OP, find_targets, select_reference
 
 _CPUS_PER_PART = 1.0
 """CPUs that a part requests. Give each cluster machine at most as many CPUs as devices to measure."""
@@ -85,10 +85,15 @@ def split_config(config: CollectionConfig, num_parts: int) -> list[CollectionCon
     if not 1 <= num_parts <= len(targets):
         raise InputError(f"cannot split {len(targets)} targets into {num_parts} parts")
     reference = targets[select_reference(targets, config.reference)]
-    return [
-        _make_part_config(config, [*targets[index::num_parts], reference], reference)
-        for index in range(num_parts)
-    ]
+    parts = []
+    for index in range(num_parts):
+        part = [*targets[index::num_parts], reference]
+        paths = {
+            name: sorted({Path(target.path) for target in part if (target.op == MODEL_OP) == are_models})
+            for name, are_models in (("kernels", False), ("models", True))
+        }
+        parts.append(config.model_copy(update={**paths, "reference": reference.id}))
+    return parts
 
 
 @contextmanager
@@ -122,16 +127,6 @@ def _report_progress(part_dirs: list[Path], progress: Progress | None) -> Iterat
         finished.set()
         thread.join()
     report()
-
-
-def _make_part_config(config: CollectionConfig, targets: list[Target], reference: Target) -> CollectionConfig:
-    return config.model_copy(
-        update={
-            "kernels": sorted({Path(target.path) for target in targets if target.op != MODEL_OP}),
-            "models": sorted({Path(target.path) for target in targets if target.op == MODEL_OP}),
-            "reference": reference.id,
-        }
-    )
 
 
 def _collect_part(task: tuple[CollectionConfig, Path]) -> CollectionSummary:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from sparseflow.core.device import DeviceInfo, describe_device
+from sparseflow.core.device import describe_device
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import session
@@ -93,20 +93,16 @@ class DeviceFingerprint:
             DeviceError: This machine has no such device.
         """
         device = describe_device("cpu" if self.kind == "cpu" else f"cuda:{gpu}")
-        self.check_equal(self._replace_device(device), "this machine")
-
-    def _replace_device(self, info: DeviceInfo) -> DeviceFingerprint:
-        return DeviceFingerprint(
-            **asdict(self)
-            | {
-                "kind": info.kind,
-                "name": info.name,
-                "cores": info.cores,
-                "flags": info.flags,
-                "compute_capability": info.compute_capability,
-                "ort_version": require("onnxruntime", "latency").__version__,
-            }
+        local = replace(
+            self,
+            kind=device.kind,
+            name=device.name,
+            cores=device.cores,
+            flags=device.flags,
+            compute_capability=device.compute_capability,
+            ort_version=require("onnxruntime", "latency").__version__,
         )
+        self.check_equal(local, "this machine")
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""

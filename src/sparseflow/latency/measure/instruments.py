@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class LocalInstruments:
         self._stack = ExitStack()
         self._stressor: Stressor | None = None
         self._blocker: BlockingKernel | None = None
-        self._runner_cache: OrderedDict[str, Runner] = OrderedDict()
+        self._get_runner = lru_cache(maxsize=config.keep)(self._open_runner)
         allowed_cpus = os.sched_getaffinity(0)
         self._cpus = sorted(allowed_cpus if config.cpus is None else set(config.cpus))
         if not self._cpus or not allowed_cpus.issuperset(self._cpus):
@@ -82,6 +82,7 @@ class LocalInstruments:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._get_runner.cache_clear()
         self._stop_load()
         self._stack.close()
 
@@ -119,12 +120,7 @@ class LocalInstruments:
             runner = self._get_runner(target)
             warmup_ms = runner.warm_up(config.warmup)
             calls = self._choose_calls_per_sample(runner)
-        except DeviceError:
-            raise
-        except (SparseFlowError, MemoryError) as error:
-            return row | {"end_s": time.time(), "error": f"{type(error).__name__}: {error}"}
-        recording, start_s = self._reader.start(), time.monotonic()
-        try:
+            recording, start_s = self._reader.start(), time.monotonic()
             timing = runner.measure(
                 warmup=0,
                 loops=config.loops,
@@ -143,16 +139,16 @@ class LocalInstruments:
         achieved = 0.0 if self._stressor is None else self._stressor.measure_share_between(start_s, end_s)
         return (
             row
-            | make_columns(timing)
+            | _make_columns(timing)
             | {"warmup": config.warmup, "warmup_ms": round(warmup_ms, 4)}
             | {"stress_achieved": round(achieved, 4)}
             | load.to_row()
             | self._measure_stream(target, runner, timing, warmup_ms)
         )
 
-    def _get_runner(self, target: Target) -> Runner:
+    def _open_runner(self, target: Target) -> Runner:
         config = self._config
-        runner = self._runner_cache.pop(target.id, None) or Runner(
+        return Runner(
             target.path,
             config.provider,
             threads=config.threads,
@@ -160,11 +156,6 @@ class LocalInstruments:
             gpu=config.gpu,
             seed=config.seed,
         )
-        if config.keep:
-            self._runner_cache[target.id] = runner
-            while len(self._runner_cache) > config.keep:
-                self._runner_cache.popitem(last=False)
-        return runner
 
     def _measure_stream(
         self, target: Target, runner: Runner, timing: Timing, warmup_ms: float
@@ -232,15 +223,12 @@ class LocalInstruments:
         }
 
 
-def make_columns(timing: Timing) -> dict[str, Any]:
+def _make_columns(timing: Timing) -> dict[str, Any]:
     """Convert a timing to columns of a row, with every sample in `samples_ns`."""
+    summary = timing.summarize()
     return {
-        "latency_ms": timing.mean_ms,
-        "p50_ms": timing.quantile_ms(0.5),
-        "p95_ms": timing.quantile_ms(0.95),
-        "p99_ms": timing.quantile_ms(0.99),
-        "min_ms": min(timing.latency_ms),
-        "max_ms": max(timing.latency_ms),
+        "latency_ms": summary.pop("mean_ms"),
+        **summary,
         "cpu_ratio": round(timing.cpu_ratio, 4),
         "loops": len(timing.latency_ms),
         "calls_per_sample": timing.calls_per_sample,

@@ -10,7 +10,6 @@ completes the same plan, or reports what differs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,7 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError, ModelError
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
-from sparseflow.latency.graph.extraction import METADATA_KEY
-from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.graph.extraction import is_kernel_model, read_kernel
 from sparseflow.latency.measure.config import CollectionConfig, Paths
 
 MODEL_OP = "Model"
@@ -122,16 +120,13 @@ class CollectionPlan(Artifact):
             InputError: Settings, files or the device differ; the message says which.
         """
         advice = "collect into another directory, or restore the previous settings and files"
-        keys = self.config.keys() | other.config.keys()
-        differing = sorted(key for key in keys if self.config.get(key) != other.config.get(key))
+        differing = _list_differences(self.config, other.config)
         if differing:
             raise InputError(
                 f"the collection was started with other settings: {', '.join(differing)}; {advice}"
             )
         previous, current = ({target.id: target.sha256 for target in plan.targets} for plan in (self, other))
-        changed = sorted(
-            name for name in previous.keys() | current.keys() if previous.get(name) != current.get(name)
-        )
+        changed = _list_differences(previous, current)
         if changed:
             raise InputError(
                 f"{len(changed)} files changed since the start of the collection, such as {changed[0]}; "
@@ -230,6 +225,10 @@ def select_reference(targets: Sequence[Target], requested_id: str | None) -> int
     return kernels[len(kernels) // 2] if kernels else ranked[0]
 
 
+def _list_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+
+
 def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir():
@@ -248,24 +247,18 @@ def _read_target(path: Path, is_kernel: bool) -> Target:
         onnx_file.set_input_shapes(model, {})
     except InputError as error:
         raise ModelError(f"{path}: a collection requires static input shapes: {error}") from error
-    record = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
-    if is_kernel and record is None:
+    if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
+    kernel = read_kernel(path, model) if is_kernel else None
     shapes = (
         "x".join(str(dim.dim_value) for dim in value.type.tensor_type.shape.dim) or "scalar"
         for value in onnx_file.list_inputs(model)
     )
-    kernel = None
-    if is_kernel and record is not None:
-        try:
-            kernel = KernelSpec.from_dict(json.loads(record))
-        except ValueError as error:
-            raise FileFormatError(f"{path} contains a damaged kernel record: {error}") from error
     return Target(
         id=kernel.id if kernel else path.stem,
         op=kernel.op if kernel else MODEL_OP,
         input_shape=";".join(shapes),
         path=str(path.resolve()),
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=onnx_file.compute_sha256(path),
         flops=kernel.flops if kernel else None,
     )

@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.extras import require
 from sparseflow.core.metrics import quantile
-from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.extraction import is_kernel_model, make_dummy_inputs
 from sparseflow.latency.graph.optimization import make_random_inputs
@@ -79,30 +78,19 @@ class Timing:
         """Return the `q`-quantile in milliseconds, 0 <= q <= 1."""
         return quantile(self.latency_ms, q)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types, summary statistics first."""
+    def summarize(self) -> dict[str, float]:
+        """Return mean, quantiles, minimum and maximum of the samples."""
         return {
-            "model": self.model,
-            "provider": self.provider,
             "mean_ms": self.mean_ms,
             **{f"p{q}_ms": self.quantile_ms(q / 100) for q in (50, 95, 99)},
             "min_ms": min(self.latency_ms),
             "max_ms": max(self.latency_ms),
-            "cpu_ratio": self.cpu_ratio,
-            "warmup": self.warmup,
-            "warmup_ms": self.warmup_ms,
-            "loops": len(self.latency_ms),
-            "calls_per_sample": self.calls_per_sample,
-            "start_s": self.start_s,
-            "end_s": self.end_s,
-            "kernel": self.kernel,
-            "level": self.level,
-            "threads": self.threads,
-            "conv_search": self.conv_search,
-            "ort_version": self.ort_version,
-            "latency_ms": list(self.latency_ms),
-            "cpu_ms": self.cpu_ms,
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types, summary statistics first."""
+        counts = {"loops": len(self.latency_ms), "cpu_ratio": self.cpu_ratio}
+        return {**self.summarize(), **counts, **vars(self), "latency_ms": list(self.latency_ms)}
 
 
 class Runner:
@@ -137,10 +125,9 @@ class Runner:
         gpu: int = 0,
         seed: int = 0,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise InputError(f"`threads` (={threads}) must be at least 1")
-        if conv_search not in CONV_SEARCHES:
-            raise InputError(f"`conv_search` (={conv_search!r}) must be one of: {', '.join(CONV_SEARCHES)}")
+        if threads is not None:
+            check_at_least(1, threads=threads)
+        check_one_of(CONV_SEARCHES, conv_search=conv_search)
         self.path = Path(path)
         self.provider = session.resolve_provider(provider)
         on_gpu = session.get_device_type(provider) == "cuda"
@@ -160,7 +147,7 @@ class Runner:
         provider_options = self._session.get_provider_options().get(self.provider, {})
         self.conv_search: str | None = provider_options.get("cudnn_conv_algo_search") if on_gpu else None
         memory_device = session.get_memory_device(provider, gpu)
-        with translate_runtime_errors(self.path, memory_device[0]):
+        with session.translate_run_errors(f"{self.path} on {memory_device[0]}"):
             # The binding does not keep the tensors alive.
             self._inputs = {
                 name: copy_to_device(value, *memory_device, element_types[name])
@@ -180,7 +167,7 @@ class Runner:
             RunError: onnxruntime failed.
         """
         start_s = time.perf_counter()
-        with translate_runtime_errors(self.path, self.provider):
+        with session.translate_run_errors(f"{self.path} on {self.provider}"):
             for _ in range(num_runs):
                 self._session.run_with_iobinding(self._binding)
             self._binding.synchronize_outputs()
@@ -208,17 +195,14 @@ class Runner:
             InputError: A count is out of range.
             RunError: onnxruntime failed.
         """
-        if warmup < 0 or loops < 1 or calls_per_sample < 1:
-            raise InputError(
-                f"`warmup` (={warmup}) must be at least 0, `loops` (={loops}) and `calls_per_sample` "
-                f"(={calls_per_sample}) at least 1"
-            )
+        check_at_least(0, warmup=warmup)
+        check_at_least(1, loops=loops, calls_per_sample=calls_per_sample)
         warmup_ms = self.warm_up(warmup)
         run, binding = self._session.run_with_iobinding, self._binding
         clock, on_gpu = time.perf_counter_ns, session.get_device_type(self.provider) == "cuda"
         min_time_ns, max_time_ns = min_time_s * 1e9, max_time_s * 1e9
         wall_ns: list[int] = []
-        with translate_runtime_errors(self.path, self.provider):
+        with session.translate_run_errors(f"{self.path} on {self.provider}"):
             start_s, cpu_ns = time.time(), time.thread_time_ns()
             start_ns = sample_start_ns = clock()
             while True:
@@ -255,7 +239,7 @@ class Runner:
 
     def run_once(self) -> list[np.ndarray]:
         """Run once and return the outputs in host memory."""
-        with translate_runtime_errors(self.path, self.provider):
+        with session.translate_run_errors(f"{self.path} on {self.provider}"):
             self._session.run_with_iobinding(self._binding)
             return list(self._binding.copy_outputs_to_cpu())
 
@@ -286,15 +270,3 @@ def copy_to_device(value: np.ndarray, device_type: str, device_index: int, eleme
         # NumPy has no such type, so the element type is passed explicitly.
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value, element_type)
     return ort.OrtValue.ortvalue_from_numpy(value, device_type, device_index)
-
-
-@contextmanager
-def translate_runtime_errors(path: Path, device: str) -> Iterator[None]:
-    """Convert errors of onnxruntime, which share no exported base class, to RunError."""
-    try:
-        yield
-    except (DeviceError, FileFormatError, InputError, RunError, MemoryError):
-        raise
-    except Exception as error:
-        text = next(iter(str(error).strip().splitlines()), type(error).__name__)[:400]
-        raise RunError(f"onnxruntime failed to run {path} on {device}: {text}") from error

@@ -22,7 +22,7 @@ from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.extraction import is_kernel_model
-from sparseflow.latency.measure.runner import bind_io, copy_to_device, translate_runtime_errors
+from sparseflow.latency.measure.runner import bind_io, copy_to_device
 
 if TYPE_CHECKING:
     import onnx
@@ -120,7 +120,7 @@ class BlockingKernel:
         size = _MIN_MATRIX_SIZE
         while True:
             values = generator.random((size, size), dtype=np.float32)
-            with translate_runtime_errors(Path("the blocking kernel"), self._memory_device[0]):
+            with session.translate_run_errors(f"the blocking kernel on {self._memory_device[0]}"):
                 self._operand = copy_to_device(values, *self._memory_device, _FLOAT)
             self.size = size
             self.session = self.open_session(self.make_model([]), {})
@@ -250,7 +250,7 @@ def measure_stream(
         raise FileFormatError(f"{file} is not a kernel from `latency extract`: it lacks the kernel record")
     max_copies = min(_MAX_COPIES_MS / max(isolated_ms, 1e-6), _MAX_SETUP_MS / max(setup_ms, 1e-6))
     num_copies = max(min(copies, int(max_copies)), MIN_COPIES)
-    with translate_runtime_errors(file, "the device"):
+    with session.translate_run_errors(f"{file} on the device"):
         while True:
             stream = _open_stream(blocker, model, inputs, num_copies)
             warmup_runs = [

@@ -46,7 +46,7 @@ class StressResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return asdict(self) | {"cpus": list(self.cpus), "levels": [asdict(level) for level in self.levels]}
+        return asdict(self)
 
 
 def hold_levels(

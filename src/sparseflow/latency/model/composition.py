@@ -16,12 +16,13 @@ that ::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from sparseflow.core.checks import check_non_negative, check_one_of
+from pydantic import NonNegativeFloat
+
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
@@ -100,15 +101,11 @@ class CompositionModel:
     per_activation_ms: float
     issue_scale: float
     per_issue_ms: float
-    call_ms: float
+    call_ms: NonNegativeFloat
     models: int
 
     def __post_init__(self) -> None:
         check_one_of(MODES, mode=self.mode)
-        check_non_negative(call_ms=self.call_ms)
-        costs = {name: value for name, value in asdict(self).items() if name != "mode"}
-        if not all(map(math.isfinite, costs.values())):
-            raise InputError(f"costs must be finite: {costs}")
 
     @classmethod
     def fit(
@@ -181,12 +178,12 @@ class CompositionModel:
             host = [host_ms[node.kernel_id] for node in graph.nodes]
             host = [max(self.issue_scale * ms + self.per_issue_ms, MIN_SHARE * ms) for ms in host]
             device = [inside[node.kernel_id] for node in graph.nodes]
-            crossover = _find_crossover(host, device)
+            # The node that determines the latency: before it the host is slower, after it the device.
+            crossover = _compute_end_times_ms(host, device).argmax() if host else 0
             for position, node in enumerate(graph.nodes):
-                ms = (host[position] if position <= crossover else 0.0) + (
-                    device[position] if position >= crossover else 0.0
-                )
-                contributions_ms.setdefault(node.kernel_id, []).append(ms)
+                issue_ms = host[position] if position <= crossover else 0.0
+                device_ms = device[position] if position >= crossover else 0.0
+                contributions_ms.setdefault(node.kernel_id, []).append(issue_ms + device_ms)
         else:
             for kernel in list_counted_kernels(graph, inside, self.mode):
                 contributions_ms.setdefault(kernel.id, []).append(inside[kernel.id])
@@ -287,8 +284,7 @@ def _fit_queue(
         for terms, device, host, measured in models:
             work = np.maximum(device + terms @ np.array(per_term), MIN_SHARE * device)
             issue = np.maximum((1.0 + scale) * host + issued, MIN_SHARE * host)
-            # Maximum over all nodes of issue time up to the node plus device time from it on.
-            longest = (np.cumsum(issue) + np.cumsum(work[::-1])[::-1]).max()
+            longest = _compute_end_times_ms(issue, work).max()
             relative_errors.append((longest + call) / measured - 1.0)
         return np.concatenate([relative_errors, _REGULARIZATION * values])
 
@@ -309,16 +305,11 @@ def _fit_queue(
     }  # fmt: skip
 
 
-def _find_crossover(host: Sequence[float], device: Sequence[float]) -> int:
-    """Return the position of the node that maximizes issue time up to it plus device time from it on."""
-    issued, remaining_ms = 0.0, sum(device)
-    best, crossover = -1.0, 0
-    for position, (ms, work) in enumerate(zip(host, device, strict=True)):
-        issued += ms
-        if issued + remaining_ms > best:
-            best, crossover = issued + remaining_ms, position
-        remaining_ms -= work
-    return crossover
+def _compute_end_times_ms(host: Any, device: Any) -> Any:
+    """Return, for each node, the issue time of all nodes up to it plus the device time from it on."""
+    import numpy as np
+
+    return np.cumsum(host) + np.cumsum(device[::-1])[::-1]
 
 
 def _solve_least_squares(terms: Any, targets: Any) -> tuple[float, ...]:

@@ -21,13 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from sparseflow.core.checks import check_non_negative, check_one_of, check_positive
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.extras import require
 from sparseflow.core.metrics import quantile
 from sparseflow.core.telemetry.schema import METRICS
-from sparseflow.errors import DeviceError, InputError
+from sparseflow.errors import DeviceError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,27 +101,19 @@ class ContentionModel:
 
     metric: str
     idle_load: float
-    scale: float
-    power: float
-    idle_overhead: float
-    delay_factors: tuple[float, ...]
-    slice_ms: float
+    scale: PositiveFloat
+    power: PositiveFloat
+    idle_overhead: NonNegativeFloat
+    delay_factors: Annotated[
+        tuple[NonNegativeFloat, ...], Field(min_length=len(BOTTLENECKS), max_length=len(BOTTLENECKS))
+    ]
+    slice_ms: PositiveFloat
     yields_device: bool
-    cycle_ms: float
-    jitter: tuple[float, ...]
+    cycle_ms: PositiveFloat
+    jitter: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)]
 
     def __post_init__(self) -> None:
         check_one_of(METRICS, metric=self.metric)
-        check_positive(scale=self.scale, power=self.power, slice_ms=self.slice_ms, cycle_ms=self.cycle_ms)
-        check_non_negative(idle_overhead=self.idle_overhead)
-        if not math.isfinite(self.idle_load):
-            raise InputError(f"`idle_load` (={self.idle_load}) must be finite")
-        if len(self.delay_factors) != len(BOTTLENECKS) or not all(f >= 0.0 for f in self.delay_factors):
-            raise InputError(
-                f"`delay_factors` (={self.delay_factors}) must have {len(BOTTLENECKS)} values of at least 0"
-            )
-        if len(self.jitter) < 2 or not all(0.0 < ratio < math.inf for ratio in self.jitter):
-            raise InputError(f"`jitter` (={self.jitter}) must have at least 2 finite values excess 0")
 
     @classmethod
     def fit(
@@ -164,17 +158,15 @@ class ContentionModel:
             ]
         best = min(candidates, key=lambda entry: entry[1])[0]
         model_samples = [sample for sample in samples if sample.is_model and sample.ratios]
+        if not model_samples:
+            return best
         slices_ms = (best.slice_ms,) if best.yields_device else _SLICES_MS
         grid = [
             replace(best, cycle_ms=cycle_ms, slice_ms=slice_ms)
             for cycle_ms in _CYCLES_MS
             for slice_ms in slices_ms
         ]
-        return (
-            min(grid, key=lambda model: model._compute_quantile_error(model_samples, seed))
-            if model_samples
-            else best
-        )
+        return min(grid, key=lambda model: model._compute_quantile_error(model_samples, seed))
 
     def get_load(self, shares: Mapping[str, float]) -> float:
         """Return the load metric of a reading.
@@ -188,10 +180,8 @@ class ContentionModel:
                 f"the load lacks the metric `{self.metric}` of the predictor, it contains "
                 f"{', '.join(shares) or 'no metric'}: use a source that provides it"
             )
-        share = shares[self.metric]
-        if not 0.0 <= share <= 1.0:
-            raise InputError(f"`{self.metric}` (={share}) of the load must be in [0, 1]")
-        return share
+        check_between(0.0, 1.0, **{self.metric: shares[self.metric]})
+        return shares[self.metric]
 
     def compute_busy_share(self, load: float) -> float:
         """Return the time share of active phases of the load, in [0, 1]."""
@@ -215,12 +205,9 @@ class ContentionModel:
         slices = delay_ms / self.slice_ms
         full_slices = math.floor(slices)
         # Smoothed, since runs with short slices reach one slice more.
-        partial_slices = 1.0 / (1.0 + math.exp(-(slices - full_slices - 1.0) / (_SLICE_SPREAD / 2.0)))
-        partial_slices += (
-            1.0 / (1.0 + math.exp(-(slices - full_slices) / (_SLICE_SPREAD / 2.0))) - 1.0
-            if full_slices
-            else 0.0
-        )
+        partial_slices = _smooth_step(slices - full_slices - 1.0)
+        if full_slices:
+            partial_slices += _smooth_step(slices - full_slices) - 1.0
         return paused_ms + self.slice_ms * (1.0 + full_slices + partial_slices)
 
     def predict_mean_ms(self, idle_ms: float, delay_ms: float, load: float) -> float:
@@ -270,13 +257,14 @@ class ContentionModel:
         total = 0.0
         for sample in samples:
             delay = self.compute_delay_ms(sample.idle_ms, sample.bottleneck_shares)
-            ratios = (
-                self.sample_runs(sample.idle_ms, delay, sample.load, num_runs=1000, seed=seed)
-                / sample.idle_ms
-            )
-            ratios = [float(value) for value in ratios]
+            runs_ms = self.sample_runs(sample.idle_ms, delay, sample.load, num_runs=1000, seed=seed)
+            ratios = (runs_ms / sample.idle_ms).tolist()
             total += sum(abs(math.log(quantile(ratios, q) / quantile(sample.ratios, q))) for q in (0.5, 0.95))
         return total
+
+
+def _smooth_step(slices: float) -> float:
+    return 1.0 / (1.0 + math.exp(-slices / (_SLICE_SPREAD / 2.0)))
 
 
 def _simulate_phases(
@@ -343,11 +331,7 @@ def _fit_means(
             _CALIBRATION_WEIGHT * math.log(model.compute_busy_share(load) / achieved)
             for load, achieved in blocks
         ]
-        prior = [
-            _PRIOR_WEIGHT * math.log(values[0]),
-            _PRIOR_WEIGHT * math.log(values[1]),
-            _PRIOR_WEIGHT * values[2],
-        ]
+        prior = [_PRIOR_WEIGHT * value for value in (math.log(model.scale), math.log(model.power), values[2])]
         return np.concatenate([np.log(predicted) - measured, means, prior])
 
     solved = optimize.least_squares(

@@ -43,7 +43,6 @@ class LoadedMeasurement:
         target: Id of the kernel, or name of the model.
         is_model: Whether the target is a full model.
         level: Requested load, in [0, 1].
-        stressor: Kind of load.
         load: Metric -> share, read just before the measurement while the measured work was idle.
         achieved: Share that the load achieved during that reading.
         idle_ms: Idle latency of the isolated target.
@@ -54,7 +53,6 @@ class LoadedMeasurement:
     target: str
     is_model: bool
     level: float
-    stressor: str
     load: Mapping[str, float]
     achieved: float
     idle_ms: float
@@ -121,15 +119,13 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     directories = [Path(folder) for folder in collections]
     if not directories:
         raise InputError("no collection given; create one with `sparseflow latency collect`")
-    fingerprint: DeviceFingerprint | None = None
+    fingerprint = DeviceFingerprint.from_plan(read_plan(directories[0]))
     kernels: dict[str, KernelSpec] = {}
     graphs: dict[str, Graph] = {}
     rows: list[dict[str, Any]] = []
     failed = 0
     for folder in directories:
         current = DeviceFingerprint.from_plan(read_plan(folder))
-        if fingerprint is None:
-            fingerprint = current
         fingerprint.check_equal(current, f"the collection {folder}")
         kernels |= descriptions.read_kernels(folder)
         graphs |= descriptions.read_graphs(folder)
@@ -137,7 +133,6 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         valid = [row for row in collection_rows if row["error"] is None]
         failed += len(collection_rows) - len(valid)
         rows += _correct_drift(valid)
-    assert fingerprint is not None
     missing = {
         row["kernel_id"]
         for row in rows
@@ -151,7 +146,8 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     idle_rows, loaded_rows = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
     if not idle_rows:
         raise InputError("there is no idle measurement: `levels` of a collection must include 0")
-    isolated_ms = _collect_medians(idle_rows)
+    # The median of each measurement; slower samples were disturbed.
+    isolated_ms = _group_by_target((row["kernel_id"], row["p50_ms"] / row["pace"]) for row in idle_rows)
     idle_ms = {name: statistics.median(values) for name, values in isolated_ms.items()}
     measurements_ms, host = _collect_stream_times(idle_rows, kernels)
     if measurements_ms:
@@ -165,7 +161,11 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         idle_ms={name: statistics.median(values) for name, values in measurements_ms.items()},
         measurements_ms=measurements_ms,
         host_ms=host,
-        jitter=_collect_jitter(idle_rows, idle_ms),
+        jitter=_group_by_target(
+            (row["kernel_id"], value * 1e-6 / row["pace"] / idle_ms[row["kernel_id"]])
+            for row in idle_rows
+            for value in row["samples_ns"]
+        ),
         idle_load=_compute_idle_load(idle_rows),
         loaded=tuple(_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms),
         failed=failed,
@@ -195,51 +195,35 @@ def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return corrected
 
 
-def _collect_medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
-    """Return the median of each measurement; slower samples were disturbed."""
-    medians_ms: dict[str, list[float]] = {}
-    for row in rows:
-        medians_ms.setdefault(row["kernel_id"], []).append(row["p50_ms"] / row["pace"])
-    return {name: tuple(values) for name, values in sorted(medians_ms.items())}
+def _group_by_target(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, ...]]:
+    """Return target -> its values, sorted by target."""
+    values: dict[str, list[float]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    return {name: tuple(values[name]) for name in sorted(values)}
 
 
 def _collect_stream_times(
     rows: Sequence[Mapping[str, Any]], kernels: Mapping[str, KernelSpec]
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
     """Return the device times of all measurements and the median host time, by kernel id."""
-    device: dict[str, list[float]] = {}
-    host: dict[str, list[float]] = {}
+    device: list[tuple[str, float]] = []
+    host: list[tuple[str, float]] = []
     for row in rows:
         name = row["kernel_id"]
         if row.get("device_ms") is None or row.get("overtaken") or name not in kernels:
             continue
         is_view = kernels[name].node_op in VIEW_OPS
-        device.setdefault(name, []).append(0.0 if is_view else max(row["device_ms"], MIN_DEVICE_MS))
-        host.setdefault(name, []).append(row["host_ms"])
-    return (
-        {name: tuple(values) for name, values in sorted(device.items())},
-        {name: statistics.median(values) for name, values in sorted(host.items())},
-    )
-
-
-def _collect_jitter(
-    rows: Sequence[Mapping[str, Any]], idle_ms: Mapping[str, float]
-) -> dict[str, tuple[float, ...]]:
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        scale = 1e-6 / row["pace"] / idle_ms[row["kernel_id"]]
-        ratios.setdefault(row["kernel_id"], []).extend(value * scale for value in row["samples_ns"])
-    return {name: tuple(values) for name, values in ratios.items()}
+        device.append((name, 0.0 if is_view else max(row["device_ms"], MIN_DEVICE_MS)))
+        host.append((name, row["host_ms"]))
+    host_ms = {name: statistics.median(values) for name, values in _group_by_target(host).items()}
+    return _group_by_target(device), host_ms
 
 
 def _compute_idle_load(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    shares = [get_load_before(row) for row in rows]
-    common_metrics = set.intersection(*(set(reading) for reading in shares)) if shares else set()
-    return {
-        name: statistics.median(share_by_metric[name] for share_by_metric in shares)
-        for name in METRICS
-        if name in common_metrics
-    }
+    readings = [get_load_before(row) for row in rows]
+    common_metrics = [name for name in METRICS if all(name in reading for reading in readings)]
+    return {name: statistics.median(reading[name] for reading in readings) for name in common_metrics}
 
 
 def _make_measurement(row: Mapping[str, Any], idle_ms: Mapping[str, float]) -> LoadedMeasurement:
@@ -248,7 +232,6 @@ def _make_measurement(row: Mapping[str, Any], idle_ms: Mapping[str, float]) -> L
         target=row["kernel_id"],
         is_model=row["op_type"] == MODEL_OP,
         level=row["level"],
-        stressor=row["stressor"],
         load=get_load_before(row),
         achieved=row["stress_alone"],
         idle_ms=idle_ms[row["kernel_id"]],

@@ -181,7 +181,7 @@ def evaluate(
     fingerprint = fitted.fingerprint
     settings: dict[str, Any] = {
         "models": [Path(path) for path in models],
-        "provider": "cpu" if fingerprint.kind == "cpu" else "cuda",
+        "provider": fingerprint.kind,
         "threads": fingerprint.threads,
         "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
         "gpu": gpu,
@@ -199,27 +199,18 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="sparseflow-evaluate-") as temporary:
         folder = Path(out_dir) if out_dir is not None else Path(temporary)
         collect(config, folder, progress=progress)
-        rows = read_rows(folder)
-        failed = [row for row in rows if row["error"] is not None]
-        valid = [row for row in rows if row["error"] is None and row["role"] == "item"]
-        succeeded = {(row["kernel_id"], row["level"]) for row in valid}
-        for row in failed:
-            if row["role"] == "item" and (row["kernel_id"], row["level"]) not in succeeded:
-                raise RunError(
-                    f"{row['kernel_id']} failed every time at load {row['level']:g}: {row['error']}"
-                )
+        rows = [row for row in read_rows(folder) if row["role"] == "item"]
         graphs = descriptions.read_graphs(folder)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for row in valid:
+    for row in rows:
         groups.setdefault((row["kernel_id"], row["level"]), []).append(row)
-    return PredictorEvaluation(
-        rows=tuple(
-            _make_row(fitted, name, level, group_rows, graphs[name], seed)
-            for (name, level), group_rows in sorted(groups.items())
-        ),
-        device=fingerprint.name,
-        provider=fingerprint.provider,
-    )
+    evaluated = []
+    for (name, level), group in sorted(groups.items()):
+        valid = [row for row in group if row["error"] is None]
+        if not valid:
+            raise RunError(f"{name} failed every time at load {level:g}: {group[0]['error']}")
+        evaluated.append(_make_row(fitted, name, level, valid, graphs[name], seed))
+    return PredictorEvaluation(rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider)
 
 
 def _make_row(

@@ -40,28 +40,18 @@ class FeatureEncoder(StrictModel):
     categories: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def fit(cls, rows: Sequence[Mapping[str, float | str]]) -> FeatureEncoder:
-        """Collect the features and categories of `rows`.
+    def fit(cls, rows: Sequence[Features]) -> FeatureEncoder:
+        """Collect the features and categories of `rows`, which have equal names and types.
 
         Raises:
-            InputError: There are no rows, or a feature is a number in one row and a string in another.
+            InputError: There are no rows.
         """
         if not rows:
             raise InputError("a feature encoder needs at least one row")
-        numbers: set[str] = set()
-        categories: dict[str, set[str]] = {}
-        for row in rows:
-            for name, value in row.items():
-                if isinstance(value, str):
-                    categories.setdefault(name, set()).add(value)
-                else:
-                    numbers.add(name)
-        mixed = numbers & categories.keys()
-        if mixed:
-            raise InputError(f"features are numbers in some rows and strings in others: {sorted(mixed)}")
+        texts = sorted(name for name, value in rows[0].items() if isinstance(value, str))
         return cls(
-            numbers=tuple(sorted(numbers)),
-            categories={name: tuple(sorted(categories[name])) for name in sorted(categories)},
+            numbers=tuple(sorted(rows[0].keys() - set(texts))),
+            categories={name: tuple(sorted({str(row[name]) for row in rows})) for name in texts},
         )
 
     @property
@@ -70,7 +60,7 @@ class FeatureEncoder(StrictModel):
         one_hot = (f"{name}={value}" for name, values in self.categories.items() for value in values)
         return (*self.numbers, *one_hot)
 
-    def transform(self, rows: Sequence[Mapping[str, float | str]]) -> np.ndarray:
+    def transform(self, rows: Sequence[Features]) -> np.ndarray:
         """Encode `rows` as float32, shape [rows, columns]; unknown features are ignored.
 
         Raises:
@@ -78,17 +68,14 @@ class FeatureEncoder(StrictModel):
         """
         matrix = np.zeros((len(rows), len(self.columns)), dtype=np.float32)
         max_value = float(np.finfo(np.float32).max)
-        column_of = {name: column for column, name in enumerate(self.columns)}
+        one_hot = [(name, value) for name, values in self.categories.items() for value in values]
         for index, row in enumerate(rows):
-            for name in self.numbers:
+            for column, name in enumerate(self.numbers):
                 value = row.get(name)
                 if not isinstance(value, float | int) or not abs(value) <= max_value:
                     raise InputError(f"feature `{name}` must be a finite number, got {value!r}")
-                matrix[index, column_of[name]] = value
-            for name in self.categories:
-                value = row.get(name)
-                if isinstance(value, str) and value in self.categories[name]:
-                    matrix[index, column_of[f"{name}={value}"]] = 1.0
+                matrix[index, column] = value
+            matrix[index, len(self.numbers) :] = [row.get(name) == value for name, value in one_hot]
         return matrix
 
 

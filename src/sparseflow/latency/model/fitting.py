@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
-from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.overlap import SUM
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
 from sparseflow.latency.model.contention import LOAD_METRICS, ContentionModel, ContentionSample
@@ -59,13 +58,26 @@ def fit_predictor(
             [data.kernels[n] for n in streamed_names], [data.host_ms[n] for n in streamed_names], seed=seed
         )
     graphs = [data.graphs[name] for name in model_names]
-    graph_kernels = {kernel.id: kernel for graph in graphs for kernel in graph.kernels}
+    graph_kernels = list({kernel.id: kernel for graph in graphs for kernel in graph.kernels}.values())
     composition = CompositionModel.fit(
         graphs,
-        estimate_idle_ms(graph_kernels, measured_ms, regressor),
+        regressor.estimate_idle_ms(graph_kernels, measured_ms),
         [data.idle_ms[name] for name in model_names],
-        mode or choose_mode(data),
-        None if launch_overhead is None else launch_overhead.predict(graph_kernels.values()),
+        mode or (QUEUE if data.host_ms else SUM),
+        None if launch_overhead is None else launch_overhead.predict(graph_kernels),
+    )
+    metric = LOAD_METRICS[data.fingerprint.kind]
+    predictor = Predictor(
+        fingerprint=data.fingerprint,
+        regressor=regressor,
+        measured_ms=measured_ms,
+        composition=composition,
+        launch_overhead=launch_overhead,
+        contention=ContentionModel.fit([], metric, 0.0, []),
+        kernel_interval=DEFAULT_INTERVAL,
+        idle_interval=DEFAULT_INTERVAL,
+        loaded_interval=DEFAULT_INTERVAL,
+        quality={},
     )
     selected = {*names, *model_names}
     rows = [
@@ -73,62 +85,30 @@ def fit_predictor(
         for measurement in data.loaded
         if measurement.target in selected and (levels is None or measurement.level in levels)
     ]
-    return Predictor(
-        fingerprint=data.fingerprint,
-        regressor=regressor,
-        measured_ms=measured_ms,
-        composition=composition,
-        launch_overhead=launch_overhead,
-        contention=_fit_contention(
-            data, rows, model_names, regressor, measured_ms, composition, launch_overhead, seed
-        ),
-        kernel_interval=DEFAULT_INTERVAL,
-        idle_interval=DEFAULT_INTERVAL,
-        loaded_interval=DEFAULT_INTERVAL,
-        quality={},
-    )
+    jitter = [ratio for name in model_names for ratio in data.jitter[name]]
+    samples = _make_samples(predictor, data, rows, metric)
+    idle_load = data.idle_load.get(metric, 0.0)
+    contention = ContentionModel.fit(samples, metric, idle_load, jitter, seed=seed)
+    return predictor.model_copy(update={"contention": contention})
 
 
-def choose_mode(data: LatencyDataset) -> str:
-    """Return the composition that fits the measurements: a queue of host and device, or a sum."""
-    return QUEUE if data.host_ms else SUM
-
-
-def estimate_idle_ms(
-    kernels: Mapping[str, KernelSpec], measured_ms: Mapping[str, float], regressor: KernelRegressor
-) -> dict[str, float]:
-    """Return kernel id -> idle latency of the isolated kernel: measured, learned or by roofline."""
-    return {name: ms for name, (ms, _) in regressor.estimate_idle_ms(kernels, measured_ms).items()}
-
-
-def _fit_contention(
-    data: LatencyDataset,
-    rows: list[LoadedMeasurement],
-    models: list[str],
-    regressor: KernelRegressor,
-    measured_ms: Mapping[str, float],
-    composition: CompositionModel,
-    launch_overhead: LaunchOverheadModel | None,
-    seed: int,
-) -> ContentionModel:
-    metric = LOAD_METRICS[data.fingerprint.kind]
+def _make_samples(
+    predictor: Predictor, data: LatencyDataset, rows: list[LoadedMeasurement], metric: str
+) -> list[ContentionSample]:
     unread = [measurement for measurement in rows if metric not in measurement.load]
     if unread:
         raise InputError(
             f"{len(unread)} of {len(rows)} measurements under load lack the load metric `{metric}`: "
             "collect with a `telemetry` source that provides it"
         )
+    roofline = predictor.regressor.roofline
     bottlenecks = {
-        measurement.target: _compute_model_bottlenecks(
-            data.graphs[measurement.target], regressor, measured_ms, composition, launch_overhead
-        )
+        measurement.target: _compute_model_bottlenecks(predictor, data.graphs[measurement.target])
         if measurement.is_model
-        else regressor.roofline.compute_bottleneck_shares(
-            data.kernels[measurement.target], measurement.idle_ms
-        )
+        else roofline.compute_bottleneck_shares(data.kernels[measurement.target], measurement.idle_ms)
         for measurement in {row.target: row for row in rows}.values()
     }
-    samples = [
+    return [
         ContentionSample(
             idle_ms=measurement.idle_ms,
             bottleneck_shares=bottlenecks[measurement.target],
@@ -140,28 +120,17 @@ def _fit_contention(
         )
         for measurement in rows
     ]
-    jitter = [ratio for name in models for ratio in data.jitter[name]]
-    return ContentionModel.fit(samples, metric, data.idle_load.get(metric, 0.0), jitter, seed=seed)
 
 
-def _compute_model_bottlenecks(
-    graph: Graph,
-    regressor: KernelRegressor,
-    measured_ms: Mapping[str, float],
-    composition: CompositionModel,
-    launch_overhead: LaunchOverheadModel | None,
-) -> tuple[float, ...]:
+def _compute_model_bottlenecks(predictor: Predictor, graph: Graph) -> tuple[float, ...]:
     """Return the bottleneck shares of a model: those of its kernels, weighted by contribution; a call is a
     launch.
     """
     kernels = {kernel.id: kernel for kernel in graph.kernels}
-    idle_ms = estimate_idle_ms(kernels, measured_ms, regressor)
-    composed = composition.compose(
-        graph, idle_ms, None if launch_overhead is None else launch_overhead.predict(kernels.values())
-    )
+    isolated_ms, composed = predictor.compose(graph)
     totals = [0.0, 0.0, composed.call_ms]
     for name, part in composed.parts.items():
-        shares = regressor.roofline.compute_bottleneck_shares(kernels[name], idle_ms[name])
+        shares = predictor.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated_ms[name])
         totals = [t + part.count * part.ms * w for t, w in zip(totals, shares, strict=True)]
     total = sum(totals)
     return tuple(t / total for t in totals) if total else (0.0, 0.0, 1.0)

@@ -7,7 +7,7 @@ and `random_forest` learn the latency itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -118,17 +118,23 @@ class KernelRegressor:
         row = make_features(kernel)
         return all(row[name] in values for name, values in self.encoder.categories.items())
 
+    def get_source(self, kernel: KernelSpec, measured_ms: Mapping[str, float]) -> str:
+        """Return the source of a kernel's idle latency: `MEASURED`, `LEARNED` or `ROOFLINE`."""
+        if kernel.node_op in self.free_ops or kernel.id in measured_ms:
+            return MEASURED
+        return LEARNED if self.supports(kernel) else ROOFLINE
+
     def estimate_idle_ms(
-        self, kernels: Mapping[str, KernelSpec], measured_ms: Mapping[str, float]
-    ) -> dict[str, tuple[float, str]]:
-        """Return kernel id -> (idle latency of the isolated kernel in milliseconds, source)."""
-        estimates = {name: (0.0, MEASURED) for name, k in kernels.items() if k.node_op in self.free_ops}
-        known = [name for name in kernels if name in measured_ms and name not in estimates]
-        estimates |= {name: (measured_ms[name], MEASURED) for name in known}
-        remaining = {name: kernel for name, kernel in kernels.items() if name not in estimates}
-        learned = [name for name, kernel in remaining.items() if self.supports(kernel)]
-        predicted = self.predict([remaining[name] for name in learned])
-        estimates |= {name: (ms, LEARNED) for name, ms in zip(learned, predicted, strict=True)}
-        for name in remaining.keys() - estimates.keys():
-            estimates[name] = (self.roofline.estimate_ms(remaining[name])[0], ROOFLINE)
+        self, kernels: Iterable[KernelSpec], measured_ms: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return kernel id -> idle latency of the isolated kernel: measured, learned or by roofline."""
+        sources = {kernel: self.get_source(kernel, measured_ms) for kernel in kernels}
+        learned = [kernel for kernel, source in sources.items() if source == LEARNED]
+        learned_ms = dict(zip(learned, self.predict(learned), strict=True))
+        estimates: dict[str, float] = {}
+        for kernel, source in sources.items():
+            if source == MEASURED:
+                estimates[kernel.id] = 0.0 if kernel.node_op in self.free_ops else measured_ms[kernel.id]
+            else:
+                estimates[kernel.id] = learned_ms.get(kernel) or self.roofline.estimate_ms(kernel)[0]
         return estimates

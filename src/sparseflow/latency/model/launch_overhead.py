@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparseflow.core.checks import check_positive
+from pydantic import PositiveFloat
+
 from sparseflow.core.costmodel.trees import FOREST
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.kernels import KernelSpec
@@ -26,12 +27,9 @@ class LaunchOverheadModel:
         default_ms: Median over operators, for an operator that was not measured.
     """
 
-    measured_ms: Mapping[str, float]
+    measured_ms: Mapping[str, PositiveFloat]
     regressor: KernelRegressor
-    default_ms: float
-
-    def __post_init__(self) -> None:
-        check_positive(default_ms=self.default_ms, **self.measured_ms)
+    default_ms: PositiveFloat
 
     @classmethod
     def fit(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+
+from pydantic import PositiveFloat, model_validator
 
 from sparseflow.core.artifact import Artifact
-from sparseflow.core.checks import check_positive
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.core.metrics import quantile
-from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
@@ -92,8 +91,7 @@ class Prediction:
         return {**asdict(self), "interval": list(self.interval), "load": dict(self.load)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
+class Predictor(Artifact):
     """Latency models of one device; `train` creates one.
 
     Attributes:
@@ -109,9 +107,13 @@ class Predictor:
         quality: Errors on held-out data, in JSON types.
     """
 
+    FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
+    VERSION: ClassVar[int] = 3
+    HINT: ClassVar[str] = "run `sparseflow latency train` again"
+
     fingerprint: DeviceFingerprint
     regressor: KernelRegressor
-    measured_ms: Mapping[str, float]
+    measured_ms: Mapping[str, PositiveFloat]
     composition: CompositionModel
     launch_overhead: LaunchOverheadModel | None
     contention: ContentionModel
@@ -120,24 +122,27 @@ class Predictor:
     loaded_interval: ConformalInterval
     quality: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        check_positive(**self.measured_ms)
+    @model_validator(mode="after")
+    def _check_launch_overhead(self) -> Self:
         if self.composition.mode == QUEUE and self.launch_overhead is None:
-            raise InputError("`launch_overhead` is required for the mode queue")
+            raise ValueError("`launch_overhead` is required for the mode queue")
+        return self
 
-    def predict_kernels(
-        self, kernels: Mapping[str, KernelSpec]
-    ) -> dict[str, tuple[float, float, float, str]]:
-        """Return kernel id -> (isolated idle latency, low end, high end, source), milliseconds."""
-        predictions: dict[str, tuple[float, float, float, str]] = {}
-        for name, (ms, source) in self.regressor.estimate_idle_ms(kernels, self.measured_ms).items():
-            low, high = ms, ms
-            if source == LEARNED:
-                low, high = self.kernel_interval.bounds(ms)
-            elif source == ROOFLINE:
-                _, low, high = self.regressor.roofline.estimate_ms(kernels[name])
-            predictions[name] = (ms, low, high, source)
-        return predictions
+    def compose(self, graph: Graph) -> tuple[dict[str, float], ComposedLatency]:
+        """Return kernel id -> isolated idle latency in milliseconds, and the idle latency of the graph."""
+        isolated_ms = self.regressor.estimate_idle_ms(graph.kernels, self.measured_ms)
+        host_ms = None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels)
+        return isolated_ms, self.composition.compose(graph, isolated_ms, host_ms)
+
+    def compute_kernel_interval(self, kernel: KernelSpec, isolated_ms: float) -> tuple[float, float, str]:
+        """Return both ends of the interval of an isolated idle latency, milliseconds, and its source."""
+        source = self.regressor.get_source(kernel, self.measured_ms)
+        low_ms = high_ms = isolated_ms
+        if source == LEARNED:
+            low_ms, high_ms = self.kernel_interval.bounds(isolated_ms)
+        elif source == ROOFLINE:
+            _, low_ms, high_ms = self.regressor.roofline.estimate_ms(kernel)
+        return low_ms, high_ms, source
 
     def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:
         """Predict the latency of a graph under load.
@@ -151,16 +156,12 @@ class Predictor:
             DeviceError: The load lacks the metric of the contention model.
         """
         kernels = {kernel.id: kernel for kernel in graph.kernels}
-        isolated = self.predict_kernels(kernels)
-        composed = self.composition.compose(
-            graph,
-            {name: ms for name, (ms, *_) in isolated.items()},
-            None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels),
-        )
+        isolated_ms, composed = self.compose(graph)
         parts, idle_ms = composed.parts, composed.total_ms
         delays = {
             name: self.contention.compute_delay_ms(
-                part.ms, self.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated[name][0])
+                part.ms,
+                self.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated_ms[name]),
             )
             for name, part in parts.items()
         }
@@ -168,10 +169,8 @@ class Predictor:
         total_delay_ms = kernel_delay_ms + self.contention.compute_delay_ms(composed.call_ms, (0.0, 0.0, 1.0))
         busy_load = self.contention.get_load(load) if load is not None else 0.0
         mean_ms = self.contention.predict_mean_ms(idle_ms, total_delay_ms, busy_load)
-        per_kernel = self._predict_per_kernel(kernels, composed, isolated, delays, mean_ms)
-        runs = [
-            float(run) for run in self.contention.sample_runs(idle_ms, total_delay_ms, busy_load, seed=seed)
-        ]
+        per_kernel = self._predict_per_kernel(kernels, composed, isolated_ms, delays, mean_ms)
+        runs = self.contention.sample_runs(idle_ms, total_delay_ms, busy_load, seed=seed).tolist()
         interval = self.idle_interval if mean_ms <= MAX_IDLE_SLOWDOWN * idle_ms else self.loaded_interval
         unsupported = [k for k in per_kernel if k.source == ROOFLINE]
         supported_ms = mean_ms - sum(k.count * k.mean_ms for k in unsupported)
@@ -199,7 +198,7 @@ class Predictor:
         self,
         kernels: Mapping[str, KernelSpec],
         composed: ComposedLatency,
-        isolated: Mapping[str, tuple[float, float, float, str]],
+        isolated_ms: Mapping[str, float],
         delays: Mapping[str, float],
         mean_ms: float,
     ) -> tuple[KernelPrediction, ...]:
@@ -212,7 +211,8 @@ class Predictor:
                 share = delays[name] / kernel_delay_ms
             else:
                 share = part.ms / (idle_ms - composed.call_ms)
-            ms, low, high, source = isolated[name]
+            ms = isolated_ms[name]
+            low, high, source = self.compute_kernel_interval(kernels[name], ms)
             low_scale, high_scale = (low / ms, high / ms) if ms else (1.0, 1.0)
             predictions.append(
                 KernelPrediction(
@@ -227,33 +227,3 @@ class Predictor:
                 )
             )
         return tuple(predictions)
-
-    def save(self, path: Path | str) -> Path:
-        """Write the predictor to a JSON file.
-
-        Returns:
-            The path.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        return _PredictorFile(predictor=self).save(path)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Predictor:
-        """Read what `save` wrote.
-
-        Raises:
-            InputError: The file does not exist.
-            FileFormatError: The file is foreign, damaged, or of another version.
-            MissingExtraError: XGBoost is missing.
-        """
-        return _PredictorFile.load(path).predictor
-
-
-class _PredictorFile(Artifact):
-    FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 3
-    HINT: ClassVar[str] = "run `sparseflow latency train` again"
-
-    predictor: Predictor

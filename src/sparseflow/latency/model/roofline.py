@@ -6,9 +6,10 @@ The bound is the launch overhead plus the longer of compute time and memory time
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
-from sparseflow.core.checks import check_positive
+from pydantic import PositiveFloat
+
 from sparseflow.core.metrics import quantile
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.kernels import KernelSpec
@@ -33,15 +34,12 @@ class Roofline:
         high: 95th percentile of that ratio.
     """
 
-    launch_ms: float
-    flops_per_s: float
-    bytes_per_s: float
-    typical: float
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        check_positive(**asdict(self))
+    launch_ms: PositiveFloat
+    flops_per_s: PositiveFloat
+    bytes_per_s: PositiveFloat
+    typical: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
 
     @classmethod
     def fit(cls, kernels: Sequence[KernelSpec], latency_ms: Sequence[float]) -> Roofline:
@@ -72,17 +70,12 @@ class Roofline:
             low=1.0,
             high=1.0,
         )
-        ratios = [
-            1e3 * seconds[n] / bound.compute_work_ms(kernels[n])
-            for n in clear
-            if bound.compute_work_ms(kernels[n])
-        ]
+        work_ms = {n: bound.compute_work_ms(kernels[n]) for n in clear}
+        ratios = [1e3 * seconds[n] / ms for n, ms in work_ms.items() if ms]
         if not ratios:
             return bound
-        return cls(
-            **asdict(bound)
-            | {name: quantile(ratios, q) for name, q in (("typical", 0.5), ("low", 0.05), ("high", 0.95))}
-        )
+        low, typical, high = (quantile(ratios, q) for q in (0.05, 0.5, 0.95))
+        return replace(bound, typical=typical, low=low, high=high)
 
     def compute_work_ms(self, kernel: KernelSpec) -> float:
         return 1e3 * max(kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s)

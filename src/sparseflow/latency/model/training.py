@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,46 +65,24 @@ def train(
         )
     kernels, kernel_predictions = _evaluate_kernels(data, seed, subrange(progress, 0.0, 0.5))
     selected_kind = kind or min(KINDS, key=lambda name: kernels[name]["by_kernel"]["mape"])
-    models: dict[str, Any] = {}
-    idle: list[validation.HeldOutPrediction] = []
-    loaded: list[validation.HeldOutPrediction] = []
-    if len(validation.list_networks(data)) > 1:
-        predictors = validation.fit_without_each_network(
-            data,
-            selected_kind,
-            mode=mode,
-            seed=seed,
-            progress=subrange(progress, 0.5, 0.9),
-        )
-        idle = validation.predict_idle(data, predictors)
-        if idle:
-            models["rest"] = validation.compute_scores(idle)
-        loaded = validation.predict_under_load(data, predictors)
-        if loaded:
-            models["loaded"] = validation.compute_scores(loaded)
-            models["loaded_blind"] = validation.compute_scores(
-                validation.predict_under_load(data, predictors, ignore_load=True)
-            )
+    models, idle, loaded = _evaluate_models(data, selected_kind, mode, seed, subrange(progress, 0.5, 0.9))
     report("fitting to all data", 0.9)
     predictor = fit_predictor(data, selected_kind, mode=mode, seed=seed)
     report("done", 1.0)
-    return replace(
-        predictor,
-        kernel_interval=validation.fit_interval(kernel_predictions[selected_kind]),
-        idle_interval=validation.fit_interval(idle) if idle else DEFAULT_INTERVAL,
-        loaded_interval=validation.fit_interval(loaded or idle) if idle else DEFAULT_INTERVAL,
-        quality={
-            "kind": selected_kind,
-            "kernels": kernels,
-            "models": models,
-            "counts": {
-                "kernels": len(data.list_kernels()),
-                "models": len(data.list_models()),
-                "networks": len(validation.list_networks(data)),
-                "beside_loads": len(data.loaded),
-                "failed": data.failed,
-            },
-        },
+    counts = {
+        "kernels": len(data.list_kernels()),
+        "models": len(data.list_models()),
+        "networks": len(validation.list_networks(data)),
+        "beside_loads": len(data.loaded),
+        "failed": data.failed,
+    }
+    return predictor.model_copy(
+        update={
+            "kernel_interval": validation.fit_interval(kernel_predictions[selected_kind]),
+            "idle_interval": validation.fit_interval(idle) if idle else DEFAULT_INTERVAL,
+            "loaded_interval": validation.fit_interval(loaded or idle) if idle else DEFAULT_INTERVAL,
+            "quality": {"kind": selected_kind, "kernels": kernels, "models": models, "counts": counts},
+        }
     )
 
 
@@ -130,3 +107,18 @@ def _evaluate_kernels(
             if split == "by_kernel":
                 predictions[kind] = result
     return kernel_scores, predictions
+
+
+def _evaluate_models(
+    data: LatencyDataset, kind: str, mode: str | None, seed: int, progress: Progress | None
+) -> tuple[dict[str, Any], list[validation.HeldOutPrediction], list[validation.HeldOutPrediction]]:
+    """Return condition -> scores of held-out networks, and their predictions while idle and under load."""
+    predictors = {}
+    if len(validation.list_networks(data)) > 1:
+        predictors = validation.fit_without_each_network(data, kind, mode=mode, seed=seed, progress=progress)
+    idle = validation.predict_idle(data, predictors)
+    loaded = validation.predict_under_load(data, predictors)
+    blind = validation.predict_under_load(data, predictors, ignore_load=True)
+    conditions = {"rest": idle, "loaded": loaded, "loaded_blind": blind}
+    scores = {name: validation.compute_scores(result) for name, result in conditions.items() if result}
+    return scores, idle, loaded

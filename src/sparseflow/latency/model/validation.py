@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sparseflow.core import metrics
 from sparseflow.core.costmodel.intervals import ConformalInterval
-from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold, split_leave_one_group_out
+from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold
 from sparseflow.core.progress import Progress
-from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
-from sparseflow.latency.model.fitting import estimate_idle_ms, fit_predictor
+from sparseflow.latency.model.dataset import LatencyDataset
+from sparseflow.latency.model.fitting import fit_predictor
 from sparseflow.latency.model.kernel_regressor import KernelRegressor
 from sparseflow.latency.model.predictor import Predictor
 
@@ -67,59 +66,32 @@ def fit_interval(predictions: Sequence[HeldOutPrediction]) -> ConformalInterval:
     return ConformalInterval.fit([p.predicted_ms for p in predictions], [p.measured_ms for p in predictions])
 
 
-def compute_coverage(predictions: Sequence[HeldOutPrediction]) -> float:
-    """Return the share of measurements within intervals that are fitted to the other networks."""
-    covered: list[bool] = []
-    for _, (train_indices, test_indices) in split_leave_one_group_out(
-        [get_network(p.name) for p in predictions]
-    ):
-        compute_bounds = fit_interval([predictions[n] for n in train_indices]).bounds
-        for prediction in (predictions[n] for n in test_indices):
-            low, high = compute_bounds(prediction.predicted_ms)
-            covered.append(low <= prediction.measured_ms <= high)
-    return sum(covered) / len(covered)
-
-
 def predict_by_kernel(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
     """Predict each kernel by a regressor without its measurements."""
     names = data.list_device_kernels()
-    return _cross_validate(data, names, split_group_k_fold(names, min(FOLDS, len(names)), seed), kind, seed)
+    idle = [(name, data.idle_ms[name]) for name in names]
+    folds = split_group_k_fold(names, min(FOLDS, len(names)), seed)
+    return _cross_validate(data, idle, folds, kind, seed)
 
 
 def predict_by_network(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
     """Predict the kernels that only one network has by a regressor without them, for each network."""
     names = data.list_device_kernels()
-    predictions: list[HeldOutPrediction] = []
+    idle = [(name, data.idle_ms[name]) for name in names]
+    folds = []
     for network in list_networks(data):
         exclusive = find_exclusive_kernels(data, network)
-        fold = (
-            [n for n, name in enumerate(names) if name not in exclusive],
-            [n for n, name in enumerate(names) if name in exclusive],
-        )
-        if fold[0] and fold[1]:
-            predictions += _cross_validate(data, names, [fold], kind, seed)
-    return predictions
+        held_out = [n for n, name in enumerate(names) if name in exclusive]
+        remaining = [n for n, name in enumerate(names) if name not in exclusive]
+        if remaining and held_out:
+            folds.append((remaining, held_out))
+    return _cross_validate(data, idle, folds, kind, seed)
 
 
 def predict_leaky(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
     """Predict kernels by a regressor that learned other measurements of them, for comparison only."""
     measurements = [(name, ms) for name in data.list_device_kernels() for ms in data.measurements_ms[name]]
-    predictions: list[HeldOutPrediction] = []
-    for train_indices, test_indices in split_k_fold(len(measurements), FOLDS, seed):
-        model = KernelRegressor.fit(
-            [data.kernels[measurements[n][0]] for n in train_indices],
-            [measurements[n][1] for n in train_indices],
-            kind,
-            seed=seed,
-        )
-        predicted_ms = estimate_idle_ms(
-            {measurements[n][0]: data.kernels[measurements[n][0]] for n in test_indices}, {}, model
-        )
-        predictions += [
-            HeldOutPrediction(name=name, predicted_ms=ms, measured_ms=data.idle_ms[name])
-            for name, ms in predicted_ms.items()
-        ]
-    return predictions
+    return _cross_validate(data, measurements, split_k_fold(len(measurements), FOLDS, seed), kind, seed)
 
 
 def fit_without_each_network(
@@ -198,14 +170,9 @@ def predict_under_load(
             measured_ms=measurement.slowdown * measurement.idle_ms,
             level=measurement.level,
         )
-        for measurement in list_loaded_models(data)
-        if get_network(measurement.target) in predictors
+        for measurement in data.loaded
+        if measurement.is_model and get_network(measurement.target) in predictors
     ]
-
-
-def list_loaded_models(data: LatencyDataset) -> list[LoadedMeasurement]:
-    """List the measurements of full models under load."""
-    return [measurement for measurement in data.loaded if measurement.is_model]
 
 
 def list_cases(data: LatencyDataset, network: str) -> list[str]:
@@ -225,19 +192,20 @@ def find_exclusive_kernels(data: LatencyDataset, network: str) -> set[str]:
 
 
 def _cross_validate(
-    data: LatencyDataset, names: Sequence[str], folds: Iterable[Fold], kind: str, seed: int
+    data: LatencyDataset,
+    measurements: Sequence[tuple[str, float]],
+    folds: Iterable[Fold],
+    kind: str,
+    seed: int,
 ) -> list[HeldOutPrediction]:
+    """Predict the kernels of each fold by a regressor that learned the (kernel, latency) of the others."""
     predictions: list[HeldOutPrediction] = []
     for train_indices, test_indices in folds:
-        train_names = [names[n] for n in train_indices]
-        model = KernelRegressor.fit(
-            [data.kernels[n] for n in train_names], [data.idle_ms[n] for n in train_names], kind, seed=seed
-        )
-        predicted_ms: dict[str, Any] = estimate_idle_ms(
-            {names[n]: data.kernels[names[n]] for n in test_indices}, {}, model
-        )
+        names, latency_ms = zip(*(measurements[n] for n in train_indices), strict=True)
+        model = KernelRegressor.fit([data.kernels[n] for n in names], latency_ms, kind, seed=seed)
+        tested = [data.kernels[measurements[n][0]] for n in test_indices]
         predictions += [
-            HeldOutPrediction(name=n, predicted_ms=ms, measured_ms=data.idle_ms[n])
-            for n, ms in predicted_ms.items()
+            HeldOutPrediction(name=name, predicted_ms=ms, measured_ms=data.idle_ms[name])
+            for name, ms in model.estimate_idle_ms(tested, {}).items()
         ]
     return predictions
