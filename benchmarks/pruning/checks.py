@@ -30,7 +30,7 @@ LINES = {
     "loader": [
         "data/test_ucf101.py",
         "data/test_splits.py",
-        "data/test_sampling_windows.py",
+        "data/test_sampling.py",
         "data/test_video.py",
     ],
     "resume": ["training/test_train.py", "-k", "sigkill"],
@@ -38,7 +38,7 @@ LINES = {
 }
 
 
-def ran(arguments: list[str]) -> list[dict[str, str]]:
+def run_tests(arguments: list[str]) -> list[dict[str, str]]:
     """Run pytest and return the outcome of each test: passed, failure, error or skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     record: dict[str, Any] = {"environment": collect_environment("cpu")}
-    record["lines"] = {name: ran(arguments) for name, arguments in LINES.items()}
+    record["lines"] = {name: run_tests(arguments) for name, arguments in LINES.items()}
     for name, cases in record["lines"].items():
         passed = sum(case["outcome"] == "passed" for case in cases)
         print(f"{name}: {passed} of {len(cases)} passed")

@@ -33,7 +33,7 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import get_version, require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import RunError
-from sparseflow.pruning.data.video import decode_video, open_video
+from sparseflow.pruning.data.video import iterate_frames, open_video
 
 WIDTH, HEIGHT = 320, 240
 BITS_PER_SECOND = 500_000
@@ -65,17 +65,17 @@ def generate(path: Path, seed: int) -> Path:
     return path
 
 
-def timed(path: Path, *, size: int | None, threads: int) -> tuple[tuple[int, ...], float]:
+def time_decoding(path: Path, *, size: int | None, threads: int) -> tuple[tuple[int, ...], float]:
     """Decode one file; return the shape of the frames and the seconds."""
     start_s = time.perf_counter()
-    frames = decode_video(path, size=size, threads=threads)
+    frames = np.stack(list(iterate_frames(path, size=size, threads=threads)))
     return frames.shape, time.perf_counter() - start_s
 
 
 def measure(files: list[Path], args: argparse.Namespace) -> dict[str, Any]:
     """Decode all files repeatedly in a pool of processes."""
     counts = [open_video(path).frames for path in files]
-    decode_file = partial(timed, size=args.size, threads=args.threads)
+    decode_file = partial(time_decoding, size=args.size, threads=args.threads)
     samples, shapes = [], []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, mp_context=context) as pool:

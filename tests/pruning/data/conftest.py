@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,5 +18,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 @pytest.fixture
-def own_tree(tmp_path: Path) -> Tree:
-    return make_tree(tmp_path)
+def own_tree(tree: Tree, tmp_path: Path) -> Tree:
+    """A copy that a test may modify."""
+    root = shutil.copytree(tree.videos.parent, tmp_path / "tree")
+    return replace(tree, videos=root / "videos", lists=root / "lists")

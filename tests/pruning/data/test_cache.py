@@ -11,9 +11,8 @@ from sparseflow.core.journal import Journal
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.pruning.data import cache
 from sparseflow.pruning.data.cache import INDEX_FILE, VideoCache, VideoCacheHeader, build_cache
-from sparseflow.pruning.data.video import decode_video
 from tests.conformance import check_journal_file
-from tests.pruning.data.tree import Tree, numbers_of, write_video
+from tests.pruning.data.tree import Tree, decode, numbers_of, write_video
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def test_cache_equals_decoded_videos(
     opened = VideoCache.open(tmp_path)
     assert opened.size == size and opened.videos == built.videos and not opened.skipped
     for name, path in videos:
-        expected = decode_video(path, size=size)
+        expected = decode(path, size=size)
         assert opened[name].frames == len(expected)
         np.testing.assert_array_equal(opened[name].read(range(len(expected))), expected)
         last = len(expected) - 1
@@ -52,7 +51,7 @@ def test_killed_build_resumes(tmp_path: Path, own_tree: Tree) -> None:
     sources = [(name, own_tree.videos / f"{name}.avi") for name in names]
     folder = tmp_path / "cache"
     complete = build_cache(sources, folder, size=24)
-    # As if killed: the line of the second video torn, that of the third not begun, the fourth half written.
+    # State after a kill: the second row is torn, the third is missing, the fourth video is half written.
     lines = (folder / INDEX_FILE).read_text().splitlines(keepends=True)
     (folder / INDEX_FILE).write_text("".join(lines[:2]) + lines[2][:9])
     fourth = folder / f"{names[3]}.npy"
@@ -96,8 +95,8 @@ def test_undecodable_video_raises_or_is_skipped(tmp_path: Path, videos: list[tup
     with pytest.raises(InputError, match="A/other"):
         cache["A/other"]
     write_video(bad, 3)
-    mended = build_cache(sources, folder, size=None, on_error="skip")
-    assert mended["A/bad"].frames == 3 and set(mended.skipped) == {"A/absent"}
+    repaired = build_cache(sources, folder, size=None, on_error="skip")
+    assert repaired["A/bad"].frames == 3 and set(repaired.skipped) == {"A/absent"}
 
 
 def test_cache_of_another_size_raises(tmp_path: Path, videos: list[tuple[str, Path]]) -> None:

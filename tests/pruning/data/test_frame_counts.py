@@ -13,14 +13,9 @@ from tests.conformance import check_artifact_file
 from tests.pruning.data.tree import Tree, write_frames, write_video
 
 
-def paths_of(tree: Tree) -> list[tuple[str, Path]]:
-    return [(name, tree.videos / f"{name}.avi") for name in tree.frames]
-
-
-def test_count_frames_with_workers_counts_all_videos(tree: Tree) -> None:
-    assert count_frames(paths_of(tree)).frames == tree.frames
-    selection = paths_of(tree)[:4]
-    assert count_frames(selection, workers=2).frames == {name: tree.frames[name] for name, _ in selection}
+def test_count_frames_counts_all_videos(tree: Tree) -> None:
+    videos = [(name, tree.videos / f"{name}.avi") for name in tree.frames]
+    assert count_frames(videos).frames == tree.frames
 
 
 def test_counted_videos_are_not_counted_again(tmp_path: Path) -> None:
@@ -71,8 +66,3 @@ def test_file_conforms_to_artifacts(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
     count_frames([("good", write_frames(tmp_path / "good", 3))], counts_path=path)
     check_artifact_file(FrameCountsFile.load, path, FrameCountsFile.HINT)
-
-
-def test_invalid_on_error_raises() -> None:
-    with pytest.raises(InputError, match="`on_error`"):
-        count_frames([], on_error="ignore")

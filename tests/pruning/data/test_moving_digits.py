@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sparseflow.errors import InputError
-from sparseflow.pruning.data.moving_digits import CLASSES, DIGIT_SIZE, MovingDigits, split_digits
+from sparseflow.pruning.data.moving_digits import CLASSES, MovingDigits, split_digits
 
 MOVES = {
     "right": (0, 1), "up-right": (-1, 1), "up": (-1, 0), "up-left": (-1, -1),
@@ -22,39 +23,38 @@ def make(**changed: Any) -> MovingDigits:
     return MovingDigits(**{"num_clips": 64, "train": True, **changed})
 
 
+def draw(digits: MovingDigits, indices: range, label: int) -> torch.Tensor:
+    """Clips with another direction and all else equal, [n, T, size, size]."""
+    parameters, generators = digits._sample_parameters(indices)
+    labels = np.full_like(parameters.labels, label)
+    return torch.from_numpy(digits._draw_clips(replace(parameters, labels=labels), generators))
+
+
 @pytest.mark.parametrize("label", range(len(CLASSES)))
 @pytest.mark.parametrize("speed", [1, 2, 5])
 def test_digit_moves_in_label_direction(label: int, speed: int) -> None:
     bare = make(noise=0.0, clutter=0, speed=speed)
     down, right = MOVES[CLASSES[label]]
-    clips = bare.make_batch(range(16), labels=[label] * 16)["clip"][:, :, 0]
+    clips = draw(bare, range(16), label)
     for frame in range(bare.num_frames):
         shift = (speed * frame * down, speed * frame * right)
         assert torch.equal(clips[:, frame], clips[:, 0].roll(shift, (1, 2)))
     digits = make(noise=0.0, speed=speed)
-    still = torch.from_numpy(digits._draw_clutter(digits._sample_parameters(range(4), None)[0]))
-    for index in range(4):
-        cluttered = digits.make_batch([index], labels=[label])["clip"][0, :, 0]
-        clean = bare_digit(digits, index, label)
-        assert torch.equal(cluttered, torch.maximum(clean, still[index]))
-
-
-def bare_digit(digits: MovingDigits, index: int, label: int) -> torch.Tensor:
-    """The digit of a clip without clutter; clutter is sampled later, so that the digit does not change."""
-    bare = make(noise=0.0, clutter=0, speed=digits.speed)
-    return bare.make_batch([index], labels=[label])["clip"][0, :, 0]
+    still = torch.from_numpy(digits._draw_clutter(digits._sample_parameters(range(4))[0]))
+    # Clutter is sampled after the digit, so that the digit is the same without it.
+    assert torch.equal(draw(digits, range(4), label), torch.maximum(clips[:4], still[:, None]))
 
 
 def test_single_frame_is_independent_of_label() -> None:
     digits = make(noise=0.1)
-    first = [digits.make_batch(range(32), labels=[label] * 32)["clip"][:, 0] for label in range(len(CLASSES))]
+    first = [draw(digits, range(32), label)[:, 0] for label in range(len(CLASSES))]
     for other in first[1:]:
         assert torch.equal(first[0], other)
 
 
 def test_digit_position_is_uniform_in_every_frame() -> None:
     digits = make(num_clips=4096, size=16, speed=1, num_frames=4)
-    parameters, _ = digits._sample_parameters(range(4096), None)
+    parameters, _ = digits._sample_parameters(range(4096))
     for frame in (0, 3):
         rows, cols = (
             part[:, frame].reshape(4096, -1)[:, 0] for part in digits._index_digit_pixels(parameters)[2:]
@@ -65,7 +65,7 @@ def test_digit_position_is_uniform_in_every_frame() -> None:
 
 
 def test_labels_are_balanced_and_independent_of_digits() -> None:
-    parameters, _ = make(num_clips=8000)._sample_parameters(range(8000), None)
+    parameters, _ = make(num_clips=8000)._sample_parameters(range(8000))
     table = np.zeros((len(CLASSES), 2))
     np.add.at(table, (parameters.labels, parameters.digits % 2), 1)
     assert ((table - 500) ** 2 / 500).sum() < 15 + 5 * 30**0.5
@@ -93,23 +93,11 @@ def test_items_depend_on_seed_split_and_index_only() -> None:
 
 
 def test_shapes_and_values() -> None:
-    digits = make(num_frames=5, size=24, in_chans=3, noise=0.0)
-    item = digits[0]
-    assert item["clip"].shape == (5, 3, 24, 24) and item["clip"].dtype == torch.float32
-    assert torch.equal(item["clip"][:, 0], item["clip"][:, 2])
+    item = make(num_frames=5, size=24, noise=0.0)[0]
+    assert item["clip"].shape == (5, 1, 24, 24) and item["clip"].dtype == torch.float32
     assert float(item["clip"].min()) == 0.0 and 0.5 < float(item["clip"].max()) <= 1.0
     noisy, quiet = make(noise=0.1).make_batch(range(9))["clip"], make(noise=0.0).make_batch(range(9))["clip"]
     assert abs(float((noisy - quiet).std()) - 0.1) < 0.002 and abs(float((noisy - quiet).mean())) < 0.002
-
-
-def test_digit_mask_covers_the_digit() -> None:
-    digits = make(noise=0.0, clutter=0)
-    for index in range(8):
-        mask = digits.make_digit_mask(index)
-        assert mask.dtype == torch.bool
-        assert torch.equal(mask, digits[index]["clip"][:, 0] > 0)
-        assert 8 <= int(mask[0].sum()) <= DIGIT_SIZE * DIGIT_SIZE
-        assert torch.equal(mask, make(clutter=0, noise=0.3).make_digit_mask(index))
 
 
 def test_data_loader_equals_make_batch() -> None:
@@ -127,7 +115,6 @@ def test_data_loader_equals_make_batch() -> None:
         ({"num_clips": 0}, "num_clips"),
         ({"num_frames": 1}, "num_frames"),
         ({"size": 15}, "size"),
-        ({"in_chans": 2}, "in_chans"),
         ({"speed": 0}, "speed"),
         ({"speed": 16}, "speed"),
         ({"clutter": -1}, "clutter"),
@@ -141,10 +128,7 @@ def test_invalid_arguments_raise(changed: dict[str, Any], name: str) -> None:
         make(**changed)
 
 
-def test_invalid_indices_and_labels_raise() -> None:
+def test_invalid_indices_raise() -> None:
     for index in (-1, 64):
         with pytest.raises(IndexError, match="clip"):
             make()[index]
-    for labels in ([8], [-1], [0, 1], np.array([0.5])):
-        with pytest.raises(InputError, match="`labels`"):
-            make().make_batch([0], labels=labels)

@@ -88,7 +88,7 @@ def test_unknown_split_raises(tmp_path: Path, split: int) -> None:
         read_split(written(tmp_path), split)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(line=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"]), max_size=30))
 def test_random_lines_are_parsed_or_refused(tmp_path: Path, line: str) -> None:
     (written(tmp_path) / "trainlist01.txt").write_text(TRAIN + line + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.data.cache import build_cache
 from sparseflow.pruning.data.sampling import MEAN, STD
 from sparseflow.pruning.data.splits import read_split
-from sparseflow.pruning.data.ucf101 import UCF101, average_by_video
+from sparseflow.pruning.data.ucf101 import UCF101
 from tests.pruning.data.tree import Tree, name_of, numbers_of, write_frames
 
 SIZE = 42
@@ -29,6 +29,11 @@ def read_frame_numbers(item: dict[str, Any]) -> list[int]:
     """Numbers of the frames of a test clip."""
     pixels = (item["clip"] * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)) * 255
     return numbers_of(pixels.permute(0, 2, 3, 1).round().clamp(0, 255).byte().numpy())
+
+
+def frame_indices(dataset: UCF101, index: int) -> list[int]:
+    """Frames of an item in the current epoch."""
+    return dataset._select_frames(dataset.get_window(index), dataset._make_generator(index)).tolist()
 
 
 def clips_of(frames: int) -> int:
@@ -51,7 +56,7 @@ def test_clips_cover_all_windows(tree: Tree, split: int, train: bool) -> None:
 
 def test_clip_has_frames_of_its_window(tree: Tree) -> None:
     dataset = open_set(tree)
-    # By hand: Archery's g01_c01 has 15 frames, its g02_c01 has 22; g01_c02 (18) stands between them.
+    # Archery's g01_c01 has 15 frames, g01_c02 18 and g02_c01 22.
     assert [entry.video for entry in dataset.entries[:3]] == [
         name_of(0, 1, 1),
         name_of(0, 1, 2),
@@ -69,7 +74,7 @@ def test_clip_has_frames_of_its_window(tree: Tree) -> None:
     ]
     for index, numbers in enumerate(expected):
         item = dataset[index]
-        assert read_frame_numbers(item) == numbers == dataset.get_frame_indices(index).tolist()
+        assert read_frame_numbers(item) == numbers == frame_indices(dataset, index)
         assert (item["label"], item["video"]) == (0, int(index >= 3))
         assert item["clip"].shape == (8, 3, SIZE, SIZE) and item["clip"].dtype == torch.float32
 
@@ -82,17 +87,19 @@ def test_a_short_video_repeats_its_last_frame(tree: Tree) -> None:
         if tree.frames[dataset.entries[dataset.get_window(index).video].video] < 8
     )
     frames = tree.frames[dataset.entries[dataset.get_window(short).video].video]
-    plain = open_set(tree, train=True, augment=False)
+    plain = open_set(tree, train=True)
+    plain.augment = False
     assert read_frame_numbers(plain[short]) == [min(frame, frames - 1) for frame in range(8)]
-    assert dataset.get_frame_indices(short).tolist() == plain.get_frame_indices(short).tolist()
+    assert frame_indices(dataset, short) == frame_indices(plain, short)
 
 
 def test_training_shifts_windows_and_crops(tree: Tree) -> None:
-    dataset, plain = open_set(tree, train=True), open_set(tree, train=True, augment=False)
+    dataset, plain = open_set(tree, train=True), open_set(tree, train=True)
+    plain.augment = False
     starts = {epoch: [] for epoch in range(4)}
     for epoch, epoch_starts in starts.items():
         dataset.set_epoch(epoch)
-        epoch_starts.extend(int(dataset.get_frame_indices(index)[0]) for index in range(len(dataset)))
+        epoch_starts.extend(frame_indices(dataset, index)[0] for index in range(len(dataset)))
     assert len({tuple(epoch_starts) for epoch_starts in starts.values()}) == len(starts)
     for epoch_starts in starts.values():
         for index, start in enumerate(epoch_starts):
@@ -179,7 +186,7 @@ def test_undecodable_video_raises_or_is_skipped(own_tree: Tree, tmp_path: Path) 
         open_set(own_tree)
     dataset = open_set(own_tree, on_error="skip", counts_path=tmp_path / "counts.json")
     assert list(dataset.skipped) == [broken] and path.name in dataset.skipped[broken]
-    # One that breaks later is an error whatever was asked for.
+    # A video that is damaged later is always an error.
     later = own_tree.videos / f"{dataset.entries[0].video}.avi"
     later.write_bytes(b"no video")
     with pytest.raises(FileFormatError, match=later.name):
@@ -223,27 +230,3 @@ def test_index_and_epoch_out_of_range_raise(tree: Tree) -> None:
             dataset[index]
     with pytest.raises(InputError, match="`epoch`"):
         dataset.set_epoch(-1)
-
-
-def test_average_by_video_averages_clips() -> None:
-    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    video = torch.tensor([9, 2, 9, 2, 2, 5, 9])
-    scores, videos = average_by_video(logits, video)
-    assert videos.tolist() == [2, 5, 9]
-    for score, number in zip(scores, videos, strict=True):
-        torch.testing.assert_close(score, logits[video == number].softmax(1).mean(0))
-    torch.testing.assert_close(scores.sum(1), torch.ones(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("logits", "video"),
-    [
-        (torch.zeros(3), torch.zeros(3).long()),
-        (torch.zeros(3, 2), torch.zeros(2).long()),
-        (torch.zeros(3, 2), torch.zeros(3)),
-        (torch.zeros(3, 2).long(), torch.zeros(3).long()),
-    ],
-)
-def test_average_by_video_with_wrong_shapes_raises(logits: torch.Tensor, video: torch.Tensor) -> None:
-    with pytest.raises(InputError, match="`logits`"):
-        average_by_video(logits, video)

@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.pruning.data.video import decode_video, find_video, open_video
-from tests.pruning.data.tree import HEIGHT, WIDTH, image_bytes, numbers_of, picture, write_frames, write_video
+from sparseflow.pruning.data.video import find_video, open_video
+from tests.pruning.data.tree import (
+    HEIGHT,
+    WIDTH,
+    decode,
+    image_bytes,
+    numbers_of,
+    picture,
+    write_frames,
+    write_video,
+)
 
 FRAMES = 30
 
@@ -37,21 +46,21 @@ def test_frames_are_counted_and_read_in_any_order(video: Path) -> None:
 
 
 def test_all_frames_are_decoded_in_order(video: Path) -> None:
-    frames = decode_video(video)
+    frames = decode(video)
     assert numbers_of(frames) == list(range(FRAMES))
-    np.testing.assert_array_equal(frames, decode_video(video, threads=2))
+    np.testing.assert_array_equal(frames, decode(video, threads=2))
     np.testing.assert_array_equal(frames[[4, 9]], open_video(video).read([4, 9]))
 
 
 def test_colors_are_rgb(video: Path) -> None:
-    # Lossy coding moves them a little; a swapped channel or another range would move them by more.
-    color, expected = decode_video(video)[0, :8, :8].reshape(-1, 3).mean(0), picture(0)[0, 0]
+    # Lossy coding changes colors a little; a swapped channel or another range would change them more.
+    color, expected = decode(video)[0, :8, :8].reshape(-1, 3).mean(0), picture(0)[0, 0]
     assert np.abs(color - expected).max() < 6
 
 
 def test_the_shorter_side_gets_the_size(video: Path) -> None:
-    assert decode_video(video, size=24).shape == (FRAMES, 24, 32, 3)
-    assert decode_video(video, size=96).shape == (FRAMES, 96, 128, 3)
+    assert decode(video, size=24).shape == (FRAMES, 24, 32, 3)
+    assert decode(video, size=96).shape == (FRAMES, 96, 128, 3)
 
 
 @pytest.mark.parametrize("indices", [[], [-1], [FRAMES], [0.5], [[1]], [True]])
@@ -95,7 +104,7 @@ def test_missing_path_raises(tmp_path: Path) -> None:
 def test_non_video_file_raises(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "video.avi").write_bytes(content)
     with pytest.raises(FileFormatError, match=r"video\.avi"):
-        decode_video(tmp_path / "video.avi")
+        decode(tmp_path / "video.avi")
     with pytest.raises(FileFormatError, match=r"video\.avi"):
         open_video(tmp_path / "video.avi").read([0])
 
@@ -109,26 +118,26 @@ def test_audio_file_raises(tmp_path: Path) -> None:
         frame.rate = 8000
         container.mux(stream.encode(frame))
     with pytest.raises(FileFormatError, match=r"sound\.avi"):
-        decode_video(path)
+        decode(path)
 
 
 def test_video_without_frames_raises(tmp_path: Path) -> None:
     path = write_video(tmp_path / "video.avi", 0)
     with pytest.raises(FileFormatError, match=r"video\.avi"):
-        decode_video(path)
+        decode(path)
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "mjpeg"])
 @pytest.mark.parametrize("suffix", [".avi", ".mp4"])
 def test_truncated_file_raises(tmp_path: Path, codec: str, suffix: str) -> None:
-    # The MP4 has its index in front, so that it opens.
+    # The MP4 has its index at the beginning, so that it opens.
     options = {"movflags": "faststart"} if suffix == ".mp4" else None
     path = write_video(tmp_path / f"video{suffix}", FRAMES, codec=codec, options=options)
     frames = path.stat().st_size
     for part in (0.9, 0.7, 0.5):
         os.truncate(path, int(frames * part))
         with pytest.raises(FileFormatError, match=rf"video\{suffix}"):
-            decode_video(path)
+            decode(path)
         with pytest.raises(FileFormatError, match=rf"video\{suffix}"):
             _ = open_video(path).frames
 
@@ -141,7 +150,7 @@ def test_file_truncated_between_frames_raises(tmp_path: Path) -> None:
         index = content.index(b"00dc", index + 1)
     os.truncate(path, index)
     with pytest.raises(FileFormatError, match=rf"video\.avi .*\d+ of {FRAMES} frames"):
-        decode_video(path)
+        decode(path)
 
 
 def test_damaged_images_raise(tmp_path: Path) -> None:
@@ -160,15 +169,9 @@ def test_images_of_different_sizes_raise(tmp_path: Path) -> None:
     folder = write_frames(tmp_path / "frames", 2)
     (folder / "frame_2.png").write_bytes(image_bytes(np.zeros((8, 8, 3), np.uint8), ".png"))
     with pytest.raises(FileFormatError, match=r"frame_2\.png has 8 x 8 pixels"):
-        decode_video(folder)
+        decode(folder)
 
 
 def test_empty_directory_raises(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=str(tmp_path)):
         open_video(tmp_path)
-
-
-@pytest.mark.parametrize(("size", "threads"), [(0, 1), (None, 0)])
-def test_invalid_size_and_threads_raise(tmp_path: Path, size: int | None, threads: int) -> None:
-    with pytest.raises(InputError, match=r"`size`|`threads`"):
-        decode_video(write_video(tmp_path / "video.avi", 2), size=size, threads=threads)

@@ -14,6 +14,8 @@ from pathlib import Path
 import av
 import numpy as np
 
+from sparseflow.pruning.data.video import iterate_frames
+
 CLASSES = ("Archery", "HandstandPushups", "YoYo")
 GROUPS = range(1, 7)
 HEIGHT, WIDTH = 48, 64
@@ -117,6 +119,11 @@ def write_video(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number, tint), format="rgb24")))
         container.mux(stream.encode())
     return path
+
+
+def decode(path: Path, *, size: int | None = None, threads: int = 1) -> np.ndarray:
+    """Decode all frames of a video; uint8, shape (frames, height, width, 3)."""
+    return np.stack(list(iterate_frames(path, size=size, threads=threads)))
 
 
 def write_frames(folder: Path, frames: int, *, suffix: str = ".png") -> Path:

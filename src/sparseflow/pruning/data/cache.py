@@ -87,13 +87,19 @@ class CachedVideo:
             FileFormatError: The file is missing or does not match the index.
         """
         checked = check_indices(indices, self.frames, self.path)
-        frames = _map_frames(self.path)
-        if frames is None or frames.shape != (self.frames, self.height, self.width, 3):
+        frames = self.map_frames()
+        if frames is None:
             raise FileFormatError(
                 f"{self.path} is missing or damaged: expected {self.frames} frames of {self.height} x "
                 f"{self.width} pixels; build the cache again"
             )
         return frames[checked]
+
+    def map_frames(self) -> np.ndarray | None:
+        """Map all frames read-only; None if the file is missing or does not match the index."""
+        frames = _map_frames(self.path)
+        shape = (self.frames, self.height, self.width, 3)
+        return frames if frames is not None and frames.shape == shape else None
 
 
 class VideoCache:
@@ -178,7 +184,9 @@ def build_cache(
     root.mkdir(parents=True, exist_ok=True)
     with Journal(root / INDEX_FILE, _ROW_TYPE, header=VideoCacheHeader(size=size)) as index:
         cache = VideoCache(root, size, index.rows)
-        pending = [(name, path) for name, path in videos if not _is_complete(cache, name)]
+        pending = [
+            (name, path) for name, path in videos if name not in cache or cache[name].map_frames() is None
+        ]
         decode = partial(_decode_into_cache, root=root, size=size, skip=on_error == "skip")
         for num_done, (_, row) in enumerate(map_unordered(decode, pending, workers=workers), start=1):
             index.append(row)
@@ -246,14 +254,6 @@ def _map_frames(path: Path) -> np.ndarray | None:
         return None
     is_valid = isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4
     return np.asarray(frames) if is_valid and frames.shape[3] == 3 and frames.size else None
-
-
-def _is_complete(cache: VideoCache, name: str) -> bool:
-    """Whether a video has both a row and a file."""
-    if name not in cache:
-        return False
-    video, frames = cache[name], _map_frames(_get_frames_path(cache.path, name))
-    return frames is not None and frames.shape == (video.frames, video.height, video.width, 3)
 
 
 def _get_frames_path(root: Path, name: str) -> Path:

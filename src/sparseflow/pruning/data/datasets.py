@@ -50,20 +50,6 @@ class VideoDataset:
             self.train.set_epoch(epoch)
 
 
-class _FrozenClips(Dataset[dict[str, Any]]):
-    """Clips that repeat their first frame."""
-
-    def __init__(self, clips: MovingDigits) -> None:
-        self._clips = clips
-
-    def __len__(self) -> int:
-        return len(self._clips)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self._clips[index]
-        return item | {"clip": item["clip"][:1].expand_as(item["clip"]).contiguous()}
-
-
 def load_video_dataset(config: PruningConfig, *, progress: Progress | None = None) -> VideoDataset:
     """Open the dataset of a configuration.
 
@@ -74,15 +60,15 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
     """
     data, model = config.data, config.model
     if isinstance(data, MovingDigitsConfig):
-        digits = {
+        clips = {
             train: MovingDigits(
                 num_clips=data.train_clips * config.train.epochs if train else data.test_clips,
                 train=train, seed=config.train.seed if train else 0, num_frames=model.num_frames,
                 size=model.img_size, speed=data.speed, clutter=data.clutter, noise=data.noise,
+                frozen=data.frozen,
             )
             for train in (True, False)
         }  # fmt: skip
-        clips = {train: _FrozenClips(split) if data.frozen else split for train, split in digits.items()}
         return VideoDataset(
             train=clips[True], test=clips[False], classes=MovingDigits.classes, num_channels=1,
             epoch_clips=data.train_clips, new_clips_per_epoch=True,

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import PositiveInt
 
 from sparseflow.core.artifact import Artifact
-from sparseflow.core.checks import check_one_of
-from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 from sparseflow.pruning.data.video import open_video
@@ -62,7 +59,6 @@ def count_frames(
     videos: Sequence[tuple[str, Path]],
     *,
     counts_path: Path | str | None = None,
-    workers: int = 1,
     on_error: str = "raise",
     progress: Progress | None = None,
 ) -> FrameCounts:
@@ -72,15 +68,13 @@ def count_frames(
         videos: Name and path of each video.
         counts_path: File of the counts, created if absent; counts of other videos are kept. None saves
             nothing.
-        workers: Parallel processes.
         on_error: `"raise"`, or `"skip"` for videos that do not decode.
         progress: Called after each counted video.
 
     Raises:
-        InputError: `on_error` is invalid.
+        InputError: A video does not exist and `on_error` is `"raise"`.
         FileFormatError: A video does not decode and `on_error` is `"raise"`, or the file is invalid.
     """
-    check_one_of(ON_ERROR, on_error=on_error)
     path = None if counts_path is None else Path(counts_path)
     counts = {} if path is None or not path.is_file() else dict(FrameCountsFile.load(path).frames)
     sizes = {name: _get_size(video) for name, video in videos}
@@ -93,15 +87,14 @@ def count_frames(
             FrameCountsFile(frames=counts).save(path)
 
     try:
-        count = partial(_count_video, skip=on_error == "skip")
-        results = map_unordered(count, [video for _, video in pending], workers=workers)
-        for num_done, (index, result) in enumerate(results, start=1):
-            name = pending[index][0]
-            if isinstance(result, str):
-                skipped[name] = result
-            else:
-                counts[name] = (result, sizes[name])
+        for num_done, (name, video) in enumerate(pending, start=1):
+            try:
+                counts[name] = (open_video(video).frames, sizes[name])
                 num_unsaved += 1
+            except InputError as error:
+                if on_error == "raise":
+                    raise
+                skipped[name] = str(error)
             if num_unsaved >= _SAVE_INTERVAL:
                 save()
                 num_unsaved = 0
@@ -112,16 +105,6 @@ def count_frames(
             save()
     frames = {name: counts[name][0] for name, _ in videos if name not in skipped}
     return FrameCounts(frames=frames, skipped=skipped)
-
-
-def _count_video(video: Path, *, skip: bool) -> int | str:
-    """Frames of a video, or the reason why they cannot be counted."""
-    try:
-        return open_video(video).frames
-    except InputError as error:
-        if not skip:
-            raise
-        return str(error)
 
 
 def _get_size(video: Path) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of
+from sparseflow.core.checks import check_at_least, check_non_negative
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
@@ -66,8 +66,8 @@ class _ClipParameters:
 class MovingDigits(Dataset[dict[str, Any]]):
     """Clips of moving digits, generated on access.
 
-    An item is `{"clip": float32 of shape (num_frames, in_chans, size, size), 0 for background and 1 for ink
-    before noise, "label": int, "video": index}`. It depends only on `seed`, `train` and the index.
+    An item is `{"clip": float32 of shape (num_frames, 1, size, size), 0 for background and 1 for ink before
+    noise, "label": int, "video": index}`. It depends only on `seed`, `train` and the index.
 
     Args:
         num_clips: Number of clips.
@@ -75,10 +75,10 @@ class MovingDigits(Dataset[dict[str, Any]]):
         seed: Random seed.
         num_frames: Frames of a clip.
         size: Side of a frame, pixels.
-        in_chans: 1, or 3 equal channels.
         speed: Pixels per frame along each axis of motion.
         clutter: Number of static pieces of digits.
         noise: Standard deviation of the Gaussian noise of each pixel.
+        frozen: Repeat the first frame: a control in which the motion cannot be recognized.
 
     Raises:
         InputError: An argument is out of range.
@@ -95,23 +95,22 @@ class MovingDigits(Dataset[dict[str, Any]]):
         seed: int = 0,
         num_frames: int = 8,
         size: int = 32,
-        in_chans: int = 1,
         speed: int = 2,
         clutter: int = 8,
         noise: float = 0.05,
+        frozen: bool = False,
     ) -> None:
         check_at_least(1, num_clips=num_clips)
         check_at_least(2, num_frames=num_frames)
         check_at_least(2 * DIGIT_SIZE, size=size)
-        check_one_of((1, 3), in_chans=in_chans)
         # At half the side, right and left would be the same motion.
         if not 0 < speed < size / 2:
             raise InputError(f"`speed` (={speed}) must be at least 1 and below half of `size` (={size})")
         check_at_least(0, clutter=clutter, seed=seed)
         check_non_negative(noise=noise)
         self.num_clips, self.train, self.seed = num_clips, train, seed
-        self.num_frames, self.size, self.in_chans = num_frames, size, in_chans
-        self.speed, self.clutter, self.noise = speed, clutter, noise
+        self.num_frames, self.size, self.speed = num_frames, size, speed
+        self.clutter, self.noise, self.frozen = clutter, noise, frozen
         self.source_digits = split_digits(train=train)
         self._digits = _load_digit_images()[self.source_digits]
 
@@ -130,50 +129,27 @@ class MovingDigits(Dataset[dict[str, Any]]):
             for clip, label, video in zip(batch["clip"], labels, videos, strict=True)
         ]
 
-    def make_batch(
-        self, indices: Sequence[int] | np.ndarray, *, labels: Sequence[int] | np.ndarray | None = None
-    ) -> dict[str, torch.Tensor]:
+    def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
         """Generate several clips.
 
         Args:
             indices: Indices of n clips.
-            labels: Directions that replace the random ones; all else stays the same.
 
         Returns:
-            `clip`, float32 of shape (n, num_frames, in_chans, size, size); `label` and `video`, int64 of
-            shape (n,).
+            `clip`, float32 of shape (n, num_frames, 1, size, size); `label` and `video`, int64 of shape (n,).
 
         Raises:
             IndexError: An index is out of range.
-            InputError: `labels` are not n labels.
         """
-        parameters, generators = self._sample_parameters(indices, labels)
-        shape = (len(generators), self.num_frames, self.size, self.size)
-        noise = np.zeros(shape, np.float32)
-        if self.noise:
-            for clip_noise, generator in zip(noise, generators, strict=True):
-                generator.standard_normal(out=clip_noise, dtype=np.float32)
-            noise *= self.noise
-        clips = np.broadcast_to(self._draw_clutter(parameters)[:, None], shape).copy()
-        index = self._index_digit_pixels(parameters)
-        clips[index] = np.maximum(clips[index], self._digits[parameters.digits][:, None])
-        clips += noise
-        clip = torch.from_numpy(clips).unsqueeze(2)
+        parameters, generators = self._sample_parameters(indices)
         return {
-            "clip": clip.expand(-1, -1, self.in_chans, -1, -1).contiguous(),
+            "clip": torch.from_numpy(self._draw_clips(parameters, generators)).unsqueeze(2),
             "label": torch.from_numpy(parameters.labels),
             "video": torch.from_numpy(np.array(indices, np.int64)),
         }
 
-    def make_digit_mask(self, index: int) -> torch.Tensor:
-        """Mask of the ink of the digit; bool, shape (num_frames, size, size)."""
-        parameters, _ = self._sample_parameters([index], None)
-        mask = np.zeros((1, self.num_frames, self.size, self.size), bool)
-        mask[self._index_digit_pixels(parameters)] = self._digits[parameters.digits][:, None] > 0
-        return torch.from_numpy(mask[0])
-
     def _sample_parameters(
-        self, indices: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray | None
+        self, indices: Sequence[int] | np.ndarray
     ) -> tuple[_ClipParameters, list[np.random.Generator]]:
         """Parameters of clips, and the generators for their noise."""
         for index in indices:
@@ -187,14 +163,26 @@ class MovingDigits(Dataset[dict[str, Any]]):
         numbers = (uniform.reshape(-1, len(limits)) * limits).astype(np.int64)
         pieces = numbers[:, _NUMBERS_PER_CLIP:].reshape(len(numbers), self.clutter, _NUMBERS_PER_PIECE)
         parameters = _ClipParameters(
-            labels=numbers[:, 0].copy() if labels is None else _check_labels(labels, len(numbers)),
-            digits=numbers[:, 1],
-            starts=numbers[:, 2:4],
-            piece_digits=pieces[..., 0],
-            piece_corners=pieces[..., 1:3],
-            piece_positions=pieces[..., 3:5],
-        )
+            labels=numbers[:, 0].copy(), digits=numbers[:, 1], starts=numbers[:, 2:4],
+            piece_digits=pieces[..., 0], piece_corners=pieces[..., 1:3], piece_positions=pieces[..., 3:5],
+        )  # fmt: skip
         return parameters, generators
+
+    def _draw_clips(
+        self, parameters: _ClipParameters, generators: Sequence[np.random.Generator]
+    ) -> np.ndarray:
+        """Clips with noise; float32, shape (B, num_frames, size, size)."""
+        shape = (len(generators), self.num_frames, self.size, self.size)
+        noise = np.zeros(shape, np.float32)
+        if self.noise:
+            for clip_noise, generator in zip(noise, generators, strict=True):
+                generator.standard_normal(out=clip_noise, dtype=np.float32)
+            noise *= self.noise
+        clips = np.broadcast_to(self._draw_clutter(parameters)[:, None], shape).copy()
+        index = self._index_digit_pixels(parameters)
+        clips[index] = np.maximum(clips[index], self._digits[parameters.digits][:, None])
+        clips += noise
+        return clips[:, :1].repeat(self.num_frames, 1) if self.frozen else clips
 
     def _draw_clutter(self, parameters: _ClipParameters) -> np.ndarray:
         """Background of clips; float32, shape (B, size, size)."""
@@ -239,14 +227,3 @@ def _index_squares(corners: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarr
     """Rows (..., side, 1) and columns (..., 1, side) of squares with the given corners (..., 2)."""
     offsets = np.arange(side)
     return corners[..., 0, None, None] + offsets[:, None], corners[..., 1, None, None] + offsets
-
-
-def _check_labels(labels: Sequence[int] | np.ndarray, num_labels: int) -> np.ndarray:
-    array = np.array(labels)
-    if (
-        array.shape != (num_labels,)
-        or array.dtype.kind not in "iu"
-        or not np.isin(array, range(len(CLASSES))).all()
-    ):
-        raise InputError(f"`labels` (={labels}) must be {num_labels} integers from 0 to {len(CLASSES) - 1}")
-    return array.astype(np.int64)

@@ -74,13 +74,7 @@ def select_frames(start: int, clip_len: int, num_frames: int, frames: int) -> np
 
     Returns:
         Ascending indices, int64, shape (num_frames,).
-
-    Raises:
-        InputError: An argument is not positive, or `start` is not a frame of the video.
     """
-    check_at_least(1, frames=frames, clip_len=clip_len, num_frames=num_frames)
-    if not 0 <= start < frames:
-        raise InputError(f"`start` (={start}) must be a frame of the video, 0 to {frames - 1}")
     # Integer arithmetic: in floating point 7 may become 6.999...
     steps = np.arange(num_frames, dtype=np.int64) * (clip_len - 1) // max(1, num_frames - 1)
     return np.minimum(start + steps, frames - 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sparseflow.core.checks import check_one_of
@@ -70,9 +70,18 @@ def read_split(lists_dir: Path | str, split: int) -> DatasetSplit:
     check_one_of(SPLIT_NUMBERS, split=split)
     directory = Path(lists_dir)
     classes = _read_classes(directory / "classInd.txt")
-    reader = _ListReader(labels={name: label for label, name in enumerate(classes)})
-    train = reader.read(directory / f"trainlist{split:02}.txt", has_labels=True)
-    test = reader.read(directory / f"testlist{split:02}.txt", has_labels=False)
+    labels = {name: label for label, name in enumerate(classes)}
+    locations: dict[str, str] = {}
+    train = _read_list(directory / f"trainlist{split:02}.txt", labels, locations, has_labels=True)
+    test = _read_list(directory / f"testlist{split:02}.txt", labels, locations, has_labels=False)
+    train_groups = {(entry.label, entry.group): entry.video for entry in train}
+    for entry in test:
+        if (entry.label, entry.group) in train_groups:
+            train_video = train_groups[entry.label, entry.group]
+            raise FileFormatError(
+                f"{locations[entry.video]}: group {entry.group} of {entry.video} is also in the training "
+                f"list ({locations[train_video]}); a group must not be in both lists"
+            )
     return DatasetSplit(classes=classes, train=train, test=test)
 
 
@@ -95,41 +104,20 @@ def _read_classes(path: Path) -> tuple[str, ...]:
     return tuple(classes)
 
 
-@dataclass(kw_only=True)
-class _ListReader:
-    """Reads the lists of a split and checks them against each other.
-
-    Attributes:
-        labels: Class -> label.
-        locations: Video -> location of its line.
-        groups: Class and group -> list that has it, and location of its first line.
-    """
-
-    labels: dict[str, int]
-    locations: dict[str, str] = field(default_factory=dict)
-    groups: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
-
-    def read(self, path: Path, *, has_labels: bool) -> tuple[VideoEntry, ...]:
-        entries = []
-        for location, line in _read_lines(path):
-            entry = _parse_entry(location, line, self.labels, has_label=has_labels)
-            if entry.video in self.locations:
-                raise FileFormatError(
-                    f"{location}: duplicate video {entry.video}, see {self.locations[entry.video]}"
-                )
-            self.locations[entry.video] = location
-            list_name, first_location = self.groups.setdefault(
-                (entry.label, entry.group), (path.name, location)
-            )
-            if list_name != path.name:
-                raise FileFormatError(
-                    f"{location}: group {entry.group} of {entry.video} is also in the training list "
-                    f"({first_location}); a group must not be in both lists"
-                )
-            entries.append(entry)
-        if not entries:
-            raise FileFormatError(f"{path} has no videos")
-        return tuple(entries)
+def _read_list(
+    path: Path, labels: dict[str, int], locations: dict[str, str], *, has_labels: bool
+) -> tuple[VideoEntry, ...]:
+    """Read a list and add its videos to `locations`, video -> location of its line."""
+    entries = []
+    for location, line in _read_lines(path):
+        entry = _parse_entry(location, line, labels, has_label=has_labels)
+        if entry.video in locations:
+            raise FileFormatError(f"{location}: duplicate video {entry.video}, see {locations[entry.video]}")
+        locations[entry.video] = location
+        entries.append(entry)
+    if not entries:
+        raise FileFormatError(f"{path} has no videos")
+    return tuple(entries)
 
 
 def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label: bool) -> VideoEntry:

@@ -71,12 +71,12 @@ class UCF101(Dataset[dict[str, Any]]):
         clip_lens: Lengths of windows, frames.
         stride_ratio: Stride divided by the length of the window.
         size: Side of the square clips, pixels.
-        augment: Shift, crop and flip at random; `train` by default.
         on_error: `"raise"`, or `"skip"` for videos that are missing or do not decode.
         seed: Random seed.
         progress: Called while frames are counted.
 
     Attributes:
+        augment: Whether clips are shifted, cropped and flipped at random, as for training.
         classes: Class names by label.
         entries: Available videos.
         skipped: Name of a skipped video -> reason.
@@ -100,7 +100,6 @@ class UCF101(Dataset[dict[str, Any]]):
         clip_lens: Sequence[int] = (8, 16),
         stride_ratio: float = 0.5,
         size: int = 224,
-        augment: bool | None = None,
         on_error: str = "raise",
         seed: int = 0,
         progress: Progress | None = None,
@@ -113,21 +112,19 @@ class UCF101(Dataset[dict[str, Any]]):
         dataset_split = read_split(lists_dir, split)
         listed = dataset_split.train if train else dataset_split.test
         if cache_dir is not None:
-            available = _find_in_cache(VideoCache.open(cache_dir), listed)
+            sources, skipped = _find_in_cache(VideoCache.open(cache_dir), listed)
         elif videos_dir is not None:
-            available = _find_in_directory(Path(videos_dir), listed, counts_path, on_error, progress)
+            sources, skipped = _find_in_directory(Path(videos_dir), listed, counts_path, on_error, progress)
         else:
             raise InputError("either `videos_dir` or `cache_dir` is required")
-        self.skipped = available.skipped
+        self.skipped = skipped
         if self.skipped and on_error == "raise":
             raise _make_missing_error(self.skipped, len(listed))
         self.classes = dataset_split.classes
-        self.entries: tuple[VideoEntry, ...] = tuple(
-            entry for entry in listed if entry.video in available.sources
-        )
+        self.entries = tuple(entry for entry in listed if entry.video in sources)
         if not self.entries:
             raise InputError(f"all {len(listed)} listed videos were skipped: {_format_skipped(self.skipped)}")
-        self._sources = [available.sources[entry.video] for entry in self.entries]
+        self._sources = [sources[entry.video] for entry in self.entries]
         self._windows = np.array(
             [
                 (video, *window)
@@ -137,7 +134,7 @@ class UCF101(Dataset[dict[str, Any]]):
             np.int64,
         )
         self.num_frames, self.stride_ratio, self.size, self.seed = num_frames, stride_ratio, size, seed
-        self.augment = train if augment is None else augment
+        self.augment = train
         # Shared memory, so that persistent workers see a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -168,10 +165,6 @@ class UCF101(Dataset[dict[str, Any]]):
         video, start, clip_len = self._windows[index].tolist()
         return ClipWindow(video=video, start=start, clip_len=clip_len)
 
-    def get_frame_indices(self, index: int) -> np.ndarray:
-        """Frames of an item in the current epoch; int64, shape (num_frames,)."""
-        return self._select_frames(self.get_window(index), self._make_generator(index))
-
     def set_epoch(self, epoch: int) -> None:
         """Use the randomness of an epoch, also in running workers.
 
@@ -199,47 +192,18 @@ class UCF101(Dataset[dict[str, Any]]):
         return video.read(indices)
 
 
-def average_by_video(logits: torch.Tensor, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Average the softmax of the clips of each video.
-
-    Args:
-        logits: Logits of clips, floating point, shape (n, classes).
-        video: Video of each clip, integers, shape (n,), in any order.
-
-    Returns:
-        Scores of shape (videos, classes) in the dtype of `logits`, with rows that sum to 1; and the videos,
-        ascending, shape (videos,).
-
-    Raises:
-        InputError: Shapes or dtypes differ from these.
-    """
-    is_valid = logits.ndim == 2 and logits.is_floating_point() and video.shape == logits.shape[:1]
-    if not is_valid or video.is_floating_point() or video.dtype == torch.bool:
-        raise InputError(
-            f"`logits` ({logits.dtype}, shape {tuple(logits.shape)}) must be floats of shape (n, classes) "
-            f"and `video` ({video.dtype}, shape {tuple(video.shape)}) integers of shape (n,)"
-        )
-    videos, index, num_clips = torch.unique(video, return_inverse=True, return_counts=True)
-    sums = logits.new_zeros(len(videos), logits.shape[1]).index_add_(0, index, logits.softmax(dim=1))
-    return sums / num_clips.unsqueeze(1), videos
+_Available = tuple[dict[str, tuple[Path | Video, int]], dict[str, str]]
+"""Name -> source and number of frames of available videos; name -> reason for the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AvailableVideos:
-    """Name -> source and number of frames of available videos; name -> reason for the others."""
-
-    sources: dict[str, tuple[Path | Video, int]]
-    skipped: dict[str, str]
-
-
-def _find_in_cache(cache: VideoCache, listed: Sequence[VideoEntry]) -> _AvailableVideos:
+def _find_in_cache(cache: VideoCache, listed: Sequence[VideoEntry]) -> _Available:
     names = [entry.video for entry in listed]
-    return _AvailableVideos(
-        sources={name: (cache[name], cache[name].frames) for name in names if name in cache},
-        skipped={
-            name: cache.skipped.get(name, f"not in {cache.path}") for name in names if name not in cache
-        },
-    )
+    sources: dict[str, tuple[Path | Video, int]] = {
+        name: (cache[name], cache[name].frames) for name in names if name in cache
+    }
+    return sources, {
+        name: cache.skipped.get(name, f"not in {cache.path}") for name in names if name not in cache
+    }
 
 
 def _find_in_directory(
@@ -248,7 +212,7 @@ def _find_in_directory(
     counts_path: Path | str | None,
     on_error: str,
     progress: Progress | None,
-) -> _AvailableVideos:
+) -> _Available:
     paths = {entry.video: find_video(root, entry.video) for entry in listed}
     missing = {name: f"not in {root}" for name, path in paths.items() if path is None}
     # Before frames are counted, which takes long.
@@ -256,8 +220,10 @@ def _find_in_directory(
         raise _make_missing_error(missing, len(listed))
     existing = [(name, path) for name, path in paths.items() if path is not None]
     counts = count_frames(existing, counts_path=counts_path, on_error=on_error, progress=progress)
-    sources = {name: (path, counts.frames[name]) for name, path in existing if name in counts.frames}
-    return _AvailableVideos(sources=dict(sources), skipped={**missing, **counts.skipped})
+    sources: dict[str, tuple[Path | Video, int]] = {
+        name: (path, counts.frames[name]) for name, path in existing if name in counts.frames
+    }
+    return sources, missing | counts.skipped
 
 
 def _make_missing_error(skipped: dict[str, str], num_listed: int) -> InputError:

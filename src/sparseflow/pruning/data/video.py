@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparseflow.core.checks import check_at_least
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 
@@ -82,29 +81,18 @@ def open_video(path: Path | str, *, frames: int | None = None) -> Video:
     return _VideoFile(path, frames)
 
 
-def decode_video(path: Path | str, *, size: int | None = None, threads: int = 1) -> np.ndarray:
-    """Decode all frames of a video.
+def iterate_frames(path: Path | str, *, size: int | None = None, threads: int = 1) -> Iterator[np.ndarray]:
+    """Yield all frames of a video; uint8, shape (height, width, 3), RGB, possibly with padded rows.
 
     Args:
         path: See `open_video`.
-        size: Shorter side of the result, pixels; None keeps the size.
+        size: Shorter side of the frames, pixels; None keeps the size.
         threads: Threads of the decoder.
 
-    Returns:
-        uint8, shape (frames, height, width, 3), RGB.
-
     Raises:
-        InputError: The path does not exist, or `size` or `threads` is below 1.
+        InputError: The path does not exist.
         FileFormatError: See `open_video`.
     """
-    return np.stack(list(iterate_frames(path, size=size, threads=threads)))
-
-
-def iterate_frames(path: Path | str, *, size: int | None = None, threads: int = 1) -> Iterator[np.ndarray]:
-    """Yield the frames of `decode_video`, each of shape (height, width, 3), possibly with padded rows."""
-    check_at_least(1, threads=threads)
-    if size is not None:
-        check_at_least(1, size=size)
     video = open_video(path)
     assert isinstance(video, _VideoFile | _FrameDirectory)
     convert = _RgbConverter(size)

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from sparseflow.core.progress import Progress
 from sparseflow.pruning.compaction.compact import compact
 from sparseflow.pruning.data.datasets import load_batches
-from sparseflow.pruning.data.ucf101 import average_by_video
 from sparseflow.pruning.model.video_vit import VideoViT
 
 
@@ -76,7 +75,7 @@ def evaluate_accuracy(
             if progress is not None:
                 progress(f"evaluating clips, {num_done} of {num_clips}", num_done / num_clips)
     logits, labels, videos = (torch.cat(outputs[name]) for name in ("logits", "label", "video"))
-    scores, indices = average_by_video(logits, videos)
+    scores, indices = _average_by_video(logits, videos)
     video_labels = torch.zeros(int(indices.max()) + 1, dtype=torch.int64).scatter(0, videos, labels)[indices]
     is_correct = scores.topk(min(5, scores.shape[1]), dim=1).indices == video_labels[:, None]
     return VideoAccuracy(
@@ -86,3 +85,18 @@ def evaluate_accuracy(
         loss=float(torch.nn.functional.cross_entropy(logits, labels)),
         correct=is_correct[:, 0].numpy(),
     )
+
+
+def _average_by_video(logits: torch.Tensor, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Average the softmax of the clips of each video.
+
+    Args:
+        logits: Logits of clips, shape (n, classes).
+        video: Video of each clip, int64, shape (n,), in any order.
+
+    Returns:
+        Scores, shape (videos, classes), with rows that sum to 1; and the videos, ascending, shape (videos,).
+    """
+    videos, index, num_clips = torch.unique(video, return_inverse=True, return_counts=True)
+    sums = logits.new_zeros(len(videos), logits.shape[1]).index_add_(0, index, logits.softmax(dim=1))
+    return sums / num_clips.unsqueeze(1), videos
