@@ -75,9 +75,6 @@ def time_score(args: argparse.Namespace, device: str, dtype: torch.dtype) -> dic
 def record(comparison: VideoViTProfile) -> dict[str, Any]:
     names = list(comparison.comparison.times_ms)
     return {
-        "batch": comparison.batch_size,
-        "dtype": comparison.dtype,
-        "compiled": comparison.compiled,
         "error": comparison.error,
         "gflops": {name: round(comparison.flops[name] / 1e9, 3) for name in names},
         "clips_per_s": {name: comparison.clips_per_s(name) for name in names},
@@ -114,7 +111,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             "low": round(speedup["compact"]["low"], 3),
             "high": round(speedup["compact"]["high"], 3),
             "dtype": settings["dtype"],
-            "compiled": bool(record["compiled"]),
+            "compiled": settings["compile"],
             "blocks": settings["depth"],
             "width": settings["dim"],
             "clip": f"{settings['frames']}x{settings['size']}x{settings['size']}",
@@ -168,7 +165,6 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=TOLERANCE)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile every candidate")
-    parser.add_argument("--mode", help="mode of torch.compile")
     parser.add_argument("--keep", type=float, default=0.5, help="share of kept tokens")
     parser.add_argument("--stage", type=int, default=1, help="block of the stage")
     parser.add_argument("--size", type=int, default=224)
@@ -193,7 +189,6 @@ def main() -> int:
         device=args.device,
         dtype=dtype,
         compiled=args.compile,
-        mode=args.mode,
         rounds=args.rounds,
         extra_models=compacted,
         seed=args.seed,

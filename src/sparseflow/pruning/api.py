@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from sparseflow.pruning.training.comparison import (
     train_models,
     write_results,
 )
-from sparseflow.pruning.training.epoch_trainer import VideoEpochTrainer
+from sparseflow.pruning.training.task import VideoEpochTrainer
 
 
 def evaluate_model(
@@ -184,9 +184,13 @@ def profile_model(
     Raises:
         InputError: Neither or both of `path` and `config` are given, or the model does not prune.
     """
-    if (path is None) == (config is None):
+    if path is not None and config is None:
+        model = load_model(path)
+    elif config is not None and path is None:
+        num_classes, num_channels = (8, 1) if config.data.kind == "moving_digits" else (101, 3)
+        model = _build_random_model(config, num_classes, num_channels, config.train.seed)
+    else:
         raise InputError("give either a model or `--config`; `--config` builds a model with random weights")
-    model = load_model(path) if path is not None else _build_random_model(config)
     torch_dtype = getattr(torch, dtype)
     timings = profile_video_vit(
         model,
@@ -206,11 +210,10 @@ def profile_model(
     return ProfileResult(profile=timings, latency_model=latency_model, latency_model_path=latency_model_path)
 
 
-def _build_random_model(config: PruningConfig | None) -> VideoViT:
-    assert config is not None
-    num_classes, num_channels = (8, 1) if config.data.kind == "moving_digits" else (101, 3)
-    torch.manual_seed(config.train.seed)
-    return config.build_model(num_classes, num_channels).eval()
+def _build_random_model(config: PruningConfig, num_classes: int, num_channels: int, seed: int) -> VideoViT:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return config.build_model(num_classes, num_channels).eval()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +233,8 @@ class ComparisonResult:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
         return {
-            "models": [model.to_dict() for model in self.models],
-            "latency": [latency.to_dict() for latency in self.latency],
+            "models": [asdict(model) for model in self.models],
+            "latency": [asdict(latency) for latency in self.latency],
             "page": str(self.page),
         }
 
@@ -268,20 +271,19 @@ def compare_models(
     Raises:
         InputError: A name is unknown, or the configuration does not prune.
     """
-    models = list_selector_models(config) + (list_ablations(config) if ablations else [])
-    known = [model.name for model in models]
+    models = list_selector_models(config) | (list_ablations(config) if ablations else {})
     if names is not None:
-        unknown = sorted(set(names) - set(known))
+        unknown = sorted(set(names) - set(models))
         if unknown:
-            raise InputError(f"unknown models: {', '.join(unknown)}; known models: {', '.join(known)}")
-        models = [model for model in models if model.name in names]
+            raise InputError(f"unknown models: {', '.join(unknown)}; known models: {', '.join(models)}")
+        models = {name: model for name, model in models.items() if name in names}
     rows = train_models(
         models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
     )
     latencies: list[LatencySummary] = []
-    if DENSE in {model.name for model in models}:
+    if DENSE in models:
         latencies = measure_latencies(
-            models, out_dir, batch_size=batch_size, device=device, rounds=rounds, progress=progress
+            list(models), out_dir, batch_size=batch_size, device=device, rounds=rounds, progress=progress
         )
     page = write_results(out_dir, rows, latencies, config=config, device=device, command=command)
     return ComparisonResult(models=summarize_accuracy(rows), latency=latencies, page=page)
@@ -301,10 +303,12 @@ def open_layered_model(path: Path | None, config: Mapping[str, Any], *, seed: in
     if path is not None:
         return LayeredVideoViT(compact(load_model(path)))
     checked = parse_config(config, "`task`")
-    num_classes, num_channels = _get_dataset_shape(checked)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LayeredVideoViT(compact(checked.build_model(num_classes, num_channels).eval()))
+    data = checked.data
+    if data.kind == "moving_digits":
+        num_classes, num_channels = len(MovingDigits.classes), 1
+    else:
+        num_classes, num_channels = len(read_split(data.lists, data.split).classes), 3
+    return LayeredVideoViT(compact(_build_random_model(checked, num_classes, num_channels, seed)))
 
 
 def make_random_clips(model: LayeredModel, count: int, *, seed: int = 0) -> torch.Tensor:
@@ -319,10 +323,3 @@ def make_video_task(config: Mapping[str, Any], seed: int, device: str) -> VideoE
     """Create the trainer of a configuration, for joint training with hardware."""
     train = {**config.get("train", {}), "seed": seed}
     return VideoEpochTrainer(parse_config({**config, "train": train}, "`task`"), device=device)
-
-
-def _get_dataset_shape(config: PruningConfig) -> tuple[int, int]:
-    """Number of classes and channels of a dataset, without opening videos."""
-    if config.data.kind == "moving_digits":
-        return len(MovingDigits.classes), 1
-    return len(read_split(config.data.lists, config.data.split).classes), 3

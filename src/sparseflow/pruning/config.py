@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from sparseflow.core.artifact import DictField
 from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.errors import InputError
-from sparseflow.pruning.model.config import ASTConfig
-from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
+from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
+from sparseflow.pruning.model.video_vit import VideoViT
 
 _PACKAGE = "sparseflow.pruning"
 
@@ -107,7 +108,7 @@ class PruningConfig(StrictModel):
         mode: `"dense"` does not prune; `"ast"` prunes by `ast`; `"ast+latency"` also optimizes for a latency
             budget.
         model: Architecture.
-        ast: Arguments of `ASTConfig`.
+        ast: Token selector, stages and gates.
         data: Dataset.
         train: Training.
         latency: Latency budget of `"ast+latency"`.
@@ -115,7 +116,7 @@ class PruningConfig(StrictModel):
 
     mode: Literal["dense", "ast", "ast+latency"] = "ast"
     model: VideoModelConfig
-    ast: dict[str, Any] = Field(default_factory=dict)
+    ast: Annotated[ASTConfig, DictField()] = Field(default_factory=ASTConfig)
     data: Annotated[MovingDigitsConfig | UCF101Config, Field(discriminator="kind")]
     train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
     latency: LatencyLossConfig | None = None
@@ -128,7 +129,7 @@ class PruningConfig(StrictModel):
         """
         return VideoViT(
             **self.model.model_dump(), num_classes=num_classes, in_chans=num_channels,
-            use_ast_prune=self.mode != "dense", ast_cfg=ASTConfig.from_dict(self.ast),
+            use_ast_prune=self.mode != "dense", ast_cfg=self.ast,
         )  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def parse_config(content: Mapping[str, Any], source: str = "the configuration") 
         InputError: A setting is missing, unknown or invalid.
     """
     config = validate_config(PruningConfig, content, source)
-    ast = ASTConfig.from_dict(config.ast)
+    ast = config.ast
     VideoViTConfig(**config.model.model_dump(), num_classes=1)
     if config.mode != "dense":
         ast.check_depth(config.model.depth)

@@ -81,7 +81,7 @@ def test_compact_with_all_gates_closed(merge: bool) -> None:
     compacted, x = compact(model), clips(model)
     assert list_units(compacted) == [(0, 0)] * 4
     assert far(compacted(x), model(x)) <= 1e-5
-    # Blocks open, all in them closed but for the widest.
+    # In open blocks only the widest head and channel stay open.
     with torch.no_grad():
         model.gates.logits["block"].fill_(3.0)
     compacted = compact(model)
@@ -131,7 +131,7 @@ def test_compact_model_can_be_trained() -> None:
         adam.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    # It drops in training what it drops in evaluation.
+    # It drops the same tokens in training and in evaluation.
     assert torch.equal(compacted(x), compacted.eval()(x))
 
 

@@ -18,7 +18,7 @@ TWO: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}}
 WIDE: dict[str, Any] = {"embed_dim": 64}
 
 
-def counted(model: VideoViT) -> int:
+def count_with_torch(model: VideoViT) -> int:
     """FLOPs that torch counts for one clip."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(clips(model, 1))
@@ -33,9 +33,9 @@ def without_attention(model: VideoViT) -> int:
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 @pytest.mark.parametrize("tubelet", [1, 2])
-def test_dense(pool: str, tubelet: int) -> None:
+def test_dense_model_matches_torch(pool: str, tubelet: int) -> None:
     model = awake(pool=pool, tubelet_size=tubelet, **WIDE)
-    assert counted(model) == without_attention(model)
+    assert count_with_torch(model) == without_attention(model)
     tokens = 64 // tubelet + (pool == "cls")
     assert count_flops(model)["attention"] == 4 * 2 * 2 * tokens**2 * 64
     assert count_flops(model)["total"] == sum(
@@ -47,44 +47,38 @@ def test_dense(pool: str, tubelet: int) -> None:
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("cut", [False, True])
-def test_pruned(selector: str, pool: str, merge: bool, cut: bool) -> None:
+def test_pruned_model_matches_torch(selector: str, pool: str, merge: bool, cut: bool) -> None:
     keep = {} if selector in ("tome", "attention") else {"head": 0.5, "block": 0.5}
     ast = TWO | {"selector": selector, "merge": merge, "keep": keep | {"channel": 0.5}}
     model = awake(ast, pool=pool, seed=1, **WIDE)
     model = compact(model) if cut else model
-    # Torch counts weighted sums as products, which `flops` leaves out: means of what each stage merges,
+    # Torch counts weighted sums as products, which `count_flops` excludes: means of merged tokens,
     merges = merge and selector != "tome"
     summed = [64, 32 if cut else 64] if merges else []
-    # the pool where tokens have weights or sizes,
+    # pooling of tokens with weights or sizes,
     if pool == "mean" and (selector == "tome" or not cut):
         summed.append(16 if selector == "tome" else 64)
     more = sum(2 * num_summed * 64 for num_summed in summed)
     # the mean over queries at the second stage,
     if selector == "attention" and pool == "mean" and not cut:
         more += 2 * (64 + merges) ** 2
-    # and at each of the two, counts of windows and cells, the way back from them to tokens, and regions.
+    # and at both stages, sizes of windows and cells, maps from them to tokens, and regions.
     if model.score is not None:
         windows, cells, regions = (
             len(model.score.get_buffer(num_summed)) for num_summed in ("windows", "cells", "regions")
         )
         more += 2 * 64 * (4 * (windows + cells) + 6 * regions)
-    assert counted(model) == without_attention(model) + more
+    assert count_with_torch(model) == without_attention(model) + more
 
 
 def test_dropped_tokens_are_not_counted() -> None:
     model = awake(TWO | {"keep": {"channel": 0.5}, "merge": True}, **WIDE)
-    masked, dropped, cut, plain = (
-        count_flops(model),
-        count_flops(model, dropped=True),
-        count_flops(compact(model)),
-        count_flops(make_dense(model)),
-    )
-    assert cut["total"] < dropped["total"] < plain["total"] < masked["total"]
-    assert dropped["attention"] == cut["attention"] and dropped["linear"] == cut["linear"]
-    assert dropped["mlp"] > cut["mlp"]
-    # Blocks see 64, 32 and one merged, the same, and 16 and two merged.
+    masked, cut, plain = (count_flops(other) for other in (model, compact(model), make_dense(model)))
+    assert cut["total"] < plain["total"] < masked["total"]
+    # Blocks get 64 tokens, 32 and one merged token twice, and 16 and two merged tokens.
     assert cut["attention"] == 2 * 2 * 64 * (64**2 + 2 * 33**2 + 18**2)
-    assert count_flops(compact(model), dropped=False)["attention"] == masked["attention"]
+    # With masks, blocks get all 64 tokens and the merged ones.
+    assert masked["attention"] == 2 * 2 * 64 * (64**2 + 2 * 65**2 + 66**2)
     assert plain["stage"] == 0 and masked["patch"] == plain["patch"]
 
 

@@ -39,7 +39,7 @@ def test_predict_scales_terms_by_kept_share() -> None:
     settings = quick(ast={"stages": {"0": 0.5}, "keep": {}})
     model = settings.build_model(8, 1)
     assert float(cost_of().predict(make_dense(model))) == pytest.approx(10.0)
-    # Half of the tokens: a quarter of attention's products, half of what is linear in them.
+    # With half of the tokens attention products cost a quarter, linear terms a half.
     assert float(cost_of().predict(compact(model))) == pytest.approx(2 + 2 + 1 + 0.5 + 1)
 
 
@@ -49,7 +49,7 @@ def test_predict_uses_soft_gates() -> None:
     with torch.no_grad():
         model.gates.logits["head"].fill_(0.0)
         model.gates.logits["block"].copy_(torch.tensor([40.0, -40.0]))
-    # One block of two is left; of its heads, half.
+    # One of two blocks remains, with half of its heads.
     assert cost_of().predict(model).item() == pytest.approx(2 + 1 + 0.5 + 0.5 + 1, rel=1e-4)
     loss = compute_budget_loss(cost_of(), model, 0.25)
     assert loss.item() == pytest.approx(1.0, rel=1e-3)
@@ -84,11 +84,8 @@ def test_predict_of_another_architecture_raises() -> None:
         other.predict(quick().build_model(8, 1))
 
 
-def test_training_with_budget_reduces_predicted_latency(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nobody looks at the page, which takes longer than the training.
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
+@pytest.mark.usefixtures("no_page")
+def test_training_with_budget_reduces_predicted_latency(tmp_path: Path) -> None:
     cost_of().save(tmp_path / "cost.json")
     settings = quick(
         mode="ast+latency",

@@ -30,14 +30,13 @@ def test_profile_reports_all_candidates() -> None:
     assert profile.flops[MASKED] == profile.flops[SOFT] == count_flops(model)["total"]
     assert profile.flops[COMPACT] == count_flops(compact(model))["total"] < profile.flops[DENSE]
     assert profile.error < 1e-5
-    assert (profile.batch_size, profile.dtype, profile.compiled) == (2, "float32", False)
     assert profile.comparison.baseline == DENSE and profile.comparison.rounds == 2
     for name in profile.flops:
         samples = profile.comparison.samples(name)
         assert len(samples.to_rows()) == 2
         assert profile.clips_per_s(name) == pytest.approx(2e3 / samples.median_ms)
     assert messages[-1] == ("round 2 of 2", 1.0)
-    # The model is what it was.
+    # The model is unchanged.
     assert model.training
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0.0, atol=0.0)
 
@@ -49,23 +48,17 @@ def test_extra_models_are_timed() -> None:
     assert profile.clips_per_s("ToMe") > 0.0
 
 
-def test_half_precision() -> None:
+def test_profile_of_half_precision_has_small_error() -> None:
     profile = profile_video_vit(
         awake({"stages": {1: 0.5}, "selector": "uniform"}), **QUICK, dtype=torch.bfloat16
     )
-    assert profile.dtype == "bfloat16" and profile.error < 0.05
+    assert profile.error < 0.05
 
 
 def test_profile_of_dense_or_compact_model_raises() -> None:
     for model in (awake(), awake({"stages": {}}), compact(awake(ALL))):
         with pytest.raises(InputError, match="prune"):
             profile_video_vit(model, **QUICK)
-
-
-@pytest.mark.parametrize("name", [DENSE, SOFT, MASKED, COMPACT])
-def test_reserved_names_of_extra_models_raise(name: str) -> None:
-    with pytest.raises(InputError, match=f"`extra_models` .*{name}"):
-        profile_video_vit(awake(ALL), **QUICK, extra_models={name: awake()})
 
 
 @pytest.mark.parametrize("selector", ["ast", "random"])
@@ -75,6 +68,6 @@ def test_make_dense_removes_pruning(selector: str) -> None:
     with torch.no_grad():
         for logits in model.gates.logits.values():
             logits.fill_(50.0)
-    profile = make_dense(model)
-    assert profile.ast is None and not profile.training
-    assert far(profile(clips(model)), model(clips(model))) < 1e-12
+    dense = make_dense(model)
+    assert dense.ast is None and not dense.training
+    assert far(dense(clips(model)), model(clips(model))) < 1e-12

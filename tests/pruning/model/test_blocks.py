@@ -20,7 +20,7 @@ def attention() -> Attention:
         return Attention(6, 2, 4).double()
 
 
-def by_head(attention: Attention, x: Tensor, bias: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+def compute_heads(attention: Attention, x: Tensor, bias: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """Attention maps [B, S, S] and outputs [B, S, head_dim] of each head."""
     q, k, v = attention.qkv(x).chunk(3, -1)
     maps, outputs = [], []
@@ -36,10 +36,10 @@ def by_head(attention: Attention, x: Tensor, bias: Tensor | None) -> tuple[list[
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_attention(attention: Attention, biased: bool, gated: bool) -> None:
+def test_attention_matches_explicit_heads(attention: Attention, biased: bool, gated: bool) -> None:
     x, bias = random_tensor(2, 5, 6), random_tensor(2, 5, seed=1) if biased else None
     gate_values = torch.tensor([0.25, 0.0], dtype=torch.float64) if gated else None
-    _, heads = by_head(attention, x, bias)
+    _, heads = compute_heads(attention, x, bias)
     if gate_values is not None:
         heads = [head * weight for head, weight in zip(heads, gate_values, strict=True)]
     torch.testing.assert_close(attention(x, bias, gate_values), attention.proj(torch.cat(heads, -1)))
@@ -56,7 +56,7 @@ def test_infinite_negative_bias_removes_a_token(attention: Attention) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_received_attention_matches_attention_maps(attention: Attention, first: bool, biased: bool) -> None:
     x, bias = random_tensor(2, 5, 6), random_tensor(2, 5, seed=1) if biased else None
-    mean = torch.stack(by_head(attention, x, bias)[0]).mean(0)
+    mean = torch.stack(compute_heads(attention, x, bias)[0]).mean(0)
     expected = mean[:, 0] if first else mean.mean(1)
     outputs = attention.compute_received_attention(x, None, bias, first=first)
     torch.testing.assert_close(outputs.double(), expected, rtol=0.0, atol=1e-6)
@@ -110,6 +110,6 @@ def test_stochastic_depth_drops_samples_in_training_only(attention: Attention) -
     with torch.random.fork_rng():
         torch.manual_seed(0)
         outputs = block(x)
-    # Either branch or none, whole samples at a time.
+    # Both branches, one of them, or none, for whole samples.
     assert len({tuple(head.flatten().tolist()) for head in outputs}) == 4
     assert sum(torch.equal(head, x[0]) for head in outputs) == pytest.approx(16, abs=10)

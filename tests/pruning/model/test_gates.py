@@ -46,7 +46,7 @@ def test_hard_gates_below_the_threshold_are_zero_and_others_keep_their_value() -
         gates.logits["head"].copy_(torch.tensor([[-1, 1, -2, 3], [-1, -3, -2, -4], [1, 1, 1, 1]]))
         gates.logits["block"].copy_(torch.tensor([-1.0, -1.0, 2.0]))
     hard, soft = gates.compute_gates(hard=True), gates.compute_gates(hard=False)
-    # In the second block all are below; the widest stays.
+    # All heads of the second block are below the threshold; the widest stays open.
     open_heads = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
     assert torch.equal(hard["head"] != 0.0, open_heads)
     assert torch.equal(hard["head"][open_heads], soft["head"][open_heads])
@@ -116,7 +116,7 @@ def test_soft_mask_is_differentiable_in_scores(retained: int) -> None:
     weight, bias = make_soft_mask(score, retained, 0.3)
     assert ((weight >= 0.5).sum(1) == retained).all()
     torch.testing.assert_close(weight.log(), bias)
-    # Moving all scores moves the threshold, too: only differences count.
+    # Shifting all scores shifts the threshold, too.
     torch.testing.assert_close(make_soft_mask(score + 5.0, retained, 0.3)[0], weight)
     (gradient,) = torch.autograd.grad(weight.square().sum(), score)
     torch.testing.assert_close(gradient.sum(1), torch.zeros(2, dtype=torch.float64))
@@ -128,7 +128,7 @@ def test_soft_mask_threshold_is_halfway_to_next_score() -> None:
         torch.testing.assert_close(
             make_soft_mask(score, retained, 0.7)[0], torch.sigmoid((score - threshold) / 0.7)
         )
-    # Where no next is left, all have the upper half.
+    # Without a next score all weights are above 0.5.
     for logits in (score, score.masked_fill(score == 5.0, -torch.inf)):
         open_share = logits.isfinite()
         weight, _ = make_soft_mask(logits, int(open_share.sum()), 0.7)
@@ -252,7 +252,7 @@ def test_strong_sparsity_loss_reaches_target_share(keep: float, strength: float)
     for grain, gate_values in gates.items():
         open_share = round(keep * gate_values.numel())
         assert int((gate_values >= 0.5).sum()) == open_share
-        # Away from the threshold, to either side: noise does not decide.
+        # All gates are far from the threshold.
         assert ((gate_values < 0.4) | (gate_values > 0.9)).all()
         forced = int((gate_values.amax(1) < 0.5).sum())
         assert hard_gates[grain].item() == pytest.approx(1.0 - (open_share + forced) / gate_values.numel())

@@ -18,7 +18,7 @@ from tests.pruning.models import SIZES, awake, clips, far, tiny
 TWO = {"stages": {1: 0.5, 3: 0.25}}
 
 
-def test_constructor_signature() -> None:
+def test_positional_arguments_build_a_model() -> None:
     model = VideoViT(16, 4, 5, 16, 4, 2, 4.0, 8, 3, 0.1, 0.1, 0.1, True, {"stages": {2: 0.5}}).eval()
     logits, info = model(torch.zeros(2, 4, 3, 16, 16), return_intermediate=True)
     assert logits.shape == (2, 5) and info["token_feat"].shape == (2, 4, 4, 16)
@@ -33,7 +33,9 @@ def test_constructor_signature() -> None:
 @pytest.mark.parametrize("position", ["factored", "joint"])
 @pytest.mark.parametrize("tubelet", [1, 2])
 @pytest.mark.parametrize("ast", [None, TWO])
-def test_shapes(ast: dict[str, Any] | None, tubelet: int, position: str, pool: str) -> None:
+def test_forward_returns_documented_shapes(
+    ast: dict[str, Any] | None, tubelet: int, position: str, pool: str
+) -> None:
     model = awake(ast, tubelet_size=tubelet, position=position, pool=pool, in_chans=2)
     x = clips(model, 3)
     logits, info = model(x, return_intermediate=True)
@@ -45,7 +47,7 @@ def test_shapes(ast: dict[str, Any] | None, tubelet: int, position: str, pool: s
     assert hasattr(model, "position") == (position == "joint") and (model.cls is None) == (pool == "mean")
 
 
-def test_patches_are_a_convolution() -> None:
+def test_patch_embedding_equals_convolution() -> None:
     model = awake(None, tubelet_size=2, depth=1).double()
     with torch.no_grad():
         model.position_time.zero_()
@@ -59,7 +61,7 @@ def test_patches_are_a_convolution() -> None:
     torch.testing.assert_close(block_inputs[0], expected.flatten(2).transpose(1, 2))
 
 
-def test_positions() -> None:
+def test_position_embeddings_are_added() -> None:
     model = awake(None, depth=1)
     block_inputs: list[Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs[0]))
@@ -156,14 +158,14 @@ def test_return_intermediate_reports_features_and_sparsity() -> None:
     for pruned_stats, grain in (("head", "head"), ("ch", "channel"), ("block", "block")):
         assert 0.0 < stats[f"sparsity_{pruned_stats}"] == units[grain]
     torch.testing.assert_close(stats["L_AST"], model.gates.loss())
-    # In training the stages' soft masks belong to the drive.
+    # In training L_AST includes the soft masks of stages.
     _, trained = model.train()(x, return_intermediate=True)
     assert trained["ast_stats"]["L_AST"] > stats["L_AST"]
     _, cut = compact(model)(x, return_intermediate=True)
     torch.testing.assert_close(cut["token_feat"], info["token_feat"])
     pruned_stats = cut["ast_stats"]
     assert pruned_stats["sparsity_token"].item() == 0.5 and pruned_stats["L_AST"] == 0.0
-    # Of heads and channels of the blocks that are left.
+    # Shares of heads and channels are those of the remaining blocks.
     gates = model.gates.compute_gates(hard=True)
     open_blocks = gates["block"] != 0.0
     assert 0 < int(open_blocks.sum()) < 4
@@ -201,7 +203,7 @@ def test_final_norm_eps_applies_to_last_norm_only() -> None:
     assert far(compact(other)(clips(other)), other(clips(other))) < 1e-6
 
 
-def test_channels_are_rounded() -> None:
+def test_mlp_channels_are_rounded() -> None:
     assert tiny(embed_dim=12, num_heads=4, mlp_ratio=0.65).config.mlp_channels == 8  # 7.8
     # 0.29 * 100 is a little less than 29.
     assert tiny(embed_dim=100, mlp_ratio=0.29).config.mlp_channels == 29
@@ -228,7 +230,7 @@ def test_share_of_one_keeps_all_tokens(selector: str) -> None:
     plain = awake(None).double()
     plain.load_state_dict({name: model.state_dict()[name] for name in plain.state_dict()})
     x = clips(model)
-    # ToMe parts tokens by turns, and so changes their order, though it merges none.
+    # ToMe reorders tokens although it merges none.
     torch.testing.assert_close(model(x), plain(x))
     torch.testing.assert_close(compact(model)(x), plain(x))
 
@@ -242,7 +244,7 @@ def test_order_does_not_matter_without_positions() -> None:
     torch.testing.assert_close(model(x[:, [2, 0, 3, 1]]), model(x))
     patches = x.view(2, 4, 3, 4, 4, 4, 4)[:, :, :, [1, 3, 0, 2]][..., [3, 1, 2, 0], :]
     torch.testing.assert_close(model(patches.reshape(x.shape)), model(x))
-    assert far(model(x.flip(-1)), model(x)) > 1e-3  # Pixels within a patch do.
+    assert far(model(x.flip(-1)), model(x)) > 1e-3  # The order of pixels within a patch matters.
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -290,7 +292,7 @@ def test_random_selector_is_fixed_in_evaluation() -> None:
     same = clips(model, 1).expand(3, -1, -1, -1, -1)
     logits = cut(same)
     torch.testing.assert_close(logits, logits[:1].expand(3, -1))
-    # Which tokens it is belongs to the model's state.
+    # The order of tokens is part of the state.
     other = awake({"stages": {1: 0.5}, "selector": "random"}, seed=1)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(x), model.eval()(x))
@@ -338,13 +340,15 @@ def test_small_softness_approaches_hard_masks() -> None:
 
 
 @pytest.mark.parametrize("stages", [{0: 0.7, 1: 0.5, 2: 0.5}, {1: 0.75, 2: 0.5, 3: 0.25}])
-def test_three_soft_stages(stages: dict[int, float]) -> None:
+def test_three_soft_stages_are_differentiable_and_exact_in_the_limit(stages: dict[int, float]) -> None:
     model = awake({"stages": stages, "softness": 1.0}).double()
     x = clips(model)
     logits, info = model.train()(x, return_intermediate=True)
     (logits.square().sum() + info["ast_stats"]["L_AST"]).backward()
     assert logits.isfinite().all() and info["ast_stats"]["sparsity_token"] == 1.0 - stages[max(stages)]
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters()
+    )
     model.softness = 1e-9
     assert far(model(x), model.eval()(x)) < 1e-12
 
@@ -361,7 +365,7 @@ def test_sparsity_in_training_equals_evaluation() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("training", [False, True])
-def test_half_precision_and_autocast(selector: str, dtype: torch.dtype, training: bool) -> None:
+def test_half_precision_and_autocast_are_finite(selector: str, dtype: torch.dtype, training: bool) -> None:
     keep = {"channel": 0.5}
     model = awake(
         {"stages": {1: 0.5, 2: 0.25}, "selector": selector, "keep": keep, "merge": True}, pool="cls"
@@ -397,14 +401,14 @@ def test_many_large_features_do_not_overflow_float16(ast: dict[str, Any], cut: b
 
 
 @pytest.mark.parametrize("selector", ["random", "uniform"])
-def test_an_order_has_no_ties_in_half_precision(selector: str) -> None:
+def test_token_order_has_no_ties_in_half_precision(selector: str) -> None:
     model = tiny({"selector": selector}, img_size=56, num_frames=8)
     before = model.get_buffer("order").clone()
     assert torch.equal(before.sort().values, torch.arange(model.config.num_tokens))
     assert torch.equal(model.bfloat16().get_buffer("order"), before)
 
 
-def test_windows_without_tokens_are_finite() -> None:
+def test_masked_key_tiles_match_compact_model() -> None:
     """Full tiles of keys are masked; a fused attention must not divide by zero."""
     model = awake({"stages": {1: 0.05}, "selector": "uniform"}, img_size=48, num_frames=8)
     for order in (torch.arange(1152), torch.arange(1152).flip(0)):

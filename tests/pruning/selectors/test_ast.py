@@ -28,7 +28,7 @@ def random_mask(shape: tuple[int, ...], *, seed: int = 0) -> Tensor:
     return mask
 
 
-# What the module says, once more, one number at a time.
+# The definition of the module with loops over numbers.
 
 
 def entropy(p: list[float]) -> float:
@@ -41,11 +41,10 @@ def softmax(x: list[float], temperature: float) -> list[float]:
     return [item / sum(e) for item in e]
 
 
-def part(members: list[list[float]], measure: str) -> float:
+def group_entropy(members: list[list[float]], measure: str) -> float:
     """Entropy or divergence of a group with these distributions."""
     mean = [sum(column) / len(members) for column in zip(*members, strict=True)]
-    score_map = entropy(mean)
-    return score_map - (sum(map(entropy, members)) / len(members) if measure == "divergence" else 0.0)
+    return entropy(mean) - (sum(map(entropy, members)) / len(members) if measure == "divergence" else 0.0)
 
 
 Map = dict[tuple[int, int], float]
@@ -61,13 +60,12 @@ def mean_of(maps: list[Map]) -> Map:
     return {index: sum(item[index] for item in maps) / len(maps) for index in maps[0]}
 
 
-def naive(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map:
+def naive_score(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map:
     """Score of one sample, x [T, N, C] and mask [T, N]."""
     frames, patches = x.shape[:2]
     remaining = [(t, n) for t in range(frames) for n in range(patches) if mask[t, n]]
     p = {(t, n): softmax(x[t, n].tolist(), config.temperature) for t, n in remaining}
-    score_map = dict.fromkeys(remaining, 0.0)
-    in_time = []
+    time_maps = []
     for level in config.levels:
         length = math.ceil(frames / level)
         step = max(1, round(length * (1 - config.overlap)))
@@ -75,36 +73,35 @@ def naive(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map:
         values = {}
         for t, n in remaining:
             by_cell = [
-                part([p[s, n] for s in range(start, start + length) if (s, n) in p], config.measure)
+                group_entropy([p[s, n] for s in range(start, start + length) if (s, n) in p], config.measure)
                 for start in starts
                 if start <= t < start + length
             ]
             values[t, n] = sum(by_cell) / len(by_cell)
-        in_time.append(scaled(values))
-    in_time = mean_of(in_time)
-    in_space = []
+        time_maps.append(scaled(values))
+    in_time = mean_of(time_maps)
+    space_maps = []
     for level in config.levels:
         high, wide = min(level, grid[0]), min(level, grid[1])
         cell = [(n // grid[1] * high // grid[0], n % grid[1] * wide // grid[1]) for n in range(patches)]
         values = {
-            (t, n): part(
+            (t, n): group_entropy(
                 [p[t, m] for m in range(patches) if cell[m] == cell[n] and (t, m) in p], config.measure
             )
             for t, n in remaining
         }
-        in_space.append(scaled(values))
-    in_space = mean_of(in_space)
+        space_maps.append(scaled(values))
+    in_space = mean_of(space_maps)
     region = naive_voronoi(grid, config.regions)
     regions = {}
     for t, n in remaining:
         by_cell = [in_time[t, m] for m in range(patches) if region[m] == region[n] and (t, m) in in_time]
         regions[t, n] = sum(by_cell) / len(by_cell)
     regions = scaled(regions)
-    for index in remaining:
-        score_map[index] = (
-            config.time * in_time[index] + config.space * in_space[index] + config.region * regions[index]
-        )
-    return score_map
+    return {
+        index: config.time * in_time[index] + config.space * in_space[index] + config.region * regions[index]
+        for index in remaining
+    }
 
 
 def naive_voronoi(grid: Grid, regions: int) -> list[int]:
@@ -150,20 +147,20 @@ def test_score_matches_naive_implementation(
     assert score_map.shape == x.shape[:3] and score_map.dtype == torch.float64
     for index in range(2):
         remaining = torch.ones(frames, patches, dtype=torch.bool) if mask is None else mask[index]
-        expected = naive(x[index], remaining, grid, config)
+        expected = naive_score(x[index], remaining, grid, config)
         for position, value in expected.items():
             assert score_map[index][position].item() == pytest.approx(value, abs=1e-9), position
 
 
-def test_windows_by_hand() -> None:
+def test_list_windows_overlaps_and_ends_with_last_frame() -> None:
     assert list_windows(8, 1, 0.5) == ((0, 8),)
     assert list_windows(8, 2, 0.5) == ((0, 4), (2, 4), (4, 4))
     assert list_windows(8, 4, 0.5) == tuple((start, 2) for start in range(7))
-    # 5 / 2 is 3 frames, and half of them goes on 2.
+    # 5 / 2 gives 3 frames, half of which is a step of 2.
     assert list_windows(5, 2, 0.5) == ((0, 3), (2, 3))
     assert list_windows(5, 4, 0.5) == ((0, 2), (1, 2), (2, 2), (3, 2))
     assert list_windows(8, 2, 0.0) == ((0, 4), (4, 4))
-    # The last ends with the last frame, and so overlaps where nothing else does.
+    # The last window ends with the last frame and overlaps although others do not.
     assert list_windows(5, 2, 0.0) == ((0, 3), (2, 3))
     assert list_windows(7, 3, 0.0) == ((0, 3), (3, 3), (4, 3))
     assert list_windows(3, 9, 0.5) == ((0, 1), (1, 1), (2, 1))
@@ -172,22 +169,22 @@ def test_windows_by_hand() -> None:
 
 @given(frames=st.integers(1, 40), level=st.integers(1, 50), overlap=st.floats(0.0, 0.99))
 def test_windows_cover_all_frames_to_the_last(frames: int, level: int, overlap: float) -> None:
-    score_map = list_windows(frames, level, overlap)
-    assert {t for start, length in score_map for t in range(start, start + length)} == set(range(frames))
-    assert {length for _, length in score_map} == {math.ceil(frames / level)}
-    starts = [start for start, _ in score_map]
+    windows = list_windows(frames, level, overlap)
+    assert {t for start, length in windows for t in range(start, start + length)} == set(range(frames))
+    assert {length for _, length in windows} == {math.ceil(frames / level)}
+    starts = [start for start, _ in windows]
     assert starts == sorted(set(starts)) and starts[0] == 0
-    assert sum(score_map[-1]) == frames
+    assert sum(windows[-1]) == frames
 
 
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(1, 9), cols=st.integers(1, 9), regions=st.integers(1, 20))
 def test_regions_match_naive_voronoi(rows: int, cols: int, regions: int) -> None:
-    score_map = assign_voronoi_regions((rows, cols), regions)
-    assert score_map.dtype == torch.int64 and score_map.shape == (rows * cols,)
-    assert score_map.tolist() == naive_voronoi((rows, cols), regions)
-    assert score_map.unique().tolist() == list(range(min(regions, rows * cols)))
-    assert torch.equal(score_map, assign_voronoi_regions((rows, cols), regions))
+    assigned = assign_voronoi_regions((rows, cols), regions)
+    assert assigned.dtype == torch.int64 and assigned.shape == (rows * cols,)
+    assert assigned.tolist() == naive_voronoi((rows, cols), regions)
+    assert assigned.unique().tolist() == list(range(min(regions, rows * cols)))
+    assert torch.equal(assigned, assign_voronoi_regions((rows, cols), regions))
 
 
 def test_four_regions_of_a_square_are_alike_in_size() -> None:
@@ -203,14 +200,14 @@ def test_score_depends_on_frame_and_patch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("measure", ["entropy", "divergence"])
-def test_range_and_dtype(measure: Any, dtype: torch.dtype) -> None:
+def test_score_is_in_range_and_at_least_float32(measure: Any, dtype: torch.dtype) -> None:
     config = ScoreConfig(time=1.0, space=0.5, region=0.25, measure=measure)
     x = features((3, 4, 9, 8)).to(dtype)
     score_map = EntropyScore(4, (3, 3), config).to(dtype)(x)
     assert score_map.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert score_map.amin() >= 0.0 and score_map.amax() <= 1.75
     exact = EntropyScore(4, (3, 3), config)(x.double())
-    # The buffers are exact in every dtype, and what is computed is in float32 at least.
+    # Buffers are exact in every dtype, and the computation is at least in float32.
     torch.testing.assert_close(score_map.double(), exact, rtol=0.0, atol=1e-5)
 
 
@@ -228,7 +225,7 @@ def test_constant_frames_have_zero_divergence() -> None:
     still = features((2, 1, 9, 8)).expand(-1, 6, -1, -1)
     of_time = ScoreConfig(time=1.0, space=0.0, region=0.0, measure="divergence")
     assert EntropyScore(6, (3, 3), of_time)(still).abs().max() < 1e-6
-    # Their entropies do differ, but only from patch to patch.
+    # Entropies differ between patches only.
     score_map = EntropyScore(6, (3, 3), ScoreConfig(time=1.0, space=0.0, region=0.0))(still)
     torch.testing.assert_close(score_map, score_map[:, :1].expand(-1, 6, -1))
     assert score_map.amax() == 1.0
@@ -273,7 +270,7 @@ def test_full_and_single_token_masks() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("measure", ["entropy", "divergence"])
-def test_gradients(measure: Any, masked: bool) -> None:
+def test_score_passes_gradcheck(measure: Any, masked: bool) -> None:
     score = EntropyScore(3, (2, 2), ScoreConfig(levels=(1, 2), regions=2, measure=measure))
     mask = random_mask((1, 3, 4), seed=3) if masked else None
     x = features((1, 3, 4, 3)).requires_grad_()

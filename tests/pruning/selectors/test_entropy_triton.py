@@ -66,7 +66,7 @@ SHAPES = [(1, 1, (1, 1), 1), (2, 3, (1, 3), 5), (1, 4, (2, 2), 16), (1, 3, (1, 5
     ("shape", "dtype", "divergence"),
     [(shape, torch.float32, True) for shape in SHAPES] + [(SHAPES[1], dtype, False) for dtype in TOLERANCE],
 )
-def test_matches_float64(
+def test_entropies_match_float64_reference(
     shape: tuple[int, int, tuple[int, int], int], dtype: torch.dtype, divergence: bool
 ) -> None:
     b, t, grid, c = shape
@@ -79,17 +79,17 @@ def test_matches_float64(
         check(x, *parts(t, grid, (1, 2)), divergence=divergence)
 
 
-def test_any_strides() -> None:
+def test_strided_features_match_reference() -> None:
     windows, cells = parts(3, (2, 2), (2,))
-    # Behind a class token, as they stand in a model.
+    # After a class token, as in a model.
     x = features((2, 1 + 3 * 4, 8))[:, 1:].unflatten(1, (3, 4))
     assert not x.is_contiguous()
-    # A mask with strides of its own.
+    # A mask with other strides.
     mask = (torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(0)) < 0.5).to(DEVICE)
     check(x, windows, cells, mask.transpose(1, 2), divergence=True)
     # Patches before frames.
     check(features((1, 4, 3, 8)).transpose(1, 2), windows, cells)
-    # One sample for all.
+    # One sample, expanded.
     check(features((1, 3, 4, 8)).expand(2, -1, -1, -1), windows, cells)
 
 
@@ -105,7 +105,7 @@ def test_groups_without_tokens_have_zero_entropy(divergence: bool) -> None:
     check(x, torch.cat([windows, none]), cells, mask, divergence=divergence)
 
 
-def test_no_windows_no_cells_no_samples() -> None:
+def test_empty_groups_and_batches_match_reference() -> None:
     windows, cells = parts(3, (1, 2), (2,))
     x = features((1, 3, 2, 6))
     check(x, windows[:0], cells)
@@ -113,14 +113,14 @@ def test_no_windows_no_cells_no_samples() -> None:
     check(x[:0], windows, cells)
 
 
-def test_cells_may_be_any_patches() -> None:
+def test_arbitrary_cells_match_reference() -> None:
     g = torch.Generator().manual_seed(0)
     windows = (torch.rand(3, 3, generator=g) < 0.5).float()
     check(features((1, 3, 11, 6)), windows, (torch.rand(3, 11, generator=g) < 0.5).float())
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 7.0])
-def test_temperature(temperature: float) -> None:
+def test_temperatures_match_reference(temperature: float) -> None:
     check(features((1, 3, 2, 8)), *parts(3, (1, 2), (2,)), temperature=temperature)
 
 
@@ -166,7 +166,7 @@ def test_operator_passes_opcheck() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
+def test_vit_base_sizes_match_reference(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     kept_tokens = (torch.rand(2, 8, 196, generator=g) < 0.5).to(DEVICE)
     for divergence in (False, True):

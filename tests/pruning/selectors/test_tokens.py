@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseflow.pruning.selectors.order import make_uniform_order, rank_scores
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     compute_weighted_mean,
     count_kept_tokens,
     drop_tokens,
+    make_uniform_order,
     mask_tokens,
+    rank_scores,
     select_top_tokens,
 )
 from sparseflow.pruning.selectors.tome import merge_similar_tokens
@@ -31,25 +32,25 @@ def scores(b: int, s: int, *, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("share", "tokens", "remaining"),
+    ("share", "tokens", "num_kept"),
     [(0.5, 64, 32), (1.0, 7, 7), (1e-9, 64, 1), (0.6, 1568, 941), (0.3, 1, 1)],
 )
-def test_count_kept_tokens_rounds_share(share: float, tokens: int, remaining: int) -> None:
-    assert count_kept_tokens(share, tokens) == remaining
+def test_count_kept_tokens_rounds_share(share: float, tokens: int, num_kept: int) -> None:
+    assert count_kept_tokens(share, tokens) == num_kept
 
 
 @settings(deadline=None, max_examples=30)
 @given(s=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
 def test_select_top_tokens_returns_sorted_top_scores(s: int, seed: int, data: st.DataObject) -> None:
-    retained = data.draw(st.integers(1, s))
+    num_kept = data.draw(st.integers(1, s))
     score = scores(3, s, seed=seed)
     if seed % 2:
         score = score.round()  # Ties.
-    merged = select_top_tokens(score, retained)
-    assert merged.shape == (3, retained)
-    assert (merged.diff(dim=1) > 0).all()
-    for row, selected in zip(score, merged, strict=True):
-        assert sorted(row[selected].tolist()) == sorted(row.tolist())[-retained:]
+    indices = select_top_tokens(score, num_kept)
+    assert indices.shape == (3, num_kept)
+    assert (indices.diff(dim=1) > 0).all()
+    for row, selected in zip(score, indices, strict=True):
+        assert sorted(row[selected].tolist()) == sorted(row.tolist())[-num_kept:]
 
 
 @pytest.mark.parametrize("front", [0, 1, 2])
@@ -109,26 +110,26 @@ def test_drop_tokens_gathers_all_fields() -> None:
         size=scores(2, 6), attn_bias=torch.cat([torch.zeros(2, 1), scores(2, 6)], 1),
     )  # fmt: skip
     score = scores(2, 6, seed=5)
-    merged, selected = drop_tokens(tokens, score, 4, merge=True), select_top_tokens(score, 4)
+    dropped, selected = drop_tokens(tokens, score, 4, merge=True), select_top_tokens(score, 4)
     assert tokens.size is not None and tokens.attn_bias is not None
-    assert merged.size is not None and merged.attn_bias is not None
-    assert torch.equal(merged.positions, selected * 10) and torch.equal(
-        merged.size, tokens.size.gather(1, selected)
+    assert dropped.size is not None and dropped.attn_bias is not None
+    assert torch.equal(dropped.positions, selected * 10) and torch.equal(
+        dropped.size, tokens.size.gather(1, selected)
     )
-    assert torch.equal(merged.attn_bias[:, 2:], tokens.attn_bias[:, 1:].gather(1, selected))
-    assert not merged.attn_bias[:, :2].any()
+    assert torch.equal(dropped.attn_bias[:, 2:], tokens.attn_bias[:, 1:].gather(1, selected))
+    assert not dropped.attn_bias[:, :2].any()
 
 
 def test_mask_tokens_merges_removed_weight() -> None:
     tokens, weight = make_tokens(1, 0, 4), torch.tensor([[1.0, 0.75, 0.5, 0.0]], dtype=torch.float64)
-    merged = mask_tokens(tokens, weight, weight.log(), weight > 0.6, merge=True)
-    assert merged.retained is not None and merged.retained.tolist() == [[True, True, False, False]]
+    masked = mask_tokens(tokens, weight, weight.log(), weight > 0.6, merge=True)
+    assert masked.retained is not None and masked.retained.tolist() == [[True, True, False, False]]
     lost = (0.25 * tokens.grid[:, 1] + 0.5 * tokens.grid[:, 2] + tokens.grid[:, 3]) / 1.75
-    torch.testing.assert_close(merged.x[:, 0], lost)
+    torch.testing.assert_close(masked.x[:, 0], lost)
     lower = weight * 0.5
-    remasked = mask_tokens(merged, lower, lower.log(), merged.retained, merge=True)
-    # Only what is lost now, not what was lost before.
-    lost = (weight - lower)[..., None] * merged.grid
+    remasked = mask_tokens(masked, lower, lower.log(), masked.retained, merge=True)
+    # The new token is the mean of the weight that this stage removes.
+    lost = (weight - lower)[..., None] * masked.grid
     torch.testing.assert_close(remasked.x[:, 1], lost.sum(1) / (weight - lower).sum())
 
 
@@ -162,10 +163,10 @@ def test_merging_twice_adds_sizes() -> None:
 def test_only_most_similar_tokens_are_merged() -> None:
     x = torch.arange(12.0, dtype=torch.float64).view(1, 6, 2)
     keys = torch.eye(6, dtype=torch.float64)[None].clone()
-    keys[0, 2] = keys[0, 5] * 3.0  # Direction is what counts.
+    keys[0, 2] = keys[0, 5] * 3.0  # Only the direction matters.
     merged = merge_similar_tokens(TokenState(x=x, num_prefix=0, positions=torch.arange(6)[None]), keys, 5)
     assert merged.size is not None
-    # The first of turns, without what went; then the second.
+    # Even positions without the merged token, then odd positions.
     assert merged.positions.tolist() == [[0, 4, 1, 3, 5]] and merged.size.tolist() == [
         [1.0, 1.0, 1.0, 1.0, 2.0]
     ]
@@ -183,31 +184,31 @@ def test_merging_is_differentiable() -> None:
     )
 
 
-def test_a_weighted_mean() -> None:
+def test_weighted_mean_ignores_scale_of_weights() -> None:
     x, weight = scores(2, 24).view(2, 6, 4), scores(2, 6, seed=2).abs()
     weight[0, 3] = 0.0
     expected = (x * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
     torch.testing.assert_close(compute_weighted_mean(x, weight), expected)
     torch.testing.assert_close(compute_weighted_mean(x, 1e3 * weight), expected)
     assert not compute_weighted_mean(x, torch.zeros_like(weight)).any()
-    learns = weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda weight: compute_weighted_mean(x, weight), (learns,))
+    differentiable_weight = weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda weight: compute_weighted_mean(x, weight), (differentiable_weight,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_mean_of_many_large_features_does_not_overflow(dtype: torch.dtype) -> None:
+def test_weighted_mean_of_many_large_features_does_not_overflow(dtype: torch.dtype) -> None:
     x, weight = torch.full((1, 4000, 2), 3e4, dtype=dtype), torch.ones(1, 4000)
-    merged = compute_weighted_mean(x, weight)
-    assert merged.dtype == dtype
-    torch.testing.assert_close(merged.float(), x[:, 0].float(), rtol=1e-2, atol=0.0)
+    mean = compute_weighted_mean(x, weight)
+    assert mean.dtype == dtype
+    torch.testing.assert_close(mean.float(), x[:, 0].float(), rtol=1e-2, atol=0.0)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 6, 64, 1568, 25088])
-def test_uniform_order_is_a_permutation(tokens: int) -> None:
-    merged = make_uniform_order(tokens)
-    assert merged.dtype == torch.int64
-    assert torch.equal(merged.sort().values, torch.arange(tokens))
-    assert torch.equal(merged, make_uniform_order(tokens))
+@pytest.mark.parametrize("num_tokens", [1, 2, 6, 64, 1568, 25088])
+def test_uniform_order_is_a_permutation(num_tokens: int) -> None:
+    order = make_uniform_order(num_tokens)
+    assert order.dtype == torch.int64
+    assert torch.equal(order.sort().values, torch.arange(num_tokens))
+    assert torch.equal(order, make_uniform_order(num_tokens))
 
 
 def test_rank_scores_matches_sorting() -> None:
@@ -225,7 +226,7 @@ def test_uniform_order_spreads_any_number_of_tokens(grid: tuple[int, int, int]) 
         gaps = sorted(set(selected.diff().tolist()))
         assert len(gaps) <= 3 and (len(gaps) < 3 or gaps[2] == gaps[0] + gaps[1]), retained
         remaining = torch.zeros(tokens).index_fill(0, selected, 1.0).view(grid)
-        # Each frame, and each row and column of patches over all frames. By chance it would be twice as much.
+        # Each frame, and each row and column over all frames; random tokens would deviate twice as much.
         for over in ((1, 2), (0, 2), (0, 1)):
             slices = remaining.sum(over)
             assert (slices - slices.mean()).abs().max() <= 7.0, (retained, over)

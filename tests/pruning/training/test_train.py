@@ -50,15 +50,9 @@ def test_train_writes_history_page_and_model(tmp_path: Path) -> None:
     assert "Training loss" in page and "Sparsity" in page
 
 
-@pytest.fixture
-def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the report page, which takes longer than the training."""
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
-
-
 @pytest.mark.usefixtures("no_page")
 def test_loss_decreases(tmp_path: Path) -> None:
-    # By heart: the same few clips over and over.
+    # The same 16 clips in every epoch.
     settings = quick(
         mode="dense", model={"drop_rate": 0.0},
         train={"epochs": 20, "batch_size": 16, "rate": 1e-2, "checkpoint_every": 1000},
@@ -69,6 +63,7 @@ def test_loss_decreases(tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.usefixtures("no_page")
 def test_finished_training_is_reused_and_others_are_refused(tmp_path: Path) -> None:
     first = train(quick(), tmp_path)
     resumed = train(quick(), tmp_path, progress=lambda *_: pytest.fail("it trained"))
@@ -107,7 +102,7 @@ def test_sigkill_in_mid_epoch_resumes_bitwise(tmp_path: Path) -> None:
     )  # fmt: skip
     assert died.returncode == -signal.SIGKILL, died.stderr
     steps: list[float] = []
-    # It died in step 10; the checkpoint before is that of step 8, in the middle of the second epoch.
+    # It was killed in step 10; the last checkpoint is of step 8, in the middle of the second epoch.
     resumed = train(quick(), tmp_path / "killed", progress=lambda _, share: steps.append(round(12 * share)))
     assert steps == [9, 10, 11, 12]
     assert_same(resumed.model, unbroken.model)
@@ -140,10 +135,9 @@ def test_infinite_loss_stops_and_keeps_checkpoint(tmp_path: Path, monkeypatch: p
             return output[0] * float("nan"), output[1]
         return output
 
-    monkeypatch.setattr(VideoViT, "forward", broken)
-    with pytest.raises(RunError, match="step 6: loss is nan"):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="step 6: loss is nan"):
+        patch.setattr(VideoViT, "forward", broken)
         train(quick(), tmp_path)
-    monkeypatch.undo()
     steps: list[float] = []
     train(quick(), tmp_path, progress=lambda _, share: steps.append(round(12 * share)))
     assert steps[0] == 5, "the checkpoint of step 4 was kept"
@@ -157,29 +151,26 @@ def test_infinite_gradient_stops_before_update(tmp_path: Path, monkeypatch: pyte
         calls.append(1)
         return torch.tensor(float("inf")) if len(calls) == 6 else clip(parameters, max_norm)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
-    with pytest.raises(RunError, match="step 6: gradient is inf"):
-        train(quick(train={"checkpoint_every": 1}), tmp_path)
-    monkeypatch.undo()
+    settings = quick(train={"checkpoint_every": 1})
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="step 6: gradient is inf"):
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+        train(settings, tmp_path)
     steps: list[float] = []
-    train(
-        quick(train={"checkpoint_every": 1}),
-        tmp_path,
-        progress=lambda _, index: steps.append(round(12 * index)),
-    )
+    train(settings, tmp_path, progress=lambda _, share: steps.append(round(12 * share)))
     assert steps[0] == 6
 
 
 def test_missing_page_is_written_by_next_call(tmp_path: Path) -> None:
-    train(quick(), tmp_path)
+    settings = quick(train={"epochs": 1})
+    train(settings, tmp_path)
     (tmp_path / PAGE_FILE).unlink()
-    train(quick(), tmp_path)
+    train(settings, tmp_path)
     assert (tmp_path / PAGE_FILE).is_file()
 
 
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_half_precision(amp: str, tmp_path: Path) -> None:
+def test_half_precision_gives_finite_weights(amp: str, tmp_path: Path) -> None:
     trained = train(quick(train={"epochs": 1, "amp": amp}), tmp_path)
     assert all(bool(parameter.isfinite().all()) for parameter in trained.model.parameters())
 
@@ -192,7 +183,7 @@ def test_too_few_clips_raise(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_page")
 def test_stronger_sparsity_loss_closes_at_least_as_many(tmp_path: Path) -> None:
     closed = []
-    for strength in (0.0, 0.1, 1.0, 10.0):
+    for strength in (0.0, 1.0, 10.0):
         settings = quick(
             ast={"strength": strength, "gate_init": 0.6, "keep": {"channel": 0.25}, "stages": {"1": 0.5}},
             train={"epochs": 3, "gate_rate": 100.0},

@@ -45,27 +45,18 @@ def _compact_block(block: TransformerBlock, gates: dict[str, Tensor]) -> None:
         return
     assert block.attention is not None and block.mlp is not None
     if "head" in gates:
-        block.attention = _compact_attention(block.attention, gates["head"])
+        heads = gates["head"].nonzero()[:, 0]
+        block.attention = block.attention.slice_units(heads, bias=True)
+        head_weights = block.attention.proj.weight.unflatten(1, (-1, block.attention.head_dim))
+        head_weights.mul_(gates["head"][heads][:, None])
     if "channel" in gates:
-        block.mlp = _compact_mlp(block.mlp, gates["channel"])
+        channels = gates["channel"].nonzero()[:, 0]
+        block.mlp = block.mlp.slice_units(channels, bias=True)
+        block.mlp.down.weight.mul_(gates["channel"][channels])
     if block_gate is not None:
         for layer in (block.attention.proj, block.mlp.down):
             layer.weight.mul_(block_gate)
             layer.bias.mul_(block_gate)
-
-
-def _compact_attention(attention: Attention, gate_values: Tensor) -> Attention:
-    retained = gate_values.nonzero()[:, 0]
-    sliced = attention.slice_units(retained, bias=True)
-    sliced.proj.weight.unflatten(1, (-1, attention.head_dim)).mul_(gate_values[retained][:, None])
-    return sliced
-
-
-def _compact_mlp(mlp: MLP, gate_values: Tensor) -> MLP:
-    retained = gate_values.nonzero()[:, 0]
-    sliced = mlp.slice_units(retained, bias=True)
-    sliced.down.weight.mul_(gate_values[retained])
-    return sliced
 
 
 def list_units(model: VideoViT) -> list[tuple[int, int]]:

@@ -91,13 +91,10 @@ def mlp_flops(num_tokens: int, dim: int, channels: Amount) -> Amount:
     return 2 * 2 * num_tokens * dim * channels
 
 
-def count_flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, int]:
+def count_flops(model: VideoViT) -> dict[str, int]:
     """Count the FLOPs of a forward pass of one clip in evaluation mode.
 
-    Args:
-        model: The model.
-        dropped: Whether stages remove tokens; by default, whether the model is compact. Masked tokens cost as
-            much as others.
+    Masked tokens of a model that is not compact cost as much as others.
 
     Returns:
         `"patch"`, `"linear"` (projections of attention), `"attention"` (its two products), `"mlp"`,
@@ -107,7 +104,7 @@ def count_flops(model: VideoViT, *, dropped: bool | None = None) -> dict[str, in
     flops = dict.fromkeys(("patch", "linear", "attention", "mlp", "stage", "head"), 0)
     flops["patch"] = 2 * config.num_tokens * model.patch.in_features * dim
     flops["head"] = 2 * dim * config.num_classes
-    for work in list_block_work(model, dropped=model.compacted if dropped is None else dropped):
+    for work in list_block_work(model, dropped=model.compacted):
         flops["stage"] += work.selection_flops
         flops["linear"] += projection_flops(work.num_tokens, dim, work.attention_width)
         flops["attention"] += attention_flops(work.num_tokens, work.attention_width)

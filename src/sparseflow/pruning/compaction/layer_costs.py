@@ -18,14 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparseflow.core.checks import check_at_least
 from sparseflow.core.layers import PRECISIONS, LayerNode
 from sparseflow.errors import ModelError
 from sparseflow.pruning.compaction.flops import (
-    Amount,
     BlockWork,
     attention_flops,
     list_block_work,
@@ -78,11 +76,12 @@ class VideoViTLayer:
 
 def list_layers(model: VideoViT) -> tuple[VideoViTLayer, ...]:
     """List the layers, in order, of a model whose stages drop or merge tokens."""
-    config = model.config
-    num_prefix, num_kept = int(config.pool == "cls"), config.num_tokens
+    config, num_prefix = model.config, int(model.config.pool == "cls")
     layers = [
-        VideoViTLayer(name="embed", kind="embed", num_inputs=0, num_prefix=num_prefix, num_kept=num_kept)
-    ]
+        VideoViTLayer(
+            name="embed", kind="embed", num_inputs=0, num_prefix=num_prefix, num_kept=config.num_tokens
+        )
+    ]  # fmt: skip
     pending_stages: list[BlockWork] = []
     for work in list_block_work(model, dropped=True):
         if work.has_stage:
@@ -91,24 +90,18 @@ def list_layers(model: VideoViT) -> tuple[VideoViTLayer, ...]:
             continue
         attention = VideoViTLayer(
             name=f"blocks.{work.block}.attention", kind="attention", block=work, stages=tuple(pending_stages),
-            num_inputs=num_prefix + num_kept, num_prefix=work.num_prefix, num_kept=work.num_kept,
+            num_inputs=layers[-1].num_tokens, num_prefix=work.num_prefix, num_kept=work.num_kept,
         )  # fmt: skip
-        num_prefix, num_kept, pending_stages = work.num_prefix, work.num_kept, []
         mlp = replace(
-            attention,
-            name=f"blocks.{work.block}.mlp",
-            kind="mlp",
-            stages=(),
-            num_inputs=num_prefix + num_kept,
+            attention, name=f"blocks.{work.block}.mlp", kind="mlp", stages=(), num_inputs=work.num_tokens
         )
         layers += [attention, mlp]
-    num_inputs = num_prefix + num_kept
-    if pending_stages:
-        num_prefix, num_kept = pending_stages[-1].num_prefix, pending_stages[-1].num_kept
+        pending_stages = []
+    last = pending_stages[-1] if pending_stages else layers[-1]
     layers.append(
         VideoViTLayer(
-            name="head", kind="head", stages=tuple(pending_stages), num_inputs=num_inputs,
-            num_prefix=num_prefix, num_kept=num_kept,
+            name="head", kind="head", stages=tuple(pending_stages), num_inputs=layers[-1].num_tokens,
+            num_prefix=last.num_prefix, num_kept=last.num_kept,
         )
     )  # fmt: skip
     return tuple(_add_outputs(model, layers))
@@ -138,23 +131,6 @@ def _add_outputs(model: VideoViT, layers: list[VideoViTLayer]) -> list[VideoViTL
     return completed
 
 
-def get_weight_dtype(model: VideoViT) -> torch.dtype:
-    """Return the common dtype of the weights.
-
-    Raises:
-        ModelError: Dtypes differ, or the dtype is not in `PRECISIONS`.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or _format_dtype(next(iter(dtypes))) not in PRECISIONS:
-        names = ", ".join(sorted(map(_format_dtype, dtypes)))
-        raise ModelError(f"weights have the dtypes {names}; expected one of {', '.join(PRECISIONS)}")
-    return dtypes.pop()
-
-
-def _format_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class VideoViTCosts:
     """Costs of the layers of a model, from its current architecture: modules may be replaced later.
 
@@ -169,10 +145,16 @@ class VideoViTCosts:
     """
 
     def __init__(self, model: VideoViT) -> None:
-        self.layers, self.dtype = list_layers(model), get_weight_dtype(model)
-        config = self.config = model.config
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        self.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        if self.precision not in PRECISIONS:
+            raise ModelError(
+                f"weights have the dtypes {self.precision}; expected one of {', '.join(PRECISIONS)}"
+            )
+        self.layers, config = list_layers(model), model.config
+        self.config = config
         self.selector = None if model.ast is None else model.ast.selector
-        self.element_bytes = self.dtype.itemsize
+        self.element_bytes = dtypes.pop().itemsize
         # Scores and ToMe's sums are at least float32.
         self.wide_bytes = max(4, self.element_bytes)
         self.dim, self.classes, self.total = config.embed_dim, config.num_classes, config.num_tokens
@@ -201,62 +183,56 @@ class VideoViTCosts:
         self, index: int, layer: VideoViTLayer, batch_size: int, input_bytes: int, gates: Mapping[str, Tensor]
     ) -> LayerNode:
         work, e = layer.block, self.element_bytes
-        weight_bytes = e * self._count_weights(layer, layer.width)
+        is_attention = layer.kind == "attention"
         width: Any = layer.width
         alive: Any = 1
         if work is not None:
-            is_attention = layer.kind == "attention"
             grain, unit_width = ("head", self.config.head_dim) if is_attention else ("channel", 1)
             if grain in gates:
                 width = unit_width * gates[grain][work.block].sum()
             alive = gates["block"][work.block] if "block" in gates else 1
-        flops = alive * self._count_flops(layer, width)
-        activations = alive * self._count_activations(layer, width)
-        weight_reads = alive * e * self._count_weights(layer, width)
+        weights, flops, activations = self._count(layer, width)
+        weight_bytes = e * self._count(layer, layer.width)[0]
         stages = [self._count_stage_bytes(layer, number) for number in range(len(layer.stages))]
         peak_bytes = max([e * self._count_peak_activations(layer), *(peak for _, peak in stages)])
         return LayerNode(
             id=index, name=layer.name, layer_type=layer.kind,
-            flops=batch_size * (sum(stage.selection_flops for stage in layer.stages) + flops),
-            bytes=weight_reads + batch_size * (sum(moved for moved, _ in stages) + e * activations),
+            flops=batch_size * (sum(stage.selection_flops for stage in layer.stages) + alive * flops),
+            bytes=alive * e * weights
+            + batch_size * (sum(moved for moved, _ in stages) + alive * e * activations),
             weight_bytes=weight_bytes, memory_bytes=weight_bytes + batch_size * peak_bytes,
             seq_len=layer.num_tokens, embed_dim=self.dim,
-            num_heads=work.num_heads if work is not None and layer.kind == "attention" else 0,
+            num_heads=work.num_heads if work is not None and is_attention else 0,
             mlp_ratio=layer.width / self.dim if layer.kind == "mlp" else 0.0,
-            precision=_format_dtype(self.dtype), batch_size=batch_size,
+            precision=self.precision, batch_size=batch_size,
             traffic_in_bytes=input_bytes, traffic_out_bytes=batch_size * self._count_state_bytes(layer),
             **self._describe_split(layer, batch_size),
         )  # fmt: skip
 
-    def _count_weights(self, layer: VideoViTLayer, width: Amount) -> Amount:
-        c, config = self.dim, self.config
-        if layer.kind == "attention":
-            return 2 * c + 3 * width * (c + 1) + c * (width + 1)
-        if layer.kind == "mlp":
-            return 2 * c + width * (c + 1) + c * (width + 1)
-        if layer.kind == "head":
-            return 2 * c + self.classes * (c + 1) + 0 * width
-        t, h, w = config.grid
-        positions = t * h * w if config.position == "joint" else t + h * w
-        return c * (self.pixels // self.total + 1 + positions + int(config.pool == "cls")) + 0 * width
+    def _count(self, layer: VideoViTLayer, width: Any) -> tuple[Any, Any, Any]:
+        """Count weights, FLOPs, and elements read and written besides weights.
 
-    def _count_flops(self, layer: VideoViTLayer, width: Amount) -> Amount:
-        n, c = layer.num_tokens, self.dim
-        if layer.kind == "attention":
-            return projection_flops(n, c, width) + attention_flops(n, width)
-        if layer.kind == "mlp":
-            return mlp_flops(n, c, width)
-        return 2 * c * (self.pixels if layer.kind == "embed" else self.classes) + 0 * width
-
-    def _count_activations(self, layer: VideoViTLayer, width: Amount) -> Amount:
-        """Elements read and written, without weights."""
-        n, c = layer.num_tokens, self.dim
+        Args:
+            layer: The layer.
+            width: Width of all heads together, or hidden channels; a tensor if gates determine it.
+        """
+        n, c, config = layer.num_tokens, self.dim, self.config
         if layer.kind == "embed":
-            return self.pixels + n * c + 0 * width
+            t, h, w = config.grid
+            positions = t * h * w if config.position == "joint" else t + h * w
+            weights = c * (self.pixels // self.total + 1 + positions + int(config.pool == "cls"))
+            return weights, 2 * c * self.pixels, self.pixels + n * c
         if layer.kind == "head":
-            return layer.num_inputs * c + 2 * 2 * c + self.classes + 0 * width
-        intermediate = n * c + (4 if layer.kind == "attention" else 1) * n * width
-        return layer.num_inputs * c + n * c + 2 * intermediate
+            activations = layer.num_inputs * c + 2 * 2 * c + self.classes
+            return 2 * c + self.classes * (c + 1), 2 * c * self.classes, activations
+        if layer.kind == "attention":
+            flops = projection_flops(n, c, width) + attention_flops(n, width)
+            num_inner, intermediate = 3, n * c + 4 * n * width
+        else:
+            flops = mlp_flops(n, c, width)
+            num_inner, intermediate = 1, n * c + n * width
+        weights = 2 * c + num_inner * width * (c + 1) + c * (width + 1)
+        return weights, flops, layer.num_inputs * c + n * c + 2 * intermediate
 
     def _count_peak_activations(self, layer: VideoViTLayer) -> int:
         """Largest number of elements that are live at the same time."""

@@ -24,6 +24,9 @@ from sparseflow.pruning.selectors.tokens import TokenState
 _MODULE_NAMES = {"embed": "patch", "attention": "attention", "mlp": "mlp", "head": "head"}
 """Kind of layer -> attribute of the module that a split replaces."""
 
+_GATED = ("flops", "bytes")
+"""Costs that depend on gates."""
+
 
 class LayeredVideoViT:
     """A VideoViT as a `core.layers.LayeredModel`.
@@ -155,10 +158,7 @@ def make_differentiable_layers(model: VideoViT, batch_size: int) -> tuple[LayerN
     gates = {} if model.gates is None else model.gates.compute_gates(hard=False)
     gates = {grain: gate_values.cpu() for grain, gate_values in gates.items()}
 
-    def to_scalar(value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float32)
-
     return tuple(
-        replace(node, flops=to_scalar(node.flops), bytes=to_scalar(node.bytes))
+        replace(node, **{name: torch.as_tensor(getattr(node, name), dtype=torch.float32) for name in _GATED})
         for node in VideoViTCosts(model).make_nodes(batch_size, gates)
     )

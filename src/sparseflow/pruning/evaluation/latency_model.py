@@ -8,7 +8,6 @@ prediction is differentiable in the gates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Self
 
@@ -18,16 +17,16 @@ from pydantic import model_validator
 from torch import Tensor
 
 from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.extras import require
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 from sparseflow.pruning.compaction.compact import resize_blocks
+from sparseflow.pruning.compaction.flops import list_block_work
 from sparseflow.pruning.evaluation.profile import compare_latency, make_dense
-from sparseflow.pruning.model.blocks import TransformerBlock
-from sparseflow.pruning.model.config import ASTConfig
-from sparseflow.pruning.model.video_vit import VideoViT, VideoViTConfig
-from sparseflow.pruning.selectors.tokens import count_kept_tokens
+from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
+from sparseflow.pruning.model.video_vit import VideoViT
 
 _TERMS = ("outside", "block", "linear", "attention", "mlp")
 _MIN_MODELS = 8
@@ -93,27 +92,18 @@ class VideoViTLatencyModel(Artifact):
 
 def _compute_terms(model: VideoViT) -> dict[str, Tensor]:
     """Amounts that the coefficients multiply, as fractions of those of the dense model."""
-    config = model.config
-    total, depth = config.num_tokens, config.depth
+    config, depth = model.config, model.config.depth
     gates = {} if model.gates is None else model.gates.compute_gates(hard=False)
-    device = model.head.weight.device
-    scalar_one = torch.ones((), device=device)
-    terms = {name: torch.zeros((), device=device) for name in _TERMS}
+    terms = {name: torch.zeros((), device=model.head.weight.device) for name in _TERMS}
     terms["outside"] = terms["outside"] + 1.0
-    num_kept = total
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, TransformerBlock)
-        if model.ast is not None and index in model.ast.stages:
-            num_kept = count_kept_tokens(model.ast.stages[index], total)
-        if block.attention is None or block.mlp is None:
+    for work in list_block_work(model, dropped=True):
+        if not work.num_heads:
             continue
-        alive = gates["block"][index] if "block" in gates else scalar_one
-        heads = gates["head"][index].sum() if "head" in gates else scalar_one * block.attention.num_heads
-        channels = (
-            gates["channel"][index].sum() if "channel" in gates else scalar_one * block.mlp.up.out_features
-        )
-        tokens = num_kept / total
+        alive = gates["block"][work.block] if "block" in gates else 1.0
+        heads = gates["head"][work.block].sum() if "head" in gates else work.num_heads
+        channels = gates["channel"][work.block].sum() if "channel" in gates else work.channels
         heads, channels = heads / config.num_heads, channels / config.mlp_channels
+        tokens = work.num_kept / config.num_tokens
         terms["block"] = terms["block"] + alive / depth
         terms["linear"] = terms["linear"] + alive * tokens * heads / depth
         terms["attention"] = terms["attention"] + alive * tokens**2 * heads / depth
@@ -148,11 +138,8 @@ def fit_latency_model(
         InputError: `num_models` is below 8.
         MissingExtraError: scikit-learn is missing.
     """
-    if num_models < _MIN_MODELS:
-        raise InputError(
-            f"`num_models` (={num_models}) must be at least {_MIN_MODELS} for {len(_TERMS)} coefficients"
-        )
-    require("sklearn.linear_model", "pruning")
+    check_at_least(_MIN_MODELS, num_models=num_models)
+    linear_model = require("sklearn.linear_model", "pruning")
     generator, dense = np.random.default_rng(seed), make_dense(model)
     ratios, rows, dense_ms = [], [], []
     for number in range(num_models):
@@ -169,30 +156,21 @@ def fit_latency_model(
     # The dense model itself.
     rows.append([1.0] * len(_TERMS))
     ratios.append(1.0)
-    x, y, scale = np.array(rows), np.array(ratios), float(np.median(dense_ms))
-    indices = list(range(len(y)))
-    errors = [
-        abs(float(x[index] @ _fit_coefficients(x, y, [other for other in indices if other != index]))
-            / y[index] - 1.0)
-        for index in indices
-    ]  # fmt: skip
-    coefficients = (scale * _fit_coefficients(x, y, indices)).tolist()
+    scale = float(np.median(dense_ms))
+    # Least squares of relative errors.
+    x, targets = np.array(rows) / np.array(ratios)[:, None], np.ones(len(ratios))
+    regression = linear_model.LinearRegression(positive=True, fit_intercept=False)
+    selection = require("sklearn.model_selection", "pruning")
+    predicted = selection.cross_val_predict(regression, x, targets, cv=selection.LeaveOneOut())
+    coefficients = (scale * regression.fit(x, targets).coef_).tolist()
     return VideoViTLatencyModel(
         model=asdict(model.config),
         batch_size=batch_size,
         coefficients=dict(zip(_TERMS, coefficients, strict=True)),
         dense_ms=scale,
-        error=float(np.median(errors)),
+        error=float(np.median(np.abs(predicted - 1.0))),
         environment=collect_environment(device, seed=seed),
     )
-
-
-def _fit_coefficients(x: np.ndarray, y: np.ndarray, indices: Sequence[int]) -> np.ndarray:
-    """Fit non-negative least squares of relative errors to the rows in `indices`."""
-    regression = require("sklearn.linear_model", "pruning").LinearRegression(
-        positive=True, fit_intercept=False
-    )
-    return regression.fit(x[indices] / y[indices, None], np.ones(len(indices))).coef_
 
 
 def _sample_pruned_model(dense: VideoViT, ast: ASTConfig | None, generator: np.random.Generator) -> VideoViT:

@@ -26,8 +26,6 @@ class VideoViTProfile:
 
     Attributes:
         batch_size: Clips per call.
-        dtype: Dtype of weights and clips.
-        compiled: Whether the models were compiled with `torch.compile`.
         flops: Candidate -> FLOPs per clip.
         error: Largest difference between the scores of the compact model and of the model with hard masks,
             divided by the largest score; both as timed.
@@ -35,8 +33,6 @@ class VideoViTProfile:
     """
 
     batch_size: int
-    dtype: str
-    compiled: bool
     flops: Mapping[str, int]
     error: float
     comparison: Comparison
@@ -53,7 +49,6 @@ def profile_video_vit(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
-    mode: str | None = None,
     rounds: int = 20,
     warmup: int = 3,
     extra_models: Mapping[str, VideoViT] | None = None,
@@ -68,19 +63,15 @@ def profile_video_vit(
         device: Device of the measurement.
         dtype: Dtype of weights and clips.
         compiled: Compile each model with `torch.compile` as one graph.
-        mode: Mode of `torch.compile`.
         rounds: Timed calls of each model.
         warmup: Untimed calls of each model.
-        extra_models: More models to time.
+        extra_models: More models to time, by names other than those of the module.
         seed: Random seed of clips and of the order of calls.
         progress: Called after each round.
 
     Raises:
         InputError: The model does not prune, or is compact already.
     """
-    reserved = {DENSE, SOFT, MASKED, COMPACT} & set(extra_models or {})
-    if reserved:
-        raise InputError(f"`extra_models` has reserved names: {', '.join(sorted(reserved))}")
     if model.ast is None or model.compacted or not (model.ast.stages or model.ast.keep):
         raise InputError(
             "the model must prune and must not be compact; otherwise there is nothing to compare"
@@ -90,7 +81,7 @@ def profile_video_vit(
         models[SOFT] = model
     models |= {MASKED: model, COMPACT: compact(model), **(extra_models or {})}
     calls = _make_calls(
-        models, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled, mode=mode, seed=seed,
+        models, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled, seed=seed,
         training={SOFT},
     )  # fmt: skip
     masked, compacted = calls[MASKED]().float(), calls[COMPACT]().float()
@@ -100,8 +91,6 @@ def profile_video_vit(
     )
     return VideoViTProfile(
         batch_size=batch_size,
-        dtype=str(dtype).removeprefix("torch."),
-        compiled=compiled,
         flops={name: count_flops(candidate)["total"] for name, candidate in models.items()},
         error=error,
         comparison=comparison,
@@ -115,7 +104,6 @@ def compare_latency(
     batch_size: int = 8,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
     rounds: int = 20,
     warmup: int = 3,
     seed: int = 0,
@@ -126,9 +114,7 @@ def compare_latency(
     Raises:
         InputError: `baseline` is not among the models.
     """
-    calls = _make_calls(
-        models, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled, mode=None, seed=seed
-    )
+    calls = _make_calls(models, batch_size=batch_size, device=device, dtype=dtype, seed=seed)
     return compare(
         calls, rounds=rounds, baseline=baseline, warmup=warmup, device=device, seed=seed, progress=progress
     )
@@ -140,9 +126,8 @@ def _make_calls(
     batch_size: int,
     device: torch.device | str,
     dtype: torch.dtype,
-    compiled: bool,
-    mode: str | None,
     seed: int,
+    compiled: bool = False,
     training: Collection[str] = (),
 ) -> dict[str, Callable[[], Tensor]]:
     """Calls of copies of the models on the same clips; models in `training` run in training mode."""
@@ -153,7 +138,7 @@ def _make_calls(
     calls: dict[str, Callable[[], Tensor]] = {}
     for name, model in models.items():
         model_copy = copy.deepcopy(model).to(device, dtype).train(name in training)
-        runner: Any = torch.compile(model_copy, fullgraph=True, mode=mode) if compiled else model_copy
+        runner: Any = torch.compile(model_copy, fullgraph=True) if compiled else model_copy
 
         def call(runner: Any = runner) -> Tensor:
             with torch.no_grad():

@@ -24,6 +24,9 @@ class BlockGates:
     block: Tensor | None = None
 
 
+_NO_GATES = BlockGates()
+
+
 class Attention(nn.Module):
     """Multi-head self-attention.
 
@@ -208,26 +211,24 @@ class TransformerBlock(nn.Module):
         self.norm2 = None if mlp is None else nn.LayerNorm(dim, eps=eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, gates: BlockGates = _NO_GATES) -> Tensor:
         """Run both branches on `x` [B, S, dim]; for `bias` see `Attention.forward`."""
         return self.forward_mlp(self.forward_attention(x, bias, gates), gates)
 
     def forward_attention(
-        self, x: Tensor, bias: Tensor | None = None, gates: BlockGates | None = None
+        self, x: Tensor, bias: Tensor | None = None, gates: BlockGates = _NO_GATES
     ) -> Tensor:
         """Add the attention branch; identity in a removed block."""
         if self.attention is None:
             return x
         assert self.norm1 is not None
-        gates = gates or BlockGates()
         return x + self._scale_branch(self.attention(self.norm1(x), bias, gates.head), gates.block)
 
-    def forward_mlp(self, x: Tensor, gates: BlockGates | None = None) -> Tensor:
+    def forward_mlp(self, x: Tensor, gates: BlockGates = _NO_GATES) -> Tensor:
         """Add the MLP branch; identity in a removed block."""
         if self.mlp is None:
             return x
         assert self.norm2 is not None
-        gates = gates or BlockGates()
         return x + self._scale_branch(self.mlp(self.norm2(x), gates.channel), gates.block)
 
     def _scale_branch(self, branch: Tensor, gate_values: Tensor | None) -> Tensor:

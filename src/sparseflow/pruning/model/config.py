@@ -1,4 +1,4 @@
-"""Configuration of AST2.0-lite v2 and of the baseline token selectors."""
+"""Configuration of the architecture, of AST2.0-lite v2 and of the baseline token selectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparseflow.core.checks import check_non_negative, check_one_of, check_positive
+from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
 from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
@@ -19,7 +19,84 @@ ATTENTION_SELECTORS = ("tome", "attention")
 
 GATED_GRAINS = ("head", "channel", "block")
 
-_SCALARS = ("selector", "softness", "merge", "strength", "gate_init", "threshold")
+_MAX_MLP_RATIO = 64
+"""Larger ratios are taken for a typing error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoViTConfig:
+    """Architecture of a VideoViT; see `VideoViT` for the fields.
+
+    Raises:
+        InputError: A value is out of range, or sizes are not divisible.
+    """
+
+    img_size: int
+    num_frames: int
+    num_classes: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_ratio: float
+    patch_size: int
+    in_chans: int = 3
+    drop_rate: float = 0.0
+    attn_drop: float = 0.0
+    drop_path_rate: float = 0.0
+    tubelet_size: int = 1
+    pool: str = "mean"
+    position: str = "factored"
+    norm_eps: float = 1e-6
+    final_norm_eps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1, img_size=self.img_size, num_frames=self.num_frames, num_classes=self.num_classes,
+            embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, patch_size=self.patch_size,
+            in_chans=self.in_chans, tubelet_size=self.tubelet_size,
+        )  # fmt: skip
+        for name, divisor_name in (
+            ("img_size", "patch_size"), ("num_frames", "tubelet_size"), ("embed_dim", "num_heads"),
+        ):  # fmt: skip
+            size, divisor = getattr(self, name), getattr(self, divisor_name)
+            if size % divisor:
+                raise InputError(f"`{name}` (={size}) must be divisible by `{divisor_name}` (={divisor})")
+        check_positive(mlp_ratio=self.mlp_ratio, norm_eps=self.norm_eps)
+        if self.final_norm_eps is not None:
+            check_positive(final_norm_eps=self.final_norm_eps)
+        for name in ("drop_rate", "attn_drop", "drop_path_rate"):
+            value = getattr(self, name)
+            check_non_negative(**{name: value})
+            if value >= 1.0:
+                raise InputError(f"`{name}` (={value!r}) must be below 1")
+        if self.mlp_ratio > _MAX_MLP_RATIO or self.mlp_channels < 1:
+            raise InputError(
+                f"`mlp_ratio` (={self.mlp_ratio!r}) must give at least one hidden channel and be at most "
+                f"{_MAX_MLP_RATIO}"
+            )
+        check_one_of(("mean", "cls"), pool=self.pool)
+        check_one_of(("factored", "joint"), position=self.position)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Tokens in time, rows and columns."""
+        side = self.img_size // self.patch_size
+        return self.num_frames // self.tubelet_size, side, side
+
+    @property
+    def num_tokens(self) -> int:
+        """T * N."""
+        t, h, w = self.grid
+        return t * h * w
+
+    @property
+    def mlp_channels(self) -> int:
+        """Hidden channels of an MLP."""
+        return round(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +181,7 @@ class ASTConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {
-            **{name: getattr(self, name) for name in _SCALARS},
-            "stages": {str(block): share for block, share in self.stages.items()},
-            "score": asdict(self.score) | {"levels": list(self.score.levels)},
-            "keep": dict(self.keep),
-        }
+        return asdict(self) | {"stages": {str(block): share for block, share in self.stages.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ASTConfig:
@@ -130,8 +202,6 @@ class ASTConfig:
                 if "levels" in score:
                     score["levels"] = tuple(score["levels"])
                 arguments["score"] = ScoreConfig(**score)
-            if "keep" in arguments:
-                arguments["keep"] = dict(arguments["keep"])
             return cls(**arguments)
         except InputError:
             raise

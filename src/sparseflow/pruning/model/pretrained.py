@@ -134,36 +134,35 @@ def build_from_pretrained(
         FileFormatError: A file is damaged or not a safetensors file.
     """
     weights = open_hf_weights(source, config)
+    sizes = _choose_sizes(
+        weights, tubelet_size=tubelet_size, img_size=img_size, num_heads=num_heads, norm_eps=norm_eps,
+        pool=pool, position=position,
+    )  # fmt: skip
+    model = VideoViT(
+        num_frames=num_frames, num_classes=num_classes, use_ast_prune=use_ast_prune, ast_cfg=ast_cfg,
+        drop_rate=drop_rate, attn_drop=attn_drop, drop_path_rate=drop_path_rate, **sizes,
+    )  # fmt: skip
+    _load(model, weights, head=True)
+    return model.eval()
+
+
+def _choose_sizes(weights: HFWeights, **overrides: Any) -> dict[str, Any]:
+    """Arguments of VideoViT that the source determines, unless they are overridden (not None)."""
     is_videomae = weights.architecture == VIDEOMAE
-    sizes: dict[str, Any] = {"tubelet_size": 1, **weights.sizes()}
-    if tubelet_size is not None:
-        sizes["tubelet_size"] = tubelet_size
-    for name, value in (
-        ("num_heads", weights.num_heads if num_heads is None else num_heads),
-        ("img_size", weights.img_size if img_size is None else img_size),
-    ):
-        if value is None:
+    sizes: dict[str, Any] = {
+        "tubelet_size": 1, **weights.sizes(), "num_heads": weights.num_heads, "img_size": weights.img_size,
+        "norm_eps": weights.eps, "pool": "mean" if is_videomae else "cls",
+        "position": "joint" if is_videomae else "factored",
+    }  # fmt: skip
+    sizes |= {name: value for name, value in overrides.items() if value is not None}
+    for name in ("num_heads", "img_size"):
+        if sizes[name] is None:
             raise InputError(
                 f"`{name}` is unknown: neither the weights of {weights.source} nor a {CONFIG_FILE} give it; "
                 f"pass `{name}` or `config`"
             )
-        sizes[name] = value
-    model = VideoViT(
-        num_frames=num_frames,
-        num_classes=num_classes,
-        mlp_ratio=sizes.pop("mlp_channels") / max(1, sizes["embed_dim"]),
-        use_ast_prune=use_ast_prune,
-        ast_cfg=ast_cfg,
-        norm_eps=weights.eps if norm_eps is None else norm_eps,
-        pool=pool or ("mean" if is_videomae else "cls"),
-        position=position or ("joint" if is_videomae else "factored"),
-        drop_rate=drop_rate,
-        attn_drop=attn_drop,
-        drop_path_rate=drop_path_rate,
-        **sizes,
-    )
-    _load(model, weights, head=True)
-    return model.eval()
+    sizes["mlp_ratio"] = sizes.pop("mlp_channels") / max(1, sizes["embed_dim"])
+    return sizes
 
 
 def _load(model: VideoViT, weights: HFWeights, *, head: bool) -> PretrainedResult:
@@ -305,10 +304,16 @@ class _WeightConverter:
             self.unused[f"{inner}cls_token"] = 'the model has no class token: pool="mean"'
 
     def convert_sine_positions(self) -> None:
-        """Compute VideoMAE's fixed positions for the grid of the model."""
+        """Compute VideoMAE's fixed positions: sines in even channels, cosines in odd ones.
+
+        Source: Vaswani et al., Attention is all you need, section 3.5, over the tokens of all frames.
+        """
         t, h, w = self.model.config.grid
-        table = make_sine_positions(t * h * w, self.model.config.embed_dim).view(1, t, h * w, -1)
-        self.converted["position"] = table.to(self.model.head.weight.device)
+        dim, device = self.model.config.embed_dim, self.model.head.weight.device
+        channel = torch.arange(dim, dtype=torch.float64)
+        angle = torch.arange(t * h * w).double()[:, None] / 10000.0 ** (2.0 * (channel // 2) / dim)
+        table = torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()
+        self.converted["position"] = table.view(1, t, h * w, dim).to(device)
         name = f"{self.weights.prefix}embeddings.position_embeddings"
         if name in self.weights.tensors:
             self.unused[name] = "fixed positions are computed"
@@ -360,13 +365,3 @@ class _WeightConverter:
             self.converted["head.bias"] = self._take(bias, num_classes)
             return
         self.unused |= {name: reason for name in (weight, bias) if name in weights.tensors}
-
-
-def make_sine_positions(num_tokens: int, dim: int) -> Tensor:
-    """VideoMAE's fixed positions, [num_tokens, dim]: sines in even channels, cosines in odd ones.
-
-    Source: Vaswani et al., Attention is all you need, section 3.5, over the tokens of all frames in order.
-    """
-    channel = torch.arange(dim, dtype=torch.float64)
-    angle = torch.arange(num_tokens, dtype=torch.float64)[:, None] / 10000.0 ** (2.0 * (channel // 2) / dim)
-    return torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()

@@ -15,110 +15,31 @@ Each stage (see `ASTConfig.stages`) keeps a fixed number of tokens. The other to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
-from sparseflow.errors import InputError, SampleError
+from sparseflow.errors import SampleError
 from sparseflow.pruning.model.blocks import MLP, Attention, BlockGates, TransformerBlock
-from sparseflow.pruning.model.config import ASTConfig
+from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.gates import UnitGates, compute_sparsity_loss, make_soft_mask
 from sparseflow.pruning.selectors.ast import EntropyScore
-from sparseflow.pruning.selectors.order import make_uniform_order, rank_scores
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     compute_weighted_mean,
     count_kept_tokens,
     drop_tokens,
+    make_uniform_order,
     mask_tokens,
+    rank_scores,
     select_top_tokens,
 )
 from sparseflow.pruning.selectors.tome import merge_similar_tokens
 
 Layout = Literal["BTCHW", "BCTHW"]
 LAYOUTS = ("BTCHW", "BCTHW")
-
-_MAX_MLP_RATIO = 64
-"""Larger ratios are taken for a typing error."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VideoViTConfig:
-    """Architecture of a VideoViT; see `VideoViT` for the fields.
-
-    Raises:
-        InputError: A value is out of range, or sizes are not divisible.
-    """
-
-    img_size: int
-    num_frames: int
-    num_classes: int
-    embed_dim: int
-    depth: int
-    num_heads: int
-    mlp_ratio: float
-    patch_size: int
-    in_chans: int = 3
-    drop_rate: float = 0.0
-    attn_drop: float = 0.0
-    drop_path_rate: float = 0.0
-    tubelet_size: int = 1
-    pool: str = "mean"
-    position: str = "factored"
-    norm_eps: float = 1e-6
-    final_norm_eps: float | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(
-            1, img_size=self.img_size, num_frames=self.num_frames, num_classes=self.num_classes,
-            embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, patch_size=self.patch_size,
-            in_chans=self.in_chans, tubelet_size=self.tubelet_size,
-        )  # fmt: skip
-        for name, divisor_name in (
-            ("img_size", "patch_size"), ("num_frames", "tubelet_size"), ("embed_dim", "num_heads"),
-        ):  # fmt: skip
-            size, divisor = getattr(self, name), getattr(self, divisor_name)
-            if size % divisor:
-                raise InputError(f"`{name}` (={size}) must be divisible by `{divisor_name}` (={divisor})")
-        check_positive(mlp_ratio=self.mlp_ratio, norm_eps=self.norm_eps)
-        if self.final_norm_eps is not None:
-            check_positive(final_norm_eps=self.final_norm_eps)
-        for name in ("drop_rate", "attn_drop", "drop_path_rate"):
-            value = getattr(self, name)
-            check_non_negative(**{name: value})
-            if value >= 1.0:
-                raise InputError(f"`{name}` (={value!r}) must be below 1")
-        if self.mlp_ratio > _MAX_MLP_RATIO or self.mlp_channels < 1:
-            raise InputError(
-                f"`mlp_ratio` (={self.mlp_ratio!r}) must give at least one hidden channel and be at most "
-                f"{_MAX_MLP_RATIO}"
-            )
-        check_one_of(("mean", "cls"), pool=self.pool)
-        check_one_of(("factored", "joint"), position=self.position)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Tokens in time, rows and columns."""
-        side = self.img_size // self.patch_size
-        return self.num_frames // self.tubelet_size, side, side
-
-    @property
-    def num_tokens(self) -> int:
-        """T * N."""
-        t, h, w = self.grid
-        return t * h * w
-
-    @property
-    def mlp_channels(self) -> int:
-        """Hidden channels of an MLP."""
-        return round(self.embed_dim * self.mlp_ratio)
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
 
 
 class VideoViT(nn.Module):
@@ -263,20 +184,16 @@ class VideoViT(nn.Module):
         tokens = self.embed(self.check_clips(x, layout))
         features: Tensor | None = None
         masks: dict[int, Tensor] = {}
-        gates = None if self.gates is None else self.gates.compute_gates(
-            hard=self.hard_gates or not self.training
-        )  # fmt: skip
+        gates: dict[str, Tensor] = {}
+        if self.gates is not None:
+            gates = self.gates.compute_gates(hard=self.hard_gates or not self.training)
         stages: Mapping[int, float] = {} if self.ast is None else self.ast.stages
         for index, block in enumerate(self.blocks):
             if index in stages:
                 if features is None:
                     features = tokens.grid
                 tokens = self.apply_stage(tokens, index, masks)
-            block_gates = None
-            if gates is not None:
-                block_gates = BlockGates(
-                    **{grain: gate_values[index] for grain, gate_values in gates.items()}
-                )
+            block_gates = BlockGates(**{grain: gate_values[index] for grain, gate_values in gates.items()})
             tokens = replace(tokens, x=block(tokens.x, tokens.attn_bias, block_gates))
         logits = self.classify(tokens)
         if not return_intermediate:

@@ -2,8 +2,8 @@
 
 - `ast`: AST2.0-lite v2, entropies over time, space and regions (kernels in `entropy/`).
 - `tome`: token merging.
-- `order`: fixed orders of the random and uniform selectors.
-- `tokens`: token state between blocks, and dropping or masking of tokens.
+- `tokens`: token state between blocks, dropping or masking of tokens, and the fixed orders of the random and
+  uniform selectors.
 
 The attention selector uses `model.blocks.Attention.compute_received_attention`.
 """

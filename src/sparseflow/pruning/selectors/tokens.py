@@ -1,4 +1,4 @@
-"""Token state between blocks, and dropping or masking of tokens.
+"""Token state between blocks, dropping or masking of tokens, and fixed token orders.
 
 A stage keeps a fixed number of tokens, whatever the video shows, so that shapes are static and a model can be
 compiled and captured in a CUDA graph. There are two equivalent implementations:
@@ -122,3 +122,20 @@ def mask_tokens(
         retained=retained,
         attn_bias=torch.cat([prefix_bias, attn_bias], 1),
     )
+
+
+def make_uniform_order(num_tokens: int) -> Tensor:
+    """Rank tokens so that the tokens of the highest ranks are spread evenly, int64, [num_tokens].
+
+    Tokens are ranked by the fractional parts of multiples of the golden ratio (a low-discrepancy sequence).
+    """
+    golden = (5.0**0.5 - 1.0) / 2.0
+    return rank_scores(1.0 - (golden * torch.arange(num_tokens, dtype=torch.float64)) % 1.0)
+
+
+def rank_scores(score: Tensor) -> Tensor:
+    """Rank of each score, 0 for the lowest, int64, [n].
+
+    Integers keep their value when the module is cast to half precision.
+    """
+    return score.argsort().argsort()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import torch
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_json
@@ -39,14 +37,6 @@ ROWS_FILE = "accuracy.jsonl"
 RESULTS_FILE = "comparison.json"
 DENSE, AST = "dense", "ast"
 ONE_FRAME = "one frame"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedModel:
-    """A model of the comparison: its name, which is also that of its directory, and its configuration."""
-
-    name: str
-    config: PruningConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +86,6 @@ class AccuracySummary:
     over_ast_low: float | None = None
     over_ast_high: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields that are not None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySummary:
@@ -123,56 +109,49 @@ class LatencySummary:
     speedup_high: float
     times_ms: list[float]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return asdict(self)
 
-
-def list_selector_models(config: PruningConfig) -> list[ComparedModel]:
-    """List the dense model and one model for each selector, otherwise equal.
+def list_selector_models(config: PruningConfig) -> dict[str, PruningConfig]:
+    """List the configurations, by name, of the dense model and of one model for each selector.
 
     Raises:
         InputError: The configuration does not prune.
     """
     if config.mode == "dense":
         raise InputError("`mode` (='dense') keeps all tokens; a comparison needs a mode that prunes")
-    models = [ComparedModel(name=DENSE, config=_update_config(config, mode="dense", latency=None))]
+    models = {DENSE: _update_config(config, mode="dense", latency=None)}
     for selector in SELECTORS:
-        ast: dict[str, Any] = dict(config.ast) | {"selector": selector}
+        keep = config.ast.keep
         if selector in ATTENTION_SELECTORS:
-            keep: dict[str, float] = config.ast.get("keep", {})
-            ast["keep"] = {grain: share for grain, share in keep.items() if grain == "channel"}
-        models.append(ComparedModel(name=selector, config=_update_config(config, ast=ast)))
+            keep = {grain: share for grain, share in keep.items() if grain == "channel"}
+        models[selector] = _update_config(config, ast=replace(config.ast, selector=selector, keep=keep))
     return models
 
 
-def list_ablations(config: PruningConfig) -> list[ComparedModel]:
+def list_ablations(config: PruningConfig) -> dict[str, PruningConfig]:
     """List AST without each of its parts, AST with divergences, and the dense model on one frame."""
     score_changes: dict[str, dict[str, Any]] = {
         "no time": {"time": 0.0},
         "no space": {"space": 0.0},
         "no regions": {"region": 0.0},
-        "one level": {"levels": [1]},
+        "one level": {"levels": (1,)},
         "divergence": {"measure": "divergence"},
     }
-    models = []
+    models = {}
     for name, change in score_changes.items():
-        score = dict(config.ast.get("score", {})) | change
-        ast = dict(config.ast) | {"selector": AST, "score": score}
-        models.append(ComparedModel(name=f"{AST}, {name}", config=_update_config(config, ast=ast)))
+        ast = replace(config.ast, selector=AST, score=replace(config.ast.score, **change))
+        models[f"{AST}, {name}"] = _update_config(config, ast=ast)
     if config.data.kind == "moving_digits":
-        frozen = config.data.model_dump() | {"frozen": True}
-        one_frame = _update_config(config, mode="dense", latency=None, data=frozen)
-        models.append(ComparedModel(name=ONE_FRAME, config=one_frame))
+        frozen = config.data.model_copy(update={"frozen": True})
+        models[ONE_FRAME] = _update_config(config, mode="dense", latency=None, data=frozen)
     return models
 
 
 def _update_config(config: PruningConfig, **changes: Any) -> PruningConfig:
-    return parse_config(config.model_dump(mode="json") | changes)
+    return parse_config(config.model_copy(update=changes).model_dump(mode="json"))
 
 
 def train_models(
-    models: Sequence[ComparedModel],
+    models: Mapping[str, PruningConfig],
     out_dir: Path | str,
     *,
     num_seeds: int = 5,
@@ -183,7 +162,7 @@ def train_models(
     """Train and evaluate every model with every seed.
 
     Args:
-        models: Models with unique names.
+        models: Name of each model, which is also that of its directory -> configuration.
         out_dir: Output directory, created if absent; an existing comparison is resumed.
         num_seeds: Trainings of each model, with seeds from 0.
         device: Device; `"cuda"` cycles through all GPUs.
@@ -191,13 +170,12 @@ def train_models(
         progress: Called after each training.
 
     Raises:
-        InputError: Names are not unique, there is no seed, or the directory has results of another
-            configuration.
+        InputError: There is no seed, or the directory has results of another configuration.
         FileFormatError: A row of the directory is damaged.
         RunError: A training failed.
     """
     root = Path(out_dir)
-    digests = {model.name: _digest_config(model.config) for model in models}
+    digests = {name: _digest_config(config) for name, config in models.items()}
 
     def check_row(record: Mapping[str, Any]) -> None:
         row = _parse_row(record, root / ROWS_FILE)
@@ -206,10 +184,9 @@ def train_models(
                 f"{root} has results of {row.entry} with another configuration; choose another directory"
             )
 
-    cells = make_grid([(model.name, model) for model in models], num_seeds=num_seeds)
     rows = run_grid(
-        partial(_train_model, root), cells, root / ROWS_FILE, check_row=check_row, device=device,
-        workers=workers,
+        partial(_train_model, root), make_grid(models.items(), num_seeds=num_seeds), root / ROWS_FILE,
+        check_row=check_row, device=device, workers=workers,
         describe=lambda row: f"{row['entry']}, seed {row['seed']}: {row['video_top1']:.1%}",
         progress=progress,
     )  # fmt: skip
@@ -222,9 +199,9 @@ def _digest_config(config: PruningConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _train_model(root: Path, cell: GridCell[ComparedModel], device: str) -> dict[str, Any]:
-    config = cell.config.config
-    seeded = _update_config(config, train=config.train.model_dump() | {"seed": cell.seed})
+def _train_model(root: Path, cell: GridCell[PruningConfig], device: str) -> dict[str, Any]:
+    config = cell.config
+    seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": cell.seed})})
     result = train(seeded, get_training_dir(root, cell.name, cell.seed), device=device)
     assert result.accuracy is not None
     return {
@@ -274,25 +251,21 @@ def _summarize(values: Sequence[float], name: str) -> dict[str, float]:
 
 
 def measure_latencies(
-    models: Sequence[ComparedModel],
+    names: Sequence[str],
     out_dir: Path | str,
     *,
     batch_size: int = 8,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
     rounds: int = 20,
     progress: Progress | None = None,
 ) -> list[LatencySummary]:
     """Time the compact models of seed 0 against the dense model.
 
     Args:
-        models: Trained models, among them the dense one.
+        names: Trained models, among them the dense one.
         out_dir: Directory of the comparison.
         batch_size: Clips per call.
         device: Device of the measurement.
-        dtype: Dtype of weights and clips.
-        compiled: Compile the models with `torch.compile`.
         rounds: Timed calls of each model.
         progress: Called after each round.
 
@@ -300,28 +273,23 @@ def measure_latencies(
         InputError: The dense model is not among the models.
     """
     root = Path(out_dir)
-    compacted = {
-        model.name: compact(load_model(get_training_dir(root, model.name, 0) / MODEL_FILE))
-        for model in models
-    }
+    compacted = {name: compact(load_model(get_training_dir(root, name, 0) / MODEL_FILE)) for name in names}
     if DENSE not in compacted:
         raise InputError(f"the model {DENSE!r} is required as the baseline, got {', '.join(compacted)}")
     comparison = compare_latency(
-        compacted, baseline=DENSE, batch_size=batch_size, device=device, dtype=dtype, compiled=compiled,
-        rounds=rounds, progress=progress,
-    )  # fmt: skip
-    return [
-        LatencySummary(
-            model=name,
-            gflops=count_flops(model)["total"] / 1e9,
-            latency_ms=comparison.samples(name).median_ms / batch_size,
-            speedup=comparison.speedup(name).median,
-            speedup_low=comparison.speedup(name).low,
-            speedup_high=comparison.speedup(name).high,
-            times_ms=list(comparison.times_ms[name]),
-        )
-        for name, model in compacted.items()
-    ]
+        compacted, baseline=DENSE, batch_size=batch_size, device=device, rounds=rounds, progress=progress
+    )
+    summaries = []
+    for name, model in compacted.items():
+        speedup = comparison.speedup(name)
+        summaries.append(
+            LatencySummary(
+                model=name, gflops=count_flops(model)["total"] / 1e9,
+                latency_ms=comparison.samples(name).median_ms / batch_size, speedup=speedup.median,
+                speedup_low=speedup.low, speedup_high=speedup.high, times_ms=list(comparison.times_ms[name]),
+            )
+        )  # fmt: skip
+    return summaries
 
 
 def write_results(
@@ -349,8 +317,8 @@ def write_results(
         "environment": environment,
         "command": command,
         "settings": config.model_dump(mode="json"),
-        "models": [summary.to_dict() for summary in summaries],
-        "latency": [latency.to_dict() for latency in latencies],
+        "models": [asdict(summary) for summary in summaries],
+        "latency": [asdict(latency) for latency in latencies],
         "rows": [asdict(row) for row in rows],
     }
     write_json(root / RESULTS_FILE, record)
@@ -397,6 +365,6 @@ def _build_page(
         "model": "model", "gflops": "GFLOP per clip", "latency_ms": "ms per clip", "speedup": "over dense",
         "speedup_low": "from", "speedup_high": "to",
     }  # fmt: skip
-    rows = [latency.to_dict() for latency in latencies]
+    rows = [asdict(latency) for latency in latencies]
     page.table("Cost of the compact models", rows, columns=cost_columns, digits=3)
     return page

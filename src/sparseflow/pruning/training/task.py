@@ -1,9 +1,10 @@
-"""Training task of a VideoViT: model, optimizer, training step and evaluation."""
+"""Training of a VideoViT step by step, for `core.training.loop.fit`, or epoch by epoch, for an outer loop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparseflow.core.training.distributed import DistributedContext
+from sparseflow.core.layers import LayerNode
+from sparseflow.core.progress import Progress
+from sparseflow.core.training.distributed import DistributedContext, init_distributed
 from sparseflow.core.training.optimizer import check_finite, lr_factor, set_learning_rate, split_weight_decay
 from sparseflow.errors import InputError
+from sparseflow.pruning.compaction.compact import compact
+from sparseflow.pruning.compaction.layered_model import LayeredVideoViT, make_differentiable_layers
 from sparseflow.pruning.compaction.saved_model import save_model
 from sparseflow.pruning.config import PruningConfig
-from sparseflow.pruning.data.datasets import Batch, VideoDataset, load_batches
+from sparseflow.pruning.data.datasets import Batch, VideoDataset, load_batches, load_video_dataset
 from sparseflow.pruning.evaluation.accuracy import VideoAccuracy, evaluate_accuracy
 from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel, compute_budget_loss
-from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.page import PAGE_FILE, write_training_page
-
-ExtraLoss = Callable[[VideoViT], Tensor]
 
 MODEL_FILE = "model.safetensors"
 _AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +38,11 @@ class VideoTrainingTask:
         data: Training and test clips.
         latency_model: Latency model of the budget loss; None trains without a budget.
         context: Distributed context.
-        environment: Environment of the training, for the report page.
+
+    Attributes:
+        model: Model in training.
+        stats: `ast_stats` of the last step.
+        accuracy: Result of the last evaluation.
 
     Raises:
         InputError: An epoch has fewer clips than a step, or `latency_model` is of another architecture.
@@ -49,10 +54,9 @@ class VideoTrainingTask:
         data: VideoDataset,
         latency_model: VideoViTLatencyModel | None,
         context: DistributedContext,
-        environment: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.data, self._context = config, data, context
-        self._latency_model, self._environment = latency_model, environment
+        self._latency_model = latency_model
         train = config.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(train.seed)
@@ -78,7 +82,7 @@ class VideoTrainingTask:
         self.optimizer = torch.optim.AdamW(groups, lr=train.rate)
         self._amp = _AMP_DTYPES[train.amp]
         self._scaler = torch.amp.GradScaler(context.device.type, enabled=train.amp == "fp16")
-        self._stats: dict[str, float] = {}
+        self.stats: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Training state."""
@@ -87,7 +91,7 @@ class VideoTrainingTask:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
-            "stats": self._stats,
+            "stats": self.stats,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,12 +99,12 @@ class VideoTrainingTask:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        self._stats = dict(state["stats"])
-        self.step = state["step"]
+        self.stats = dict(state["stats"])
+        self.step, self._batches = state["step"], iter(())
 
-    def load_epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield the remaining batches of an epoch on this process."""
-        train, context = self.config.train, self._context
+    def _load_epoch(self) -> Iterator[Batch]:
+        """Yield the remaining batches of the epoch on this process."""
+        train, context, epoch = self.config.train, self._context, self.step // self.epoch_steps
         self.data.set_epoch(epoch)
         num_clips = self.epoch_steps * train.batch_size * context.world_size
         order = self.data.shuffle_epoch(epoch, train.seed)[:num_clips]
@@ -111,18 +115,11 @@ class VideoTrainingTask:
             device=context.device,
         )  # fmt: skip
 
-    def train_step(self) -> dict[str, float]:
-        if self.step % self.epoch_steps == 0 or (batch := next(self._batches, None)) is None:
-            self._batches = self.load_epoch(self.step // self.epoch_steps)
-            batch = next(self._batches)
-        return self.train_batch(batch)
-
-    def train_batch(self, batch: Batch, extra_loss: ExtraLoss | None = None) -> dict[str, float]:
+    def train_step(self, extra_loss: Callable[[], Tensor] | None = None) -> dict[str, float]:
         """Run one training step.
 
         Args:
-            batch: Clips and labels.
-            extra_loss: Additional term of the loss, computed from the model.
+            extra_loss: Additional term of the loss.
 
         Returns:
             Metrics of the step.
@@ -130,6 +127,9 @@ class VideoTrainingTask:
         Raises:
             RunError: The loss or the gradient is not finite.
         """
+        if self.step % self.epoch_steps == 0 or (batch := next(self._batches, None)) is None:
+            self._batches = self._load_epoch()
+            batch = next(self._batches)
         train, context = self.config.train, self._context
         generator = np.random.default_rng([train.seed, self.step, context.rank])
         torch.manual_seed(int(generator.integers(2**62)))  # for dropout
@@ -156,7 +156,7 @@ class VideoTrainingTask:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.step += 1
-        self._stats = {name: numbers[name] for name in stats}
+        self.stats = {name: numbers[name] for name in stats}
         return numbers
 
     def _update_masks(self) -> None:
@@ -168,7 +168,7 @@ class VideoTrainingTask:
         model.hard_gates = train.hard_from is not None and progress >= train.hard_from
 
     def _compute_loss(
-        self, batch: Batch, extra_loss: ExtraLoss | None
+        self, batch: Batch, extra_loss: Callable[[], Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Total loss, metrics, and `ast_stats`."""
         device_type = self._context.device.type
@@ -186,14 +186,10 @@ class VideoTrainingTask:
             loss = loss + latency.weight * budget_loss
             metrics["over_budget"] = budget_loss.detach()
         if extra_loss is not None:
-            extra = extra_loss(self.model)
+            extra = extra_loss()
             loss = loss + extra.to(loss)
             metrics["extra"] = extra.detach()
         return loss, metrics, {name: value.detach() for name, value in info["ast_stats"].items()}
-
-    def get_stats(self) -> dict[str, float]:
-        """`ast_stats` of the last step."""
-        return dict(self._stats)
 
     def evaluate_test_set(self) -> VideoAccuracy:
         """Evaluate all test clips.
@@ -211,7 +207,7 @@ class VideoTrainingTask:
 
     def evaluate(self) -> dict[str, float]:
         self.accuracy = self.evaluate_test_set()
-        return self.accuracy.to_dict() | self.get_stats()
+        return self.accuracy.to_dict() | self.stats
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
         epoch = -(-self.step // self.epoch_steps)
@@ -220,5 +216,56 @@ class VideoTrainingTask:
     def finish(self, out_dir: Path) -> None:
         self.accuracy = self.accuracy or self.evaluate_test_set()
         save_model(self.model, out_dir / MODEL_FILE)
-        if not (out_dir / PAGE_FILE).is_file():
-            write_training_page(out_dir, self._environment)
+
+
+class VideoEpochTrainer(VideoTrainingTask):
+    """A `core.training.epoch_trainer.EpochTrainer`; a context manager that restores torch's random state.
+
+    Args:
+        config: Model, dataset and training.
+        device: Device.
+
+    Raises:
+        InputError: A setting is invalid.
+    """
+
+    def __init__(self, config: PruningConfig, *, device: torch.device | str = "cpu") -> None:
+        self.epochs = config.train.epochs
+        with ExitStack() as stack:
+            context = stack.enter_context(init_distributed(device))
+            stack.enter_context(torch.random.fork_rng(devices=context.cuda_devices))
+            super().__init__(config, load_video_dataset(config), None, context)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> VideoEpochTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def train_epoch(
+        self, extra_loss: Callable[[], Tensor] | None = None, progress: Progress | None = None
+    ) -> Mapping[str, float]:
+        """Train for one more epoch and return the means of the metrics over its steps."""
+        rows: list[dict[str, float]] = []
+        while not rows or self.step % self.epoch_steps:
+            rows.append(self.train_step(extra_loss))
+            if progress is not None:
+                progress(self.format_metrics(rows[-1]), len(rows) / self.epoch_steps)
+        return {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
+
+    def evaluate_accuracy(self) -> float:
+        """Top-1 accuracy over test videos."""
+        return self.evaluate_test_set().video_top1
+
+    def differentiable_layers(self, batch_size: int) -> Sequence[LayerNode]:
+        """Layers with FLOPs and bytes that are differentiable in the gates."""
+        return make_differentiable_layers(self.model, batch_size)
+
+    def export_model(self) -> LayeredVideoViT:
+        """Compact copy of the model."""
+        return LayeredVideoViT(compact(self.model))
+
+    def save(self, path: Path) -> None:
+        """Write the compact model for `load_model`."""
+        save_model(compact(self.model), path)

@@ -149,20 +149,9 @@ def compute_entropies(
             )  # fmt: skip
         if cell_entropy.numel():
             launch_cells[(b * t, cell_entropy.shape[2])](
-                x,
-                starts,
-                patches,
-                mask,
-                cell_entropy,
-                t,
-                n,
-                c,
-                cell_entropy.shape[2],
-                *strides,
-                1.0 / temperature,
-                BP=PATCH_BLOCK,
-                **constants,
-            )
+                x, starts, patches, mask, cell_entropy, t, n, c, cell_entropy.shape[2], *strides,
+                1.0 / temperature, BP=PATCH_BLOCK, **constants,
+            )  # fmt: skip
     return window_entropy, cell_entropy
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ from sparseflow.errors import InputError, RunError
 from sparseflow.pruning import compact
 from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 from sparseflow.pruning.compaction.saved_model import load_model
-from sparseflow.pruning.data.datasets import load_video_dataset
-from sparseflow.pruning.training.epoch_trainer import VideoEpochTrainer
+from sparseflow.pruning.training.task import VideoEpochTrainer
 from sparseflow.pruning.training.train import train
 from tests.pruning.small import quick
+
+OneEpoch = tuple[dict[str, torch.Tensor], Mapping[str, float]]
 
 
 def weights(task: VideoEpochTrainer) -> dict[str, torch.Tensor]:
@@ -30,12 +31,21 @@ def assert_same(update: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     torch.testing.assert_close(update, other, rtol=0.0, atol=0.0)
 
 
+@pytest.fixture(scope="module")
+def one_epoch() -> OneEpoch:
+    """Weights and metrics after one epoch."""
+    with VideoEpochTrainer(quick(train={"epochs": 1})) as task:
+        numbers = task.train_epoch()
+        return weights(task), numbers
+
+
 def test_trainer_implements_epoch_trainer() -> None:
     with VideoEpochTrainer(quick()) as task:
         exported: EpochTrainer = task
         assert exported.epochs == 2 and 0.0 <= exported.evaluate_accuracy() <= 1.0
 
 
+@pytest.mark.usefixtures("no_page")
 def test_epochs_match_train(tmp_path: Path) -> None:
     single = train(quick(), tmp_path)
     messages: list[tuple[str, float]] = []
@@ -48,15 +58,14 @@ def test_epochs_match_train(tmp_path: Path) -> None:
     assert messages[0][0].startswith("epoch 1 of 2, loss ") and messages[-1][0].startswith("epoch 2 of 2")
 
 
-def test_zero_extra_loss_changes_nothing() -> None:
-    exported = []
-    for extra in (None, lambda: torch.zeros(()), lambda: torch.zeros((), dtype=torch.float64)):
+def test_zero_extra_loss_changes_nothing(one_epoch: OneEpoch) -> None:
+    expected, metrics = one_epoch
+    assert "extra" not in metrics
+    for dtype in (torch.float32, torch.float64):
         with VideoEpochTrainer(quick(train={"epochs": 1})) as task:
-            numbers = task.train_epoch(extra)
-            exported.append((weights(task), numbers["loss"], numbers.get("extra")))
-    assert_same(exported[0][0], exported[1][0])
-    assert_same(exported[0][0], exported[2][0])
-    assert exported[0][1] == exported[1][1] and [item[2] for item in exported] == [None, 0.0, 0.0]
+            numbers = task.train_epoch(lambda dtype=dtype: torch.zeros((), dtype=dtype))
+            assert_same(weights(task), expected)
+        assert numbers["loss"] == metrics["loss"] and numbers["extra"] == 0.0
 
 
 def test_extra_loss_reaches_gates() -> None:
@@ -178,42 +187,27 @@ def test_dense_model_trains() -> None:
         ]
 
 
-def test_data_argument_replaces_dataset() -> None:
-    data = load_video_dataset(quick())
-    with VideoEpochTrainer(quick(), data=replace(data, epoch_clips=16)) as task:
-        messages: list[str] = []
-        task.train_epoch(progress=lambda text, _: messages.append(text))
-        assert len(messages) == 2
-
-
-def test_global_generator_is_restored() -> None:
+def test_global_generator_is_restored_and_not_used(one_epoch: OneEpoch) -> None:
     torch.manual_seed(3)
     with VideoEpochTrainer(quick(train={"epochs": 1})) as task:
         task.train_epoch()
-        exported = weights(task)
+        assert_same(weights(task), one_epoch[0])
     number = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(number, torch.rand(2))
-    torch.rand(17)
-    with VideoEpochTrainer(quick(train={"epochs": 1})) as other:
-        other.train_epoch()
-        assert_same(weights(other), exported)
-    with VideoEpochTrainer(quick(train={"epochs": 1, "seed": 1})) as another:
-        assert not torch.equal(another.model.head.weight, other.model.head.weight)
+    with VideoEpochTrainer(quick(train={"epochs": 1, "seed": 1})) as other:
+        assert not torch.equal(other.model.head.weight, task.model.head.weight)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_concurrent_trainers_are_independent(nested: bool) -> None:
-    with VideoEpochTrainer(quick(train={"epochs": 1})) as single:
-        single.train_epoch()
-        expected = weights(single)
+def test_concurrent_trainers_are_independent(nested: bool, one_epoch: OneEpoch) -> None:
     torch.manual_seed(5)
     first = VideoEpochTrainer(quick(train={"epochs": 1}))
     second = VideoEpochTrainer(quick(train={"epochs": 1, "seed": 2}))
     with first, second:
         for task in (second, first) if nested else (first, second):
             task.train_epoch()
-        assert_same(weights(first), expected)
+        assert_same(weights(first), one_epoch[0])
     number = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(number, torch.rand(1))
