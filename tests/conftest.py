@@ -24,9 +24,9 @@ torch.set_num_threads(1)
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 # Examples have no deadline and are the same in every run, so a failure points to a change of the code;
-# `--hypothesis-profile search` draws new examples.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("search", deadline=None)
+# `--hypothesis-profile search` draws new and more examples.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("tests")
 
 if not torch.cuda.is_available():

@@ -116,8 +116,7 @@ def test_open_while_another_process_writes_is_refused(run: Run) -> None:
 WRITER = """
 import sys
 from sparseflow.core.run import Run
-run = Run.start(sys.argv[1], "bench", {})
-print(run.path, flush=True)
+run = Run.open(sys.argv[1])
 for index in range(10**9):
     run.append({"index": index, "text": "x" * 200})
     if index == 500:
@@ -125,22 +124,23 @@ for index in range(10**9):
 """
 
 
-def test_open_after_a_kill_resumes_all_whole_rows(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("refused_at_once")
+def test_open_after_a_kill_resumes_all_whole_rows(run: Run) -> None:
+    run.fail("over")
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(run.path)], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
-        path = Path(child.stdout.readline().strip())
         assert child.stdout.readline() == "running\n"
         with pytest.raises(RunError):
-            Run.open(path)
+            Run.open(run.path)
         child.send_signal(signal.SIGKILL)
-    assert json.loads((path / "run.json").read_text())["status"] == "running"
-    with Run.open(path) as run:
-        indices = [row["index"] for row in run.read_rows()]
+    assert json.loads((run.path / "run.json").read_text())["status"] == "running"
+    with Run.open(run.path) as resumed_run:
+        indices = [row["index"] for row in resumed_run.read_rows()]
         assert indices == list(range(len(indices))) and len(indices) > 500
-        run.append({"index": len(indices), "text": "after"})
-    assert [row["index"] for row in Run.open(path).read_rows()] == list(range(len(indices) + 1))
+        resumed_run.append({"index": len(indices), "text": "after"})
+    assert [row["index"] for row in Run.open(run.path).read_rows()] == list(range(len(indices) + 1))
 
 
 def test_kill_between_parquet_and_run_json_loses_no_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

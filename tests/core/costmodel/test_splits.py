@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold, split_leave_one_group_out
@@ -23,7 +23,6 @@ def assert_partition(groups: list[str], folds: list[Fold]) -> None:
         assert not {groups[i] for i in training} & {groups[i] for i in validation}
 
 
-@settings(deadline=None)
 @given(GROUPS, st.data())
 def test_split_group_k_fold_validates_each_sample_once_without_leaks(
     groups: list[str], data: st.DataObject
@@ -36,7 +35,6 @@ def test_split_group_k_fold_validates_each_sample_once_without_leaks(
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(deadline=None)
 @given(GROUPS)
 def test_split_leave_one_group_out_validates_each_group_once(groups: list[str]) -> None:
     folds = list(split_leave_one_group_out(groups))
@@ -45,7 +43,6 @@ def test_split_leave_one_group_out_validates_each_group_once(groups: list[str]) 
     assert all({groups[i] for i in validation} == {name} for name, (_, validation) in folds)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40), st.data())
 def test_split_k_fold_validates_each_sample_once_in_equal_folds(count: int, data: st.DataObject) -> None:
     folds = list(split_k_fold(count, data.draw(st.integers(2, count))))
