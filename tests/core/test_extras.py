@@ -21,7 +21,7 @@ def test_extras_equal_pyproject() -> None:
         extra: [re.split(r"[\[<>=]", requirement)[0] for requirement in requirements]
         for extra, requirements in declared.items()
     }
-    assert names == {extra: [package for package, _ in packages] for extra, packages in extras.EXTRAS.items()}
+    assert names == {extra: list(packages) for extra, packages in extras.EXTRAS.items()}
 
 
 def test_require_imports_an_installed_package() -> None:

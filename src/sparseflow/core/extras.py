@@ -3,65 +3,42 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from importlib import metadata, util
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from sparseflow.errors import MissingExtraError
 
-EXTRAS: MappingProxyType[str, tuple[tuple[str, str], ...]] = MappingProxyType(
-    {
-        "spiking": (
-            ("spikingjelly", "spikingjelly"),
-            ("numba", "numba"),
-            ("nvidia-ml-py", "pynvml"),
-        ),
-        "latency": (
-            ("onnx", "onnx"),
-            ("onnxruntime", "onnxruntime"),
-            ("transformers", "transformers"),
-            ("pyyaml", "yaml"),
-            ("nvidia-ml-py", "pynvml"),
-            ("xgboost-cpu", "xgboost"),
-            ("scipy", "scipy"),
-            ("prometheus-client", "prometheus_client"),
-        ),
-        "tuning": (("scipy", "scipy"), ("xgboost-cpu", "xgboost"), ("pyyaml", "yaml")),
-        "pruning": (
-            ("av", "av"),
-            ("scikit-learn", "sklearn"),
-            ("pyyaml", "yaml"),
-            ("tensorboard", "tensorboard"),
-        ),
-        "adaptive": (
-            ("transformers", "transformers"),
-            ("xgboost-cpu", "xgboost"),
-            ("scikit-learn", "sklearn"),
-            ("pyyaml", "yaml"),
-            ("pillow", "PIL"),
-            ("fastapi", "fastapi"),
-            ("uvicorn", "uvicorn"),
-            ("prometheus-client", "prometheus_client"),
-            ("numba", "numba"),
-        ),
-        "codesign": (
-            ("ortools", "ortools"),
-            ("numba", "numba"),
-            ("scipy", "scipy"),
-            ("pyyaml", "yaml"),
-        ),
-        "distributed": (("ray", "ray"),),
-        "dev": (
-            ("pytest", "pytest"),
-            ("pytest-xdist", "xdist"),
-            ("hypothesis", "hypothesis"),
-            ("openai", "openai"),
-            ("ruff", "ruff"),
-            ("pyright", "pyright"),
-            ("import-linter", "importlinter"),
-        ),
-    }
-)
-"""Extra -> packages as (name on the package index, import name); identical to pyproject.toml."""
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "spiking": ("spikingjelly", "numba", "nvidia-ml-py"),
+    "latency": (
+        "onnx",
+        "onnxruntime",
+        "transformers",
+        "pyyaml",
+        "nvidia-ml-py",
+        "xgboost-cpu",
+        "scipy",
+        "prometheus-client",
+    ),
+    "tuning": ("scipy", "xgboost-cpu", "pyyaml"),
+    "pruning": ("av", "scikit-learn", "pyyaml", "tensorboard"),
+    "adaptive": (
+        "transformers",
+        "xgboost-cpu",
+        "scikit-learn",
+        "pyyaml",
+        "pillow",
+        "fastapi",
+        "uvicorn",
+        "prometheus-client",
+        "numba",
+    ),
+    "codesign": ("ortools", "numba", "scipy", "pyyaml"),
+    "distributed": ("ray",),
+    "dev": ("pytest", "pytest-xdist", "hypothesis", "openai", "ruff", "pyright", "import-linter"),
+}
+"""Extra -> packages by their names on the package index; identical to pyproject.toml."""
 
 
 def require(package: str, extra: str) -> ModuleType:

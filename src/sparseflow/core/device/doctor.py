@@ -69,7 +69,7 @@ def diagnose() -> Diagnosis:
 
 
 def _check_extra(name: str) -> Check:
-    versions = {package: get_version(package) for package, _ in EXTRAS[name]}
+    versions = {package: get_version(package) for package in EXTRAS[name]}
     missing = [package for package, version in versions.items() if version is None]
     parts = [f"{package} {version}" for package, version in versions.items() if version is not None]
     if not missing:
