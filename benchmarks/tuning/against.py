@@ -31,7 +31,7 @@ from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.measure.evaluator import TOLERANCE, make_job
-from sparseflow.tuning.measure.runner import KernelJob, KernelTiming, measure_kernel
+from sparseflow.tuning.measure.runner import KernelJob, KernelTiming, MeasurementSession
 from sparseflow.tuning.schedule.matrices import CooMatrix, parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import build_presets
@@ -74,7 +74,8 @@ def slower(
         attempts += 1
         tuned_first = len(result) % 2 == 1
         first, second = (tuned, baseline) if tuned_first else (baseline, tuned)
-        item = measure_kernel(first, second, repeats=PAIRS, min_time_s=0.1, max_time_s=1.0)
+        with MeasurementSession(second) as session:
+            item = session.measure(first, repeats=PAIRS, min_time_s=0.1, max_time_s=1.0)
         if item.error is not None:
             raise RunError(f"a kernel failed: {item.error}")
         if not right(item.output):

@@ -99,7 +99,7 @@ def embed_task(nnz: int, device: str, threads: int, repeats: int) -> dict[str, A
         "nnz": len(rows),
         "shape": shape,
         "cells": cells,
-        "config": config.to_dict(),
+        "config": config.model_dump(),
         "threads": threads,
         "seconds": seconds,
         "coarsen_seconds": coarsen_seconds,

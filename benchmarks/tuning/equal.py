@@ -29,7 +29,7 @@ from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.measure.evaluator import TOLERANCE, make_job
-from sparseflow.tuning.measure.runner import measure_kernel
+from sparseflow.tuning.measure.runner import MeasurementSession
 from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.problem import SparseProblem
@@ -80,7 +80,8 @@ def try_one(name: str, number: int, cache: Path | None) -> dict[str, Any]:
         return row | {"outcome": "refused", "why": str(error)}
     except RunError as error:
         return row | {"outcome": "failed", "why": str(error)}
-    result = measure_kernel(job, repeats=1, min_time_s=0.0, cache_dir=cache)
+    with MeasurementSession(cache_dir=cache) as session:
+        result = session.measure(job, repeats=1, min_time_s=0.0)
     if result.error is not None:
         return row | {"outcome": "failed", "why": result.error}
     error = largest_error(program.extract_result(result.output), problem.compute_reference(inputs))

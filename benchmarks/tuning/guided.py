@@ -43,8 +43,7 @@ from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.search.guided import GUIDED_PREFIX
-from sparseflow.tuning.search.session import TuneResult, TuningSession
+from sparseflow.tuning.search.session import GUIDED_PREFIX, TuneResult, TuningSession
 
 WITHIN = 1.05
 """As fast as the long search: at most this many times its winner's time."""

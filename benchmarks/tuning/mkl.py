@@ -40,7 +40,7 @@ def mkl_job(problem: SparseProblem, inputs: tuple[np.ndarray, ...], library: Pat
     head = "".join(f"#define {name} {value}\n" for name, value in defined.items())
     source = head + (Path(__file__).parent / "mkl.c").read_text(encoding="utf-8")
     return KernelJob(
-        library=compile_source(source, extra_flags=["-ldl"]),
+        library=compile_source(source),
         inputs=(csr.indptr.astype(np.int32), csr.indices.astype(np.int32), csr.data, *inputs),
         output_shape=(rows, *(() if problem.n_cols is None else (problem.n_cols,))),
         output_dtype=problem.dtype,

@@ -103,7 +103,7 @@ def main() -> int:
         "schedules": len(ids),
         "tokens": int(ids.shape[1]),
         "distinct_tokens": len(table.fields),
-        "config": net.config.to_dict(),
+        "config": net.config.model_dump(),
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "threads": args.threads,
         "encode_seconds": encode_seconds,

@@ -1,11 +1,28 @@
-"""Searches of tests end soon: what they find is looked at, and not how fast it is."""
+"""Fixtures of the tuning tests: one cache of compiled kernels, and final measurements that end soon."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
 from sparseflow.tuning.measure import evaluator
 from sparseflow.tuning.search import rerank
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of compiled kernels; every source is compiled once in a test run."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # shared by all workers
+    return base / "kernels" / "tuning"
+
+
+@pytest.fixture(autouse=True)
+def default_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEFLOW_CACHE", str(cache.parent))
 
 
 @pytest.fixture(autouse=True)

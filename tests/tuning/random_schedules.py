@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sparseflow.tuning.schedule.operators import OPERATORS, Operator
-from sparseflow.tuning.schedule.schedule import AxisSplit, FormatLevel, LevelMode, Schedule, SparseFormat
+from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
+from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 
 SPMM_LINE = (
@@ -33,7 +34,7 @@ _NUM_SIZES = st.integers(0, 10**18 - 1)
 
 @st.composite
 def any_schedule(draw: st.DrawFn) -> Schedule:
-    """Whatever the grammar allows, for no operator in particular."""
+    """Draw any schedule of the grammar; it may fit no operator."""
     axes = draw(st.lists(_AXES, unique=True, max_size=4))
     splits = [
         AxisSplit(
@@ -67,7 +68,7 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def spaces(draw: st.DrawFn) -> ScheduleSpace:
-    """A space of any operator, for a shape with odd, large or tiny extents."""
+    """Draw a space of any operator with odd, large or tiny extents."""
     operator = OPERATORS[draw(st.sampled_from(sorted(OPERATORS)))]
     shape = {axis: draw(st.integers(1, 40) | st.integers(1, 10**6)) for axis in operator.axes}
     threads = draw(st.lists(st.integers(1, 64), min_size=1, max_size=3))
@@ -78,7 +79,7 @@ generators = st.integers(0, 2**32).map(np.random.default_rng)
 
 
 def restated(schedule: Schedule, operator: Operator, rng: np.random.Generator) -> Schedule:
-    """Another schedule with the same canonical form: what makes no difference is drawn anew."""
+    """Sample another schedule with the same canonical form."""
     modes = list(schedule.formats[0].modes)
     for index, level in enumerate(modes):
         if not level.mode.has_loop and rng.integers(2):
@@ -110,7 +111,7 @@ def restated(schedule: Schedule, operator: Operator, rng: np.random.Generator) -
 
 
 def _holds_one_element(above: list[LevelMode]) -> bool:
-    """Whether positions below levels of these modes do: one is non-unique, and none after it dense."""
+    """Whether positions below these levels hold one element: below a non-unique level, none is dense."""
     for mode in reversed(above):
         if mode is LevelMode.DENSE:
             return False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from sparseflow.core.config import StrictModel
 from sparseflow.tuning.measure.labels import (
     LabelSet,
     ScheduleLatencies,
@@ -18,12 +20,16 @@ from sparseflow.tuning.measure.labels import (
     write_pattern,
 )
 from sparseflow.tuning.model.dataset import RankingDataset
-from sparseflow.tuning.model.net.network import NetConfig
+from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
 from sparseflow.tuning.model.net.pattern_net import PatternConfig
+from sparseflow.tuning.model.net.scoring import score_token_ids
+from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
 from sparseflow.tuning.schedule.matrices import SparsityPattern
-from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.operators import OPERATORS, Operator
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
+
+Config = TypeVar("Config", bound=StrictModel)
 
 SMALL = NetConfig(
     pattern=PatternConfig(channels=4, width=8, max_cells=64), layers=1, width=16, heads=2, feed_forward=16
@@ -31,13 +37,31 @@ SMALL = NetConfig(
 NO_PATTERN = NetConfig(pattern=None, layers=1, width=16, heads=2, feed_forward=16)
 
 
+def change(config: Config, **fields: Any) -> Config:
+    """Copy a configuration with other values of some fields."""
+    return type(config).model_validate(config.model_dump() | fields)
+
+
 def pattern_of(seed: int, shape: tuple[int, int] = (60, 40), density: float = 0.1) -> SparsityPattern:
     rows, cols = np.nonzero(np.random.default_rng(seed).random(shape) < density)
     return SparsityPattern.from_coords(rows, cols, shape)
 
 
+def score_schedules(
+    net: AutoSparseNet,
+    schedules: Sequence[Schedule],
+    operator: Operator,
+    extents: Mapping[str, int],
+    context: torch.Tensor,
+) -> np.ndarray:
+    """Encode and score schedules with a new tokenizer."""
+    encoder = ScheduleTokenizer()
+    ids = encoder.encode(schedules, operator, extents)
+    return score_token_ids(net, ids, encoder.table, context)
+
+
 class MadeUp(LabelSet):
-    """Labels of some operators on some matrices; the last matrix' pattern is not known."""
+    """Made-up labels; the pattern of the last matrix is unknown."""
 
     def __init__(
         self,
@@ -79,14 +103,14 @@ class MadeUp(LabelSet):
 
 
 def latency_ms(schedule: Schedule) -> float:
-    """Easy to learn: threads and vectors help, and so do few loops."""
+    """Compute an easily learned latency: threads, vectors and few loops are fast."""
     slow = 1.0 if schedule.parallel is not None else 3.0
     slow *= 1.0 if schedule.vectorize is not None else 2.0
     return slow * (1.0 + 0.1 * len(schedule.lreorder))
 
 
 def on_disk(folder: Path, **options: Any) -> Path:
-    """The same as files."""
+    """Write the labels of `MadeUp` to files."""
     created = MadeUp(**options)
     digests = {name: write_pattern(folder, pattern) for name, pattern in created.patterns.items()}
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import write_json
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.progress import Progress
+from sparseflow.core.report import Page, plot_curves, plot_intervals
+from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.tuning.measure.labels import LabelSet
 from sparseflow.tuning.model.comparison import (
+    BOOSTED,
+    ComparisonRow,
     build_ablation_entries,
     build_named_entries,
     compare_networks,
+    get_training_dir,
     read_comparison,
 )
 from sparseflow.tuning.model.net.pretrained import load_prior
-from sparseflow.tuning.model.page import build_page, compute_scores
+from sparseflow.tuning.model.ranking import TOP_K, summarize_scores
 from sparseflow.tuning.model.training import TrainConfig
 from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.search.comparison import add_searches, compare_searches, read_search_record
+from sparseflow.tuning.search.comparison import SearchRecord, add_searches, compare_searches
 
 PAGE_FILE = "report.html"
 SCORES_FILE = "scores.json"
@@ -46,7 +52,7 @@ class EvaluationResult:
         environment: Hardware and software, as `core.environment` collects it.
         command: Command line that repeats the evaluation.
         training: Settings shared by all trainings.
-        scores: One record for each model and operator; see `model.page.compute_scores`.
+        scores: One record for each model and operator; see `compute_scores`.
         scores_known: The same over matrices with a known pattern.
         page: The report.
     """
@@ -135,14 +141,61 @@ def evaluate_models(
     result = EvaluationResult(
         environment=environment,
         command=command,
-        training=base.to_dict(),
+        training=base.model_dump(mode="json"),
         scores=compute_scores(rows),
         scores_known=compute_scores(rows, known=True),
         page=write_page(out_dir, environment=environment, reproduce=command),
     )
-    record = {name: value for name, value in result.to_dict().items() if name != "page"}
-    write_atomic(out_dir / SCORES_FILE, json.dumps(record) + "\n")
+    write_json(
+        out_dir / SCORES_FILE, {name: value for name, value in result.to_dict().items() if name != "page"}
+    )
     return result
+
+
+def compute_scores(rows: Sequence[ComparisonRow], *, known: bool = False) -> list[dict[str, Any]]:
+    """Summarize each model and operator over all folds and seeds; see `ranking.summarize_scores`.
+
+    `"over_boosted"` has, for each k, the gain of the top-k score over boosted trees: the difference of the
+    means over seeds for each matrix, then the mean over matrices and its bootstrap interval. It is None
+    without boosted trees.
+
+    Args:
+        rows: Rows of a comparison.
+        known: Whether to use only matrices with a known pattern.
+    """
+    records = []
+    tree_means: dict[str, dict[str, dict[int, float]]] = {}
+    entries = dict.fromkeys(row.entry for row in rows)
+    for entry in sorted(entries, key=lambda name: not name.startswith(BOOSTED)):
+        scores = [
+            score
+            for row in rows
+            if row.entry == entry
+            for score in row.scores
+            if score.pattern_known or not known
+        ]
+        for operator in dict.fromkeys(score.operator for score in scores):
+            operator_scores = [score for score in scores if score.operator == operator]
+            means = {
+                matrix: {
+                    k: mean(score.top_k[k] for score in operator_scores if score.matrix == matrix)
+                    for k in TOP_K
+                }
+                for matrix in dict.fromkeys(score.matrix for score in operator_scores)
+            }
+            if entry == f"{BOOSTED}_{operator}":
+                tree_means[operator] = means
+            gain = None
+            if tree_means.get(operator, {}).keys() >= means.keys():
+                gains = {k: [means[name][k] - tree_means[operator][name][k] for name in means] for k in TOP_K}
+                bounds = {k: bootstrap_mean(gains[k]) for k in TOP_K}
+                gain = {
+                    f"top{k}": {"mean": mean(gains[k]), "low": bounds[k][0], "high": bounds[k][1]}
+                    for k in TOP_K
+                }
+            summary = summarize_scores(operator_scores)
+            records.append({"model": entry, "operator": operator, **summary, "over_boosted": gain})
+    return records
 
 
 def write_page(
@@ -161,7 +214,95 @@ def write_page(
     """
     root = Path(out_dir)
     rows = read_comparison(root)
-    searches = [read_search_record(path) for path in sorted((root / SEARCHES_DIR).glob("*.json"))]
-    page = build_page(root, rows, environment=environment, reproduce=reproduce)
+    searches = [SearchRecord.load(path) for path in sorted((root / SEARCHES_DIR).glob("*.json"))]
+    page = Page(
+        "AutoSparse Net: ranking quality and search time",
+        f"{len({row.entry for row in rows})} models, evaluated on families of matrices that they were not "
+        "trained on.",
+        environment=environment or {},
+        reproduce=reproduce,
+    )
+    _add_rankings(page, rows)
+    _add_losses(page, root, rows)
     add_searches(page, searches)
     return page.write(root / PAGE_FILE)
+
+
+def _add_rankings(page: Page, rows: Sequence[ComparisonRow]) -> None:
+    records = compute_scores(rows)
+    num_seeds = len({row.seed for row in rows})
+    seeds = "" if num_seeds == 1 else f" Scores are means over {num_seeds} trainings of each network."
+    page.section(
+        "Rankings of held-out matrices",
+        "A model ranks all labeled schedules of a task, its pool. The top-k score is the best latency of the "
+        "pool over the best latency among the k schedules that are ranked highest; 1 is optimal. The table "
+        "also shows the expected score of a random pick of k schedules from the same pool." + seeds,
+    )
+    for k in TOP_K[:2]:
+        page.figure(
+            plot_intervals(
+                f"Top-{k} score",
+                [f"{record['model']}, {record['operator']}" for record in records],
+                [record[f"top{k}"]["mean"] for record in records],
+                [record[f"top{k}"]["low"] for record in records],
+                [record[f"top{k}"]["high"] for record in records],
+                unit=f"best latency of the pool / best among the {k} ranked highest",
+                caption="Mean over tasks, with 95 % bootstrap intervals over matrices.",
+            )
+        )
+    _add_table(page, "Scores", records)
+    _add_table(page, "Scores on matrices with a known pattern", compute_scores(rows, known=True))
+
+
+def _add_table(page: Page, title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    columns = {
+        "model": "model",
+        "operator": "operator",
+        "matrices": "matrices",
+        "pool": "schedules in a pool",
+    }
+    bounds = {"mean": "", "low": ", low", "high": ", high"}
+    for k in TOP_K:
+        for part, suffix in (bounds | {"random": ", random pick"}).items():
+            columns[f"top{k}_{part}"] = f"top-{k}{suffix}"
+    for k in TOP_K:
+        for part, suffix in bounds.items():
+            columns[f"gain{k}_{part}"] = f"top-{k} gain over boosted trees{suffix}"
+    columns["pairs"] = "pairs in order"
+    rows = []
+    for record in records:
+        row = {key: record[key] for key in ("model", "operator", "matrices", "pool")}
+        for k in TOP_K:
+            row |= {f"top{k}_{part}": value for part, value in record[f"top{k}"].items()}
+            gain = record["over_boosted"]
+            row |= {f"gain{k}_{part}": gain and gain[f"top{k}"][part] for part in bounds}
+        rows.append(row | {"pairs": record["pair_accuracy"]["mean"]})
+    digits = dict.fromkeys(columns, 3) | {"pool": 0}
+    page.table(title, rows, columns=columns, digits=digits)
+
+
+def _add_losses(page: Page, out_dir: Path, rows: Sequence[ComparisonRow]) -> None:
+    """Add the loss curves of the first fold and seed of every network."""
+    titles = {"train": "Training loss", "held_out": "Loss on held-out matrices"}
+    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {kind: {} for kind in titles}
+    for entry in dict.fromkeys(row.entry for row in rows):
+        train_dir = get_training_dir(out_dir, entry, 0, 0)
+        history = list(read_history(train_dir)) if train_dir.is_dir() else []
+        for kind in titles:
+            curve = smooth_curve((row for row in history if row.get("kind") == kind), "loss")
+            if curve[0]:
+                curves[kind][entry] = curve
+    if not any(curves.values()):
+        return
+    page.section("Losses")
+    for kind, title in titles.items():
+        if curves[kind]:
+            page.figure(
+                plot_curves(
+                    title,
+                    curves[kind],
+                    x="step",
+                    y="loss",
+                    caption="Margin, rank and LambdaRank losses have different scales.",
+                )
+            )

@@ -1,4 +1,4 @@
-"""What schedules compute, against scipy; every way of lowering among them."""
+"""Results of compiled schedules against scipy, for every kind of lowering."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ def check(program: KernelProgram, cache: Path) -> None:
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
     assert result.shape == expected.shape
     assert np.abs(result - expected).max(initial=0.0) <= TOLERANCE[program.problem.dtype] * scale
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 SPMM = {

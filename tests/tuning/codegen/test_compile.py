@@ -1,4 +1,4 @@
-"""Kernels are compiled once, whole or not at all, whoever else compiles, crashes or scribbles."""
+"""Compilation and its cache with concurrent, killed and damaging processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from sparseflow.tuning.codegen.compile import (
     compile_program,
     compile_source,
     find_compiler,
-    get_default_cache_dir,
 )
 
 SOURCE = """
@@ -32,7 +31,7 @@ void sparseflow_kernel(const void *const *inputs, void *const *outputs) {
 
 @pytest.fixture
 def wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that notes each time it compiles; gives the file with the notes."""
+    """Set a compiler that logs its calls; returns the log."""
     log = tmp_path / "log"
     log.touch()
     real = find_compiler().path
@@ -51,7 +50,7 @@ def count(log: Path) -> int:
 
 
 def full(folder: Path) -> None:
-    """Every name in a cache is that of a complete entry."""
+    """Check that a cache only has complete entries."""
     for entry in folder.glob("*.json"):
         assert CompileCache(folder).get(entry.stem) is not None
     for path in folder.iterdir():
@@ -72,11 +71,9 @@ def test_compile_changed_input_changes_key(tmp_path: Path, wrapped: Path) -> Non
     created = {
         compile_source(SOURCE, cache_dir=tmp_path),
         compile_source(SOURCE + "int more;", cache_dir=tmp_path),
-        compile_source(SOURCE, extra_flags=["-O1"], cache_dir=tmp_path),
         compile_program(SOURCE + "int main(void) { return 0; }", cache_dir=tmp_path),
     }
-    assert len(created) == 4
-    assert count(wrapped) == 4
+    assert len(created) == count(wrapped) == 3
 
 
 def test_compile_other_cpu_has_other_entry(
@@ -97,7 +94,6 @@ def test_cache_entry_has_metadata(tmp_path: Path) -> None:
     (note,) = tmp_path.glob("*.json")
     record = json.loads(note.read_text())
     assert record["file"] == library.name
-    assert record["bytes"] == library.stat().st_size
     assert record["compiler"] == find_compiler().version
     assert "-fno-signed-zeros" in record["command"]
     assert not any(str(tmp_path) in word for word in record["command"])
@@ -132,10 +128,10 @@ def test_compile_error_has_location_and_source(tmp_path: Path) -> None:
     source = "int fine;\nvoid broken( {\n"
     with pytest.raises(RunError) as raised:
         compile_source(source, cache_dir=tmp_path)
-    (retained,) = tmp_path.glob("*.c")
-    assert str(retained) in str(raised.value)
+    (source_file,) = tmp_path.glob("*.c")
+    assert str(source_file) in str(raised.value)
     assert ":2:" in str(raised.value)
-    assert retained.read_text() == source
+    assert source_file.read_text() == source
     assert list(tmp_path.glob("*.so")) == []
     assert list((tmp_path / "building").iterdir()) == []
 
@@ -199,13 +195,13 @@ def test_cache_unwritable_dir_raises(tmp_path: Path) -> None:
 
 def test_cache_default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "own"))
-    assert get_default_cache_dir() == tmp_path / "own" / "tuning"
+    assert CompileCache().cache_dir == tmp_path / "own" / "tuning"
     monkeypatch.delenv("SPARSEFLOW_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert get_default_cache_dir() == tmp_path / "xdg" / "sparseflow" / "tuning"
+    assert CompileCache().cache_dir == tmp_path / "xdg" / "sparseflow" / "tuning"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert get_default_cache_dir() == tmp_path / "home" / ".cache" / "sparseflow" / "tuning"
+    assert CompileCache().cache_dir == tmp_path / "home" / ".cache" / "sparseflow" / "tuning"
 
 
 def test_cache_relative_dir_gives_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What lowering decides for small schedules: where sums are kept, what is a vector, what must be zero."""
+"""Lowering of small schedules: location of sums, vectorization and zeroing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.loop_nest import LoopNest, lower
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.schedule.schedule import LevelMode, Schedule
+from sparseflow.tuning.schedule.parser import LevelMode
+from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.random_schedules import generators, spaces
 
@@ -46,7 +47,7 @@ def test_lower_csr() -> None:
     assert [loop.sub_axis for loop in result.loops] == ["i", "k", "j0", "j1"]
     assert [loop.axis for loop in result.loops] == ["i", "k", "j", "j"]
     assert [loop.weight for loop in result.loops] == [1, 1, 32, 1]
-    assert [loop.extent for loop in result.loops] == [33, 61, 4, 32], "the outermost covers the axis"
+    assert [loop.extent for loop in result.loops] == [33, 61, 4, 32], "the outermost loop covers the axis"
     assert [loop.level for loop in result.loops] == [0, 1, None, None]
     assert [loop.mode for loop in result.loops] == [LevelMode.DENSE, LevelMode.COMPRESSED, None, None]
     assert [loop.output for loop in result.loops] == [True, False, True, True]
@@ -76,15 +77,15 @@ def test_lower_three_parts() -> None:
     ("line", "width", "region", "in_array"),
     [
         (CSR, 100, 1, False),  # 4 x 2 vectors
-        (CSR, 512, 1, False),  # 32 vectors: as many as may be
+        (CSR, 512, 1, False),  # 32 vectors, the limit
         (CSR, 513, 1, True),
-        (CSR, 4096, 1, True),  # 16 KiB: as much as may be
+        (CSR, 4096, 1, True),  # 16 KiB, the limit
         (CSR, 4097, None, False),
         (WHOLE, 512, 1, False),
         (WHOLE, 513, 1, True),
         (WHOLE, 4096, 1, True),
         (WHOLE, 4097, None, False),
-        (TILED, 100_000, 2, False),  # a tile at a time, however wide the whole is
+        (TILED, 100_000, 2, False),  # one tile at a time, for any width
         (PLAIN, 16, 1, False),
         (PLAIN, 17, 1, True),
         (BLOCKS, 100_000, 2, False),
@@ -110,7 +111,7 @@ def test_lower_region_is_inside_parallel_loop() -> None:
 
 def test_lower_region_can_hold_row_block() -> None:
     result = spmm("1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 0 4 i0 j k i1 i0 i1 None 0 2 2")
-    # Rows do not lie side by side in the output: what is only hinted at stays a loop over an array.
+    # Rows are not adjacent in the output, so the loop only gets a pragma and sums in an array.
     assert (result.region, result.in_array, result.vector) == (2, True, "hint")
 
 
@@ -188,7 +189,7 @@ def test_lower_single_column_is_not_vectorized() -> None:
     [
         ("i 0 j 1", "1 k 2 k0 2 k1 32 4 i j k0 k1 i k1 None 0 2 16", 2, "sum", True),
         ("i 0 j 1", "0 3 i j k None None None 0 1 1", 2, None, True),
-        ("i 2 j 3", "0 3 i j k i k None 0 2 16", 2, "sum", True),  # every element has a place of its own
+        ("i 2 j 3", "0 3 i j k i k None 0 2 16", 2, "sum", True),  # every element has its own position
         ("i 0 j 1", "1 k 2 k0 2 k1 32 4 k0 i j k1 i k1 None 0 2 16", 3, "sum", False),
         ("i 0 j 1", "0 3 k i j i j None 0 2 16", None, "hint", False),
         ("i 0 j 0", "0 3 k i j i j None 0 2 16", None, "hint", False),
@@ -206,7 +207,7 @@ def test_lower_sddmm(modes: str, tail: str, region: int | None, vector: str | No
     [
         (33, "i0 0 k 1 i1 0", {"i"}, (36, 100)),
         (36, "i0 0 k 1 i1 0", set(), (36, 100)),
-        (33, "i0 1 k 1 i1 1", set(), (36, 100)),  # holds only what is there; the output has room all the same
+        (33, "i0 1 k 1 i1 1", set(), (36, 100)),  # stores no padding; the output is padded
         (33, "i0 0 k 1 i1 1", {"i"}, (36, 100)),
         (33, "i0 1 k 1 i1 0", {"i"}, (36, 100)),
     ],
@@ -255,7 +256,7 @@ def test_lower_invalid_schedule_raises() -> None:
         spmm(CSR, width=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80)
 @given(spaces(), generators)
 def test_lower_invariants_hold(space: ScheduleSpace, generator: np.random.Generator) -> None:
     for _ in range(5):
@@ -266,10 +267,10 @@ def test_lower_invariants_hold(space: ScheduleSpace, generator: np.random.Genera
             parts = [loop for loop in result.loops if loop.axis == axis]
             assert result.padded_extent(axis) == math.prod(part.extent for part in parts) >= extent
             outermost = max(parts, key=lambda part: part.weight)
-            assert (outermost.extent - 1) * outermost.weight < extent, "no step is for nothing"
+            assert (outermost.extent - 1) * outermost.weight < extent, "no step is empty"
             assert result.tail(axis) < math.prod(part.extent for part in parts if part.weight == 1)
         assert result.vector is None or schedule.vectorize is not None
-        assert result.needs_zeroing or result.writes_once, "what is added to must be zero before"
+        assert result.needs_zeroing or result.writes_once, "results that are added to are zeroed"
         if result.region is None:
             assert not result.writes_once and not result.in_array and result.vector != "sum"
             continue
@@ -281,7 +282,7 @@ def test_lower_invariants_hold(space: ScheduleSpace, generator: np.random.Genera
             assert rows.output and rows.mode is LevelMode.DENSE and not strategy.output and not strategy.fixed
             assert 1 < lanes <= result.lanes and rows.extent % lanes == 0
             continue
-        assert all(loop.fixed for loop in inside if loop.output), "results of a region are counted"
+        assert all(loop.fixed for loop in inside if loop.output), "the number of results of a region is fixed"
         assert not inside[0].output
         if result.writes_once:
             assert all(loop.output for loop in outside)

@@ -1,4 +1,4 @@
-"""Schedules made concrete: what is handed to the compiled function, and what is taken from it."""
+"""Programs: kernel arguments and extraction of results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_program_sparse_output_arguments() -> None:
     assert x.shape == (10, 7) and y.shape == (12, 7)
     assert count.dtype == np.int64 and count.tolist() == [len(program.packed.values)]
     assert program.output_shape == program.packed.values.shape
-    assert len(program.packed.values) > program.problem.matrix.nnz, "blocks hold zeros"
+    assert len(program.packed.values) > program.problem.matrix.nnz, "blocks have zeros"
 
 
 def test_program_result_drops_padding() -> None:

@@ -1,4 +1,4 @@
-"""Programs end on their own or are ended, and nothing of them stays."""
+"""Execution of programs with a time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def removed(pid: int) -> bool:
 
 
 def ended_after(note: Path, command: list[str]) -> subprocess_runner.ProcessResult:
-    """How a program ended that was killed after it wrote its note, however slow the machine is."""
+    """Run a program that is killed after it has written its note, however slow the machine is."""
     for timeout_s in (0.5, 5.0, 50.0):
         ended = subprocess_runner.run_process(command, timeout_s=timeout_s)
         if note.exists() and note.read_text().endswith("\n"):
@@ -67,7 +67,7 @@ def test_run_interrupt_kills_process_group(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     # `cat` ends when `run_process` has closed its input.
     script = f"cat; echo $$ > {note}.new; mv {note}.new {note}; sleep 1000"
-    # Where this runs in the background, interrupts are ignored, and its children would inherit that.
+    # Background processes ignore interrupts, and their children inherit this.
     code = (
         "import signal\nfrom sparseflow.tuning.codegen import subprocess_runner\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

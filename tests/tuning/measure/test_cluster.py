@@ -1,10 +1,9 @@
-"""Searching on a cluster: what is sent, and what comes back."""
+"""Search on a Ray cluster."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,11 @@ import pytest
 
 from sparseflow.errors import DeviceError
 from sparseflow.tuning import TuningSession
-from sparseflow.tuning.measure.cluster import BATCH_SIZE
+from sparseflow.tuning.measure.evaluator import BATCH_SIZE
 
 
 class Cluster:
-    """Calls what would be sent to a cluster, the last first."""
+    """Replacement of a cluster that runs the last batch first."""
 
     def __init__(self) -> None:
         self.lots: list[int] = []
@@ -33,10 +32,9 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
-    monkeypatch.setattr("sparseflow.tuning.measure.cluster.map_unordered", result)
-    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path))
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator.map_unordered", result)
     return result
 
 
@@ -47,7 +45,7 @@ def explored(**options: Any):
 
 def test_cluster_measures_proposals(cluster: Cluster) -> None:
     tuned = explored(max_trials=BATCH_SIZE + 3, num_machines=2)
-    assert cluster.lots == [3, BATCH_SIZE], "two machines are kept busy"
+    assert cluster.lots == [3, BATCH_SIZE], "there is a batch for each machine"
     assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_per_task": 1.0}
     proposals = [trial.schedule for trial in tuned.trials]
     assert len(proposals) == len(set(proposals)) == len(tuned.baselines) - 1 + BATCH_SIZE + 3
@@ -56,6 +54,6 @@ def test_cluster_measures_proposals(cluster: Cluster) -> None:
 
 def test_cluster_other_processor_raises(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = iter(["ours", "another"])
-    monkeypatch.setattr("sparseflow.tuning.measure.cluster.describe_cpu", lambda: next(messages))
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator.describe_cpu", lambda: next(messages))
     with pytest.raises(DeviceError):
         explored(max_trials=2, num_machines=1)

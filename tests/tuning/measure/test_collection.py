@@ -1,4 +1,4 @@
-"""Collecting labels: what is measured, in which turns, and what is left of it after whatever stops it."""
+"""Collection of labels: order of measurements, resuming and failures."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def expected(*names: str) -> list[CollectionTarget]:
 
 
 class Made:
-    """Measurements that are made up: quick, and the same again."""
+    """Deterministic made-up measurements."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[SparseProblem, Schedule]] = []
         self.opened: list[SparseProblem] = []
-        self.disturbed = 0  # so many of the next
-        self.broken: str | None = None  # an operator whose reference does not run
-        self.unopened: str | None = None  # one whose reference cannot even be built
+        self.disturbed = 0  # number of the next measurements that are disturbed
+        self.broken: str | None = None  # operator whose reference fails
+        self.unopened: str | None = None  # operator whose reference cannot be built
 
     def evaluator(self, problem: SparseProblem, reference: Schedule, *, cache_dir: Path | None) -> Any:
         created = self
@@ -88,18 +88,15 @@ class Made:
 
 
 @pytest.fixture
-def created_value(monkeypatch: pytest.MonkeyPatch) -> Made:
+def measurements(monkeypatch: pytest.MonkeyPatch) -> Made:
     result = Made()
     monkeypatch.setattr(collecting, "ScheduleEvaluator", result.evaluator)
     return result
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [
-        row
-        for row in map(json.loads, (folder / collection_log.COLLECTION_FILE).read_text().splitlines())
-        if "task" in row
-    ]
+    lines = (folder / collection_log.COLLECTION_FILE).read_text().splitlines()
+    return [{"task": row["task"], **row["trial"]} for row in map(json.loads, lines) if "task" in row]
 
 
 def test_collect_measures_real_kernels(tmp_path: Path) -> None:
@@ -127,13 +124,13 @@ def test_collect_measures_real_kernels(tmp_path: Path) -> None:
         and (rows.ratio > 0).all()
         and (rows.repeats == 1).all()
     )
-    retained = opened.read_pattern(task)
-    assert retained is not None and retained.digest() == item.pattern.digest()
+    saved = opened.read_pattern(task)
+    assert saved is not None and saved.digest() == item.pattern.digest()
     assert len(messages) == 3 and messages[-1][1] == 1.0 and "sddmm on net1" in messages[-1][0]
     assert json.loads(json.dumps(result.to_dict()))["out_dir"] == str(tmp_path)
 
 
-def test_collect_measures_presets_first_in_rounds(created_value: Made, tmp_path: Path) -> None:
+def test_collect_measures_presets_first_in_rounds(measurements: Made, tmp_path: Path) -> None:
     result = collect(expected(), tmp_path, schedules=20, threads=2)
     assert (result.tasks, result.rows, result.min_rows) == (4, 80, 20)
     rows = rows_of(tmp_path)
@@ -146,39 +143,39 @@ def test_collect_measures_presets_first_in_rounds(created_value: Made, tmp_path:
             str(build_preset.canonicalize(operator, extents))
             for build_preset in build_presets(operator, extents, 2).values()
         }
-        own_value = [row["schedule"] for row in rows if row["task"] == parent]
-        assert set(own_value[: len(by_hand)]) == by_hand and len(set(own_value)) == 20
+        lines = [row["schedule"] for row in rows if row["task"] == parent]
+        assert set(lines[: len(by_hand)]) == by_hand and len(set(lines)) == 20
     assert result.failed == sum(row["error"] is not None for row in rows) > 0
 
 
 def test_collect_mixes_random_and_children(
-    created_value: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measurements: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
     for name in ("sample", "mutate", "crossover"):
-        own_value_value = getattr(ScheduleSpace, name)
+        original = getattr(ScheduleSpace, name)
 
-        def counted(*args: Any, _name: str = name, own_value: Any = own_value_value) -> Schedule:
+        def counted(*args: Any, _name: str = name, run: Any = original) -> Schedule:
             counts[_name] += 1
-            return own_value(*args)
+            return run(*args)
 
         monkeypatch.setattr(ScheduleSpace, name, counted)
     collect(expected("a")[:1], tmp_path, schedules=100, threads=2)
     assert 30 <= counts["sample"] <= 70 and counts["mutate"] > 15 and counts["crossover"] > 5
 
 
-def test_collect_disturbed_trial_is_repeated(created_value: Made, tmp_path: Path) -> None:
-    created_value.disturbed = 3  # the first twice, the second once and then not
+def test_collect_disturbed_trial_is_repeated(measurements: Made, tmp_path: Path) -> None:
+    measurements.disturbed = 3  # the first schedule twice, the second once
     result = collect(expected("a")[:1], tmp_path, schedules=2, threads=1)
     first, second = rows_of(tmp_path)
-    assert len(created_value.requests) == 4 and result.disturbed == 1
+    assert len(measurements.requests) == 4 and result.disturbed == 1
     assert first["disturbed"] and not second["disturbed"]
     latency = [1.0 + sum(map(ord, first["schedule"])) % 61 + number / 1024 for number in (1, 2)]
-    assert first["latency_ms"] == min(latency), "the faster of two that were disturbed"
+    assert first["latency_ms"] == min(latency), "the faster of two disturbed trials"
 
 
 def test_collect_budget_covers_all_tasks(
-    created_value: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measurements: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = iter(range(10**6))
     monkeypatch.setattr(collecting.time, "time", lambda: float(next(ticks)))
@@ -189,7 +186,7 @@ def test_collect_budget_covers_all_tasks(
     assert result.rows < 90
 
 
-def test_collect_interrupted_resumes(created_value: Made, tmp_path: Path) -> None:
+def test_collect_interrupted_resumes(measurements: Made, tmp_path: Path) -> None:
     def stop(_: str, fraction: float) -> None:
         if fraction > 0.6:
             raise KeyboardInterrupt
@@ -199,31 +196,31 @@ def test_collect_interrupted_resumes(created_value: Made, tmp_path: Path) -> Non
     before = rows_of(tmp_path)
     assert sum(
         len(LabelSet.open(tmp_path).read_latencies(task).schedules) for task in LabelSet.open(tmp_path).tasks
-    ) == sum(row["error"] is None for row in before), "what there is can be used"
-    created_value.requests.clear()
+    ) == sum(row["error"] is None for row in before), "an interrupted collection has usable labels"
+    measurements.requests.clear()
     result = collect(expected(), tmp_path, schedules=12, threads=1)
     after = rows_of(tmp_path)
     assert after[: len(before)] == before and len(after) == result.rows == 48
-    assert len(created_value.requests) == result.added == 48 - len(before)
+    assert len(measurements.requests) == result.added == 48 - len(before)
     assert len({(row["task"], row["schedule"]) for row in after}) == 48
-    created_value.requests.clear()
-    created_value.opened.clear()
+    measurements.requests.clear()
+    measurements.opened.clear()
     repeated = collect(expected(), tmp_path, schedules=12, threads=1)
-    assert repeated.added == 0 and not created_value.requests and not created_value.opened
+    assert repeated.added == 0 and not measurements.requests and not measurements.opened
 
 
-def test_collect_more_targets_extend(created_value: Made, tmp_path: Path) -> None:
+def test_collect_more_targets_extend(measurements: Made, tmp_path: Path) -> None:
     collect(expected("net1"), tmp_path, schedules=4, threads=1)
     result = collect(expected("graph22"), tmp_path, schedules=4, threads=1)
     assert (result.tasks, result.rows, result.added) == (2, 16, 8)
     result = collect(expected("net1"), tmp_path, schedules=6, threads=1)
     assert (result.rows, result.added) == (20, 4)
     result = collect(expected("net1"), tmp_path, schedules=4, threads=2)
-    assert (result.rows, result.added) == (28, 8), "with other threads it is another task"
+    assert (result.rows, result.added) == (28, 8), "another number of threads is another task"
     assert len(LabelSet.open(tmp_path).tasks) == 6
 
 
-def test_collect_renamed_pattern_is_same_task(created_value: Made, tmp_path: Path) -> None:
+def test_collect_renamed_pattern_is_same_task(measurements: Made, tmp_path: Path) -> None:
     twins = [replace(item, matrix=name) for name in ("net1", "mesh9") for item in expected("net1")]
     assert collect(twins, tmp_path, schedules=4, threads=1).tasks == 2
     assert collect(twins[2:], tmp_path, schedules=4, threads=1).added == 0
@@ -231,8 +228,8 @@ def test_collect_renamed_pattern_is_same_task(created_value: Made, tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", ["broken", "unopened"])
-def test_collect_failing_reference_is_skipped(method: str, created_value: Made, tmp_path: Path) -> None:
-    setattr(created_value, method, "spmv")
+def test_collect_failing_reference_is_skipped(method: str, measurements: Made, tmp_path: Path) -> None:
+    setattr(measurements, method, "spmv")
     first, repeated = (collect(expected(), tmp_path, schedules=8, threads=1) for _ in range(2))
     output = "made to fail" if method == "broken" else "RunError: no room"
     assert (
@@ -243,15 +240,15 @@ def test_collect_failing_reference_is_skipped(method: str, created_value: Made, 
     assert first.min_rows == 1 and first.rows == repeated.rows == 18
 
 
-def test_collect_small_space_is_exhausted(created_value: Made, tmp_path: Path) -> None:
+def test_collect_small_space_is_exhausted(measurements: Made, tmp_path: Path) -> None:
     item = CollectionTarget(
         operator="spmv", matrix="a", pattern=SparsityPattern.from_coords(np.array([0]), np.array([0]), (1, 1))
     )
     result = collect([item], tmp_path, schedules=10_000, threads=1)
-    assert 4 <= result.rows < 1000 and len(created_value.requests) == result.rows
+    assert 4 <= result.rows < 1000 and len(measurements.requests) == result.rows
 
 
-def test_collect_on_cluster(created_value: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_on_cluster(measurements: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def map_unordered(function: Any, items: Any, **options: Any) -> Iterator[tuple[int, Any]]:
@@ -263,11 +260,11 @@ def test_collect_on_cluster(created_value: Made, tmp_path: Path, monkeypatch: py
     result = collect(expected(), tmp_path, schedules=10, threads=3, cluster="auto")
     assert calls == 2 * [{"cluster": "auto", "cpus_per_task": 3.0}]
     assert (result.rows, result.min_rows) == (40, 10)
-    assert collect(expected(), tmp_path, schedules=10, threads=3).added == 0, "it is the same machine"
+    assert collect(expected(), tmp_path, schedules=10, threads=3).added == 0
 
 
 def test_collect_other_device_is_other_task(
-    created_value: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measurements: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect(expected("a"), tmp_path, schedules=4, threads=1)
     monkeypatch.setattr(collecting, "describe_cpu", lambda: "another")
@@ -307,7 +304,7 @@ def test_collect_killed_resumes(tmp_path: Path) -> None:
             messages = [process.stdout.readline() for _ in range(5)]
         finally:
             process.send_signal(signal.SIGKILL)
-    assert all(messages), "it came so far"
+    assert all(messages), "the process ended early"
     assert not (folder / labels.LABELS_FILE).exists()
     before = rows_of(folder)
     assert len(before) >= 5
@@ -320,7 +317,7 @@ def test_collect_killed_resumes(tmp_path: Path) -> None:
     assert len(LabelSet.open(folder).tasks) == 2
 
 
-# What cannot be done ----------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,29 +334,29 @@ def test_collect_killed_resumes(tmp_path: Path) -> None:
     ],
 )
 def test_collect_invalid_target_raises(
-    change: dict[str, Any], output: str, created_value: Made, tmp_path: Path
+    change: dict[str, Any], output: str, measurements: Made, tmp_path: Path
 ) -> None:
     good = expected("net1")
     with pytest.raises(InputError, match=output or None):
         collect([*good, replace(good[0], **change)], tmp_path, threads=1)
-    assert not created_value.requests and rows_of(tmp_path) == []
+    assert not measurements.requests and rows_of(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     "options", [{"schedules": 0}, {"seed": -1}, {"budget_s": 0.0}, {"budget_s": float("nan")}, {"threads": 0}]
 )
-def test_collect_invalid_option_raises(options: dict[str, Any], created_value: Made, tmp_path: Path) -> None:
+def test_collect_invalid_option_raises(options: dict[str, Any], measurements: Made, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"`{next(iter(options))}`"):
         collect(expected(), tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
-def test_collect_no_targets_raises(created_value: Made, tmp_path: Path) -> None:
+def test_collect_no_targets_raises(measurements: Made, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         collect([], tmp_path)
 
 
-def test_collect_foreign_dir_raises(created_value: Made, tmp_path: Path) -> None:
+def test_collect_foreign_dir_raises(measurements: Made, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError):
         collect(expected(), tmp_path / "file")
@@ -369,7 +366,7 @@ def test_collect_foreign_dir_raises(created_value: Made, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("refused_at_once")
-def test_collect_locked_dir_raises(created_value: Made, tmp_path: Path) -> None:
+def test_collect_locked_dir_raises(measurements: Made, tmp_path: Path) -> None:
     def intrude(*_: object) -> None:
         with pytest.raises(RunError):
             collect(expected(), tmp_path, schedules=1)
@@ -378,7 +375,7 @@ def test_collect_locked_dir_raises(created_value: Made, tmp_path: Path) -> None:
 
 
 def test_collect_without_compiler_raises(
-    created_value: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measurements: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -387,7 +384,7 @@ def test_collect_without_compiler_raises(
     assert not (tmp_path / "new").exists()
 
 
-def test_collect_damaged_pattern_raises(created_value: Made, tmp_path: Path) -> None:
+def test_collect_damaged_pattern_raises(measurements: Made, tmp_path: Path) -> None:
     collect(expected("net1"), tmp_path, schedules=1, threads=1)
     (path,) = (tmp_path / labels.PATTERNS_DIR).iterdir()
     path.write_bytes(path.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""The journal of a collection."""
+"""The log of a collection."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FAILED = Trial(schedule=OTHER, error="it crashed")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     with CollectionLog(tmp_path) as log:
-        log.write(TASK, RAN)
-        log.write(TASK, FAILED)
+        log.append(TASK, RAN)
+        log.append(TASK, FAILED)
     return tmp_path
 
 
@@ -45,28 +45,29 @@ def test_log_torn_line_is_dropped(folder: Path) -> None:
     (folder / COLLECTION_FILE).write_bytes(full[:-5])
     with CollectionLog(folder) as log:
         assert log.trials == {TASK: {CSR: RAN}}
-        log.write(TASK, FAILED)
+        log.append(TASK, FAILED)
     assert (folder / COLLECTION_FILE).read_bytes() == full
 
 
 @pytest.mark.parametrize(
     ("line", "field", "value"),
     [
-        (0, "version", 3), (1, "start", {}), (1, "start", None), (2, "task", 1), (2, "task", -1),
+        (0, "version", 2), (1, "start", {}), (1, "start", None), (2, "task", 1), (2, "task", -1),
         (2, "schedule", "0 1"), (2, "schedule", 3), (2, "latency_ms", None), (2, "latency_ms", -1.0),
         (2, "error", "but it ran"), (2, "disturbed", None), (2, "more", 1), (3, "error", None),
     ],
 )  # fmt: skip
 def test_log_damaged_line_raises(line: int, field: str, value: object, folder: Path) -> None:
     rows = [json.loads(text) for text in (folder / COLLECTION_FILE).read_text().splitlines()]
-    rows[line][field] = value
+    row = rows[line] if field in rows[line] or line < 2 else rows[line]["trial"]
+    row[field] = value
     before = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / COLLECTION_FILE).write_text(before)
     with pytest.raises(FileFormatError, match=f"line {line + 1}" if line else None):
         CollectionLog(folder)
     assert (folder / COLLECTION_FILE).read_text() == before
     with pytest.raises(FileFormatError):
-        CollectionLog(folder)  # and the folder is free again
+        CollectionLog(folder)  # the directory is not locked
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""When others are held to have used the CPUs."""
+"""Detection of other processes that use the CPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_contended_limits(waited_s: float | None, other_items: float | None, exp
 
 
 def ticks(monkeypatch: pytest.MonkeyPatch, *busy: int) -> CpuUsageMonitor:
-    """Two CPUs, of which the second is not ours; the first's busy ticks at each reading."""
+    """Simulate two CPUs, of which one is allowed, with its busy ticks at each reading."""
     readings = iter(busy)
 
     def activity() -> CpuStat:
@@ -93,5 +93,5 @@ def test_other_share_excludes_child_processes() -> None:
             neighbour.kill()
     assert single is not None
     assert concurrent is not None
-    # Other neighbours may come and go, so only the one that is ours to count on is.
+    # Other processes may come and go, so only a lower bound is certain.
     assert concurrent > 0.5 * 0.5 / len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Measuring schedules: what goes wrong with one is told in its trial, and nowhere else."""
+"""Measurement of schedules: results and errors of trials."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ def problem_of(name: str = "spmm", density: float = 0.3, dtype: type = np.float3
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def evaluator(cache: Path) -> Iterator[ScheduleEvaluator]:
     with ScheduleEvaluator(problem_of(), CSR, cache_dir=cache) as opened:
         yield opened
@@ -52,7 +47,7 @@ Body = Callable[[str], None]
 
 @pytest.fixture
 def body(monkeypatch: pytest.MonkeyPatch) -> Body:
-    """Gives every kernel from now on a body of its own; the reference was built before."""
+    """Return a function that replaces the body of all further kernels."""
 
     def give(statements: str) -> None:
         source = (
@@ -114,14 +109,14 @@ def test_measure_invalid_schedule_fails(evaluator: ScheduleEvaluator) -> None:
 def test_measure_storage_limit_fails(
     evaluator: ScheduleEvaluator, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert evaluator.measure(DENSE).error is None, "small ones may be dense"
+    assert evaluator.measure(DENSE).error is None, "small matrices may be dense"
     monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MAX_STORAGE_RATIO", 0)
     monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MIN_STORAGE_BYTES", 19 * 23 * 4 - 1)
     with ScheduleEvaluator(problem_of(), CSR, cache_dir=cache) as opened:
         assert opened.measure(CSR).error is None
         trial = opened.measure(DENSE)
     assert "MiB" in failed(trial)
-    assert "compile" not in trial.seconds, "it was refused before"
+    assert "compile" not in trial.seconds
 
 
 def test_measure_wrong_result_fails(evaluator: ScheduleEvaluator, body: Body) -> None:
@@ -146,7 +141,7 @@ def test_measure_unwritten_result_fails(evaluator: ScheduleEvaluator, body: Body
 
 
 @pytest.mark.parametrize(
-    ("statements", "messages"),
+    ("statements", "message"),
     [
         ("*(volatile int *)16 = 1;", "SIGSEGV"),
         ("abort();", "SIGABRT"),
@@ -156,10 +151,10 @@ def test_measure_unwritten_result_fails(evaluator: ScheduleEvaluator, body: Body
     ],
 )
 def test_measure_crash_fails_and_continues(
-    statements: str, messages: str, evaluator: ScheduleEvaluator, body: Body, monkeypatch: pytest.MonkeyPatch
+    statements: str, message: str, evaluator: ScheduleEvaluator, body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body(statements)
-    assert messages in failed(evaluator.measure(CSR))
+    assert message in failed(evaluator.measure(CSR))
     monkeypatch.undo()
     assert evaluator.measure(CSR).error is None
 

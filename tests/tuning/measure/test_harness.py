@@ -1,7 +1,8 @@
-"""Reports of the harness are read as they were written, and nonsense is told apart."""
+"""Data exchange with the timing harness: reports and shared-memory arrays."""
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from sparseflow.errors import FileFormatError
 from sparseflow.tuning.measure import harness
+from sparseflow.tuning.measure.harness import ShmTransport, open_memory_file
 
 
 @pytest.fixture
@@ -30,22 +32,22 @@ def write(
 
 
 def test_read_empty_report_is_not_started(file: int) -> None:
-    messages = harness.read_report(file)
-    assert (messages.stage, messages.finished, messages.message) == (
+    report = harness.read_report(file)
+    assert (report.stage, report.finished, report.message) == (
         "the candidate, before it started",
         False,
         "",
     )
-    assert messages.times_ms.shape == (0, 2)
+    assert report.times_ms.shape == (0, 2)
 
 
 def test_read_full_report(file: int) -> None:
     write(file)
-    messages = harness.read_report(file)
-    assert messages.finished
-    assert messages.message == "words"
-    np.testing.assert_array_equal(messages.times_ms, [[2.0, 0.5], [1.0, 1.5]])
-    assert (messages.wall_s, messages.cpu_s, messages.wait_s) == (3.0, 5.0, 0.25)
+    report = harness.read_report(file)
+    assert report.finished
+    assert report.message == "words"
+    np.testing.assert_array_equal(report.times_ms, [[2.0, 0.5], [1.0, 1.5]])
+    assert (report.wall_s, report.cpu_s, report.wait_s) == (3.0, 5.0, 0.25)
 
 
 def test_read_stages_and_sides(file: int) -> None:
@@ -68,3 +70,45 @@ def test_read_invalid_report_raises(file: int, bad: dict) -> None:
     write(file, **bad)
     with pytest.raises(FileFormatError):
         harness.read_report(file)
+
+
+def content(number: int) -> bytes:
+    return os.pread(number, os.fstat(number).st_size, 0)
+
+
+def test_add_same_array_once() -> None:
+    array, equal = np.arange(10), np.arange(10)
+    with ShmTransport() as files:
+        first = files.add(array)
+        assert files.add(array) == files.add(array.view()) == files.add(array.reshape(2, 5)) == first
+        assert files.add(equal) != first
+        assert files.add(array[:5]) != first
+        assert content(first) == array.tobytes()
+        assert len(files.file_descriptors) == 3
+
+
+def test_add_shared_array_is_not_copied() -> None:
+    array = np.arange(10)
+    with ShmTransport() as shared:
+        first = shared.add(array)
+        with ShmTransport(shared) as files:
+            assert files.add(array) == first
+            second = files.add(np.ones(3))
+            assert files.file_descriptors == (first, second)
+        assert shared.file_descriptors == (first,)
+        assert content(first) == array.tobytes()
+
+
+def test_add_odd_arrays() -> None:
+    with ShmTransport() as files:
+        for array in (np.array(3.5), np.zeros((0, 4)), np.array([True, False]), np.ones(2, complex)):
+            assert content(files.add(array)) == array.tobytes()
+
+
+def test_close_closes_all_files() -> None:
+    gc.collect()
+    before = sorted(os.listdir("/proc/self/fd"))
+    with ShmTransport() as files, open_memory_file("test") as file:
+        files.add(np.arange(10))
+        assert os.fstat(file).st_size == 0
+    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""Label sets of what AutoSparse measured."""
+"""Import of AutoSparse's labels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(tmp_path: Path, *rows: str) -> Path:
 
 
 def test_import_table(tmp_path: Path) -> None:
-    # The same again but for its nominal sizes: it runs the same.
+    # Only the nominal sizes differ, so this is a repeat.
     same = SPMM_LINE.replace("i0 256 i1 16", "i0 7 i1 16")
     file = table(
         tmp_path,
@@ -96,8 +96,8 @@ def test_import_invalid_lines_are_listed(tmp_path: Path) -> None:
         (3, "columns"), (4, "grammar"), (5, "latency"), (6, "latency"), (7, "latency"),
         (8, "parallel-shared"), (9, "split-axis"), (10, "matrix"), (11, "columns"),
     ]  # fmt: skip
-    messages = result.to_dict()["rejected"]
-    assert messages["latency"] == {
+    rejected = result.to_dict()["rejected"]
+    assert rejected["latency"] == {
         "rows": 3, "first_line": 5, "first_reason": "latency: 'nan'; expected milliseconds, above 0"
     }  # fmt: skip
     written = (tmp_path / "out" / REJECTED_FILE).read_text().splitlines()

@@ -68,7 +68,7 @@ def test_labels_round_trip(folder: Path) -> None:
     assert rows.repeats.tolist() == [3, 2] and rows.repeats.dtype == np.int64
     assert rows.ratio[0] == 2.0 and np.isnan(rows.ratio[1])
     rows = labels.read_latencies(SPMM)
-    assert rows.schedules == ("c",), "what failed has no latency"
+    assert rows.schedules == ("c",), "failed schedules have no latency"
     assert (rows.latency_ms.tolist(), rows.ratio.tolist()) == ([5.0], [0.5])
     assert labels.read_pattern(SPMV) is None
     pattern = labels.read_pattern(SPMM)
@@ -101,8 +101,8 @@ def test_labels_medians_match_numpy(tmp_path: Path) -> None:
     )
     rows = LabelSet.open(tmp_path).read_latencies(SPMV)
     for schedule, latency, repeats in zip(rows.schedules, rows.latency_ms, rows.repeats, strict=True):
-        own_value = times[lines == int(schedule)]
-        assert (latency, repeats) == (np.median(own_value), len(own_value))
+        repeats_ms = times[lines == int(schedule)]
+        assert (latency, repeats) == (np.median(repeats_ms), len(repeats_ms))
 
 
 def test_labels_empty_set(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_labels_damage_raises(folder: Path) -> None:
         damaged[index] ^= 0x10
         (folder / LABELS_FILE).write_bytes(damaged)
         with suppress(FileFormatError):
-            # Some bytes mean nothing; where the file is read all the same, it says what it said.
+            # Some bytes do not matter; a file that can be read has the same content.
             labels = LabelSet.open(folder)
             assert labels.tasks == (SPMV, SPMM) and labels.read_latencies(SPMV).latency_ms.tolist() == [
                 4.0,
@@ -147,7 +147,7 @@ def test_labels_damage_raises(folder: Path) -> None:
 
 
 def rewritten(folder: Path, name: str, value: object) -> None:
-    """The file with another value in the first row of a column."""
+    """Rewrite the file with another value in the first row of a column."""
     table = parquet.read_table(folder / LABELS_FILE)
     position = table.schema.get_field_index(name)
     values = table[name].to_pylist()
@@ -168,7 +168,7 @@ def rewritten(folder: Path, name: str, value: object) -> None:
 )  # fmt: skip
 def test_labels_impossible_values_raise(name: str, value: object, folder: Path) -> None:
     rewritten(folder, "matrix", "net101")
-    assert LabelSet.open(folder).tasks[0].matrix == "net101", "others may write such files, too"
+    assert LabelSet.open(folder).tasks[0].matrix == "net101", "the rewritten file is readable"
     rewritten(folder, name, value)
     with pytest.raises(FileFormatError):
         LabelSet.open(folder)
@@ -194,5 +194,5 @@ def test_patterns_are_written_once_and_checked(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError):
         read_pattern(tmp_path, digest)
     path.unlink()
-    with pytest.raises(FileFormatError):
+    with pytest.raises(InputError, match=digest):
         read_pattern(tmp_path, digest)

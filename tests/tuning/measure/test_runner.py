@@ -1,4 +1,4 @@
-"""What kernels take and what becomes of those that fail, each in a process of its own."""
+"""Timing of kernels in a separate process, including kernels that fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +24,7 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.compile import compile_source
 from sparseflow.tuning.measure import runner
 from sparseflow.tuning.measure.harness import MAX_SAMPLES
-from sparseflow.tuning.measure.runner import (
-    Buffers,
-    KernelJob,
-    KernelTiming,
-    MeasurementSession,
-    measure_kernel,
-)
+from sparseflow.tuning.measure.runner import KernelJob, KernelTiming, MeasurementSession
 
 HEAD = """
 #include <signal.h>
@@ -49,14 +45,9 @@ HANG = "for (;;) pause();"
 QUICK = {"repeats": 3, "min_time_s": 0.0, "max_time_s": 60.0, "timeout_s": 120.0}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    gc.collect()  # so that nothing which others left is closed meanwhile and gives its number away
+    gc.collect()  # garbage of other tests must not close files during this test
     before = sorted(os.listdir("/proc/self/fd"))
     yield
     assert sorted(os.listdir("/proc/self/fd")) == before
@@ -73,52 +64,59 @@ def kernel(
     return KernelJob(library=library, inputs=inputs, output_shape=shape, output_dtype=np.dtype(dtype))
 
 
+def measure_kernel(
+    job: KernelJob, reference: KernelJob | None = None, *, cache_dir: Path, **settings: Any
+) -> KernelTiming:
+    with MeasurementSession(reference, cache_dir=cache_dir) as session:
+        return session.measure(job, **settings)
+
+
 @pytest.fixture
 def axpy(cache: Path) -> KernelJob:
     return kernel(cache, AXPY, np.arange(1000, dtype=np.float32))
 
 
 def test_measure_kernel_alone(axpy: KernelJob, cache: Path) -> None:
-    messages = measure_kernel(axpy, **{**QUICK, "repeats": 5}, cache_dir=cache)
-    assert messages.error is None
-    np.testing.assert_array_equal(messages.output, 2 * axpy.inputs[0] + 1)
-    assert messages.output.dtype == np.float32
-    assert len(messages.latency_ms) >= 5
-    assert all(0 < sample < math.inf for sample in messages.latency_ms)
-    assert messages.min_ms == min(messages.latency_ms)
-    assert messages.reference_ms == ()
-    assert isinstance(messages.contended, bool)
-    assert messages.usage is not None
-    assert messages.usage.wall_s > 0
-    assert messages.usage.cpu_s > 0
+    timing = measure_kernel(axpy, **{**QUICK, "repeats": 5}, cache_dir=cache)
+    assert timing.error is None
+    np.testing.assert_array_equal(timing.output, 2 * axpy.inputs[0] + 1)
+    assert timing.output.dtype == np.float32
+    assert len(timing.latency_ms) >= 5
+    assert all(0 < sample < math.inf for sample in timing.latency_ms)
+    assert timing.min_ms == min(timing.latency_ms)
+    assert timing.reference_ms == ()
+    assert isinstance(timing.contended, bool)
+    assert timing.usage is not None
+    assert timing.usage.wall_s > 0
+    assert timing.usage.cpu_s > 0
     with pytest.raises(InputError):
-        _ = messages.ratio
+        _ = timing.ratio
 
 
 def test_measure_with_reference(axpy: KernelJob, cache: Path) -> None:
     slow = kernel(cache, "usleep(3000); y[0] = 1;", shape=(1,))
-    messages = measure_kernel(slow, axpy, **QUICK, cache_dir=cache)
-    assert messages.error is None
-    assert len(messages.reference_ms) == len(messages.latency_ms) >= 3
-    # Who sleeps is the candidate, never for less than asked; how long the other one takes, nobody knows.
-    assert min(messages.latency_ms) >= 3.0 and min(messages.reference_ms) > 0.0
-    pairs = zip(messages.latency_ms, messages.reference_ms, strict=True)
-    assert messages.ratio == statistics.median(own_value / reference for own_value, reference in pairs)
-    np.testing.assert_array_equal(messages.output, [1])
+    timing = measure_kernel(slow, axpy, **QUICK, cache_dir=cache)
+    assert timing.error is None
+    assert len(timing.reference_ms) == len(timing.latency_ms) >= 3
+    # Only the candidate sleeps, never shorter than requested.
+    assert min(timing.latency_ms) >= 3.0 and min(timing.reference_ms) > 0.0
+    pairs = zip(timing.latency_ms, timing.reference_ms, strict=True)
+    assert timing.ratio == statistics.median(private / reference for private, reference in pairs)
+    np.testing.assert_array_equal(timing.output, [1])
 
 
 def test_measure_reference_against_itself(axpy: KernelJob, cache: Path) -> None:
-    messages = measure_kernel(axpy, axpy, **QUICK, cache_dir=cache)
-    assert messages.error is None
-    assert messages.ratio > 0
+    timing = measure_kernel(axpy, axpy, **QUICK, cache_dir=cache)
+    assert timing.error is None
+    assert timing.ratio > 0
 
 
 def test_measure_min_time_takes_more_samples(axpy: KernelJob, cache: Path) -> None:
     for _ in range(20):
-        messages = measure_kernel(axpy, repeats=1, min_time_s=0.1, cache_dir=cache)
-        assert messages.usage is not None and messages.usage.wall_s >= 0.1
-        # One may be all of it where it was held up.
-        if len(messages.latency_ms) > 1:
+        timing = measure_kernel(axpy, repeats=1, min_time_s=0.1, cache_dir=cache)
+        assert timing.usage is not None and timing.usage.wall_s >= 0.1
+        # On a busy machine one sample may take all of the time.
+        if len(timing.latency_ms) > 1:
             return
     pytest.fail("never more than one")
 
@@ -130,12 +128,10 @@ def test_measure_max_time_takes_fewer_samples(cache: Path) -> None:
 
 def test_measure_slow_first_run_is_only_sample(cache: Path) -> None:
     note = "static int calls; y[0] = ++calls; usleep(60000); if (calls > 1) abort();"
-    messages = measure_kernel(
-        kernel(cache, note, shape=(1,)), min_time_s=0.0, max_time_s=0.05, cache_dir=cache
-    )
-    assert messages.error is None
-    assert len(messages.latency_ms) == 1
-    assert messages.min_ms >= 60
+    timing = measure_kernel(kernel(cache, note, shape=(1,)), min_time_s=0.0, max_time_s=0.05, cache_dir=cache)
+    assert timing.error is None
+    assert len(timing.latency_ms) == 1
+    assert timing.min_ms >= 60
 
 
 def test_measure_slow_candidate_is_stopped(axpy: KernelJob, cache: Path) -> None:
@@ -145,7 +141,7 @@ def test_measure_slow_candidate_is_stopped(axpy: KernelJob, cache: Path) -> None
         assert timing.too_slow and "first run" in timing.error and math.isinf(timing.ratio)
         slow = kernel(cache, "usleep(5000); y[0] = 1;", shape=(1,))
         timing = (session.measure(slow, repeats=3, min_time_s=0.0, max_slowdown=1.5) for _ in range(50))
-        assert any(item.error is None for item in timing), "within the grace, unless it wakes late"
+        assert any(item.error is None for item in timing), "within the grace period, unless it wakes late"
         for wrong in (0.5, 1e9, math.nan):
             with pytest.raises(InputError):
                 session.measure(axpy, max_slowdown=wrong)
@@ -161,22 +157,22 @@ def test_measure_unwritten_output_is_nan(cache: Path) -> None:
 
 
 def test_measure_output_is_from_first_run(cache: Path) -> None:
-    messages = measure_kernel(
+    timing = measure_kernel(
         kernel(cache, "static int calls; y[0] = ++calls;", shape=(1,)), **QUICK, cache_dir=cache
     )
-    np.testing.assert_array_equal(messages.output, [1])
+    np.testing.assert_array_equal(timing.output, [1])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3, 4)])
 def test_measure_output_shapes(shape: tuple[int, ...], cache: Path) -> None:
     size = math.prod(shape)
     body = f"for (int i = 0; i < {size}; i++) ((int64_t *)y)[i] = i;"
-    messages = measure_kernel(kernel(cache, body, shape=shape, dtype="int64"), **QUICK, cache_dir=cache)
-    assert messages.error is None
-    np.testing.assert_array_equal(messages.output, np.arange(size).reshape(shape))
+    timing = measure_kernel(kernel(cache, body, shape=shape, dtype="int64"), **QUICK, cache_dir=cache)
+    assert timing.error is None
+    np.testing.assert_array_equal(timing.output, np.arange(size).reshape(shape))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 5000) | st.integers(2**21 - 70, 2**21 + 70), min_size=1, max_size=4),
     seed=st.integers(0, 2**32 - 1),
@@ -195,9 +191,9 @@ def test_measure_arrays_are_exact_and_aligned(sizes: list[int], seed: int, cache
     """
     header = np.array([len(sizes), *sizes], dtype=np.int64)
     job = kernel(cache, body, header, *arrays, shape=(sum(sizes),), dtype="uint8")
-    messages = measure_kernel(job, repeats=1, min_time_s=0.0, cache_dir=cache)
-    assert messages.error is None
-    np.testing.assert_array_equal(messages.output, np.concatenate(arrays))
+    timing = measure_kernel(job, repeats=1, min_time_s=0.0, cache_dir=cache)
+    assert timing.error is None
+    np.testing.assert_array_equal(timing.output, np.concatenate(arrays))
 
 
 FAILURES = {
@@ -219,47 +215,48 @@ FAILURES = {
 def test_measure_failing_kernel_has_error(name: str, axpy: KernelJob, cache: Path) -> None:
     body, expected = FAILURES[name]
     job = kernel(cache, body, *axpy.inputs)
-    messages = measure_kernel(job, axpy, **QUICK, cache_dir=cache)
-    assert messages.error is not None
+    timing = measure_kernel(job, axpy, **QUICK, cache_dir=cache)
+    assert timing.error is not None
     for words in expected:
-        assert words in messages.error
-    assert (messages.latency_ms, messages.reference_ms, messages.output.size) == ((), (), 0)
-    assert messages.min_ms == messages.ratio == math.inf
-    assert not messages.contended
-    assert not messages.drifted
+        assert words in timing.error
+    assert (timing.latency_ms, timing.reference_ms, timing.output.size) == ((), (), 0)
+    assert timing.min_ms == timing.ratio == math.inf
+    assert not timing.contended
+    assert not timing.drifted
 
 
 def test_measure_failing_reference_is_named(axpy: KernelJob, cache: Path) -> None:
-    messages = measure_kernel(axpy, kernel(cache, "abort();"), **QUICK, cache_dir=cache)
-    assert messages.error is not None
-    assert messages.error.startswith("the reference, in its first run")
+    timing = measure_kernel(axpy, kernel(cache, "abort();"), **QUICK, cache_dir=cache)
+    assert timing.error is not None
+    assert timing.error.startswith("the reference, in its first run")
 
 
 def test_measure_hanging_kernel_is_killed(axpy: KernelJob, cache: Path) -> None:
     job = kernel(cache, HANG)
     for timeout_s in (0.5, 5.0, 50.0):
-        messages = measure_kernel(job, axpy, timeout_s=timeout_s, cache_dir=cache)
+        timing = measure_kernel(job, axpy, timeout_s=timeout_s, cache_dir=cache)
         assert processes(job.library) == []
-        if messages.error is not None and "in its first run" in messages.error:
-            break  # and else the machine was so slow that it had not come so far
-    assert messages.error == f"the candidate, in its first run: killed after {timeout_s:g} s"
+        if timing.error is not None and "in its first run" in timing.error:
+            break  # else the machine was too slow to start the run
+    assert timing.error == f"the candidate, in its first run: killed after {timeout_s:g} s"
 
 
 def test_measure_hanging_threads_are_killed(cache: Path) -> None:
     body = "\n#pragma omp parallel num_threads(2)\n{ volatile int on = 1; while (on); }"
-    messages = measure_kernel(kernel(cache, body), timeout_s=0.5, cache_dir=cache)
-    assert messages.error is not None
-    assert "0.5 s" in messages.error
+    timing = measure_kernel(kernel(cache, body), timeout_s=0.5, cache_dir=cache)
+    assert timing.error is not None
+    assert "0.5 s" in timing.error
 
 
 def test_harness_dies_with_parent(cache: Path) -> None:
     job = kernel(cache, HANG)
     code = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\n"
-        "from sparseflow.tuning.measure.runner import KernelJob, measure_kernel\n"
+        "from sparseflow.tuning.measure.runner import KernelJob, MeasurementSession\n"
         "job = KernelJob(library=Path(sys.argv[1]), inputs=(), output_shape=(1,), "
         "output_dtype=np.dtype('f4'))\n"
-        "measure_kernel(job, timeout_s=900, max_time_s=2, cache_dir=Path(sys.argv[2]))"
+        "with MeasurementSession(cache_dir=Path(sys.argv[2])) as session:\n"
+        "    session.measure(job, timeout_s=900, max_time_s=2)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(job.library), str(cache)]) as parent:
         try:
@@ -276,7 +273,7 @@ def test_harness_dies_with_parent(cache: Path) -> None:
 
 
 def processes(library: Path) -> list[str]:
-    """Whoever has a library in its command line."""
+    """List the processes with a library in their command line."""
     result = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -290,9 +287,9 @@ def processes(library: Path) -> list[str]:
 def test_measure_library_without_function_fails(cache: Path) -> None:
     library = compile_source("int nothing;", cache_dir=cache)
     job = KernelJob(library=library, inputs=(), output_shape=(1,), output_dtype=np.dtype("f4"))
-    messages = measure_kernel(job, cache_dir=cache)
-    assert messages.error is not None
-    assert "while it was loaded: `sparseflow_kernel` is missing" in messages.error
+    timing = measure_kernel(job, cache_dir=cache)
+    assert timing.error is not None
+    assert "while it was loaded: `sparseflow_kernel` is missing" in timing.error
 
 
 def test_measure_invalid_library_fails(tmp_path: Path, cache: Path) -> None:
@@ -300,10 +297,10 @@ def test_measure_invalid_library_fails(tmp_path: Path, cache: Path) -> None:
         if content is not None:
             (tmp_path / name).write_bytes(content)
         job = KernelJob(library=tmp_path / name, inputs=(), output_shape=(1,), output_dtype=np.dtype("f4"))
-        messages = measure_kernel(job, cache_dir=cache)
-        assert messages.error is not None
-        assert "cannot be loaded" in messages.error
-        assert name in messages.error
+        timing = measure_kernel(job, cache_dir=cache)
+        assert timing.error is not None
+        assert "cannot be loaded" in timing.error
+        assert name in timing.error
 
 
 def test_measure_relative_library_path(
@@ -318,25 +315,25 @@ def test_measure_relative_library_path(
 
 
 def test_measure_arrays_beyond_limit_fail(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_check_memory", lambda _: None)  # what else is in memory is not asked
+    monkeypatch.setattr(runner, "_check_memory", lambda _: None)
     job = kernel(cache, "y[0] = 1;", shape=(2**26,))
-    messages = measure_kernel(job, memory_bytes=2**27, cache_dir=cache)
-    assert messages.error is not None
-    assert "out of memory" in messages.error
-    assert f"limited to {2**27} bytes" in messages.error
+    timing = measure_kernel(job, memory_bytes=2**27, cache_dir=cache)
+    assert timing.error is not None
+    assert "out of memory" in timing.error
+    assert f"limited to {2**27} bytes" in timing.error
 
 
 def test_measure_allocations_count(cache: Path) -> None:
     body = "char *volatile room = malloc(1 << 28); room[0] = 1; y[0] = room[0]; free(room);"
-    messages = measure_kernel(kernel(cache, body, shape=(1,)), memory_bytes=2**27, cache_dir=cache)
-    assert messages.error is not None
-    assert "SIGSEGV" in messages.error and "134217728" in messages.error
+    timing = measure_kernel(kernel(cache, body, shape=(1,)), memory_bytes=2**27, cache_dir=cache)
+    assert timing.error is not None
+    assert "SIGSEGV" in timing.error and "134217728" in timing.error
 
 
 def test_measure_arrays_beyond_memory_fail(cache: Path) -> None:
-    messages = measure_kernel(kernel(cache, "y[0] = 1;", shape=(2**50,)), cache_dir=cache)
-    assert messages.error is not None
-    assert "8589934592 MiB" in messages.error
+    timing = measure_kernel(kernel(cache, "y[0] = 1;", shape=(2**50,)), cache_dir=cache)
+    assert timing.error is not None
+    assert "8589934592 MiB" in timing.error
 
 
 def test_measure_drops_inherited_settings(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +361,14 @@ def test_session_measures_several_candidates(axpy: KernelJob, cache: Path) -> No
 
 def test_session_copies_reference_arrays(cache: Path) -> None:
     copy = "y[0] = *(const float *)inputs[0]; y[1] = *(const float *)inputs[1];"
-    shared, own_value = np.array([1], np.float32), np.array([2], np.float32)
-    job = kernel(cache, copy, shared, own_value, shape=(2,))
+    shared, private = np.array([1], np.float32), np.array([2], np.float32)
+    job = kernel(cache, copy, shared, private, shape=(2,))
     with MeasurementSession(kernel(cache, "y[0] = 1;", shared, shape=(1,)), cache_dir=cache) as session:
         np.testing.assert_array_equal(session.measure(job, **QUICK).output, [1, 2])
-        shared[0], own_value[0] = 3, 4
+        shared[0], private[0] = 3, 4
         np.testing.assert_array_equal(session.measure(job, **QUICK).output, [1, 4])
-    with MeasurementSession(shared_arrays=[own_value], cache_dir=cache) as session:
-        shared[0], own_value[0] = 5, 6
+    with MeasurementSession(shared_arrays=[private], cache_dir=cache) as session:
+        shared[0], private[0] = 5, 6
         np.testing.assert_array_equal(session.measure(job, **QUICK).output, [5, 4])
 
 
@@ -394,18 +391,21 @@ def test_measure_invalid_arguments_raise(bad: dict, axpy: KernelJob, cache: Path
         measure_kernel(axpy, **bad, cache_dir=cache)
 
 
-def test_buffers_invalid_arrays_raise() -> None:
+def test_job_invalid_arrays_raise() -> None:
+    job = KernelJob(library=Path("k.so"), inputs=(), output_shape=(1,), output_dtype=np.dtype("f4"))
     good = np.zeros((3, 4))
     for bad in (good.T, good[:, :2], np.array([object()])):
         with pytest.raises(InputError):
-            Buffers(inputs=(good, bad), output_shape=(1,), output_dtype=np.dtype("f4"))
+            replace(job, inputs=(good, bad))
     with pytest.raises(InputError):
-        Buffers(inputs=(), output_shape=(1, -1), output_dtype=np.dtype("f4"))
+        replace(job, output_shape=(1, -1))
 
 
-def test_buffers_byte_counts() -> None:
-    buffers = Buffers(inputs=(np.zeros(3),), output_shape=(2, 5), output_dtype=np.dtype("f4"))
-    assert (buffers.output_bytes, buffers.total_bytes) == (40, 64)
+def test_job_byte_counts() -> None:
+    job = KernelJob(
+        library=Path("k.so"), inputs=(np.zeros(3),), output_shape=(2, 5), output_dtype=np.dtype("f4")
+    )
+    assert (job.output_bytes, job.total_bytes) == (40, 64)
 
 
 def measured(latency_ms: tuple[float, ...], reference_ms: tuple[float, ...] = ()) -> KernelTiming:
@@ -420,9 +420,9 @@ def measured(latency_ms: tuple[float, ...], reference_ms: tuple[float, ...] = ()
 
 
 def test_ratio_is_median_of_pairs() -> None:
-    messages = measured((1.0, 20.0, 3.0), (2.0, 40.0, 3.0))
-    assert messages.ratio == 0.5
-    assert messages.min_ms == 1.0
+    timing = measured((1.0, 20.0, 3.0), (2.0, 40.0, 3.0))
+    assert timing.ratio == 0.5
+    assert timing.min_ms == 1.0
 
 
 @pytest.mark.parametrize(

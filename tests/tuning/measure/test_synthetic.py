@@ -1,4 +1,4 @@
-"""Patterns drawn at random."""
+"""Random sparsity patterns."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _lengths(pattern: SparsityPattern) -> np.ndarray:
 
 
 def _far(pattern: SparsityPattern) -> float:
-    """Mean distance from the diagonal, as a share of the columns."""
+    """Compute the mean distance from the diagonal, relative to the columns."""
     distance = abs(pattern.rows / pattern.shape[0] - pattern.cols / pattern.shape[1])
     return float(distance.mean())
 

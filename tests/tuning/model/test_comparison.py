@@ -1,15 +1,14 @@
-"""Networks against each other: folds, going on, and the page that shows it."""
+"""Comparison of networks: folds, resuming and the report page."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sparseflow.core.costmodel import trees
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.evaluation import PAGE_FILE, SEARCHES_DIR, write_page
+from sparseflow.tuning.evaluation import PAGE_FILE, SEARCHES_DIR, compute_scores, write_page
 from sparseflow.tuning.model import comparison as module
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
@@ -23,24 +22,28 @@ from sparseflow.tuning.model.comparison import (
 )
 from sparseflow.tuning.model.dataset import BatchSampling, RankingDataset
 from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
-from sparseflow.tuning.model.page import compute_scores
 from sparseflow.tuning.model.training import TrainConfig
 from sparseflow.tuning.search.comparison import SearchRecord
-from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, on_disk
+from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, change, on_disk
 
 QUICK = TrainConfig(
     net=SMALL, sampling=BatchSampling(schedules=6, matrices=2, tasks=2), steps=2, validate_every=2
 )
 FEW = [
-    NetworkEntry(name="without", config=replace(QUICK, net=NO_PATTERN), operators=("spmm", "spmv")),
+    NetworkEntry(name="without", config=change(QUICK, net=NO_PATTERN), operators=("spmm", "spmv")),
     NetworkEntry(name="spmv_alone", config=QUICK, operators=("spmv",)),
     NetworkEntry(name=f"{BOOSTED}_spmm", config=None, operators=("spmm",)),
 ]
 
 
+@pytest.fixture(autouse=True)
+def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trees._NUM_ROUNDS, trees.BOOSTED, 10)
+
+
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A label set on disk: two operators, four families, the last one's pattern unknown."""
+    """Write a label set with two operators and four families; the pattern of the last is unknown."""
     return on_disk(tmp_path_factory.mktemp("labels"), matrices=4)
 
 
@@ -71,7 +74,9 @@ def test_compare_evaluates_every_held_out_family(labels: Path, tmp_path: Path) -
     assert {line["matrices"] for line in lines} == {4}
     assert {line["matrices"] for line in compute_scores(rows, known=True)} == {3}
     over = {(line["model"], line["operator"]): line["over_boosted"] for line in lines}
-    assert over["without", "spmv"] is None and over["spmv_alone", "spmv"] is None, "no trees learnt that"
+    assert over["without", "spmv"] is None and over["spmv_alone", "spmv"] is None, (
+        "no trees were fitted for spmv"
+    )
     assert over[f"{BOOSTED}_spmm", "spmm"]["top1"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     top = {line["model"]: line["top5"]["mean"] for line in lines if line["operator"] == "spmm"}
     gain = over["without", "spmm"]["top5"]
@@ -130,7 +135,7 @@ def test_named_and_ablation_entries() -> None:
     assert full.operators == ("spmm", "spmv") and full.config is not None and full.config.net == SMALL
     started = entries["AutoSparseNet_Pretrained"].config
     assert started is not None and started.init == SHIPPED and started.steps < QUICK.steps
-    assert started.net == replace(load_shipped_network().config, dropout=SMALL.dropout)
+    assert started.net == change(load_shipped_network().config, dropout=SMALL.dropout)
     table = {entry.name: entry.config for entry in build_ablation_entries(QUICK, ["spmm"])}
     assert len(table) == len(build_ablation_entries(QUICK, ["spmm"])) == 5 * 3 + 3
     config = table["hdc_concat_no_pick"]
@@ -149,13 +154,11 @@ def test_invalid_comparison_raises(labels: Path, tmp_path: Path) -> None:
 
 def test_page_shows_searches(labels: Path, tmp_path: Path) -> None:
     compare_networks(FEW[2:], [labels], tmp_path, folds=3)
-    (tmp_path / SEARCHES_DIR).mkdir()
     for method, ratios in (("annealing", (None, 2.0, 1.0, 0.5)), ("guided-annealing", (0.52, 0.6))):
         item = SearchRecord(
             problem="cca spmv", method=method, ratios=ratios, seconds={"measure": 2.0, "rest": 0.5}
         )
-        assert SearchRecord.from_dict(json.loads(json.dumps(item.to_dict()))) == item
-        (tmp_path / SEARCHES_DIR / f"{method}.json").write_text(json.dumps(item.to_dict()))
+        assert SearchRecord.load(item.save(tmp_path / SEARCHES_DIR / f"{method}.json")) == item
     assert item.count_until(0.5) == 1 and item.count_until(0.1) is None
     page = write_page(tmp_path)
     assert page == tmp_path / PAGE_FILE

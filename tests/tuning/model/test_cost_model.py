@@ -1,4 +1,4 @@
-"""Models learn the order of schedules from trials, start from what is known, and mind nothing odd."""
+"""Boosted trees that learn the order of schedules from trials and a prior."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from sparseflow.tuning.model.cost_model import BoostedTrees, CostModel, score_by
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.parser import LevelMode
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
-from sparseflow.tuning.schedule.schedule import LevelMode, Schedule
+from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 
 MATRIX = as_coo((np.random.default_rng(0).random((500, 400)) < 0.02).astype(np.float32))
@@ -36,7 +37,7 @@ def samples(count: int, seed: int) -> list[Schedule]:
 
 
 def made_up(schedule: Schedule) -> float:
-    """What `rough` knows nothing of."""
+    """A cost that `rough` does not model."""
     cost = 1.0 if schedule.vectorize is None else 3.0
     cost *= 1.0 + 0.3 * abs(math.log2(schedule.chunk) - 3.0)
     return cost * (1.0 + sum(level.mode is LevelMode.DENSE for level in schedule.formats[0].modes))
@@ -54,7 +55,7 @@ def trials(schedules: Sequence[Schedule], cost: Callable[[Schedule], float] = ma
 
 
 def agreement(model: CostModel, cost: Callable[[Schedule], float] = made_up, seed: int = 99) -> float:
-    """Rank correlation of scores with speeds, on schedules that were not told."""
+    """Compute the rank correlation of scores with speeds on schedules that were not observed."""
     schedules = samples(200, seed)
     pair = model.score(schedules), [-cost(schedule) for schedule in schedules]
     return float(np.corrcoef([np.argsort(np.argsort(item)) for item in pair])[0, 1])
@@ -79,14 +80,14 @@ def test_score_before_trials_is_prior(features: ScheduleFeatures) -> None:
     subset = samples(50, 2)
     assert (BoostedTrees(features).score(subset) == score_by_counts(features.compute(subset))).all()
     prior = dict(zip(subset, np.random.default_rng(0).random(50), strict=True))
-    model = BoostedTrees(features, prior=lambda item: np.array([prior[item_value] for item_value in item]))
+    model = BoostedTrees(features, prior=lambda item: np.array([prior[schedule] for schedule in item]))
     assert model.score(subset).tolist() == list(prior.values())
     model.observe(trials(subset[:4]))
-    assert model.score(subset).tolist() == list(prior.values()), "too few to learn from"
+    assert model.score(subset).tolist() == list(prior.values()), "too few trials to fit trees"
 
 
 def test_score_follows_good_prior(features: ScheduleFeatures) -> None:
-    """Far ahead of what as few trials teach without it, whatever the prior's scale."""
+    """With a prior the ranking is far better than without one, whatever its scale."""
 
     def knows(schedules: Sequence[Schedule]) -> np.ndarray:
         return np.array([-1e-3 * math.log(made_up(schedule)) for schedule in schedules])
@@ -139,12 +140,14 @@ def test_extreme_costs(features: ScheduleFeatures) -> None:
 def test_scores_are_deterministic(features: ScheduleFeatures) -> None:
     subset, messages = samples(50, 7), trials(samples(60, 1))
     first, second, other = BoostedTrees(features), BoostedTrees(features), BoostedTrees(features, seed=1)
-    np.random.seed(0)  # what is global must not matter
+    np.random.seed(0)  # the global generator must not matter
     for model in (first, second, other):
         model.observe(messages)
     assert (first.score(subset) == second.score(subset)).all()
     assert (first.score(subset) != other.score(subset)).any()
-    assert (first.score(subset[:5]) == first.score(subset)[:5]).all(), "nor do the others matter"
+    assert (first.score(subset[:5]) == first.score(subset)[:5]).all(), (
+        "a score does not depend on other schedules"
+    )
 
 
 def test_repeated_schedule_keeps_better_cost(features: ScheduleFeatures) -> None:
@@ -174,14 +177,14 @@ def test_missing_xgboost_raises(features: ScheduleFeatures, monkeypatch: pytest.
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_score_by_counts_ranks_presets(operator: str) -> None:
-    """The best of the hand-written schedules score above most that are drawn blindly."""
+    """The best preset scores above most random schedules."""
     wide = 64 if OPERATORS[operator].dense_axes else None
     problem = SparseProblem(operator=OPERATORS[operator], matrix=MATRIX, n_cols=wide)
     features, rng = ScheduleFeatures(problem, 2), np.random.default_rng(0)
     space = ScheduleSpace(problem.operator, problem.extents, threads=(1, 2))
-    samples_value = score_by_counts(features.compute([space.sample(rng) for _ in range(300)]))
+    sample_scores = score_by_counts(features.compute([space.sample(rng) for _ in range(300)]))
     by_hand = score_by_counts(
         features.compute([*build_presets(problem.operator, problem.extents, 2).values()])
     )
-    assert np.isfinite(samples_value).all()
-    assert by_hand.max() > np.quantile(samples_value, 0.75)
+    assert np.isfinite(sample_scores).all()
+    assert by_hand.max() > np.quantile(sample_scores, 0.75)

@@ -1,16 +1,24 @@
-"""Labels as groups, and batches drawn from them."""
+"""Training data: groups of labels, batches and cell limits."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.measure.labels import ScheduleLatencies, TuningTask
 from sparseflow.tuning.model import dataset as module
-from sparseflow.tuning.model.dataset import MIN_LABEL, BatchSampling, RankingDataset, TrainingBatch
+from sparseflow.tuning.model.dataset import (
+    MIN_LABEL,
+    BatchSampling,
+    CellLimits,
+    RankingDataset,
+    TrainingBatch,
+)
 from sparseflow.tuning.model.net.statistics import (
     HIDDEN_MATRIX_MASK,
     NUM_FEATURES,
@@ -18,15 +26,15 @@ from sparseflow.tuning.model.net.statistics import (
     TASK_FEATURES,
 )
 from sparseflow.tuning.schedule.schedule import Schedule
-from tests.tuning.synthetic_labels import MadeUp, made_up
+from tests.tuning.synthetic_labels import MadeUp, change, made_up
 
 
 class Changed(MadeUp):
-    """Labels whose rows are what `change` makes of them."""
+    """Labels whose rows are the results of a function of task and rows."""
 
-    def __init__(self, change) -> None:
+    def __init__(self, transform) -> None:
         super().__init__()
-        self._change = change
+        self._change = transform
 
     def read_latencies(self, task: TuningTask) -> ScheduleLatencies:
         return self._change(task, super().read_latencies(task))
@@ -163,7 +171,7 @@ def test_hidden_matrices_keep_task_features() -> None:
     mixed = BatchSampling(matrices=3, tasks=2, hidden_fraction=1.0)
     batch = data.batch(mixed, np.random.default_rng(0))
     assert batch.patterns == () and (batch.pattern_index == -1).all()
-    open_ = data.batch(replace(mixed, hidden_fraction=0.0), np.random.default_rng(0))
+    open_ = data.batch(change(mixed, hidden_fraction=0.0), np.random.default_rng(0))
     assert (open_.pattern_index >= 0).sum() == 4
     assert (batch.statistics == open_.statistics * HIDDEN_MATRIX_MASK).all()
     assert not batch.statistics[:, [0, -1]].any() and open_.statistics[:, 0].all()
@@ -189,5 +197,35 @@ def test_fast_schedules_are_sampled_more_often(monkeypatch: pytest.MonkeyPatch) 
     "wrong", [{"mode": "all"}, {"schedules": 1}, {"matrices": 0}, {"tasks": 1.5}, {"hidden_fraction": 1.1}]
 )
 def test_sampling_invalid_value_raises(wrong: dict) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
         BatchSampling(**wrong)
+
+
+def test_cell_limits_shrink_halves_largest_then_ignores(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_MIN_CELLS", 8)
+    data = made_up()
+    limits = CellLimits(data, 64)
+    sizes = {digest: len(data.get_cells(digest, 64).coords) for digest in ("0", "1")}
+    largest = max(sizes, key=sizes.__getitem__)
+    with caplog.at_level(logging.WARNING):
+        assert limits.shrink(["0", "1"])
+    assert limits.limits == {largest: sizes[largest] // 2}
+    assert f"the pattern of m{largest} does not fit into memory" in caplog.text
+    result = limits.get_cells(largest)
+    assert result is not None and len(result.coords) <= sizes[largest] // 2
+    with caplog.at_level(logging.WARNING):
+        while limits.shrink(["0", "1"]):
+            pass
+    assert limits.limits == {"0": 0, "1": 0} and limits.get_cells("0") is None
+    assert "it is ignored" in caplog.text
+    assert not limits.shrink([])
+
+
+def test_cell_limits_restore() -> None:
+    limits = CellLimits(made_up(), 64)
+    limits.restore({"0": 16, "1": 0})
+    cells = limits.get_cells("0")
+    assert cells is not None and len(cells.coords) <= 16
+    assert limits.get_cells("1") is None

@@ -1,4 +1,4 @@
-"""What is told of schedules agrees with what packing and lowering do, and costs no memory."""
+"""Schedule features against packed matrices and loop nests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def samples(problem: SparseProblem, count: int, seed: int = 0) -> list[Schedule]
     return [space.sample(rng) for _ in range(count)]
 
 
-def messages(problem: SparseProblem, line: str, threads: int = 2) -> dict[str, float]:
+def compute_features(problem: SparseProblem, line: str, threads: int = 2) -> dict[str, float]:
     (row,) = ScheduleFeatures(problem, threads).compute([Schedule.parse(line)])
     return dict(zip(ScheduleFeatures.names, row.tolist(), strict=True))
 
@@ -43,7 +43,7 @@ def test_features_are_finite_and_named(operator: str) -> None:
     assert result.shape == (300, len(ScheduleFeatures.names)) and result.dtype == np.float32
     assert len(set(ScheduleFeatures.names)) == len(ScheduleFeatures.names)
     assert np.isfinite(result).all()
-    assert len(np.unique(result, axis=0)) > 250, "schedules that differ are told apart"
+    assert len(np.unique(result, axis=0)) > 250, "different schedules have different features"
     assert features.compute([]).shape == (0, len(ScheduleFeatures.names))
 
 
@@ -77,7 +77,7 @@ def test_csr_features() -> None:
     """100 rows with 4 elements each, 32 columns in vectors of 16."""
     matrix = as_coo(np.kron(np.eye(25), np.ones((4, 4))).astype(np.float32))
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=32)
-    row = messages(problem, "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 16 4 i j0 k j1 i j1 k 4 2 8")
+    row = compute_features(problem, "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 2 j1 16 4 i j0 k j1 i j1 k 4 2 8")
     assert row["split r"] == row["split c"] == 0.0 and (row["split d"], row["log2 inner d"]) == (1.0, 4.0)
     assert (row["mode r0"], row["mode c0"], row["mode r1"], row["mode c1"]) == (0.0, 1.0, -1.0, -1.0)
     assert [row[f"place {role}"] for role in ("r0", "r1", "c0", "c1", "d0", "d1")] == [3, -1, 1, -1, 2, 0]
@@ -96,7 +96,7 @@ def test_csr_features() -> None:
     assert (row["parallel r"], row["place parallel"], row["log2 chunk"]) == (1.0, 3.0, 3.0)
     # 13 chunks, 7 of them for one of two threads, against 12.5 / 2.
     assert row["log2 imbalance"] == pytest.approx(math.log2(7 / 6.25))
-    # A row of B's tile is a cache line; of a row of A's, four, and one of the output.
+    # One row of B's tile is a cache line; a row of A has four such rows and one line of the output.
     assert row["log2 bytes touched 0"] == pytest.approx(math.log2(2 * 64))
     assert row["log2 bytes touched 1"] == pytest.approx(math.log2(5 * 64))
 
@@ -107,7 +107,7 @@ def test_full_row_increases_imbalance() -> None:
     problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(dense))
     line = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i None None 0 2 {}"
     even, fine_grid, coarse = (
-        messages(item, line.format(chunk))["log2 imbalance"]
+        compute_features(item, line.format(chunk))["log2 imbalance"]
         for item, chunk in ((problem_of("spmv", 64, 64, 1.0), 1), (problem, 1), (problem, 64))
     )
     # 64 of 127 elements are in one row.
@@ -117,12 +117,12 @@ def test_full_row_increases_imbalance() -> None:
 
 def test_threads_are_limited_by_cpus() -> None:
     line = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i None None 0 8 1"
-    row = messages(problem_of("spmv", 64, 64, 1.0), line, threads=2)
+    row = compute_features(problem_of("spmv", 64, 64, 1.0), line, threads=2)
     assert row["log2 threads"] == 3.0 and row["log2 chunks a thread"] == 5.0
 
 
 def test_block_padding_is_counted() -> None:
-    """Blocks of 4x1 hold a quarter of zeros where 3 of 4 neighbours are there."""
+    """Blocks of 4x1 with 3 of 4 elements store a quarter of zeros."""
     dense = np.kron(np.eye(16), np.array([[1], [1], [1], [0]])).astype(np.float32)
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=as_coo(dense), n_cols=16)
     blocked = build_presets(problem.operator, problem.extents, 1)["bcsr4x1"]
@@ -137,14 +137,14 @@ def test_oversized_storage_has_features() -> None:
     ends = np.array([0, side - 1])
     matrix = CooMatrix(rows=ends, cols=ends, values=np.ones(2, np.float32), shape=(side, side))
     problem = SparseProblem(operator=OPERATORS["spmv"], matrix=matrix)
-    row = messages(problem, "0 1 A 2 i j A 2 i 0 j 0 0 2 i j i j None 0 2 16")
+    row = compute_features(problem, "0 1 A 2 i j A 2 i 0 j 0 0 2 i j i j None 0 2 16")
     assert row["log2 values per element"] == 39.0
     assert row["log2 stored over coordinates"] > 35.0
 
 
 def test_more_than_two_parts() -> None:
     problem = problem_of(rows=64, cols=64)
-    row = messages(
+    row = compute_features(
         problem,
         "1 i 3 i0 4 i1 4 i2 4 1 A 4 i0 i1 k i2 A 4 i0 0 i1 1 k 1 i2 0 0 5 i0 i1 k i2 j i0 j None 0 2 1",
     )

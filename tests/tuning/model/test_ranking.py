@@ -14,7 +14,6 @@ from sparseflow.errors import InputError
 from sparseflow.tuning.model import ranking
 from sparseflow.tuning.model.dataset import CellLimits
 from sparseflow.tuning.model.net.network import AutoSparseNet
-from sparseflow.tuning.model.net.scoring import score_schedules
 from sparseflow.tuning.model.ranking import (
     evaluate_ranking,
     make_network_scorer,
@@ -23,7 +22,7 @@ from sparseflow.tuning.model.ranking import (
 )
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.schedule import Schedule
-from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, MadeUp, made_up
+from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, MadeUp, made_up, score_schedules
 
 LATENCY = [4.0, 1.0, 2.0, 8.0]
 

@@ -1,15 +1,13 @@
-"""Training: it learns, goes on where it was stopped, and copes with patterns that do not fit."""
+"""Training: learning, resuming, and patterns that do not fit into memory."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,11 @@ from sparseflow.tuning.model import dataset
 from sparseflow.tuning.model import training as module
 from sparseflow.tuning.model.dataset import BatchSampling
 from sparseflow.tuning.model.net.losses import LOSSES, LossKind
-from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
-from sparseflow.tuning.model.net.pattern_net import PatternConfig
-from sparseflow.tuning.model.net.pretrained import load_network
+from sparseflow.tuning.model.net.network import AutoSparseNet
+from sparseflow.tuning.model.net.pretrained import SHIPPED, load_network, load_shipped_network
 from sparseflow.tuning.model.ranking import evaluate_ranking, make_network_scorer, summarize_scores
 from sparseflow.tuning.model.training import NETWORK_FILE, TrainConfig, train
-from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, made_up
+from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, change, made_up
 
 ROOT = Path(__file__).parents[3]
 MIX = BatchSampling(schedules=6, matrices=2, tasks=2)
@@ -41,8 +38,8 @@ def assert_same(item: AutoSparseNet, other: AutoSparseNet) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_train_every_loss_learns(loss: LossKind, tmp_path: Path) -> None:
     data = made_up(schedules=40)
-    config = replace(
-        QUICK, net=NO_PATTERN, loss=loss, steps=60, learning_rate=1e-2,
+    config = change(
+        QUICK, net=NO_PATTERN, loss=loss, steps=40, learning_rate=1e-2,
         checkpoint_every=1000, validate_every=1000,
         sampling=BatchSampling(schedules=16, matrices=2, tasks=2),
     )  # fmt: skip
@@ -82,7 +79,7 @@ def test_train_finished_is_not_repeated(tmp_path: Path) -> None:
     first = train(QUICK, data, tmp_path)
     assert_same(train(QUICK, data, tmp_path, progress=lambda *_: pytest.fail("it trained")).net, first.net)
     with pytest.raises(InputError):
-        train(replace(QUICK, learning_rate=1.0), data, tmp_path)
+        train(change(QUICK, learning_rate=1.0), data, tmp_path)
     with pytest.raises(InputError):
         train(QUICK, data.hold_out(["f0"])[0], tmp_path)
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
@@ -138,17 +135,17 @@ def test_train_killed_resumes_identically(tmp_path: Path) -> None:
 def test_train_init_starts_from_network(tmp_path: Path) -> None:
     data = made_up()
     first = train(QUICK, data, tmp_path / "first")
-    started = replace(QUICK, init=str(tmp_path / "first" / NETWORK_FILE), steps=1, learning_rate=1e-9)
+    started = change(QUICK, init=str(tmp_path / "first" / NETWORK_FILE), steps=1, learning_rate=1e-9)
     # Files hold half precision.
     torch.testing.assert_close(
         train(started, data, tmp_path / "next").net.state_dict(), first.net.state_dict(), rtol=1e-3, atol=1e-4
     )
-    dropout = replace(started, net=replace(SMALL, dropout=0.3))
+    dropout = change(started, net=change(SMALL, dropout=0.3))
     train(dropout, data, tmp_path / "dropout")
     with pytest.raises(InputError):
-        train(replace(started, net=NO_PATTERN), data, tmp_path / "other")
+        train(change(started, net=NO_PATTERN), data, tmp_path / "other")
     with pytest.raises(InputError):
-        train(replace(started, init="absent"), data, tmp_path / "absent")
+        train(change(started, init="absent"), data, tmp_path / "absent")
 
 
 def test_train_depends_on_seed_only(tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def test_train_depends_on_seed_only(tmp_path: Path) -> None:
     samples = torch.rand(1)
     torch.manual_seed(6)
     assert torch.equal(samples, torch.rand(1)), "the global generator was used"
-    other = train(replace(QUICK, seed=1), data, tmp_path / "c")
+    other = train(change(QUICK, seed=1), data, tmp_path / "c")
     assert not torch.equal(result.net.head, other.net.head)
 
 
@@ -203,27 +200,31 @@ def test_train_divergence_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         train(QUICK, made_up(), tmp_path)
 
 
-def test_learning_rate_schedule() -> None:
-    config = TrainConfig(steps=100, warmup_fraction=0.1, learning_rate=2.0)
-    rates = [config.compute_learning_rate(step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.2) and max(rates) == rates[9] == 2.0
-    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert 0.0 < rates[-1] < 0.01
-    assert TrainConfig(steps=1).compute_learning_rate(0) == TrainConfig().learning_rate
+def test_shipped_config_has_the_defaults() -> None:
+    assert TrainConfig.read("autosparse") == TrainConfig()
 
 
-def test_config_round_trip_and_validation() -> None:
-    config = TrainConfig(net=NetConfig(pattern=PatternConfig(kind="strided")), loss="margin", sampling=MIX)
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert TrainConfig.from_dict({"steps": 7}) == TrainConfig(steps=7)
-    for wrong, message in (
-        ({"loss": "mse"}, ""),
-        ({"steps": 0}, "`steps`"),
-        ({"learning_rate": 0.0}, "`learning_rate`"),
-        ({"warmup_fraction": 2.0}, "`warmup_fraction`"),
-        ({"epochs": 3}, ""),
-        ({"sampling": {"mode": "none"}}, ""),
-        ({"net": {}}, ""),
-    ):
-        with pytest.raises(InputError, match=message or None):
-            TrainConfig.from_dict(wrong)
+def test_read_config_applies_overrides(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("net: {layers: 3, pattern: null}\nsteps: 5\n")
+    config = TrainConfig.read(str(tmp_path / "config.yaml"), {"steps": 7, "sampling.mode": "naive"})
+    expected = {"net": {"layers": 3, "pattern": None}, "steps": 7, "sampling": {"mode": "naive"}}
+    assert config == TrainConfig.model_validate(expected)
+    assert TrainConfig.read(None, {"init": SHIPPED}).net == load_shipped_network().config
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", "mse"),
+        ("steps", 0),
+        ("learning_rate", 0.0),
+        ("warmup_fraction", 2.0),
+        ("epochs", 3),
+        ("sampling.mode", "none"),
+        ("net.heads", 3),
+        ("net", 3),
+    ],
+)
+def test_read_config_invalid_value_raises(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name.partition(".")[2] or name):
+        TrainConfig.read(None, {name: value})

@@ -1,4 +1,4 @@
-"""Matrices as users hand them in."""
+"""Conversion and reading of matrices."""
 
 from __future__ import annotations
 

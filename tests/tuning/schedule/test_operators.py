@@ -20,7 +20,7 @@ def test_get_operator_unknown_raises() -> None:
         get_operator("conv")
 
 
-@pytest.mark.parametrize("item", OPERATORS.values(), ids=lambda item_value: item_value.name)
+@pytest.mark.parametrize("item", OPERATORS.values(), ids=lambda operator: operator.name)
 def test_axes_are_consistent(item) -> None:
     assert len(set(item.axes)) == len(item.axes) == len(item.sparse_axes) + len(item.dense_axes)
     assert set(item.output_axes) <= set(item.axes)

@@ -1,4 +1,4 @@
-"""Schedules written by hand: they run, as they are meant, and are right."""
+"""Hand-written schedules: validity, lowering and results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_presets_are_valid_for_any_shape(name: str, threads: int) -> None:
             for build_preset in build_presets(operator, extents, threads).values():
                 assert build_preset.find_violations(operator, extents) == []
                 assert build_preset.threads == threads
-                assert build_preset.parallel == build_preset.lreorder[0], "rows are shared"
+                assert build_preset.parallel == build_preset.lreorder[0]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_presets_are_distinct(name: str, threads: int) -> None:
-    # `tune` counts them by what runs.
+    # Canonical presets are distinct.
     operator = OPERATORS[name]
     for rows in (1, 3, 1000):
         for width in (1, 3, 1000):
@@ -50,11 +50,6 @@ def test_presets_are_distinct(name: str, threads: int) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_reference_is_a_preset(name: str) -> None:
     assert REFERENCE_PRESETS[name] in build_presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 21, 100), (4, 300, 3)])

@@ -1,4 +1,4 @@
-"""What a problem says of itself, and what a library computes for it."""
+"""Problems and their library results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dense(matrix: CooMatrix) -> np.ndarray:
 
 
 def expected(problem: SparseProblem, inputs: tuple[np.ndarray, ...]) -> np.ndarray:
-    """By numpy, from dense matrices."""
+    """Compute the result with numpy from dense matrices."""
     a = dense(problem.matrix)
     wide = [value.astype(np.float64) for value in inputs]
     if not problem.operator.sparse_output:
@@ -94,13 +94,13 @@ def test_library_and_reference_match_dense(name: str, dtype: type, shape: tuple[
     operator = OPERATORS[name]
     problem = SparseProblem(operator=operator, matrix=samples(*shape, dtype), n_cols=width(operator))
     inputs = problem.generate_inputs()
-    expected_value = expected(problem, inputs)
+    expected_result = expected(problem, inputs)
     result, reference = problem.get_library_function()(*inputs), problem.compute_reference(inputs)
     assert result.dtype == dtype and reference.dtype == np.float64
-    assert result.shape == reference.shape == expected_value.shape
-    scale = np.abs(expected_value).max(initial=1e-30)
-    assert np.abs(reference - expected_value).max(initial=0.0) <= 1e-13 * scale
-    assert np.abs(result - expected_value).max(initial=0.0) <= TOLERANCE[problem.dtype] * scale
+    assert result.shape == reference.shape == expected_result.shape
+    scale = np.abs(expected_result).max(initial=1e-30)
+    assert np.abs(reference - expected_result).max(initial=0.0) <= 1e-13 * scale
+    assert np.abs(result - expected_result).max(initial=0.0) <= TOLERANCE[problem.dtype] * scale
 
 
 @pytest.mark.parametrize("elements", [1, 7, 10_000])

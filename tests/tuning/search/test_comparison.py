@@ -1,4 +1,4 @@
-"""Searches side by side."""
+"""Comparison of searches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparseflow.errors import FileFormatError
 from sparseflow.tuning.model.cost_model import ScheduleScorer
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search import comparison
-from sparseflow.tuning.search.comparison import SearchRecord, compare_searches, read_search_record
+from sparseflow.tuning.search.comparison import SearchRecord, compare_searches
 
 
 def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,6 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
 
     real = comparison.TuningSession
     monkeypatch.setattr(comparison, "TuningSession", create_session)
-    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
     arguments = ("eye", "spmv", np.eye(9, dtype=np.float32), tmp_path / "searches")
     options: dict[str, Any] = {"methods": ["random"], "max_trials": 3, "prior": prior, "threads": 1}
     result = compare_searches(*arguments, **options)
@@ -42,7 +41,7 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
     (path,) = (tmp_path / "searches").glob("*guided-random*")
     path.write_text("{}")
     with pytest.raises(FileFormatError):
-        read_search_record(path)
+        SearchRecord.load(path)
 
 
 def test_count_until_goal() -> None:

@@ -1,4 +1,4 @@
-"""How calls are timed at the end of a search."""
+"""Timing of calls at the end of a search."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparseflow.tuning.search import rerank
 
 
 class Clock:
-    """Time that passes only while something is computed."""
+    """A clock that only advances while kernels compute."""
 
     current_s = 0.0
 
 
 class Pretended:
-    """A kernel that takes as long as it is told; its first calls may take longer."""
+    """A kernel with a given call time; its first calls may take longer."""
 
     def __init__(self, clock: Clock, seconds: float, *, slowly: int = 0) -> None:
         self.clock, self.seconds, self.slowly, self.calls = clock, seconds, slowly, 0
@@ -31,7 +31,7 @@ class Pretended:
 
 
 def test_call_times_use_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that were slow to be parted at first are not held against it."""
+    """Slow first calls do not count."""
     clock = Clock()
     monkeypatch.setattr(rerank, "time", SimpleNamespace(perf_counter=lambda: clock.current_s))
     monkeypatch.setattr(rerank, "_NUM_TURNS", 3)

@@ -1,4 +1,4 @@
-"""Tuning from beginning to end: what is measured, what is written down, what comes out."""
+"""Tuning sessions: measurements, trial logs and results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning import TuneResult, TuningSession, tune
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel, load
 from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
-from sparseflow.tuning.measure.trial_log import TRIALS_FILE
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search import guided, rerank
-from sparseflow.tuning.search.registry import STRATEGIES
 from sparseflow.tuning.search.rerank import LIBRARY
+from sparseflow.tuning.search.session import METHODS, TRIALS_FILE
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 
@@ -44,16 +43,11 @@ def samples(rows: int = 19, cols: int = 23, density: float = 0.3, seed: int = 0)
 
 
 def hand_written(name: str = "spmm", threads: int = 1) -> dict[str, Schedule]:
-    """Of `drawn()` with 8 columns, as they are logged."""
+    """Presets of `samples()` with 8 columns, in canonical form."""
     operator = OPERATORS[name]
     extents = dict(zip(operator.axes, (19, 23, 8), strict=False))
     known = build_presets(operator, extents, threads)
     return {name: schedule.canonicalize(operator, extents) for name, schedule in known.items()}
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -62,17 +56,17 @@ def options(cache: Path) -> dict[str, Any]:
 
 
 REFERENCE_MS = 1e-6
-"""Made up, and too quick for scipy to win."""
+"""Latency of made-up measurements; scipy is slower."""
 
 
 class Made:
-    """Measurements that are made up: quick, and the same again."""
+    """Deterministic made-up measurements."""
 
     def __init__(self) -> None:
         self.quick: list[Schedule] = []
         self.thorough: list[Schedule] = []
         self.ratio: dict[Schedule, float] = {}
-        self.lucky: dict[Schedule, float] = {}  # so many times, beside a reference that is slowed down
+        self.lucky: dict[Schedule, float] = {}  # factor of the ratio next to a slowed-down reference
         self.luck = 1
         self.single_thread = 1.0
         self.library = 100.0
@@ -91,13 +85,13 @@ class Made:
 
     @property
     def attempted(self) -> list[Schedule]:
-        """The schedules that were measured, however often."""
+        """Distinct schedules that were measured."""
         return list(dict.fromkeys(self.quick))
 
 
 @pytest.fixture(autouse=True)
 def few_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guided searches rank fewer schedules; how good what they find is, their own tests ask."""
+    """Let guided searches rank fewer schedules."""
     defaults = guided.GuidedSearch.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "num_proposals", 32)
@@ -117,7 +111,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def check(tuned: TuneResult) -> None:
-    """The kernel is right, and by its own record as fast as what it was compared to."""
+    """Check the result of the kernel and the recorded speedup."""
     kernel = tuned.kernel
     inputs = kernel.problem.generate_inputs(3)
     expected = kernel.problem.compute_reference(inputs)
@@ -129,7 +123,7 @@ def check(tuned: TuneResult) -> None:
     assert (kernel.schedule is None) == isinstance(kernel, LibraryKernel)
 
 
-# For real ---------------------------------------------------------------------------------------------------
+# Real measurements ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -186,7 +180,7 @@ def test_session_any_matrix_type(kind: str, options: dict[str, Any], created: Ma
     assert np.allclose(kernel(b), full @ b, atol=1e-4)
 
 
-# What is measured -------------------------------------------------------------------------------------------
+# Choice of measurements -------------------------------------------------------------------------------------
 
 
 def test_session_no_trials(options: dict[str, Any], created: Made) -> None:
@@ -197,14 +191,14 @@ def test_session_no_trials(options: dict[str, Any], created: Made) -> None:
     assert tuned.kernel.schedule in known
 
 
-@pytest.mark.parametrize("method", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
 def test_session_measures_each_schedule_once(method: str, options: dict[str, Any], created: Made) -> None:
     tuned = search("spmm", samples(), max_trials=24, method=method, **options)
     assert len(created.attempted) == len(tuned.trials) == len(hand_written()) + 24
     assert len(created.thorough) == len(set(created.thorough)) <= len(hand_written()) + 6
 
 
-@pytest.mark.parametrize("method", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
 def test_session_depends_on_seed_only(method: str, options: dict[str, Any], created: Made) -> None:
     proposals = []
     for seed in (0, 0, 1):
@@ -221,7 +215,9 @@ def test_session_ends_when_space_is_exhausted(options: dict[str, Any], created: 
 
 def test_session_ends_with_budget(options: dict[str, Any], created: Made) -> None:
     tuned = search("spmm", samples(), **{**options, "budget_s": 1e-9})
-    assert [trial.schedule for trial in tuned.trials] == list(hand_written().values()), "these always are"
+    assert [trial.schedule for trial in tuned.trials] == list(hand_written().values()), (
+        "presets are always measured"
+    )
 
 
 def test_session_fastest_wins(options: dict[str, Any], created: Made) -> None:
@@ -237,7 +233,7 @@ def test_session_fastest_wins(options: dict[str, Any], created: Made) -> None:
 
 
 def test_session_confirms_lucky_trials(options: dict[str, Any], created: Made) -> None:
-    """Something slowed the reference down beside some schedules: they look better than they are, once."""
+    """A slowed-down reference makes some schedules look better once."""
     result = search("spmm", samples(), max_trials=20, method="random", **options).trials
     other_items = [trial.schedule for trial in result if trial.schedule not in hand_written().values()]
     created.ratio = (
@@ -255,7 +251,7 @@ def test_session_confirms_lucky_trials(options: dict[str, Any], created: Made) -
 
 
 def test_session_reranks_by_latency(options: dict[str, Any], created: Made) -> None:
-    """Whatever else has better ratios by lasting luck."""
+    """Other schedules have better ratios in every measurement."""
     result = search("spmm", samples(), max_trials=20, method="random", **options).trials
     other_items = [trial.schedule for trial in result if trial.schedule not in hand_written().values()]
     created.ratio = (
@@ -282,7 +278,7 @@ def test_session_library_can_win(options: dict[str, Any], created: Made) -> None
 
 
 def test_session_one_thread_can_win_short_calls(options: dict[str, Any], created: Made) -> None:
-    """Waking up a second thread takes longer than it saves; only a call from here tells."""
+    """Waking a second thread takes longer than it saves, which only calls in this process show."""
     created.ratio = {
         **dict.fromkeys(hand_written(threads=1).values(), 0.2),
         **dict.fromkeys(hand_written(threads=2).values(), 0.1),
@@ -336,7 +332,7 @@ def test_session_reports_progress(trials: int | None, options: dict[str, Any], c
     )
 
 
-# What is written down ---------------------------------------------------------------------------------------
+# Trial log --------------------------------------------------------------------------------------------------
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -362,7 +358,7 @@ def test_session_logs_trials_immediately(options: dict[str, Any], created: Made,
     assert lines == [*range(2, len(lines) + 1), len(lines)]
 
 
-@pytest.mark.parametrize("method", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
 def test_session_resumes(method: str, options: dict[str, Any], created: Made, tmp_path: Path) -> None:
     created.fails = {hand_written()["csr"]}
     first = search("spmm", samples(), max_trials=10, out_dir=tmp_path, method=method, **options)
@@ -424,7 +420,7 @@ def test_session_damaged_log_raises(
     lines = (tmp_path / TRIALS_FILE).read_text().splitlines()
     damaged = "\n".join([*lines[:2], line, *lines[2:]]) + "\n"
     (tmp_path / TRIALS_FILE).write_text(damaged)
-    for _ in range(2):  # neither mended nor made worse, and nobody locked out
+    for _ in range(2):  # the log is unchanged and not locked
         with pytest.raises(FileFormatError, match=f"{TRIALS_FILE}.* remove the line"):
             search("spmm", samples(), max_trials=1, out_dir=tmp_path, **options)
         assert (tmp_path / TRIALS_FILE).read_text() == damaged
@@ -515,7 +511,7 @@ def test_session_killed_resumes(options: dict[str, Any], tmp_path: Path) -> None
             messages = [process.stdout.readline() for _ in range(5)]
         finally:
             process.send_signal(signal.SIGKILL)
-    assert all(messages), "it came so far"
+    assert all(messages), "the process ended early"
     before = (tmp_path / TRIALS_FILE).read_bytes()
     full = before[: before.rfind(b"\n") + 1]
     written = [json.loads(line) for line in full.splitlines()][1:]
@@ -528,7 +524,7 @@ def test_session_killed_resumes(options: dict[str, Any], tmp_path: Path) -> None
     check(tuned)
 
 
-# What cannot be done ----------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -1,4 +1,4 @@
-"""What every way to search must do, that those that learn beat the one that does not, and what each adds."""
+"""Conformance of every search method, and the properties of each."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from sparseflow.errors import InputError
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.model.cost_model import BoostedTrees, CostModel
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.parser import LevelMode
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
-from sparseflow.tuning.schedule.schedule import LevelMode, Schedule
+from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.evolutionary import EvolutionarySearch
-from sparseflow.tuning.search.guided import GuidedEvolutionary, GuidedRandom, GuidedSearch
+from sparseflow.tuning.search.guided import GuidedSearch
 from sparseflow.tuning.search.qlearning import QLearningSearch, compute_state, find_first_change
-from sparseflow.tuning.search.registry import STRATEGIES, get_strategy
+from sparseflow.tuning.search.session import GUIDED_PREFIX, METHODS, STRATEGIES
 
 EXTENTS = {"spmm": {"i": 1000, "k": 700, "j": 100}, "spmv": {"i": 1000, "j": 700}}
 EXTENTS["sddmm"] = {"i": 1000, "j": 700, "k": 100}
 
-item_value = pytest.mark.parametrize("name", STRATEGIES)
-screened = [name for name, item_2 in STRATEGIES.items() if issubclass(item_2, GuidedSearch)]
-learning = pytest.mark.parametrize("name", sorted({*STRATEGIES} - {*screened, "random"}))
+every_method = pytest.mark.parametrize("name", METHODS)
+learning_method = pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "random"])
 
 
 def space_of(operator: str = "spmm") -> ScheduleSpace:
@@ -40,7 +39,7 @@ def space_of(operator: str = "spmm") -> ScheduleSpace:
 
 
 class Table:
-    """A model for tests: schedules of a kind are thought to be as fast as those of it that were seen."""
+    """A model that scores schedules by the mean of observed schedules of the same kind."""
 
     def __init__(self) -> None:
         self.observed: dict[object, list[float]] = {}
@@ -62,7 +61,7 @@ class Table:
 
 
 class Known:
-    """A model that knows the cost, times a power: -1 gets everything wrong."""
+    """A model that knows the cost to a power; -1 reverses the ranking."""
 
     def __init__(self, power: float = 1.0) -> None:
         self.power = power
@@ -76,21 +75,19 @@ class Known:
 
 
 def started(name: str, seed: int = 0, space: ScheduleSpace | None = None) -> Strategy:
-    item, rng = STRATEGIES[name], np.random.default_rng(seed)
-    if issubclass(item, GuidedSearch):
-        return item(space or space_of(), rng, Table(), num_proposals=8, num_generations=0)
-    return item(space or space_of(), rng)
+    strategy = STRATEGIES[name.removeprefix(GUIDED_PREFIX)](space or space_of(), np.random.default_rng(seed))
+    if name.startswith(GUIDED_PREFIX):
+        return GuidedSearch(strategy, Table(), num_proposals=8, num_generations=0)
+    return strategy
 
 
-def guided(
-    model: CostModel, seed: int = 0, item: type[GuidedSearch] = GuidedRandom, **options: float
-) -> GuidedSearch:
+def guided(model: CostModel, seed: int = 0, name: str = "random", **options: float) -> GuidedSearch:
     settings = {"num_proposals": 32, "num_generations": 0, "batch_size": 1, "exploration": 0.0} | options
-    return item(space_of(), np.random.default_rng(seed), model, **settings)  # pyright: ignore[reportArgumentType]
+    return GuidedSearch(started(name, seed), model, **settings)  # pyright: ignore[reportArgumentType]
 
 
 def made_up(schedule: Schedule) -> float:
-    """A cost with what real ones have: decisions that matter much, others little, and some together."""
+    """A cost with strong, weak and interacting decisions."""
     cost = 1.0
     cost *= 1.0 if schedule.parallel == schedule.lreorder[0] else 3.0
     cost *= 1.0 if schedule.vectorize is not None else 2.0
@@ -103,7 +100,7 @@ def made_up(schedule: Schedule) -> float:
     return cost * (1.0 + 0.1 * abs(math.log2(rows) - 3.0))
 
 
-def messages(schedule: Schedule, cost: float) -> Trial:
+def make_trial(schedule: Schedule, cost: float) -> Trial:
     return Trial(schedule=schedule, latency_ms=cost, ratio=cost)
 
 
@@ -111,28 +108,12 @@ def run(strategy: Strategy, count: int, cost: Callable[[Schedule], float] = made
     proposals = []
     for _ in range(count):
         schedule = strategy.propose()
-        strategy.observe(messages(schedule, cost(schedule)))
+        strategy.observe(make_trial(schedule, cost(schedule)))
         proposals.append(schedule)
     return proposals
 
 
-def test_names_are_unique() -> None:
-    plain = {"random", "evolutionary", "annealing", "qlearning"}
-    assert set(STRATEGIES) == plain | {f"guided-{name}" for name in plain}
-    assert {name for name, item in STRATEGIES.items() if issubclass(item, GuidedSearch)} == set(
-        STRATEGIES
-    ) - plain
-    assert all(item.name == name for name, item in STRATEGIES.items())
-    assert all(get_strategy(name) is item for name, item in STRATEGIES.items())
-
-
-@pytest.mark.parametrize("name", ["", "Random", "bayes"])
-def test_get_strategy_unknown_raises(name: str) -> None:
-    with pytest.raises(InputError, match=repr(name)):
-        get_strategy(name)
-
-
-@item_value
+@every_method
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_propose_valid_schedules(name: str, operator: str) -> None:
     space = space_of(operator)
@@ -142,16 +123,16 @@ def test_propose_valid_schedules(name: str, operator: str) -> None:
         assert schedule.threads in space.threads
 
 
-@item_value
+@every_method
 def test_depends_on_seed_only(name: str) -> None:
-    np.random.seed(3)  # what is global must not matter
+    np.random.seed(3)  # the global generator must not matter
     first = run(started(name, 5), 100)
     np.random.seed(4)
     assert run(started(name, 5), 100) == first
     assert run(started(name, 6), 100) != first
 
 
-@item_value
+@every_method
 def test_is_independent_of_timing(name: str) -> None:
     walks = [started(name), started(name)]
     for number in range(60):
@@ -169,7 +150,7 @@ def test_is_independent_of_timing(name: str) -> None:
             )
 
 
-@item_value
+@every_method
 def test_observe_failures_only(name: str) -> None:
     space, strategy = space_of(), started(name)
     proposals = []
@@ -177,10 +158,10 @@ def test_observe_failures_only(name: str) -> None:
         proposals.append(strategy.propose())
         strategy.observe(Trial(schedule=proposals[-1], error="it broke"))
     assert all(schedule.find_violations(space.operator, space.shape) == [] for schedule in proposals)
-    assert len(set(proposals)) > 50, "it goes on looking"
+    assert len(set(proposals)) > 50, "the search continues"
 
 
-@item_value
+@every_method
 def test_observe_some_failures(name: str) -> None:
     space, strategy = space_of(), started(name)
     for number in range(100):
@@ -188,11 +169,11 @@ def test_observe_some_failures(name: str) -> None:
         assert schedule.find_violations(space.operator, space.shape) == []
         failed = number % 3 == 0 or schedule.vectorize is None
         strategy.observe(
-            Trial(schedule=schedule, error="it broke") if failed else messages(schedule, made_up(schedule))
+            Trial(schedule=schedule, error="it broke") if failed else make_trial(schedule, made_up(schedule))
         )
 
 
-@item_value
+@every_method
 def test_propose_without_observations(name: str) -> None:
     space, strategy = space_of(), started(name)
     proposals = [strategy.propose() for _ in range(100)]
@@ -200,47 +181,47 @@ def test_propose_without_observations(name: str) -> None:
     assert len(set(proposals)) > 50
 
 
-@item_value
+@every_method
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_observe_foreign_trials(name: str, operator: str) -> None:
-    # By hand, and with sizes, threads and a level that the space does not hold.
+    # Sizes, threads and a level are outside of the space.
     space = ScheduleSpace(OPERATORS[operator], EXTENTS[operator], threads=(1, 4), max_split=2)
     strategy = started(name, space=space)
     known = list(build_presets(space.operator, space.shape, 7).values())
     for number in range(100):
-        strategy.observe(messages(known[number % len(known)], 1.0 + number))
+        strategy.observe(make_trial(known[number % len(known)], 1.0 + number))
         assert strategy.propose().find_violations(space.operator, space.shape) == []
 
 
-@item_value
+@every_method
 def test_observe_repeated_trials(name: str) -> None:
     strategy = started(name)
     schedule = strategy.propose()
     for _ in range(200):
-        strategy.observe(messages(schedule, 1.0))
+        strategy.observe(make_trial(schedule, 1.0))
     assert len({strategy.propose() for _ in range(60)}) > 20
 
 
-@item_value
+@every_method
 @pytest.mark.parametrize("cost", [1e-300, 1.0, 1e300])
 def test_observe_equal_and_extreme_ratios(name: str, cost: float) -> None:
     assert len(set(run(started(name), 100, lambda schedule: cost))) > 50
 
 
-@item_value
+@every_method
 def test_observe_distant_ratios(name: str) -> None:
     costs = iter([1e-200, 1e200] * 50)
     run(started(name), 100, lambda schedule: next(costs))
 
 
-@item_value
+@every_method
 def test_space_of_one_schedule(name: str) -> None:
     space = ScheduleSpace(OPERATORS["spmv"], {"i": 1, "j": 1}, threads=(1,), max_split=1)
     proposals = set(run(started(name, space=space), 100, lambda schedule: 1.0 + len(str(schedule)) % 7))
     assert 1 < len(proposals) <= space.count_schedules()
 
 
-@learning
+@learning_method
 def test_learning_beats_random(name: str) -> None:
     def best(item: str, seed: int) -> float:
         return min(map(made_up, run(started(item, seed), 100)))
@@ -251,29 +232,25 @@ def test_learning_beats_random(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", screened)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_guided_with_oracle_beats_unguided(name: str) -> None:
     def best(strategy: Strategy) -> float:
         return min(map(made_up, run(strategy, 20)))
 
-    def known(seed: int) -> Strategy:
-        item = STRATEGIES[name]
-        assert issubclass(item, GuidedSearch)
-        return guided(Known(), seed, item, batch_size=4)
-
     seeds = range(4)
-    plain = statistics.mean(best(started(name.removeprefix("guided-"), seed)) for seed in seeds)
-    assert statistics.mean(best(known(seed)) for seed in seeds) < 0.9 * plain
+    plain = statistics.mean(best(started(name, seed)) for seed in seeds)
+    known = statistics.mean(best(guided(Known(), seed, name, batch_size=4)) for seed in seeds)
+    assert known < 0.9 * plain
 
 
-@learning
+@learning_method
 def test_learns_from_earlier_trials(name: str) -> None:
-    """A search that is told of a good schedule count for better ones than one that is not."""
+    """A search that observes a good schedule finds better ones than a search that does not."""
     good = min(run(started("random", 99), 500), key=made_up)
     informed, plain = [], []
     for seed in range(8):
         strategy = started(name, seed)
-        strategy.observe(messages(good, made_up(good)))
+        strategy.observe(make_trial(good, made_up(good)))
         informed.append(statistics.median(map(made_up, run(strategy, 20))))
         plain.append(statistics.median(map(made_up, run(started(name, seed), 20))))
     assert statistics.mean(informed) < statistics.mean(plain)
@@ -286,7 +263,7 @@ def test_evolutionary_keeps_best_parents() -> None:
     )
     schedules = run(started("random", 1), 30)
     for schedule in schedules:
-        strategy.observe(messages(schedule, made_up(schedule)))
+        strategy.observe(make_trial(schedule, made_up(schedule)))
     best = min(schedules, key=made_up)
 
     def equal(other_items: list[Schedule]) -> float:
@@ -297,8 +274,8 @@ def test_evolutionary_keeps_best_parents() -> None:
 
 def test_evolutionary_random_fraction_one_is_random() -> None:
     space = space_of()
-    process = run(EvolutionarySearch(space, np.random.default_rng(0), random_fraction=1.0), 50)
-    assert len(set(process)) > 40
+    proposed = run(EvolutionarySearch(space, np.random.default_rng(0), random_fraction=1.0), 50)
+    assert len(set(proposed)) > 40
 
 
 def test_annealing_accepts_by_temperature() -> None:
@@ -309,11 +286,11 @@ def test_annealing_accepts_by_temperature() -> None:
         strategy = SimulatedAnnealing(
             space, np.random.default_rng(0), temperature=t, cooling=1.0, patience=10**6
         )
-        strategy.observe(messages(schedules[0], 1.0))
+        strategy.observe(make_trial(schedules[0], 1.0))
         selected = 0
         for schedule in schedules[1:]:
             before = strategy._current
-            strategy.observe(messages(schedule, 1.5 * (before.ratio if before else 1.0)))
+            strategy.observe(make_trial(schedule, 1.5 * (before.ratio if before else 1.0)))
             selected += strategy._current is not before
             strategy._current = before
         return selected
@@ -328,26 +305,26 @@ def test_annealing_returns_to_best() -> None:
     space = space_of()
     strategy = SimulatedAnnealing(space, np.random.default_rng(0), temperature=1e9, cooling=1.0, patience=5)
     first, *other_items = run(started("random", 1), 6)
-    strategy.observe(messages(first, 1.0))
+    strategy.observe(make_trial(first, 1.0))
     for schedule in other_items:
-        strategy.observe(messages(schedule, 2.0))
+        strategy.observe(make_trial(schedule, 2.0))
     assert strategy._current is not None and strategy._current.schedule == first
 
 
 def test_qlearning_learns_action_values() -> None:
-    """Where other splits are always faster, and every other change is slower, it splits more and more."""
+    """If only changes of splits are faster, the search learns to change splits."""
     space = space_of()
 
     def share(explore: float) -> float:
         changes: Counter[bool] = Counter()
         for seed in range(5):
             strategy = QLearningSearch(space, np.random.default_rng(seed), exploration=explore)
-            strategy.observe(messages(space.sample(np.random.default_rng(seed)), 1.0))
+            strategy.observe(make_trial(space.sample(np.random.default_rng(seed)), 1.0))
             for index in range(60):
                 schedule = strategy.propose()
                 start = strategy._pending[schedule]
                 split = find_first_change(start.schedule, schedule, space.operator.axes).startswith("split")
-                strategy.observe(messages(schedule, start.ratio * (0.8 if split else 1.25)))
+                strategy.observe(make_trial(schedule, start.ratio * (0.8 if split else 1.25)))
                 changes[split] += index >= 30
         return changes[True] / changes.total()
 
@@ -361,19 +338,20 @@ def test_qlearning_start_depends_on_temperature() -> None:
     def starts(t: float) -> Counter[Schedule]:
         strategy = QLearningSearch(space, np.random.default_rng(0), temperature=t, cooling=1.0)
         for index, schedule in enumerate(schedules):
-            strategy.observe(messages(schedule, 2.0**index))
+            strategy.observe(make_trial(schedule, 2.0**index))
         return Counter(strategy._sample_start().schedule for _ in range(300))
 
     assert starts(1e-9) == {schedules[0]: 300}
     assert len(starts(100.0)) == 10
-    mild = starts(0.5)  # 2^(-1/0.5): each a quarter as often as the one before
+    mild = starts(0.5)  # 2^(-1/0.5): each a quarter as often as the previous one
     assert 0.15 < mild[schedules[1]] / mild[schedules[0]] < 0.4
 
 
 def test_qlearning_learns_from_failures() -> None:
-    strategy = QLearningSearch(space_of(), np.random.default_rng(0))
-    start = space_of().build_default()
-    strategy.observe(messages(start, 1.0))
+    space = space_of()
+    strategy = QLearningSearch(space, np.random.default_rng(0))
+    start = space.sample(np.random.default_rng(1))
+    strategy.observe(make_trial(start, 1.0))
     proposals = strategy.propose()
     state, action = compute_state(start, strategy._axes), find_first_change(start, proposals, strategy._axes)
     before = strategy._get_value(state, action)
@@ -420,28 +398,28 @@ def test_guided_generations_improve() -> None:
 
 
 def test_guided_never_repeats() -> None:
-    strategy = guided(Known(), batch_size=4, exploration=0.2, item=GuidedEvolutionary)
-    told_before = run(started("random", 1), 20)
-    for schedule in told_before:
-        strategy.observe(messages(schedule, made_up(schedule)))
-    process = run(strategy, 60)
-    assert len({*process, *told_before}) == len(set(told_before)) + 60
+    strategy = guided(Known(), batch_size=4, exploration=0.2, name="evolutionary")
+    earlier = run(started("random", 1), 20)
+    for schedule in earlier:
+        strategy.observe(make_trial(schedule, made_up(schedule)))
+    proposed = run(strategy, 60)
+    assert len({*proposed, *earlier}) == len(set(earlier)) + 60
 
 
 def test_guided_observes_model_and_strategy() -> None:
     model = Known()
-    strategy = guided(model, item=GuidedEvolutionary)
-    process = run(strategy, 5)
-    strategy.observe(Trial(schedule=process[0], error="it broke"))
-    assert [trial.schedule for trial in model.trials] == [*process, process[0]]
+    strategy = guided(model, name="evolutionary")
+    proposed = run(strategy, 5)
+    strategy.observe(Trial(schedule=proposed[0], error="it broke"))
+    assert [trial.schedule for trial in model.trials] == [*proposed, proposed[0]]
     assert isinstance(strategy._strategy, EvolutionarySearch)
-    assert {trial.schedule for trial in strategy._strategy._best} == set(process)
+    assert {trial.schedule for trial in strategy._strategy._best} == set(proposed)
 
 
 def test_guided_batch_is_diverse() -> None:
-    strategy = guided(Known(), batch_size=8, num_proposals=256, item=GuidedEvolutionary)
+    strategy = guided(Known(), batch_size=8, num_proposals=256, name="evolutionary")
     good = min(run(started("random", 5), 300), key=made_up)
-    strategy.observe(messages(good, made_up(good)))
+    strategy.observe(make_trial(good, made_up(good)))
     batch = [strategy.propose() for _ in range(8)]
     assert len({(item.fsplit, item.formats, item.lsplit, item.lreorder) for item in batch}) == 8
 
@@ -457,18 +435,17 @@ def test_guided_exploration_ignores_model() -> None:
 
 def test_guided_exhausts_small_space() -> None:
     space = ScheduleSpace(OPERATORS["spmv"], {"i": 1, "j": 1}, threads=(1,), max_split=1)
-    strategy = GuidedRandom(space, np.random.default_rng(0), Table(), num_proposals=16, num_generations=1)
+    strategy = GuidedSearch(started("random", space=space), Table(), num_proposals=16, num_generations=1)
     assert len({strategy.propose() for _ in range(4 * space.count_schedules())}) == space.count_schedules()
 
 
 def test_guided_trees_need_fewer_trials() -> None:
     matrix = as_coo((np.random.default_rng(0).random((1000, 700)) < 0.01).astype(np.float32))
     problem = SparseProblem(operator=OPERATORS["spmm"], matrix=matrix, n_cols=100)
-    space = space_of()
 
     def best(seed: int) -> float:
-        model, rng = BoostedTrees(ScheduleFeatures(problem, 4)), np.random.default_rng(seed)
-        strategy = GuidedEvolutionary(space, rng, model, num_proposals=48, num_generations=1, batch_size=8)
+        model, parent = BoostedTrees(ScheduleFeatures(problem, 4)), started("evolutionary", seed)
+        strategy = GuidedSearch(parent, model, num_proposals=48, num_generations=1, batch_size=8)
         return min(map(made_up, run(strategy, 48)))
 
     seeds = range(2)

@@ -22,7 +22,7 @@ import numpy as np
 from sparseflow.tuning.codegen.loop_nest import NUM_CHAINS, Loop, LoopNest
 from sparseflow.tuning.schedule.formats import select_coordinate_dtype
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS
-from sparseflow.tuning.schedule.schedule import LevelMode
+from sparseflow.tuning.schedule.parser import LevelMode
 
 SYMBOL = "sparseflow_kernel"
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from sparseflow.core.checks import check_positive
 from sparseflow.core.files import get_cache_dir
-from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.errors import DeviceError, RunError
 from sparseflow.tuning.codegen import subprocess_runner
 
 CACHE_VERSION = 1
@@ -56,12 +57,10 @@ class Compiler:
     Attributes:
         command: Path of the compiler and the arguments that `$CC` adds.
         version: First line of its version output.
-        flags: Flags for kernels.
     """
 
     command: tuple[str, ...]
     version: str
-    flags: tuple[str, ...] = KERNEL_FLAGS
 
     @property
     def path(self) -> Path:
@@ -100,21 +99,16 @@ def _read_version(path: str, changed_ns: int) -> str | None:
     return result.output.partition("\n")[0].strip() or None if result.code == 0 else None
 
 
-def get_default_cache_dir() -> Path:
-    """Return `tuning` in the cache directory of SparseFlow."""
-    return get_cache_dir() / "tuning"
-
-
 class CompileCache:
     """On-disk cache of compiled code; processes may share a directory.
 
     Args:
-        cache_dir: Directory; by default `get_default_cache_dir()`.
+        cache_dir: Directory; by default `tuning` in the cache directory of SparseFlow.
     """
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         # An absolute path, so that dlopen and exec do not search for the file.
-        self.cache_dir = Path(os.path.abspath(get_default_cache_dir() if cache_dir is None else cache_dir))
+        self.cache_dir = Path(os.path.abspath(cache_dir or get_cache_dir() / "tuning"))
 
     def get(self, key: str) -> Path | None:
         """Return the compiled file of `key`, or None if there is no file with a valid checksum."""
@@ -136,16 +130,9 @@ class CompileCache:
             built_path: Compiled file.
             metadata: Further content of the JSON file.
         """
-        content = built_path.read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
+        digest = hashlib.sha256(built_path.read_bytes()).hexdigest()
         final = self.cache_dir / f"{key}-{digest[:16]}{built_path.suffix}"
-        entry = {
-            "version": CACHE_VERSION,
-            "file": final.name,
-            "sha256": digest,
-            "bytes": len(content),
-            **metadata,
-        }
+        entry = {"file": final.name, "sha256": digest, **metadata}
         entry_path = built_path.with_suffix(".json")
         entry_path.write_text(json.dumps(entry, indent=1))
         built_path.replace(final)
@@ -193,19 +180,12 @@ class CompileCache:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def compile_source(
-    source: str,
-    *,
-    extra_flags: Sequence[str] = (),
-    cache_dir: Path | None = None,
-    timeout_s: float = 60.0,
-) -> Path:
+def compile_source(source: str, *, cache_dir: Path | None = None, timeout_s: float = 60.0) -> Path:
     """Compile C code to a shared object, or return the cached object.
 
     Args:
         source: C source.
-        extra_flags: Flags after `KERNEL_FLAGS`.
-        cache_dir: Cache directory; by default `get_default_cache_dir()`.
+        cache_dir: Cache directory; see `CompileCache`.
         timeout_s: Time limit of the compiler, seconds.
 
     Returns:
@@ -216,8 +196,7 @@ def compile_source(
         RunError: The compilation fails or exceeds the time limit, or the cache is not writable. The message
             has the first errors and the path of the source.
     """
-    compiler = find_compiler()
-    return _compile_cached(compiler, source, (*compiler.flags, *extra_flags), ".so", cache_dir, timeout_s)
+    return _compile_cached(find_compiler(), source, KERNEL_FLAGS, ".so", cache_dir, timeout_s)
 
 
 def compile_program(source: str, *, cache_dir: Path | None = None, timeout_s: float = 60.0) -> Path:
@@ -233,8 +212,7 @@ def _compile_cached(
     cache_dir: Path | None,
     timeout_s: float,
 ) -> Path:
-    if timeout_s <= 0:
-        raise InputError(f"`timeout_s` (={timeout_s}) must be above 0")
+    check_positive(timeout_s=timeout_s)
     compile_cache = CompileCache(cache_dir)
     key = _compute_key(source, compiler, flags, suffix)
     cached = compile_cache.get(key)
@@ -245,18 +223,14 @@ def _compile_cached(
         command = [*compiler.command, *flags, "-pipe", "-x", "c", "-", "-o", str(built_path), "-ldl", "-lm"]
         # The temporary files of a killed compiler are removed with the build directory.
         environment = {**os.environ, "TMPDIR": str(building), "LC_ALL": "C"}
-        started = time.monotonic()
         try:
             result = subprocess_runner.run_process(
                 command, timeout_s=timeout_s, stdin=source.encode(), environment=environment
             )
         except OSError as error:
             raise DeviceError(f"the C compiler {compiler.path} cannot be started: {error}") from error
-        seconds = time.monotonic() - started
         if result.code == 0 and built_path.is_file():
-            return compile_cache.put(
-                key, built_path, compiler=compiler.version, command=command[:-4], seconds=round(seconds, 3)
-            )
+            return compile_cache.put(key, built_path, compiler=compiler.version, command=command[:-4])
     source_path = compile_cache.keep_failed_source(key, source)
     if result.timed_out:
         outcome = f"did not finish within {timeout_s:g} s and was killed"

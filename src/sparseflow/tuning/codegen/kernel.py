@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparseflow.core.config import describe_validation_error
+from sparseflow.core.artifact import Artifact
 from sparseflow.core.device import describe_cpu
-from sparseflow.core.files import write_atomic
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen.c_source import SYMBOL
 from sparseflow.tuning.codegen.program import KernelProgram, allocate_aligned, build_program
 from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.problem import SparseProblem
-from sparseflow.tuning.schedule.schedule import Schedule
-
-VERSION = 1
-"""Version of the files of `Kernel.save`."""
+from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
 _ARRAYS = ("rows", "cols", "values")
 
@@ -32,16 +26,27 @@ _EXCLUSIVE_REFERENCES = 2
 """References to a buffer that is used by one view only: the view's and the one of `sys.getrefcount`."""
 
 
-class _KernelRecord(BaseModel):
-    """Metadata of a kernel file."""
+class KernelFile(Artifact):
+    """Metadata of a kernel file; the tensors are those of the matrix.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Attributes:
+        operator: Operator.
+        n_cols: Columns of the dense operands; None for SpMV.
+        shape: Rows and columns of the matrix.
+        schedule: Schedule; None for a library kernel.
+        speedup: Time of the best baseline over the time of the kernel; None if it was not tuned.
+        cpu: CPU that the kernel was tuned on.
+        sha256: Checksum of the matrix.
+    """
 
-    version: int
+    FORMAT: ClassVar[str] = "sparseflow.tuning.kernel"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "tune again with `sparseflow tune`"
+
     operator: str
     n_cols: int | None
-    shape: Annotated[tuple[int, int], Field(strict=False)]
-    schedule: str | None
+    shape: tuple[int, int]
+    schedule: ScheduleLine | None
     speedup: float | None
     cpu: str
     sha256: str
@@ -131,23 +136,21 @@ class Kernel(ABC):
         """Write the schedule and the matrix to a file; `load` compiles again if the compile cache is gone.
 
         Raises:
-            OSError: The directory is missing or not writable.
+            OSError: The file cannot be written.
         """
-        from safetensors.numpy import save
+        import torch
 
         matrix = self.problem.matrix
-        record = {
-            "version": VERSION,
-            "operator": self.problem.operator.name,
-            "n_cols": self.problem.n_cols,
-            "shape": matrix.shape,
-            "schedule": None if self.schedule is None else str(self.schedule),
-            "speedup": self.speedup,
-            "cpu": describe_cpu(),
-            "sha256": matrix.digest(),
-        }
-        arrays = {name: getattr(matrix, name) for name in _ARRAYS}
-        write_atomic(Path(path), save(arrays, metadata={"sparseflow": json.dumps(record)}))
+        file = KernelFile(
+            operator=self.problem.operator.name,
+            n_cols=self.problem.n_cols,
+            shape=matrix.shape,
+            schedule=self.schedule,
+            speedup=self.speedup,
+            cpu=describe_cpu(),
+            sha256=matrix.digest(),
+        )
+        file.save_tensors(path, {name: torch.from_numpy(getattr(matrix, name)) for name in _ARRAYS})
 
 
 class CompiledKernel(Kernel):
@@ -240,37 +243,25 @@ def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = No
         DeviceError: The kernel was tuned on another CPU, or there is no C compiler.
         RunError: The compilation fails.
     """
-    from safetensors import SafetensorError, safe_open
-
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"file not found: {file}")
+    file, tensors = KernelFile.load_tensors(path)
     try:
-        with safe_open(str(file), framework="numpy") as opened:
-            record = _KernelRecord.model_validate_json((opened.metadata() or {})["sparseflow"])
-            arrays = {name: opened.get_tensor(name) for name in _ARRAYS}
-        if record.version != VERSION:
-            raise FileFormatError(f"version {record.version} is not supported; expected {VERSION}")
-        matrix = CooMatrix(**arrays, shape=record.shape)
-        if matrix.digest() != record.sha256:
+        matrix = CooMatrix(**{name: tensors[name].numpy() for name in _ARRAYS}, shape=file.shape)
+        if matrix.digest() != file.sha256:
             raise FileFormatError("the checksum of the matrix is wrong")
         problem = SparseProblem(
-            operator=get_operator(record.operator), matrix=as_coo(matrix), n_cols=record.n_cols
+            operator=get_operator(file.operator), matrix=as_coo(matrix), n_cols=file.n_cols
         )
-        program = None if record.schedule is None else build_program(problem, Schedule.parse(record.schedule))
-    except ValidationError as error:
-        problem = describe_validation_error(error)
-        raise FileFormatError(f"{file} is not a readable kernel: {problem}; tune again") from error
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise FileFormatError(f"{file} is not a readable kernel: {error}; tune again") from error
-    if record.cpu != describe_cpu() and not any_cpu:
+        program = None if file.schedule is None else build_program(problem, file.schedule)
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path} is not a readable kernel: {error}; {file.HINT}") from error
+    if file.cpu != describe_cpu() and not any_cpu:
         raise DeviceError(
-            f"{file} was tuned on another CPU: {record.cpu}; this CPU is {describe_cpu()}. Tune again, or "
-            "load with any_cpu=True"
+            f"{path} was tuned on another CPU: {file.cpu}; this CPU is {describe_cpu()}. Tune again, or load "
+            "with any_cpu=True"
         )
     if program is None:
-        return LibraryKernel(problem, speedup=record.speedup)
-    return CompiledKernel(program, speedup=record.speedup, cache_dir=cache_dir)
+        return LibraryKernel(problem, speedup=file.speedup)
+    return CompiledKernel(program, speedup=file.speedup, cache_dir=cache_dir)
 
 
 def _to_strided(name: str, tensor: Any) -> Any:

@@ -21,9 +21,10 @@ from typing import Literal
 
 import numpy as np
 
-from sparseflow.tuning.schedule.formats import LevelSpec, build_level_specs
+from sparseflow.tuning.schedule.formats import LevelSpec
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS, Operator
-from sparseflow.tuning.schedule.schedule import LevelMode, Schedule
+from sparseflow.tuning.schedule.parser import LevelMode
+from sparseflow.tuning.schedule.schedule import Schedule
 
 VectorMode = Literal["results", "sum", "lanes", "hint"]
 
@@ -153,29 +154,8 @@ def lower(
     """
     # Schedules that run identically share one source, which is compiled once.
     schedule = schedule.canonicalize(operator, extents)
-    parts = {
-        axis: (parent, weight, extent)
-        for parent in operator.axes
-        for axis, weight, extent in _list_sub_axes(schedule, parent, extents[parent])
-    }
-    levels = schedule.formats[0].levels()
-    level_index = {level.axis: index for index, level in enumerate(levels)}
-    modes = {level.axis: level.mode for level in levels}
-    loops = tuple(
-        Loop(
-            sub_axis=axis,
-            axis=parts[axis][0],
-            weight=parts[axis][1],
-            extent=parts[axis][2],
-            level=level_index.get(axis),
-            mode=modes.get(axis),
-            output=parts[axis][0] in operator.output_axes,
-            parallel=axis == schedule.parallel,
-            unroll=min(schedule.unroll_factor, _MAX_UNROLL) if axis == schedule.unroll else 1,
-        )
-        for axis in schedule.lreorder
-    )
     dtype = np.dtype(dtype)
+    loops = _build_loops(schedule, operator, extents)
     padded = frozenset(
         axis
         for axis in operator.sparse_axes
@@ -193,19 +173,23 @@ def lower(
         vector = "hint"
     once = _writes_once(loops, region, operator)
     skips_results = any(not loop.fixed for loop in loops if loop.output) and not operator.sparse_output
+    # Loops over storage levels have the order of the levels.
+    stored = [loop for loop in loops if loop.level is not None]
     return LoopNest(
         operator=operator,
         extents=dict(extents),
         dtype=dtype,
         loops=loops,
-        levels=build_level_specs(
-            [(level.axis, level.mode) for level in levels],
-            {
-                axis: (operator.sparse_axes.index(parent), weight, extent)
-                for axis, (parent, weight, extent) in parts.items()
-                if parent in operator.sparse_axes
-            },
-            lanes=lanes,
+        levels=tuple(
+            LevelSpec(
+                axis=loop.sub_axis,
+                dim=operator.sparse_axes.index(loop.axis),
+                weight=loop.weight,
+                extent=loop.extent,
+                mode=loop.mode or LevelMode.DENSE,
+                lanes=lanes if loop is stored[-1] else 1,
+            )
+            for loop in stored
         ),
         region=region,
         in_array=in_array,
@@ -218,14 +202,31 @@ def lower(
     )
 
 
-def _list_sub_axes(canonical: Schedule, axis: str, extent: int) -> list[tuple[str, int, int]]:
-    """List (sub axis, weight, extent) of an axis, outermost first."""
-    sub_axes = canonical.sub_axes(axis)
-    sizes = [extent if size is None else size for _, size in sub_axes]
-    return [
-        (sub_axis, math.prod(sizes[index + 1 :]), sizes[index])
-        for index, (sub_axis, _) in enumerate(sub_axes)
-    ]
+def _build_loops(schedule: Schedule, operator: Operator, extents: Mapping[str, int]) -> tuple[Loop, ...]:
+    """Build the loops of a canonical schedule, outermost first."""
+    parts: dict[str, tuple[str, int, int]] = {}  # sub axis -> (axis, weight, extent)
+    for axis in operator.axes:
+        sub_axes = schedule.sub_axes(axis)
+        sizes = [extents[axis] if size is None else size for _, size in sub_axes]
+        for index, (sub_axis, _) in enumerate(sub_axes):
+            parts[sub_axis] = (axis, math.prod(sizes[index + 1 :]), sizes[index])
+    levels = schedule.formats[0].levels()
+    level_index = {level.axis: index for index, level in enumerate(levels)}
+    modes = {level.axis: level.mode for level in levels}
+    return tuple(
+        Loop(
+            sub_axis=sub_axis,
+            axis=parts[sub_axis][0],
+            weight=parts[sub_axis][1],
+            extent=parts[sub_axis][2],
+            level=level_index.get(sub_axis),
+            mode=modes.get(sub_axis),
+            output=parts[sub_axis][0] in operator.output_axes,
+            parallel=sub_axis == schedule.parallel,
+            unroll=min(schedule.unroll_factor, _MAX_UNROLL) if sub_axis == schedule.unroll else 1,
+        )
+        for sub_axis in schedule.lreorder
+    )
 
 
 def _select_region(

@@ -21,32 +21,37 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from sparseflow.core.checks import check_at_least, check_positive
 from sparseflow.core.device import describe_cpu
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
-from sparseflow.tuning.measure import collection_log, labels, synthetic
-from sparseflow.tuning.measure.collection_log import CollectionLog
+from sparseflow.tuning.measure.collection_log import COLLECTION_FILE, CollectionLog
 from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
 from sparseflow.tuning.measure.families import infer_family
-from sparseflow.tuning.measure.labels import TuningTask
+from sparseflow.tuning.measure.labels import (
+    LABELS_FILE,
+    TuningTask,
+    read_pattern,
+    write_labels,
+    write_pattern,
+)
+from sparseflow.tuning.measure.synthetic import PATTERN_KINDS, sample_pattern
 from sparseflow.tuning.schedule.matrices import (
-    FLOAT_DTYPES,
     SparsityPattern,
     find_matrix_files,
     parse_matrix_name,
     read_matrix,
 )
-from sparseflow.tuning.schedule.operators import OPERATORS, get_operator
+from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
@@ -119,7 +124,7 @@ class CollectionResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {**vars(self), "out_dir": str(self.out_dir), "failed_references": dict(self.failed_references)}
+        return asdict(self) | {"out_dir": str(self.out_dir)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ class _TaskBatch:
     Attributes:
         task: Task; the machine fills in the device.
         pattern: Sparsity pattern.
-        trials: Device -> earlier trials.
+        trials: Device -> schedule -> earlier trial.
         schedules: Total number of schedules to reach.
         end_time: Time to stop at, seconds since the epoch, because other machines have other monotonic
             clocks.
@@ -140,7 +145,7 @@ class _TaskBatch:
 
     task: TuningTask
     pattern: SparsityPattern
-    trials: Mapping[str, tuple[Trial, ...]]
+    trials: Mapping[str, Mapping[Schedule, Trial]]
     schedules: int
     end_time: float
     seed: int
@@ -178,11 +183,11 @@ def generate_targets(
     def generate_patterns() -> Iterator[tuple[str, SparsityPattern]]:
         for file in files:
             yield parse_matrix_name(file), read_matrix(file).pattern
-        kinds = tuple(synthetic.PATTERN_KINDS)
+        kinds = tuple(PATTERN_KINDS)
         for index in range(num_synthetic):
             # One generator for each pattern, so that the first patterns do not depend on the number of them.
             rng = np.random.default_rng([seed, index])
-            yield synthetic.sample_pattern(rng, kind=kinds[index % len(kinds)])
+            yield sample_pattern(rng, kind=kinds[index % len(kinds)])
 
     # Paths are checked above, before the caller starts work on the first target.
     return (
@@ -192,7 +197,7 @@ def generate_targets(
             pattern=pattern,
             n_cols=n_cols,
             dtype=dtype,
-            family=infer_family(name, families or {}),
+            family=infer_family(name, families),
         )
         for name, pattern in generate_patterns()
         for operator, n_cols in workloads
@@ -240,112 +245,85 @@ def collect(
     """
     start_s = time.monotonic()
     end_time = time.time() + (1e9 if budget_s is None else budget_s)
-    if schedules < 1 or seed < 0 or (budget_s is not None and not budget_s > 0):
-        raise InputError(
-            f"`schedules` (={schedules}) must be at least 1, `seed` (={seed}) at least 0, and `budget_s` "
-            f"(={budget_s}) above 0"
-        )
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
-    if threads < 1:
-        raise InputError(f"`threads` (={threads}) must be at least 1")
+    check_at_least(1, schedules=schedules, threads=threads)
+    check_at_least(0, seed=seed)
+    check_positive(budget_s=1.0 if budget_s is None else budget_s)
     root = Path(out_dir)
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
-    if (root / labels.LABELS_FILE).exists() and not (root / collection_log.COLLECTION_FILE).exists():
-        raise InputError(f"{root} has labels that were not collected; choose another directory")
     if cluster is None:
         find_compiler()
-    root.mkdir(parents=True, exist_ok=True)
+    _prepare_dir(root)
     with CollectionLog(root) as log:
         tasks = _create_tasks(targets, root, threads, log)
-        initial_rows = _count_trials(log)
-        device_tasks = _group_by_key(log)
-        num_trials = sum(
-            len(log.trials[device_task]) for task in tasks for device_task in device_tasks[_task_key(task)]
-        )
+        initial_rows = log.num_trials
+        initial_task_rows = sum(len(trials) for task in tasks for trials in log.find(task).values())
         try:
             for round_size in _round_sizes(schedules):
-                device_tasks = _group_by_key(log)
                 batches = (
                     _TaskBatch(
                         task=task,
-                        pattern=labels.read_pattern(root, digest),
-                        trials={
-                            device_task.device: tuple(log.trials[device_task].values())
-                            for device_task in device_tasks[_task_key(task)]
-                        },
+                        pattern=read_pattern(root, str(task.pattern)),
+                        trials=log.find(task),
                         schedules=round_size,
                         end_time=end_time,
                         seed=seed,
                         cache_dir=cache_dir,
                         create_strategy=strategy,
                     )
-                    for task, digest in tasks.items()
+                    for task in tasks
                     if time.time() < end_time
                 )
                 for task, trial in _measure_batches(batches, cluster, threads):
-                    log.write(task, trial)
-                    num_trials += 1
+                    log.append(task, trial)
                     if progress is not None:
-                        budget_fraction = 0.0 if budget_s is None else (time.monotonic() - start_s) / budget_s
+                        added = log.num_trials - initial_rows
+                        measured_share = (initial_task_rows + added) / (schedules * len(tasks))
+                        elapsed_share = 0.0 if budget_s is None else (time.monotonic() - start_s) / budget_s
                         description = f"{task.operator} on {task.matrix}, up to {round_size} schedules"
-                        progress(
-                            f"{_count_trials(log) - initial_rows} rows; {description}",
-                            min(max(num_trials / (schedules * len(tasks)), budget_fraction), 1.0),
-                        )
+                        progress(f"{added} rows; {description}", min(max(measured_share, elapsed_share), 1.0))
         finally:
             # An interrupted collection leaves a label set of all rows so far.
-            if _count_trials(log):
-                labels.write_labels(root, log.measurements())
+            if log.num_trials:
+                write_labels(root, log.measurements())
         return _summarize(root, tasks, log, initial_rows, time.monotonic() - start_s)
+
+
+def _prepare_dir(root: Path) -> None:
+    """Create the output directory, and check that it has no labels of another source."""
+    if root.exists() and not root.is_dir():
+        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+    if (root / LABELS_FILE).exists() and not (root / COLLECTION_FILE).exists():
+        raise InputError(f"{root} has labels that were not collected; choose another directory")
+    root.mkdir(parents=True, exist_ok=True)
 
 
 def _create_tasks(
     targets: Iterable[CollectionTarget], root: Path, threads: int, log: CollectionLog
-) -> dict[TuningTask, str]:
-    """Validate the targets, write their patterns and return each task with its pattern digest."""
-    measured_tasks = {_task_key(task): task for task in log.trials}
+) -> list[TuningTask]:
+    """Validate the targets, write their patterns and return their tasks, without a device."""
+    measured_tasks = {task.key: task for task in log.trials}
     tasks: dict[tuple[object, ...], TuningTask] = {}
     for target in targets:
-        if target.dtype not in map(str, FLOAT_DTYPES):
-            raise InputError(f"`dtype` (={target.dtype!r}) must be float32 or float64")
         if not target.pattern.nnz:
             raise InputError(f"{target.matrix} has no elements to measure")
-        op = get_operator(target.operator)
-        problem = SparseProblem(
-            operator=op, matrix=target.pattern.to_matrix(np.dtype(target.dtype)), n_cols=target.n_cols
-        )
         task = TuningTask(
-            operator=op.name,
+            operator=target.operator,
             matrix=target.matrix,
             family=infer_family(target.matrix) if target.family is None else target.family,
             shape=target.pattern.shape,
             nnz=target.pattern.nnz,
-            n_cols=problem.n_cols,
+            n_cols=target.n_cols,
             dtype=target.dtype,
             threads=threads,
             device="",
-            pattern=labels.write_pattern(root, target.pattern),
+            pattern=target.pattern.digest(),
         )
+        write_pattern(root, target.pattern)
         # A pattern with another name is the same task.
-        key = _task_key(task)
-        tasks.setdefault(key, replace(measured_tasks.get(key, task), device=""))
+        tasks.setdefault(task.key, replace(measured_tasks.get(task.key, task), device=""))
     if not tasks:
         raise InputError("`targets` is empty; pass at least one pattern and operator")
-    return {task: task.pattern for task in tasks.values() if task.pattern is not None}
-
-
-def _task_key(task: TuningTask) -> tuple[object, ...]:
-    """Return what identifies a task, without names and devices."""
-    return task.operator, task.pattern, task.n_cols, task.dtype, task.threads
-
-
-def _group_by_key(log: CollectionLog) -> Mapping[tuple[object, ...], list[TuningTask]]:
-    """Return task key -> the task on each device that measured it."""
-    groups: defaultdict[tuple[object, ...], list[TuningTask]] = defaultdict(list)
-    for task in log.trials:
-        groups[_task_key(task)].append(task)
-    return groups
+    return list(tasks.values())
 
 
 def _round_sizes(schedules: int) -> Iterator[int]:
@@ -379,7 +357,7 @@ def _measure_batch(batch: _TaskBatch) -> Iterator[tuple[TuningTask, Trial]]:
     """Measure the missing schedules of a task."""
     task = replace(batch.task, device=describe_cpu())
     op, extents = OPERATORS[task.operator], task.extents()
-    trials = {trial.schedule: trial for trial in batch.trials.get(task.device, ())}
+    trials = dict(batch.trials.get(task.device, {}))
     reference, *presets = _list_presets(task)
     if (
         len(trials) >= batch.schedules
@@ -388,7 +366,7 @@ def _measure_batch(batch: _TaskBatch) -> Iterator[tuple[TuningTask, Trial]]:
     ):
         return
     space = ScheduleSpace(op, extents, threads=sorted({1, task.threads}))
-    task_seed = zlib.crc32(repr(_task_key(task)).encode())
+    task_seed = zlib.crc32(repr(task.key).encode())
     # A resumed task gets another random stream, so that it does not repeat its proposals.
     strategy = batch.create_strategy(space, np.random.default_rng([batch.seed, task_seed, len(trials)]))
     for trial in trials.values():
@@ -443,24 +421,18 @@ def _reference_failed(trials: Mapping[Schedule, Trial], reference: Schedule) -> 
     return reference in trials and trials[reference].error is not None
 
 
-def _count_trials(log: CollectionLog) -> int:
-    return sum(map(len, log.trials.values()))
-
-
 def _summarize(
     root: Path, tasks: Iterable[TuningTask], log: CollectionLog, initial_rows: int, seconds: float
 ) -> CollectionResult:
     rows = [trial for trials in log.trials.values() for trial in trials.values()]
-    counts, failed_references, device_tasks_of = [], {}, _group_by_key(log)
+    counts, failed_references = [], {}
     for task in tasks:
-        device_tasks = device_tasks_of[_task_key(task)]
-        counts.append(sum(len(log.trials[device_task]) for device_task in device_tasks))
+        trials_of_device = log.find(task)
+        counts.append(sum(map(len, trials_of_device.values())))
         reference = _list_presets(task)[0]
-        for device_task in device_tasks:
-            if _reference_failed(log.trials[device_task], reference):
-                failed_references[f"{task.operator} on {task.matrix}"] = str(
-                    log.trials[device_task][reference].error
-                )
+        for trials in trials_of_device.values():
+            if _reference_failed(trials, reference):
+                failed_references[f"{task.operator} on {task.matrix}"] = str(trials[reference].error)
     return CollectionResult(
         out_dir=root,
         tasks=len(counts),

@@ -1,24 +1,30 @@
-"""Measurement of schedules of one problem: build, compile, check the result, time."""
+"""Measurement of schedules of one problem: build, compile, check the result, time; also on a Ray cluster."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from sparseflow.errors import InputError, RunError
+from sparseflow.core.device import describe_cpu
+from sparseflow.core.parallel import map_unordered
+from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.codegen.program import KernelProgram, build_program
 from sparseflow.tuning.measure.runner import KernelJob, MeasurementSession
 from sparseflow.tuning.schedule.formats import MAX_STORAGE_BYTES
 from sparseflow.tuning.schedule.problem import SparseProblem
-from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
+
+BATCH_SIZE = 8
+"""Schedules that a machine of a cluster measures at a time, enough to amortize sending the matrix."""
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 """dtype -> largest difference from scipy in float64, relative to the largest result."""
@@ -31,20 +37,26 @@ _MIN_STORAGE_BYTES = 64 << 20
 _COMPARE_CHUNK = 1 << 16
 """Results that are compared at a time."""
 
-
 _QUICK_SETTINGS = {"repeats": 7, "min_time_s": 0.02, "max_time_s": 0.25, "max_slowdown": 10.0}
 _THOROUGH_SETTINGS = {"repeats": 30, "min_time_s": 0.1, "max_time_s": 0.6}
 """Settings of measurements. The first run of the reference is slow, too: 10 times its first run is at least
 20 times its warm time, and slower candidates need no exact time."""
 
-
 _THOROUGH_PROCESSES = 3
 """Processes of a thorough measurement."""
+
+_Time = Annotated[
+    float,
+    BeforeValidator(lambda value: math.inf if value is None else value),
+    Field(gt=0.0),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+]
+"""Positive time; files store infinity as null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Measurement of one schedule.
+    """Measurement of one schedule; a row of the logs of searches and collections.
 
     Attributes:
         schedule: Schedule.
@@ -54,28 +66,28 @@ class Trial:
         disturbed: Whether other processes used the CPUs or the speed of the machine changed.
         seconds: Phase ("build", "compile", "measure") -> duration, seconds.
         times: Number of measurements.
+
+    Raises:
+        InputError: There is neither an error nor both times, or there are both.
     """
 
-    schedule: Schedule
-    latency_ms: float = math.inf
-    ratio: float = math.inf
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    schedule: ScheduleLine
+    latency_ms: _Time = math.inf
+    ratio: _Time = math.inf
     error: str | None = None
     disturbed: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-    times: int = 1
+    seconds: dict[str, Annotated[float, Field(ge=0.0)]] = field(default_factory=dict)
+    times: Annotated[int, Field(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        if (self.error is None) != (math.isfinite(self.latency_ms) and math.isfinite(self.ratio)):
+            raise InputError("a trial has either an error or both times")
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types; times are None if it failed."""
-        succeeded = self.error is None
-        return {
-            "schedule": str(self.schedule),
-            "latency_ms": self.latency_ms if succeeded else None,
-            "ratio": self.ratio if succeeded else None,
-            "error": self.error,
-            "disturbed": self.disturbed,
-            "seconds": self.seconds,
-            "times": self.times,
-        }
+        return TypeAdapter(Trial).dump_python(self, mode="json")
 
 
 def make_job(
@@ -109,7 +121,6 @@ class ScheduleEvaluator:
         self.problem = problem
         self.inputs = problem.generate_inputs(seed)
         self._cache_dir = cache_dir
-        self._stack = ExitStack()
         self._reference = reference
         self._expected = problem.compute_reference(self.inputs)
         self._scale = float(np.abs(self._expected).max(initial=0.0)) or 1.0
@@ -119,17 +130,15 @@ class ScheduleEvaluator:
 
     def __enter__(self) -> ScheduleEvaluator:
         program = build_program(self.problem, self._reference)
-        session = MeasurementSession(
-            self._make_job(program), shared_arrays=self.inputs, cache_dir=self._cache_dir
-        )
-        self._session = self._stack.enter_context(session)
+        job = make_job(program, self.inputs, cache_dir=self._cache_dir)
+        session = MeasurementSession(job, shared_arrays=self.inputs, cache_dir=self._cache_dir)
+        self._session = session.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session = None
-        self._stack.close()
+    def __exit__(self, *details: object) -> None:
+        if self._session is not None:
+            self._session.__exit__(*details)
+            self._session = None
 
     def measure(self, schedule: Schedule, *, thorough: bool = False) -> Trial:
         """Measure one schedule; its errors are part of the trial.
@@ -145,20 +154,17 @@ class ScheduleEvaluator:
         if self._session is None:
             raise InputError("the evaluator is not open; use it in a `with` block")
         seconds: dict[str, float] = {}
-        clock = _PhaseTimer(seconds)
         try:
-            with clock("build"):
+            with _time_phase(seconds, "build"):
                 program = build_program(self.problem, schedule, max_bytes=self._limit_bytes)
-            with clock("compile"):
-                job = self._make_job(program)
+            with _time_phase(seconds, "compile"):
+                job = make_job(program, self.inputs, cache_dir=self._cache_dir)
         except (InputError, RunError) as error:
             return Trial(schedule=schedule, error=str(error), seconds=seconds)
-        with clock("measure"):
-            settings, processes = (
-                (_THOROUGH_SETTINGS, _THOROUGH_PROCESSES) if thorough else (_QUICK_SETTINGS, 1)
-            )
+        with _time_phase(seconds, "measure"):
+            settings = _THOROUGH_SETTINGS if thorough else _QUICK_SETTINGS
             timings = []
-            for _ in range(processes):
+            for _ in range(_THOROUGH_PROCESSES if thorough else 1):
                 timing = self._session.measure(job, **settings)
                 if timing.too_slow:  # repeated, because a disturbance can have the same effect
                     timing = self._session.measure(job, **settings)
@@ -193,9 +199,6 @@ class ScheduleEvaluator:
         )
         return replace(selected, seconds=seconds, times=trial.times + repeat.times)
 
-    def _make_job(self, program: KernelProgram) -> KernelJob:
-        return make_job(program, self.inputs, cache_dir=self._cache_dir)
-
     def _check_output(self, program: KernelProgram, output: np.ndarray) -> str | None:
         """Compare the output with the library's result in float64; return an error message or None."""
         result, expected = program.extract_result(output), self._expected
@@ -214,18 +217,75 @@ class ScheduleEvaluator:
         return None
 
 
-class _PhaseTimer:
-    """Records the duration of phases."""
+@contextmanager
+def _time_phase(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Record the duration of a phase, also if it fails."""
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = time.perf_counter() - start_s
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
 
-    def __call__(self, part: str) -> _PhaseTimer:
-        self._part = part
-        return self
+@dataclass(frozen=True, kw_only=True)
+class _MeasurementBatch:
+    """Schedules that one machine of a cluster measures at a time; see `measure_on_cluster`."""
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
+    problem: SparseProblem
+    reference: Schedule
+    schedules: tuple[Schedule, ...]
+    seed: int
 
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._part] = time.perf_counter() - self._start
+
+def measure_on_cluster(
+    cluster: str,
+    problem: SparseProblem,
+    reference: Schedule,
+    schedules: Sequence[Schedule],
+    *,
+    seed: int,
+    threads: int,
+) -> Iterator[Trial]:
+    """Measure schedules on a cluster and yield the trials in any order.
+
+    Compiled code is cached on each machine.
+
+    Args:
+        cluster: Address of a Ray cluster, `"auto"` for the cluster of this machine.
+        problem: Problem.
+        reference: Reference schedule.
+        schedules: Schedules to measure.
+        seed: Random seed of the dense inputs.
+        threads: CPUs that a batch takes of its machine. The machines should have no more CPUs, because
+            batches on one machine disturb each other.
+
+    Raises:
+        DeviceError: No cluster is at the address, or a machine has another processor, so times are not
+            comparable.
+        MissingExtraError: Ray is missing.
+        RunError: The reference does not run on a machine.
+    """
+    batches = [
+        _MeasurementBatch(
+            problem=problem,
+            reference=reference,
+            schedules=tuple(schedules[first : first + BATCH_SIZE]),
+            seed=seed,
+        )
+        for first in range(0, len(schedules), BATCH_SIZE)
+    ]
+    local_cpu = describe_cpu()
+    for _, (remote_cpu, trials) in map_unordered(
+        _measure_batch, batches, cluster=cluster, cpus_per_task=float(threads)
+    ):
+        if remote_cpu != local_cpu:
+            raise DeviceError(
+                f"a machine of cluster {cluster!r} has another processor ({remote_cpu}) than this machine "
+                f"({local_cpu}); use a homogeneous cluster"
+            )
+        yield from trials
+
+
+def _measure_batch(batch: _MeasurementBatch) -> tuple[str, list[Trial]]:
+    with ScheduleEvaluator(batch.problem, batch.reference, seed=batch.seed) as evaluator:
+        return describe_cpu(), [evaluator.measure(schedule) for schedule in batch.schedules]

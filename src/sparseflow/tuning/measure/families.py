@@ -20,12 +20,12 @@ is too small gives optimistic scores. A JSON file can override it by name.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.files import read_json
+from sparseflow.errors import FileFormatError
 
 _SEPARATORS = "-_. "
 
@@ -50,15 +50,9 @@ def read_families(path: Path | str) -> dict[str, str]:
         InputError: The file does not exist.
         FileFormatError: The file has other content.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"file not found: {file}")
-    try:
-        families = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise FileFormatError(f"{file} is not JSON: {error}") from error
+    families = read_json(path)
     if not isinstance(families, dict) or not all(
         isinstance(family, str) and family for family in families.values()
     ):
-        raise FileFormatError(f'{file} must have one object with names and families, {{"net100": "net"}}')
+        raise FileFormatError(f'{path} must have one object with names and families, {{"net100": "net"}}')
     return families

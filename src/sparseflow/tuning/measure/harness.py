@@ -7,6 +7,8 @@ the report is that of `Report` in `data/harness.c`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,17 +88,14 @@ def read_report(fd: int) -> HarnessReport:
     )
 
 
-class MemoryFile:
-    """An anonymous memory file that is open within its `with` block."""
-
-    def __init__(self, name: str) -> None:
-        self.fd = os.memfd_create(f"sparseflow-{name}")
-
-    def __enter__(self) -> MemoryFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
+@contextmanager
+def open_memory_file(name: str) -> Iterator[int]:
+    """Create an anonymous memory file for a `with` block and return its file descriptor."""
+    number = os.memfd_create(f"sparseflow-{name}")
+    try:
+        yield number
+    finally:
+        os.close(number)
 
 
 class ShmTransport:

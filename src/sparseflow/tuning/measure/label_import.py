@@ -21,24 +21,32 @@ import gzip
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.files import write_atomic
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.measure import labels
 from sparseflow.tuning.measure.families import infer_family
-from sparseflow.tuning.measure.labels import ScheduleMeasurement, TuningTask
-from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, SUFFIXES, SparsityPattern, read_matrix
-from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.operators import get_operator as operator_of
+from sparseflow.tuning.measure.labels import (
+    LABELS_FILE,
+    ScheduleMeasurement,
+    TuningTask,
+    write_labels,
+    write_pattern,
+)
+from sparseflow.tuning.schedule.matrices import SUFFIXES, SparsityPattern, read_matrix
+from sparseflow.tuning.schedule.operators import Operator, get_operator
 from sparseflow.tuning.schedule.schedule import Schedule, parse_labeled_line
 
 REJECTED_FILE = "rejected.tsv"
 """File with line number and reason of each rejected line."""
+
+_Rejection = tuple[int, str, str]
+"""Line number, short reason, full reason."""
 
 _COLUMNS = ("matrix", "schedule", "latency_ms")
 
@@ -60,7 +68,7 @@ class ImportResult:
     rows: int
     tasks: tuple[TuningTask, ...]
     patterns: int
-    rejected: tuple[tuple[int, str, str], ...]
+    rejected: tuple[_Rejection, ...]
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,71 +139,54 @@ def import_labels(
         InputError: An argument is out of range, `out_dir` has labels, or no line is a valid label.
         FileFormatError: The file has another format, or a Matrix Market file is damaged.
     """
-    op, source, root = operator_of(operator), Path(path), Path(out_dir)
-    if (n_cols is not None and n_cols < 1) or (n_cols is not None and not op.dense_axes):
-        raise InputError(f"`n_cols` (={n_cols}) must be at least 1 and None for spmv")
-    if dtype not in map(str, FLOAT_DTYPES):
-        raise InputError(f"`dtype` (={dtype!r}) must be float32 or float64")
+    op, source, root = get_operator(operator), Path(path), Path(out_dir)
+    if n_cols is not None:
+        check_at_least(1, n_cols=n_cols)
+        if not op.dense_axes:
+            raise InputError(f"`n_cols` (={n_cols}) must be None for {op.name}")
     if matrices is not None and not Path(matrices).is_dir():
         raise InputError(f"directory not found: {matrices}")
     if root.exists() and not root.is_dir():
         raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
-    if (root / labels.LABELS_FILE).exists():
+    if (root / LABELS_FILE).exists():
         raise InputError(f"{root} has labels; choose another directory, or remove it")
-    rejected: list[tuple[int, str, str]] = []
+    rejected: list[_Rejection] = []
     groups = _group_lines(source, matrix, rejected)
     patterns = _read_patterns(groups, matrices)
-    device = source.name.partition(".")[0] if device is None else device
-
     measurements: list[tuple[TuningTask, ScheduleMeasurement]] = []
     warnings: list[str] = []
     for index, (name, lines) in enumerate(groups.items()):
         if progress is not None:
             progress(name, index / len(groups))
         parsed = [item for line in lines if (item := _parse_line(line, rejected)) is not None]
-        estimated_extents = _estimate_extents(op, [item.schedule for item in parsed])
         pattern = patterns.get(name)
-        known_extents = {} if pattern is None else dict(zip(op.sparse_axes, pattern.shape, strict=True))
-        known_extents |= {axis: n_cols for axis in op.dense_axes if n_cols is not None}
-        extents = estimated_extents | known_extents
-        if set(extents) != set(op.axes):
+        known = {} if pattern is None else dict(zip(op.sparse_axes, pattern.shape, strict=True))
+        known |= {axis: n_cols for axis in op.dense_axes if n_cols is not None}
+        estimated = _estimate_extents(op, [item.schedule for item in parsed])
+        if estimated.keys() | known.keys() != set(op.axes):
             if _reject_all(parsed, op, rejected):
                 continue
-            missing = [axis for axis in op.axes if axis not in extents]
-            raise InputError(
-                f"the extent of axis {missing[0]} of {name} is unknown, and no schedule splits it; pass "
-                + ("`n_cols`" if missing[0] in op.dense_axes else f"`matrices`, a directory with {name}.mtx")
-            )
-        for axis, extent in known_extents.items():
-            if axis in estimated_extents and not _is_close(extent, estimated_extents[axis]):
-                warnings.append(
-                    f"{name}: the extent of axis {axis} is {extent}, but the splits of most schedules cover "
-                    f"{estimated_extents[axis]}"
-                )
-        rows, cols = op.sparse_axes
+            raise InputError(_describe_missing_extent(op, name, estimated | known))
+        warnings += _compare_extents(name, known, estimated)
+        extents = [(estimated | known)[axis] for axis in op.axes]
         task = TuningTask(
             operator=op.name,
             matrix=name,
             family=infer_family(name, families),
-            shape=(extents[rows], extents[cols]),
+            shape=(extents[0], extents[1]),
             nnz=None if pattern is None else pattern.nnz,
-            n_cols=next((extents[axis] for axis in op.dense_axes), None),
+            n_cols=extents[2] if op.dense_axes else None,
             dtype=dtype,
             threads=max(item.schedule.threads for item in parsed),
-            device=device,
+            device=source.name.partition(".")[0] if device is None else device,
             pattern=None if pattern is None else pattern.digest(),
         )
         measurements += ((task, item) for item in _validate_lines(task, op, parsed, rejected))
+    rejected.sort()
     if not measurements:
         reason = f"; line {rejected[0][0]}: {rejected[0][2]}" if rejected else ""
         raise InputError(f"{source} has no labels of {op.name}{reason}")
-    for pattern in patterns.values():
-        labels.write_pattern(root, pattern)
-    rejected.sort()
-    root.mkdir(parents=True, exist_ok=True)
-    lines_text = "".join(f"{number}\t{' '.join(reason.split())}\n" for number, _, reason in rejected)
-    write_atomic(root / REJECTED_FILE, f"line\treason\n{lines_text}")
-    labels.write_labels(root, measurements)
+    _write_label_set(root, patterns.values(), rejected, measurements)
     tasks = tuple(dict.fromkeys(task for task, _ in measurements))
     return ImportResult(
         out_dir=root,
@@ -207,8 +198,22 @@ def import_labels(
     )
 
 
+def _write_label_set(
+    root: Path,
+    patterns: Iterable[SparsityPattern],
+    rejected: list[_Rejection],
+    measurements: list[tuple[TuningTask, ScheduleMeasurement]],
+) -> None:
+    for pattern in patterns:
+        write_pattern(root, pattern)
+    root.mkdir(parents=True, exist_ok=True)
+    lines = [f"{number}\t{' '.join(reason.split())}\n" for number, _, reason in rejected]
+    write_atomic(root / REJECTED_FILE, "".join(["line\treason\n", *lines]))
+    write_labels(root, measurements)
+
+
 def _group_lines(
-    source: Path, matrix: str | None, rejected: list[tuple[int, str, str]]
+    source: Path, matrix: str | None, rejected: list[_Rejection]
 ) -> dict[str, list[_SourceLine]]:
     """Return matrix name -> its lines."""
     rows = _read_lines(source)
@@ -273,7 +278,7 @@ def _read_patterns(groups: Mapping[str, object], matrices: Path | str | None) ->
     return patterns
 
 
-def _parse_line(line: _SourceLine, rejected: list[tuple[int, str, str]]) -> _ParsedLine | None:
+def _parse_line(line: _SourceLine, rejected: list[_Rejection]) -> _ParsedLine | None:
     """Parse the schedule and the latency of a line; reject the line and return None if one is invalid."""
     try:
         if line.time is None:
@@ -306,26 +311,35 @@ def _estimate_extents(op: Operator, schedules: list[Schedule]) -> dict[str, int]
     return {axis: statistics.median_low(products[axis]) for axis in op.axes if axis in products}
 
 
-def _is_close(extent: int, estimate: int) -> bool:
-    """Whether an extent is consistent with the power of two that the splits cover."""
-    return extent < 2 * estimate and estimate < 2 * extent
+def _compare_extents(name: str, known: Mapping[str, int], estimated: Mapping[str, int]) -> Iterator[str]:
+    """Yield a warning for each axis whose extent is inconsistent with the power of two of the splits."""
+    for axis, extent in known.items():
+        estimate = estimated.get(axis, extent)
+        if extent >= 2 * estimate or estimate >= 2 * extent:
+            yield (
+                f"{name}: the extent of axis {axis} is {extent}, but the splits of most schedules cover "
+                f"{estimate}"
+            )
 
 
-def _reject_all(parsed: list[_ParsedLine], op: Operator, rejected: list[tuple[int, str, str]]) -> bool:
+def _describe_missing_extent(op: Operator, name: str, extents: Mapping[str, int]) -> str:
+    axis = next(axis for axis in op.axes if axis not in extents)
+    argument = "`n_cols`" if axis in op.dense_axes else f"`matrices`, a directory with {name}.mtx"
+    return f"the extent of axis {axis} of {name} is unknown, and no schedule splits it; pass {argument}"
+
+
+def _reject_all(parsed: list[_ParsedLine], op: Operator, rejected: list[_Rejection]) -> bool:
     """Reject all lines and return True if no schedule is valid for the operator."""
     violations = [next(iter(item.schedule.find_violations(op)), None) for item in parsed]
-    if None in violations:
+    reasons = [violation for violation in violations if violation is not None]
+    if len(reasons) < len(violations):
         return False
-    rejected += (
-        _make_rejection(item, violation)
-        for item, violation in zip(parsed, violations, strict=True)
-        if violation is not None
-    )
+    rejected += map(_make_rejection, parsed, reasons)
     return True
 
 
 def _validate_lines(
-    task: TuningTask, op: Operator, parsed: list[_ParsedLine], rejected: list[tuple[int, str, str]]
+    task: TuningTask, op: Operator, parsed: list[_ParsedLine], rejected: list[_Rejection]
 ) -> Iterator[ScheduleMeasurement]:
     extents = task.extents()
     canonical_lines: dict[str, str] = {}
@@ -340,5 +354,5 @@ def _validate_lines(
         yield ScheduleMeasurement(schedule=canonical_lines[line], latency_ms=item.latency_ms)
 
 
-def _make_rejection(item: _ParsedLine, violation: str) -> tuple[int, str, str]:
+def _make_rejection(item: _ParsedLine, violation: str) -> _Rejection:
     return item.number, violation.partition(":")[0], violation

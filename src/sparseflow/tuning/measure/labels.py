@@ -2,8 +2,8 @@
 
 ::
 
-    labels.parquet                    one row for each measurement, with the columns of its task
-    patterns/<digest>.safetensors     `rows` and `cols` (int32) of a pattern, its shape as metadata
+    labels.parquet                    `LabelHeader` and one row for each measurement with its task
+    patterns/<digest>.safetensors     `PatternHeader`, `rows` and `cols` (int32) of a pattern
 
 Schedules are canonical for the extents of the task, so schedules that run identically have equal lines.
 `latency_ms` is the fastest sample; it is null if the schedule failed, and `error` has the reason. `ratio` is
@@ -13,16 +13,15 @@ is whether other processes used the machine; it is null if unknown.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from sparseflow.core.files import write_atomic
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, SparsityPattern
 from sparseflow.tuning.schedule.operators import OPERATORS
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 LABELS_FILE = "labels.parquet"
 PATTERNS_DIR = "patterns"
 
-_METADATA = {b"sparseflow": b"labels", b"version": b"1"}
-"""Metadata of the Parquet file, which identifies it."""
-
 _TEXT_COLUMNS = ("operator", "matrix", "family", "dtype", "device", "pattern", "schedule", "error")
 _COUNT_COLUMNS = ("rows", "cols", "nnz", "n_cols", "threads")
 _TIME_COLUMNS = ("latency_ms", "ratio")
@@ -43,6 +39,24 @@ _TASK_COLUMNS = (
     "operator", "matrix", "family", "rows", "cols", "nnz", "n_cols", "dtype", "threads", "device", "pattern",
 )  # fmt: skip
 _NULLABLE_COLUMNS = ("nnz", "n_cols", "pattern", "error", "disturbed", *_TIME_COLUMNS)
+
+
+class LabelHeader(Artifact):
+    """Metadata of `labels.parquet`."""
+
+    FORMAT: ClassVar[str] = "sparseflow.tuning.labels"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "write the labels with `sparseflow tuning collect` or `sparseflow tuning import`"
+
+
+class PatternHeader(Artifact):
+    """Metadata of the file of a pattern."""
+
+    FORMAT: ClassVar[str] = "sparseflow.tuning.pattern"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "copy the full directory of the labels, or collect or import them again"
+
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +74,9 @@ class TuningTask:
         threads: Maximum number of threads of a schedule.
         device: CPU that the schedules ran on.
         pattern: Digest of the pattern; None if unknown.
+
+    Raises:
+        InputError: The operator or dtype is unknown, an extent is out of range, or `n_cols` does not fit.
     """
 
     operator: str
@@ -72,6 +89,22 @@ class TuningTask:
     threads: int
     device: str
     pattern: str | None
+
+    def __post_init__(self) -> None:
+        check_one_of(OPERATORS, operator=self.operator)
+        check_one_of([str(dtype) for dtype in FLOAT_DTYPES], dtype=self.dtype)
+        rows, cols = self.shape
+        check_at_least(1, rows=rows, cols=cols, threads=self.threads)
+        check_at_least(0, nnz=self.nnz or 0)
+        if OPERATORS[self.operator].dense_axes:
+            check_at_least(1, n_cols=self.n_cols)
+        elif self.n_cols is not None:
+            raise InputError(f"`n_cols` (={self.n_cols}) must be None for {self.operator}")
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies a task, without names and the device."""
+        return self.operator, self.pattern, self.n_cols, self.dtype, self.threads
 
     def extents(self) -> dict[str, int]:
         """Return axis name -> extent."""
@@ -126,17 +159,19 @@ class LabelSet:
     def __init__(self, folder: Path, table: pa.Table) -> None:
         self.folder = folder
         self._lines, self._schedule = _encode_column(table, "schedule")
-        self._latency, self._ratio = (_read_floats(table, name) for name in _TIME_COLUMNS)
-        columns = {name: _encode_column(table, name) for name in _TASK_COLUMNS}
-        task_codes = _combine_codes([codes for _, codes in columns.values()])
-        _, first, task_codes = np.unique(task_codes, return_index=True, return_inverse=True)
-        self._rows_of_task = np.split(
-            np.argsort(task_codes, kind="stable"), np.cumsum(np.bincount(task_codes))[:-1]
+        self._latency, self._ratio = (
+            np.array(table[name].fill_null(np.nan).to_numpy(), np.float64) for name in _TIME_COLUMNS
         )
-        tasks = [
-            _make_task({name: values[codes[row]] for name, (values, codes) in columns.items()})
-            for row in first
-        ]
+        columns = {name: _encode_column(table, name) for name in _TASK_COLUMNS}
+        task_rows = np.stack([codes for _, codes in columns.values()], axis=1)
+        _, first, task_codes = np.unique(task_rows, axis=0, return_index=True, return_inverse=True)
+        self._rows_of_task = np.split(
+            np.argsort(task_codes.ravel(), kind="stable"), np.cumsum(np.bincount(task_codes.ravel()))[:-1]
+        )
+        tasks: list[TuningTask] = []
+        for row in first:
+            cells = {name: values[codes[row]] for name, (values, codes) in columns.items()}
+            tasks.append(TuningTask(shape=(cells.pop("rows"), cells.pop("cols")), **cells))
         self._task_index = {tasks[index]: int(index) for index in np.argsort(first)}
         self.tasks: tuple[TuningTask, ...] = tuple(self._task_index)
 
@@ -148,13 +183,17 @@ class LabelSet:
             InputError: The directory has no labels.
             FileFormatError: The labels are damaged or of another format.
         """
-        root = Path(folder)
-        if not (root / LABELS_FILE).is_file():
-            raise InputError(
-                f"{root} has no labels ({LABELS_FILE}); pass a directory that `sparseflow tuning collect` or "
-                "`sparseflow tuning import` wrote"
-            )
-        return cls(root, _read_table(root / LABELS_FILE))
+        path = Path(folder) / LABELS_FILE
+        _, table = LabelHeader.load_table(path)
+        import pyarrow as pa
+
+        try:
+            table = table.select(_schema().names).cast(_schema())
+            table.validate(full=True)
+            _check_outcomes(table)
+            return cls(path.parent, table)
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise FileFormatError(f"{path} is damaged: {error}; {LabelHeader.HINT}") from error
 
     def read_latencies(self, task: TuningTask) -> ScheduleLatencies:
         """Return the successful schedules of a task.
@@ -184,7 +223,8 @@ class LabelSet:
         """Read the pattern of a task; None if it is unknown.
 
         Raises:
-            FileFormatError: The file is missing or damaged.
+            InputError: The file is missing.
+            FileFormatError: The file is damaged.
         """
         return None if task.pattern is None else read_pattern(self.folder, task.pattern)
 
@@ -197,10 +237,7 @@ def write_labels(out_dir: Path | str, measurements: Iterable[tuple[TuningTask, S
         measurements: Rows in the order of the file.
     """
     import pyarrow as pa
-    from pyarrow import parquet
 
-    root = Path(out_dir)
-    root.mkdir(parents=True, exist_ok=True)
     names = [field.name for field in fields(ScheduleMeasurement)]
     columns: dict[str, list[Any]] = {name: [] for name in (*_TASK_COLUMNS, *names)}
     for task, measurement in measurements:
@@ -210,22 +247,18 @@ def write_labels(out_dir: Path | str, measurements: Iterable[tuple[TuningTask, S
             )
         for name in names:
             columns[name].append(getattr(measurement, name))
-    table = pa.table(columns, schema=_schema()).replace_schema_metadata(_METADATA)
-    buffer = io.BytesIO()
-    parquet.write_table(table, buffer, compression="zstd", write_page_checksum=True)
-    write_atomic(root / LABELS_FILE, buffer.getvalue())
+    LabelHeader().save_table(Path(out_dir) / LABELS_FILE, pa.table(columns, schema=_schema()))
 
 
 def write_pattern(out_dir: Path | str, pattern: SparsityPattern) -> str:
     """Write a pattern to a label set if it is new, and return its digest."""
-    from safetensors.numpy import save
+    import torch
 
     digest = pattern.digest()
     path = _pattern_path(out_dir, digest)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shape = {"shape": json.dumps(pattern.shape)}
-        write_atomic(path, save({"rows": pattern.rows, "cols": pattern.cols}, metadata=shape))
+        tensors = {"rows": torch.from_numpy(pattern.rows), "cols": torch.from_numpy(pattern.cols)}
+        PatternHeader(shape=pattern.shape).save_tensors(path, tensors)
     return digest
 
 
@@ -233,24 +266,19 @@ def read_pattern(folder: Path | str, digest: str) -> SparsityPattern:
     """Read a pattern by its digest.
 
     Raises:
-        FileFormatError: The file is missing or has other content.
+        InputError: The file is missing.
+        FileFormatError: The file has other content.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = _pattern_path(folder, digest)
+    header, tensors = PatternHeader.load_tensors(path)
     try:
-        with safe_open(path, framework="numpy") as file:
-            height, width = json.loads((file.metadata() or {})["shape"])
-            pattern = SparsityPattern(
-                rows=file.get_tensor("rows"), cols=file.get_tensor("cols"), shape=(height, width)
-            )
-        is_valid = pattern.rows.dtype == pattern.cols.dtype == np.int32 and pattern.digest() == digest
-    except FileNotFoundError as error:
-        raise FileFormatError(f"pattern {path} is missing; copy the full directory") from error
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{path} is not a pattern: {error}") from error
-    if not is_valid:
-        raise FileFormatError(f"{path} is damaged: its pattern has another digest")
+        pattern = SparsityPattern(
+            rows=tensors["rows"].numpy(), cols=tensors["cols"].numpy(), shape=header.shape
+        )
+    except KeyError as error:
+        raise FileFormatError(f"{path} is damaged: {error} is missing; {header.HINT}") from error
+    if not pattern.rows.dtype == pattern.cols.dtype == np.int32 or pattern.digest() != digest:
+        raise FileFormatError(f"{path} is damaged: its pattern has another digest; {header.HINT}")
     return pattern
 
 
@@ -271,58 +299,14 @@ def _schema() -> pa.Schema:
     return pa.schema([pa.field(name, kinds[name], nullable=name in _NULLABLE_COLUMNS) for name in order])
 
 
-def _read_table(path: Path) -> pa.Table:
-    """Read and validate the Parquet file."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        table = parquet.read_table(path, page_checksum_verification=True)
-        metadata = table.schema.metadata or {}
-        is_label_file = all(metadata.get(key) == value for key, value in _METADATA.items())
-        if is_label_file:
-            table = table.select(_schema().names).cast(_schema())
-            table.validate(full=True)
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise FileFormatError(f"{path} is not a readable label file: {error}") from error
-    if not is_label_file:
-        raise FileFormatError(
-            f"{path} is not a label file of this version of SparseFlow; collect or import the labels again"
-        )
-    damage = _find_damage(table)
-    if damage is not None:
-        raise FileFormatError(f"{path} is damaged: {damage}")
-    return table
-
-
-def _find_damage(table: pa.Table) -> str | None:
-    """Return the first impossible value of a table, or None."""
-    for name in _COUNT_COLUMNS:
-        values = table[name].drop_null().to_numpy()
-        if (values < (0 if name == "nnz" else 1)).any():
-            return f"`{name}` has the value {values.min()}"
+def _check_outcomes(table: pa.Table) -> None:
+    """Check that each row has either positive times or an error; raises InputError."""
     for name in _TIME_COLUMNS:
-        values = table[name].drop_null().to_numpy()
-        if not (np.isfinite(values) & (values > 0.0)).all():
-            return f"`{name}` has a value that is not a positive time"
-    failed = table["error"].is_valid().to_numpy()
-    if (failed == table["latency_ms"].is_valid().to_numpy()).any():
-        return "a row needs either a latency or an error"
-    for name, known in (("operator", set(OPERATORS)), ("dtype", {str(dtype) for dtype in FLOAT_DTYPES})):
-        unknown = sorted({str(value) for value in table[name].unique().to_pylist()} - known)
-        if unknown:
-            return f"`{name}` has the value {unknown[0]!r}"
-    needs_columns = np.isin(
-        _read_strings(table, "operator"), [name for name, spec in OPERATORS.items() if spec.dense_axes]
-    )
-    if (needs_columns != table["n_cols"].is_valid().to_numpy()).any():
-        return "a value of `n_cols` does not fit the operator"
-    return None
-
-
-def _read_strings(table: pa.Table, name: str) -> np.ndarray:
-    values, codes = _encode_column(table, name)
-    return np.array(values, object)[codes]
+        times = table[name].drop_null().to_numpy()
+        if not (np.isfinite(times) & (times > 0.0)).all():
+            raise InputError(f"`{name}` has a value that is not a positive time")
+    if (table["error"].is_valid().to_numpy() == table["latency_ms"].is_valid().to_numpy()).any():
+        raise InputError("a row needs either a latency or an error")
 
 
 def _encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
@@ -335,24 +319,6 @@ def _encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     values = [*column.dictionary.to_pylist(), None]
     codes = column.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
     return values, codes.astype(np.int64)
-
-
-def _read_floats(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column as float64, shape [n], with NaN for null."""
-    return np.array(table[name].fill_null(np.nan).to_numpy(), np.float64)
-
-
-def _combine_codes(columns: list[np.ndarray]) -> np.ndarray:
-    """Return one code for each row that is equal if all columns are equal."""
-    combined = np.zeros(len(columns[0]), np.int64)
-    for codes in columns:
-        combined = np.unique(combined * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
-    return combined
-
-
-def _make_task(cells: dict[str, Any]) -> TuningTask:
-    shape = (cells.pop("rows"), cells.pop("cols"))
-    return TuningTask(shape=shape, **cells)
 
 
 def _group_medians(codes: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

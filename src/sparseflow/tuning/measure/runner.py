@@ -34,18 +34,19 @@ from pathlib import Path
 
 import numpy as np
 
+from sparseflow.core.checks import check_at_least, check_between, check_positive
 from sparseflow.core.telemetry import procfs
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen import subprocess_runner
 from sparseflow.tuning.codegen.compile import compile_program
-from sparseflow.tuning.measure import harness as reports
 from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
 from sparseflow.tuning.measure.harness import (
     MAX_SAMPLES,
     REPORT_BYTES,
     HarnessReport,
-    MemoryFile,
     ShmTransport,
+    open_memory_file,
+    read_report,
 )
 
 MAX_DRIFT = 0.10
@@ -69,15 +70,17 @@ _DROPPED_PREFIXES = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buffers:
-    """Inputs and output of a kernel.
+class KernelJob:
+    """A kernel, its inputs and its output.
 
     Attributes:
+        library: Shared object; the module docstring describes its function.
         inputs: C-contiguous arrays in the order of the kernel: packed sparse arrays, then dense arrays.
         output_dtype: dtype of the output.
         output_shape: Shape of the output.
     """
 
+    library: Path
     inputs: tuple[np.ndarray, ...]
     output_dtype: np.dtype
     output_shape: tuple[int, ...]
@@ -99,17 +102,6 @@ class Buffers:
     def total_bytes(self) -> int:
         """Bytes of inputs and output."""
         return sum(array.nbytes for array in self.inputs) + self.output_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelJob(Buffers):
-    """A kernel and its buffers.
-
-    Attributes:
-        library: Shared object; the module docstring describes its function.
-    """
-
-    library: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,56 +231,60 @@ class MeasurementSession:
         """
         if self._harness is None:
             raise InputError("the session is not open; use it in a `with` block")
-        if not 1 <= repeats <= MAX_SAMPLES:
-            raise InputError(f"`repeats` (={repeats}) must be from 1 to {MAX_SAMPLES}")
-        if not (0 <= min_time_s <= max_time_s <= MAX_TIME_S and 0 < timeout_s <= MAX_TIME_S):
-            raise InputError(
-                f"`min_time_s` (={min_time_s}) must be from 0 to `max_time_s` (={max_time_s}), `timeout_s` "
-                f"(={timeout_s}) above 0, and all at most {MAX_TIME_S:g}"
+        check_between(1, MAX_SAMPLES, repeats=repeats)
+        check_between(0.0, MAX_TIME_S, max_time_s=max_time_s, timeout_s=timeout_s)
+        check_between(0.0, max_time_s, min_time_s=min_time_s)
+        check_positive(timeout_s=timeout_s)
+        if memory_bytes is not None:
+            check_at_least(1, memory_bytes=memory_bytes)
+        if max_slowdown is not None:
+            check_between(1.0, MAX_SLOWDOWN, max_slowdown=max_slowdown)
+            if self.reference is None:
+                raise InputError(f"`max_slowdown` (={max_slowdown}) requires a reference")
+        limits = (repeats, round(min_time_s * 1e9), round(max_time_s * 1e9), MAX_SAMPLES, memory_bytes or 0)
+        numbers = (*limits, os.getpid(), max_slowdown or 0)
+        try:
+            return self._run_harness(job, numbers, timeout_s, memory_bytes)
+        except (RunError, FileFormatError, OSError) as error:
+            return KernelTiming(
+                latency_ms=(),
+                reference_ms=(),
+                output=np.empty(0, job.output_dtype),
+                contended=False,
+                drifted=False,
+                error=str(error),
             )
-        if memory_bytes is not None and memory_bytes < 1:
-            raise InputError(f"`memory_bytes` (={memory_bytes}) must be at least 1")
-        if max_slowdown is not None and (not 1 <= max_slowdown <= MAX_SLOWDOWN or self.reference is None):
-            raise InputError(
-                f"`max_slowdown` (={max_slowdown}) must be from 1 to {MAX_SLOWDOWN:g} with a reference"
-            )
+
+    def _run_harness(
+        self, job: KernelJob, numbers: tuple[float, ...], timeout_s: float, memory_bytes: int | None
+    ) -> KernelTiming:
+        """Run the harness with these settings; raises RunError, FileFormatError or OSError if it fails."""
         jobs = (job,) if self.reference is None else (job, self.reference)
         with ExitStack() as stack:
             try:
                 _check_memory(jobs)
                 files = stack.enter_context(ShmTransport(self._transport))
                 kernels = [word for item in jobs for word in _format_arguments(item, files)]
-                output = stack.enter_context(MemoryFile("output"))
-                report = stack.enter_context(MemoryFile("report"))
-                os.ftruncate(report.fd, REPORT_BYTES)
+                output = stack.enter_context(open_memory_file("output"))
+                report = stack.enter_context(open_memory_file("report"))
+                os.ftruncate(report, REPORT_BYTES)
             except (OSError, MemoryError) as error:
-                return _make_failure(job, f"cannot copy its arrays: {error}")
-            limits = (
-                repeats,
-                round(min_time_s * 1e9),
-                round(max_time_s * 1e9),
-                MAX_SAMPLES,
-                memory_bytes or 0,
-            )
-            numbers = (report.fd, output.fd, *limits, os.getpid(), max_slowdown or 0)
+                raise RunError(f"cannot copy its arrays: {error}") from error
             cpus = CpuUsageMonitor()
             try:
                 process = subprocess_runner.run_process(
-                    [str(self._harness), *map(str, numbers), *kernels],
+                    [str(self._harness), *map(str, (report, output, *numbers)), *kernels],
                     timeout_s=timeout_s,
                     environment=_build_environment(os.environ),
-                    pass_fds=(report.fd, output.fd, *files.file_descriptors),
+                    pass_fds=(report, output, *files.file_descriptors),
                 )
             except OSError as error:
-                return _make_failure(job, f"the harness {self._harness} cannot be started: {error}")
+                raise RunError(f"the harness {self._harness} cannot be started: {error}") from error
             other_share = cpus.measure_other_share()
-            try:
-                result = reports.read_report(report.fd)
-                if process.code != 0 or not result.finished:
-                    return _make_failure(job, _describe_failure(process, result, timeout_s, memory_bytes))
-                written = _read_output(job, output.fd)
-            except (OSError, FileFormatError) as error:
-                return _make_failure(job, str(error))
+            result = read_report(report)
+            if process.code != 0 or not result.finished:
+                raise RunError(_describe_failure(process, result, timeout_s, memory_bytes))
+            written = _read_output(job, output)
         usage = CpuUsage(
             wall_s=result.wall_s, cpu_s=result.cpu_s, wait_s=result.wait_s, other_share=other_share
         )
@@ -303,29 +299,6 @@ class MeasurementSession:
             drifted=_has_drifted(reference_ms or latency_ms),
             error=None,
             usage=usage,
-        )
-
-
-def measure_kernel(
-    job: KernelJob,
-    reference: KernelJob | None = None,
-    *,
-    repeats: int = 10,
-    min_time_s: float = 0.05,
-    max_time_s: float = 2.0,
-    timeout_s: float = 20.0,
-    memory_bytes: int | None = None,
-    cache_dir: Path | None = None,
-) -> KernelTiming:
-    """Measure one kernel, with or without a reference; see `MeasurementSession`."""
-    with MeasurementSession(reference, cache_dir=cache_dir) as session:
-        return session.measure(
-            job,
-            repeats=repeats,
-            min_time_s=min_time_s,
-            max_time_s=max_time_s,
-            timeout_s=timeout_s,
-            memory_bytes=memory_bytes,
         )
 
 
@@ -393,10 +366,3 @@ def _describe_failure(
         return f"{stage}: crashed with {process.signal_name}{limited}"
     output = " ".join(process.output.split())[-300:]
     return f"{stage}: exited with status {process.code}{': ' + output if output else ''}{limited}"
-
-
-def _make_failure(job: KernelJob, error: str) -> KernelTiming:
-    output = np.empty(0, job.output_dtype)
-    return KernelTiming(
-        latency_ms=(), reference_ms=(), output=output, contended=False, drifted=False, error=error
-    )

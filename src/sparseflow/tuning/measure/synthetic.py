@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 from sparseflow.tuning.schedule.matrices import SparsityPattern
 
@@ -77,8 +77,7 @@ def sample_pattern(
             raise InputError(f"`{name}` (={(low, high)}) must be a range (minimum, maximum) from 1")
     if kind is None:
         kind = tuple(PATTERN_KINDS)[rng.integers(len(PATTERN_KINDS))]
-    elif kind not in PATTERN_KINDS:
-        raise InputError(f"unknown kind {kind!r}; choose one of: {', '.join(PATTERN_KINDS)}")
+    check_one_of(PATTERN_KINDS, kind=kind)
     elements = _sample_log_uniform(rng, *nnz)
     pattern = PATTERN_KINDS[kind](
         rng, _sample_log_uniform(rng, rows[0], max(rows[0], min(rows[1], elements // 2))), elements
@@ -88,10 +87,7 @@ def sample_pattern(
 
 
 def _sample_uniform(rng: np.random.Generator, height: int, nnz: int) -> SparsityPattern:
-    width = _sample_width(rng, height)
-    return _sample_distinct(
-        rng, height, width, nnz, lambda n: (_sample_indices(rng, height, n), _sample_indices(rng, width, n))
-    )
+    return _sample_uniform_pairs(rng, height, _sample_width(rng, height), nnz)
 
 
 def _sample_banded(rng: np.random.Generator, height: int, nnz: int) -> SparsityPattern:
@@ -103,7 +99,7 @@ def _sample_banded(rng: np.random.Generator, height: int, nnz: int) -> SparsityP
 def _sample_power_rows(rng: np.random.Generator, height: int, nnz: int) -> SparsityPattern:
     width = _sample_width(rng, height)
     rows = _make_power_sampler(rng, height)
-    return _sample_distinct(rng, height, width, nnz, lambda n: (rows(n), _sample_indices(rng, width, n)))
+    return _sample_distinct(rng, height, width, nnz, lambda n: (rows(n), rng.integers(width, size=n)))
 
 
 def _sample_power_both(rng: np.random.Generator, height: int, nnz: int) -> SparsityPattern:
@@ -121,20 +117,10 @@ def _sample_blocks(rng: np.random.Generator, height: int, nnz: int) -> SparsityP
     aligned, spread = rng.random() < 0.7, rng.uniform(0.01, 0.2)
     grid_rows, grid_cols = (-(-height // tall), -(-width // wide)) if aligned else (height, width)
     if rng.random() < 0.5:
-        corners_pattern = _sample_distinct(
-            rng,
-            grid_rows,
-            grid_cols,
-            count,
-            lambda n: (_sample_indices(rng, grid_rows, n), _sample_indices(rng, grid_cols, n)),
-        )
+        corners_pattern = _sample_uniform_pairs(rng, grid_rows, grid_cols, count)
     else:
         corners_pattern = _sample_distinct(
-            rng,
-            grid_rows,
-            grid_cols,
-            count,
-            lambda n: _sample_near_diagonal(rng, grid_rows, grid_cols, spread, n),
+            rng, grid_rows, grid_cols, count, _make_diagonal_sampler(rng, grid_rows, grid_cols, spread)
         )
     down, across = (tall, wide) if aligned else (1, 1)
     corners = (corners_pattern.rows * down)[:, None, None], (corners_pattern.cols * across)[:, None, None]
@@ -200,9 +186,8 @@ def _sample_mesh(rng: np.random.Generator, height: int, nnz: int) -> SparsityPat
                 (y + down >= 0) & (y + down < side) & (x + right >= 0) & (x + right < side)
             )
             targets = sources + down * side + right
-            within_radius = ((coordinates[:, sources] - coordinates[:, targets]) ** 2).sum(
-                0
-            ) <= radius * radius
+            distance = np.linalg.norm(coordinates[:, sources] - coordinates[:, targets], axis=0)
+            within_radius = distance <= radius
             rows.append(sources[within_radius])
             cols.append(targets[within_radius])
     node_index = np.arange(count)
@@ -245,34 +230,26 @@ def _sample_vector_pruned(rng: np.random.Generator, height: int, nnz: int) -> Sp
     tall = int(rng.choice([4, 8, 16]))
     groups = max(1, height // tall)
     width = _sample_layer_width(rng, height)
-    vectors = _sample_distinct(
-        rng,
-        groups,
-        width,
-        math.ceil(nnz / tall),
-        lambda n: (_sample_indices(rng, groups, n), _sample_indices(rng, width, n)),
-    )
+    vectors = _sample_uniform_pairs(rng, groups, width, math.ceil(nnz / tall))
     rows = vectors.rows[:, None] * tall + np.arange(tall)
     return SparsityPattern.from_coords(rows.ravel(), np.repeat(vectors.cols, tall), (groups * tall, width))
 
 
-PATTERN_KINDS: Mapping[str, PatternSampler] = MappingProxyType(
-    {
-        "uniform": _sample_uniform,
-        "banded": _sample_banded,
-        "power_rows": _sample_power_rows,
-        "power_both": _sample_power_both,
-        "blocks": _sample_blocks,
-        "stencil": _sample_stencil,
-        "diagonals": _sample_diagonals,
-        "arrow": _sample_arrow,
-        "mesh": _sample_mesh,
-        "small_world": _sample_small_world,
-        "constant_rows": _sample_constant_rows,
-        "pruned": _sample_pruned,
-        "vector_pruned": _sample_vector_pruned,
-    }
-)
+PATTERN_KINDS: Mapping[str, PatternSampler] = {
+    "uniform": _sample_uniform,
+    "banded": _sample_banded,
+    "power_rows": _sample_power_rows,
+    "power_both": _sample_power_both,
+    "blocks": _sample_blocks,
+    "stencil": _sample_stencil,
+    "diagonals": _sample_diagonals,
+    "arrow": _sample_arrow,
+    "mesh": _sample_mesh,
+    "small_world": _sample_small_world,
+    "constant_rows": _sample_constant_rows,
+    "pruned": _sample_pruned,
+    "vector_pruned": _sample_vector_pruned,
+}
 """Kind -> sampler. Names have no digits, so that each kind is a family; see `families`."""
 
 
@@ -296,10 +273,6 @@ def _limit_width(height: int, width: int) -> int:
     return max(2, min(width, max(height, ROWS[1])))
 
 
-def _sample_indices(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
-    return rng.integers(extent, size=count)
-
-
 def _make_weighted_sampler(rng: np.random.Generator, weights: np.ndarray) -> Callable[[int], np.ndarray]:
     """Create a sampler of indices by weight."""
     bounds = np.cumsum(weights)
@@ -313,12 +286,17 @@ def _make_power_sampler(rng: np.random.Generator, extent: int) -> Callable[[int]
     return _make_weighted_sampler(rng, weights if rng.random() < 0.3 else rng.permutation(weights))
 
 
-def _sample_near_diagonal(
-    rng: np.random.Generator, height: int, width: int, spread: float, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    rows = rng.integers(height, size=count)
-    cols = (rows + 0.5) / height * width + rng.normal(0.0, spread * width, count)
-    return rows, np.clip(cols.astype(np.int64), 0, width - 1)
+def _make_diagonal_sampler(
+    rng: np.random.Generator, height: int, width: int, spread: float
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Create a sampler of coordinates near the diagonal."""
+
+    def sample(count: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = rng.integers(height, size=count)
+        cols = (rows + 0.5) / height * width + rng.normal(0.0, spread * width, count)
+        return rows, np.clip(cols.astype(np.int64), 0, width - 1)
+
+    return sample
 
 
 def _list_band(extent: int, count: float) -> tuple[np.ndarray, np.ndarray]:
@@ -357,6 +335,12 @@ def _subsample(
         return pattern
     selected = rng.choice(pattern.nnz, max_elements, replace=False)
     return SparsityPattern.from_coords(pattern.rows[selected], pattern.cols[selected], shape)
+
+
+def _sample_uniform_pairs(rng: np.random.Generator, height: int, width: int, nnz: int) -> SparsityPattern:
+    return _sample_distinct(
+        rng, height, width, nnz, lambda n: (rng.integers(height, size=n), rng.integers(width, size=n))
+    )
 
 
 def _sample_distinct(

@@ -7,11 +7,14 @@ the trainings. The same call resumes an interrupted comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.core.journal import read_journal
 from sparseflow.core.progress import Progress
 from sparseflow.core.training.grid import GridCell, make_grid, run_grid
@@ -23,6 +26,8 @@ from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
 from sparseflow.tuning.model.ranking import RankingScore, evaluate_ranking
 from sparseflow.tuning.model.training import TrainConfig, train
 from sparseflow.tuning.model.tree_baseline import TreeBaseline
+
+Config = TypeVar("Config", bound=StrictModel)
 
 ROWS_FILE = "scores.jsonl"
 BOOSTED = "boosted_trees"
@@ -65,44 +70,32 @@ def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[Net
         operators: Operators with labels.
     """
     hdc = base.net.pattern or PatternConfig()
-    strided = replace(hdc, kind="strided", pooling="concat")
-    naive_sampling = replace(base.sampling, mode="naive", schedules=base.sampling.max_schedules)
-    entries = []
-    for operator in operators:
-        single_operator = (operator,)
-        waco_config = replace(
-            base, net=replace(base.net, pattern=strided, context_mode="mlp", dropout=0.0), loss="margin",
-            pick_weight=0.0, sampling=naive_sampling,
-        )  # fmt: skip
-        entries += [
-            NetworkEntry(name=f"{BOOSTED}_{operator}", config=None, operators=single_operator),
-            NetworkEntry(name=f"WACONet_{operator}", config=waco_config, operators=single_operator),
-            NetworkEntry(
-                name=f"AutoSparseNet_WACONet_{operator}",
-                config=replace(base, net=replace(base.net, pattern=strided)),
-                operators=single_operator,
-            ),
-            NetworkEntry(
-                name=f"AutoSparseNet_{operator}",
-                config=replace(base, net=replace(base.net, pattern=hdc)),
-                operators=single_operator,
-            ),
-        ]
-    full = replace(base, net=replace(base.net, pattern=hdc))
-    pretrained = replace(
-        base, init=SHIPPED, net=replace(load_shipped_network().config, dropout=base.net.dropout),
-        steps=max(1, round(_PRETRAINED_STEPS * base.steps)), 
+    waco = _change(hdc, kind="strided", pooling="concat")
+    naive = _change(base.sampling, mode="naive", schedules=base.sampling.max_schedules)
+    configs = {
+        BOOSTED: None,
+        "WACONet": _change(
+            _change_net(base, pattern=waco, context_mode="mlp", dropout=0.0),
+            loss="margin", pick_weight=0.0, sampling=naive,
+        ),
+        "AutoSparseNet_WACONet": _change_net(base, pattern=waco),
+        "AutoSparseNet": _change_net(base, pattern=hdc),
+    }  # fmt: skip
+    pretrained = _change(
+        base, init=SHIPPED, net=_change(load_shipped_network().config, dropout=base.net.dropout),
+        steps=max(1, round(_PRETRAINED_STEPS * base.steps)),
         learning_rate=_PRETRAINED_RATE * base.learning_rate,
     )  # fmt: skip
-    return [
-        *entries,
-        *(
-            NetworkEntry(name=f"{PRETRAINED}_{operator}", config=pretrained, operators=(operator,))
-            for operator in operators
-        ),
-        NetworkEntry(name=FULL, config=full, operators=tuple(operators)),
-        NetworkEntry(name=PRETRAINED, config=pretrained, operators=tuple(operators)),
+    named = [
+        (f"{name}_{operator}", config, (operator,))
+        for operator in operators
+        for name, config in configs.items()
     ]
+    named += [(f"{PRETRAINED}_{operator}", pretrained, (operator,)) for operator in operators]
+    named += [
+        (FULL, configs["AutoSparseNet"], tuple(operators)), (PRETRAINED, pretrained, tuple(operators))
+    ]  # fmt: skip
+    return [NetworkEntry(name=name, config=config, operators=trained) for name, config, trained in named]
 
 
 def build_ablation_entries(base: TrainConfig, operators: Sequence[str]) -> list[NetworkEntry]:
@@ -112,27 +105,33 @@ def build_ablation_entries(base: TrainConfig, operators: Sequence[str]) -> list[
     matrices.
     """
     pattern = base.net.pattern or PatternConfig()
-    pattern_configs: dict[str, PatternConfig | None] = {
-        f"{kind}_{pooling}": replace(pattern, kind=kind, pooling=pooling)
+    patterns = {
+        f"{kind}_{pooling}": _change(pattern, kind=kind, pooling=pooling)
         for kind in ("hdc", "strided")
         for pooling in ("concat", "last")
     }
     configs = {
-        f"{name}_{loss}": replace(base, net=replace(base.net, pattern=pattern_config), loss=loss)
-        for name, pattern_config in {**pattern_configs, "none": None}.items()
+        f"{name}_{loss}": _change(_change_net(base, pattern=pattern_config), loss=loss)
+        for name, pattern_config in {**patterns, "none": None}.items()
         for loss in ("margin", "rank", "lambda")
     }
-    full_config = replace(base, net=replace(base.net, pattern=pattern_configs["hdc_concat"]))
+    full = _change_net(base, pattern=patterns["hdc_concat"])
     configs |= {
-        "hdc_concat_no_pick": replace(full_config, pick_weight=0.0),
-        "hdc_concat_no_dropout": replace(full_config, net=replace(full_config.net, dropout=0.0)),
-        "hdc_concat_none_hidden": replace(
-            full_config, sampling=replace(full_config.sampling, hidden_fraction=0.0)
-        ),
+        "hdc_concat_no_pick": _change(full, pick_weight=0.0),
+        "hdc_concat_no_dropout": _change_net(full, dropout=0.0),
+        "hdc_concat_none_hidden": _change(full, sampling=_change(full.sampling, hidden_fraction=0.0)),
     }
     return [
         NetworkEntry(name=name, config=config, operators=tuple(operators)) for name, config in configs.items()
     ]
+
+
+def _change(config: Config, **fields: Any) -> Config:
+    return config.model_copy(update=fields)
+
+
+def _change_net(config: TrainConfig, **fields: Any) -> TrainConfig:
+    return _change(config, net=_change(config.net, **fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,26 +247,10 @@ def get_training_dir(out_dir: Path, name: str, fold: int, seed: int) -> Path:
 
 def _parse_row(record: Mapping[str, Any], path: Path) -> ComparisonRow:
     try:
-        scores = tuple(
-            RankingScore(
-                **{
-                    **score,
-                    "top_k": {int(k): value for k, value in score["top_k"].items()},
-                    "random_top_k": {int(k): value for k, value in score["random_top_k"].items()},
-                }
-            )
-            for score in record["scores"]
-        )
-        return ComparisonRow(
-            entry=record["entry"],
-            fold=record["fold"],
-            seed=record["seed"],
-            families=tuple(record["families"]),
-            scores=scores,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return TypeAdapter(ComparisonRow).validate_python(record)
+    except ValidationError as error:
         raise FileFormatError(
-            f"{path}: a line is not a result of a comparison ({error}); remove it"
+            f"{path}: a line is not a result of a comparison ({describe_validation_error(error)}); remove it"
         ) from error
 
 
@@ -297,7 +280,7 @@ def _train_cell(
         trees = TreeBaseline.fit(train_data.groups, data.encoder.table, seed=cell.seed)
         scores = evaluate_ranking(held_out.groups, lambda group: trees.score(group, data.encoder.table))
     else:
-        config = replace(entry.config, seed=cell.seed)
+        config = _change(entry.config, seed=cell.seed)
         train_dir = get_training_dir(out_dir, entry.name, cell.fold, cell.seed)
         scores = train(config, train_data, train_dir, held_out=held_out, device=device).scores
     return {"families": families, "scores": [asdict(score) for score in scores]}

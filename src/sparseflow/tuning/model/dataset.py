@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from sparseflow.core.config import StrictModel
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 from sparseflow.tuning.measure.labels import LabelSet, TuningTask
@@ -25,8 +27,6 @@ from sparseflow.tuning.model.net.statistics import (
 from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
 from sparseflow.tuning.schedule.operators import OPERATORS, get_operator
 from sparseflow.tuning.schedule.schedule import Schedule
-
-SamplingMode = Literal["naive", "mix"]
 
 LABEL_SAMPLING_FRACTION = 0.5
 """Weight of labels in the sampling of schedules: fast schedules are few, and their order matters most."""
@@ -117,8 +117,7 @@ class TrainingBatch:
     pattern_index: np.ndarray
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSampling:
+class BatchSampling(StrictModel):
     """Composition of a training batch.
 
     Attributes:
@@ -128,26 +127,13 @@ class BatchSampling:
         tasks: Maximum number of tasks of each matrix in a `"mix"` batch.
         hidden_fraction: Fraction of tasks whose pattern and matrix features are hidden. Otherwise the network
             memorizes each matrix by its features instead of learning which schedules are generally good.
-
-    Raises:
-        InputError: A value is out of range.
     """
 
-    mode: SamplingMode = "mix"
-    schedules: int = 64
-    matrices: int = 4
-    tasks: int = 2
-    hidden_fraction: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("naive", "mix"):
-            raise InputError(f"`mode` (={self.mode!r}) must be naive or mix")
-        for name, minimum in (("schedules", 2), ("matrices", 1), ("tasks", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < minimum:
-                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
-        if not 0.0 <= self.hidden_fraction <= 1.0:
-            raise InputError(f"`hidden_fraction` (={self.hidden_fraction!r}) must be from 0 to 1")
+    mode: Literal["naive", "mix"] = "mix"
+    schedules: int = Field(default=64, ge=2)
+    matrices: int = Field(default=4, ge=1)
+    tasks: int = Field(default=2, ge=1)
+    hidden_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
 
     @property
     def max_schedules(self) -> int:

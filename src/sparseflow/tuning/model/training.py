@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sparseflow.core.config import apply_overrides, read_config_file
+from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import DistributedContext
 from sparseflow.core.training.loop import fit
 from sparseflow.core.training.optimizer import check_finite, lr_factor, set_learning_rate, split_weight_decay
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.model.dataset import BatchSampling, CellLimits, RankingDataset, TrainingBatch
-from sparseflow.tuning.model.net.losses import LOSSES, LossKind, expected_pick, ranking_loss
+from sparseflow.tuning.model.net.losses import LossKind, expected_pick, ranking_loss
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig, TokenBatch
 from sparseflow.tuning.model.net.pretrained import resolve_network, save_network
 from sparseflow.tuning.model.ranking import (
@@ -34,8 +35,7 @@ _MAX_VALIDATION_SCHEDULES = 512
 """Schedules of each held-out task in evaluations during training; the final evaluation uses all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(StrictModel):
     """Configuration of a training.
 
     Attributes:
@@ -53,65 +53,21 @@ class TrainConfig:
         seed: Random seed of initial weights and batches.
         checkpoint_every: Steps between checkpoints.
         validate_every: Steps between evaluations on held-out data.
-
-    Raises:
-        InputError: A value is out of range.
     """
 
-    net: NetConfig = field(default_factory=NetConfig)
+    net: NetConfig = NetConfig()
     init: str | None = None
     loss: LossKind = "rank"
-    pick_weight: float = 1.0
-    sampling: BatchSampling = field(default_factory=BatchSampling)
-    steps: int = 2000
-    learning_rate: float = 3e-3
-    warmup_fraction: float = 0.05
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    checkpoint_every: int = 100
-    validate_every: int = 500
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise InputError(f"`loss` (={self.loss!r}) must be one of: {', '.join(LOSSES)}")
-        for name, minimum in (("steps", 1), ("seed", 0), ("checkpoint_every", 1), ("validate_every", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < minimum:
-                raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
-        if not (
-            self.learning_rate > 0.0
-            and self.max_grad_norm > 0.0
-            and self.weight_decay >= 0.0
-            and self.pick_weight >= 0.0
-            and 0.0 <= self.warmup_fraction <= 1.0
-        ):
-            raise InputError(
-                f"`learning_rate` (={self.learning_rate}) and `max_grad_norm` (={self.max_grad_norm}) must "
-                f"be above 0, `weight_decay` (={self.weight_decay}), `pick_weight` (={self.pick_weight}) at "
-                f"least 0, and `warmup_fraction` (={self.warmup_fraction}) from 0 to 1"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return asdict(self) | {"net": self.net.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        """Create a configuration from JSON types; missing settings have their defaults.
-
-        Raises:
-            InputError: A setting is unknown or out of range.
-        """
-        try:
-            settings = dict(data)
-            if "net" in settings:
-                settings["net"] = NetConfig.from_dict(settings["net"])
-            if "sampling" in settings:
-                settings["sampling"] = BatchSampling(**settings["sampling"])
-            return cls(**settings)
-        except TypeError as error:
-            raise InputError(f"invalid training configuration: {error}") from error
+    pick_weight: float = Field(default=1.0, ge=0.0)
+    sampling: BatchSampling = BatchSampling()
+    steps: int = Field(default=2000, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0.0)
+    warmup_fraction: float = Field(default=0.05, ge=0.0, le=1.0)
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    seed: int = Field(default=0, ge=0)
+    checkpoint_every: int = Field(default=100, ge=1)
+    validate_every: int = Field(default=500, ge=1)
 
     @classmethod
     def read(cls, config: str | None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -126,17 +82,14 @@ class TrainConfig:
             FileFormatError: The file is not YAML.
             MissingExtraError: PyYAML is missing.
         """
-        settings: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         if config is not None:
-            settings = read_config_file(config, package="sparseflow.tuning", extra="tuning")
-        init = (overrides or {}).get("init", settings.get("init"))
+            content = read_config_file(config, package="sparseflow.tuning", extra="tuning")
+        init = (overrides or {}).get("init", content.get("init"))
         net = NetConfig() if init is None else resolve_network(init).config
-        settings["net"] = net.to_dict() | settings.get("net", {})
-        return cls.from_dict(apply_overrides(settings, overrides or {}))
-
-    def compute_learning_rate(self, step: int) -> float:
-        """Compute the learning rate of a step, counted from 0: linear warm-up, then a cosine decay."""
-        return self.learning_rate * lr_factor(step, self.steps, warmup=self.warmup_fraction)
+        if isinstance(content.setdefault("net", {}), dict):
+            content["net"] = net.model_dump() | content["net"]
+        return validate_config(cls, apply_overrides(content, overrides or {}), config or "the configuration")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,7 +162,7 @@ class _Trainer:
         self.config, self.data, self._held_out, self._context = config, data, held_out, context
         self.num_steps = config.steps
         self.eval_every = None if held_out is None else config.validate_every
-        self.fingerprint = config.to_dict() | {
+        self.fingerprint = config.model_dump(mode="json") | {
             "tasks": len(data.groups),
             "labels": data.num_schedules,
             "processes": context.world_size,
@@ -272,7 +225,8 @@ class _Trainer:
         rng = np.random.default_rng([self.config.seed, self.step, self._context.rank])
         batch = self.data.batch(self.config.sampling, rng)
         torch.manual_seed(int(rng.integers(2**62)))  # for dropout
-        rate = self.config.compute_learning_rate(self.step)
+        config = self.config
+        rate = config.learning_rate * lr_factor(self.step, config.steps, warmup=config.warmup_fraction)
         set_learning_rate(self.optimizer, rate)
         loss = self._context.all_reduce_mean(self._compute_gradients(batch))
         self._context.average_gradients(self.net.parameters())
@@ -362,9 +316,9 @@ def _load_initial_network(config: TrainConfig) -> AutoSparseNet:
     """Load the initial network; only its dropout may differ from the configuration."""
     assert config.init is not None
     initial = resolve_network(config.init)
-    if replace(initial.config, dropout=config.net.dropout) != config.net:
+    if initial.config.model_copy(update={"dropout": config.net.dropout}) != config.net:
         raise InputError(
-            f"`init` (={config.init!r}) is a network with {initial.config.to_dict()}; `net` must have the "
-            f"same settings, got {config.net.to_dict()}"
+            f"`init` (={config.init!r}) is a network with {initial.config}; `net` must have the same "
+            f"settings, got {config.net}"
         )
     return initial

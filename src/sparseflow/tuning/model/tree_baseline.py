@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparseflow.core.costmodel.splits import split_leave_one_group_out
 from sparseflow.core.costmodel.trees import TreeEnsemble
-from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
-from sparseflow.tuning.model.dataset import RankingDataset, TaskGroup
+from sparseflow.tuning.model.dataset import TaskGroup
 from sparseflow.tuning.model.net.tokenizer import FIELD_SIZES, TokenTable
-from sparseflow.tuning.model.ranking import RankingScore, evaluate_ranking
 
 _VALUES_PER_SLOT = 5
 """Two numbers, mode, position from outside and from inside."""
@@ -43,79 +40,30 @@ class TreeBaseline:
         groups: Sequence[TaskGroup],
         table: TokenTable,
         *,
-        max_schedules: int | None = None,
         seed: int = 0,
-        threads: int = 1,
     ) -> TreeBaseline:
-        """Fit the trees to the schedules of some groups.
+        """Fit the trees to all schedules of some groups.
 
         Args:
             groups: At least one group.
             table: Token table of their tokenizer.
-            max_schedules: Maximum number of randomly selected schedules of each group; by default all.
             seed: Random seed.
-            threads: Number of threads.
 
         Raises:
-            InputError: There is no group, or `max_schedules` is below 1.
+            InputError: There is no group.
             MissingExtraError: XGBoost is missing.
         """
-        if not groups or (max_schedules is not None and max_schedules < 1):
-            raise InputError(
-                f"`groups` ({len(groups)}) and `max_schedules` (={max_schedules}) must be at least 1"
-            )
-        rng = np.random.default_rng(seed)
-        parts = [group.select_rows(rng.permutation(len(group))[:max_schedules]) for group in groups]
-        used = np.unique(np.concatenate([np.unique(part.ids) for part in parts]))
+        if not groups:
+            raise InputError("`groups` is empty")
+        used = np.unique(np.concatenate([np.unique(group.ids) for group in groups]))
         slots = np.unique(_compute_slots(table)[used[used > 0]])
-        x = np.concatenate([_build_vectors(part.ids, table, slots) for part in parts])
-        y = np.concatenate([part.labels for part in parts])
-        return cls(slots=slots, trees=TreeEnsemble.fit(x, y, seed=seed, threads=threads))
+        x = np.concatenate([_build_vectors(group.ids, table, slots) for group in groups])
+        y = np.concatenate([group.labels for group in groups])
+        return cls(slots=slots, trees=TreeEnsemble.fit(x, y, seed=seed, threads=1))
 
     def score(self, group: TaskGroup, table: TokenTable) -> np.ndarray:
         """Predict the labels of a group's schedules, float32, shape [n]."""
         return self.trees.predict(_build_vectors(group.ids, table, self.slots))
-
-
-def evaluate_tree_baseline(
-    data: RankingDataset,
-    *,
-    max_schedules: int | None = None,
-    seed: int = 0,
-    threads: int = 1,
-    progress: Progress | None = None,
-) -> tuple[RankingScore, ...]:
-    """Rank every task with trees that were not trained on its family, one operator at a time.
-
-    Args:
-        data: At least two families of matrices for each operator.
-        max_schedules: Maximum number of schedules of each task for training; by default all. All are ranked.
-        seed: Random seed; see `TreeBaseline.fit`.
-        threads: Number of threads.
-        progress: Progress callback.
-
-    Raises:
-        InputError: An operator has one family only.
-        MissingExtraError: XGBoost is missing.
-    """
-    table, scores = data.encoder.table, []
-    for operator in dict.fromkeys(group.task.operator for group in data.groups):
-        groups = [group for group in data.groups if group.task.operator == operator]
-        families = [group.task.family for group in groups]
-        for family, (train_rows, test_rows) in split_leave_one_group_out(families):
-            if progress is not None:
-                progress(f"{operator} without {family}", len(scores) / len(data.groups))
-            trees = TreeBaseline.fit(
-                [groups[index] for index in train_rows],
-                table,
-                max_schedules=max_schedules,
-                seed=seed,
-                threads=threads,
-            )
-            scores += evaluate_ranking(
-                (groups[index] for index in test_rows), lambda group, trees=trees: trees.score(group, table)
-            )
-    return tuple(scores)
 
 
 def _compute_slots(table: TokenTable) -> np.ndarray:

@@ -27,6 +27,9 @@ SubAxes = tuple[tuple[str, ...], ...]
 UNROLL_FACTORS = (2, 4, 8, 16)
 """Larger factors fill the instruction cache without a benefit."""
 
+CHUNK_OPTIONS = tuple((chunk, 1.0) for chunk in CHUNK_SIZES)
+"""Chunk sizes of the parallel loop, with equal weights."""
+
 _MODE_WEIGHTS = {
     LevelMode.DENSE: 1.0,
     LevelMode.COMPRESSED: 1.0,
@@ -155,11 +158,6 @@ def list_unroll_options(
     ]
     options = [(loop, factor) for loop in free_loops for factor in UNROLL_FACTORS]
     return [((None, 0), max(len(options), 1.0)), *((option, 1.0) for option in options)]
-
-
-def list_chunk_sizes() -> WeightedOptions[int]:
-    """List the chunk sizes of the parallel loop."""
-    return [(chunk, 1.0) for chunk in CHUNK_SIZES]
 
 
 def _list_interleavings(sequences: SubAxes) -> Sequence[tuple[str, ...]]:

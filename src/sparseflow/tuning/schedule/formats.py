@@ -26,14 +26,14 @@ lanes. Values, including zeros, are stored by the positions of the last level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.schedule.matrices import CooMatrix
-from sparseflow.tuning.schedule.schedule import LevelMode
+from sparseflow.tuning.schedule.parser import LevelMode
 
 MAX_STORAGE_BYTES = 4 << 30
 """Default limit of the storage; dense levels can need any amount."""
@@ -196,30 +196,6 @@ def _interleave_lanes(
     positions = (pos[parent // lanes] + step) * lanes + parent % lanes
     interleaved[positions] = crd
     return interleaved, positions
-
-
-def build_level_specs(
-    order: Sequence[tuple[str, LevelMode]], parts: Mapping[str, tuple[int, int, int]], *, lanes: int = 1
-) -> tuple[LevelSpec, ...]:
-    """Create the level specifications of a storage order.
-
-    Args:
-        order: (sub axis, mode) from the root down.
-        parts: Sub axis -> (0 for rows or 1 for columns, weight, extent).
-        lanes: Interleaved groups of the last level.
-    """
-    last = len(order) - 1
-    return tuple(
-        LevelSpec(
-            axis=axis,
-            dim=parts[axis][0],
-            weight=parts[axis][1],
-            extent=parts[axis][2],
-            mode=mode,
-            lanes=lanes if index == last else 1,
-        )
-        for index, (axis, mode) in enumerate(order)
-    )
 
 
 def select_index_dtype(nnz: int) -> type[np.signedinteger]:

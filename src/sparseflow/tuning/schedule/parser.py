@@ -94,6 +94,45 @@ class SparseFormat:
         return tuple(by_axis[axis] for axis in self.order)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleFields:
+    """Parts of a schedule; `schedule.Schedule` adds the text form and the rules.
+
+    Attributes:
+        fsplit: Splits of sparse axes, in the order of the line.
+        formats: Storage format of each sparse tensor.
+        lsplit: Splits of dense axes.
+        lreorder: Loops, outermost first.
+        parallel: Loop that is distributed over threads.
+        vectorize: Loop that is vectorized.
+        unroll: Loop that is unrolled.
+        unroll_factor: Unroll factor; 0 without `unroll`.
+        threads: Number of threads.
+        chunk: Iterations of the parallel loop that a thread takes at a time.
+    """
+
+    fsplit: tuple[AxisSplit, ...]
+    formats: tuple[SparseFormat, ...]
+    lsplit: tuple[AxisSplit, ...]
+    lreorder: tuple[str, ...]
+    parallel: str | None
+    vectorize: str | None
+    unroll: str | None
+    unroll_factor: int
+    threads: int
+    chunk: int
+
+    def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]:
+        """Return the parts of an axis and their sizes, outermost first.
+
+        An axis that is not split is returned as its only part, with size None.
+        """
+        for split in self.fsplit + self.lsplit:
+            if split.axis == axis:
+                return split.parts
+        return ((axis, None),)
+
+
 def normalize_modes(modes: tuple[LevelMode, ...]) -> tuple[LevelMode, ...]:
     """Replace non-unique modes that make no difference by unique ones.
 

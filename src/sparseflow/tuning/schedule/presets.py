@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sparseflow.tuning.schedule.operators import Operator
+from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
 from sparseflow.tuning.schedule.rules import CHUNK_SIZES
-from sparseflow.tuning.schedule.schedule import AxisSplit, FormatLevel, LevelMode, Schedule, SparseFormat
+from sparseflow.tuning.schedule.schedule import Schedule
 
 REFERENCE_PRESETS: Mapping[str, str] = {"spmm": "tiled_csr", "spmv": "csr", "sddmm": "csr"}
 """Operator name -> preset that all schedules are timed against."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import index
 
 import numpy as np
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError
 from sparseflow.tuning.schedule.matrices import CooMatrix
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS, Operator
@@ -34,16 +34,15 @@ class SparseProblem:
     n_cols: int | None = None
 
     def __post_init__(self) -> None:
-        needs_columns = bool(self.operator.dense_axes)
-        if self.n_cols is not None:
-            try:
-                object.__setattr__(self, "n_cols", index(self.n_cols))
-            except TypeError:
-                raise InputError(f"`n_cols` (={self.n_cols!r}) must be an integer") from None
-        if needs_columns and (self.n_cols is None or self.n_cols < 1):
-            raise InputError(f"{self.operator.name} requires `n_cols` (={self.n_cols}) of at least 1")
-        if not needs_columns and self.n_cols is not None:
-            raise InputError(f"{self.operator.name} takes a vector; `n_cols` (={self.n_cols}) must be None")
+        if not self.operator.dense_axes:
+            if self.n_cols is not None:
+                raise InputError(
+                    f"{self.operator.name} takes a vector; `n_cols` (={self.n_cols}) must be None"
+                )
+            return
+        n_cols = int(self.n_cols) if isinstance(self.n_cols, np.integer) else self.n_cols
+        check_at_least(1, n_cols=n_cols)
+        object.__setattr__(self, "n_cols", n_cols)
 
     @property
     def dtype(self) -> np.dtype:

@@ -9,42 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import AxisSplit, LevelMode, SparseFormat
+from sparseflow.tuning.schedule.parser import LevelMode, ScheduleFields
 
 MAX_SIZE = 2**31 - 1
 """Largest size and coordinate: 32 bits."""
 
 CHUNK_SIZES = tuple(2**power for power in range(10))
 """Iterations of the parallel loop that a thread may take at a time."""
-
-
-class ScheduleFields(Protocol):
-    """Fields of a schedule that the rules check; see `schedule.Schedule`."""
-
-    @property
-    def fsplit(self) -> tuple[AxisSplit, ...]: ...
-    @property
-    def formats(self) -> tuple[SparseFormat, ...]: ...
-    @property
-    def lsplit(self) -> tuple[AxisSplit, ...]: ...
-    @property
-    def lreorder(self) -> tuple[str, ...]: ...
-    @property
-    def parallel(self) -> str | None: ...
-    @property
-    def vectorize(self) -> str | None: ...
-    @property
-    def unroll(self) -> str | None: ...
-    @property
-    def unroll_factor(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]: ...
 
 
 def find_violations(

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
-from sparseflow.errors import FileFormatError, InputError
+from pydantic import PlainSerializer, PlainValidator
+
+from sparseflow.errors import InputError
 from sparseflow.tuning.schedule import rules
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import (
     AxisSplit,
     FormatLevel,
-    LevelMode,
-    SparseFormat,
+    ScheduleFields,
     TokenReader,
     normalize_modes,
     read_formats,
@@ -38,32 +39,8 @@ from sparseflow.tuning.schedule.parser import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """A schedule; the module docstring describes its parts.
-
-    Attributes:
-        fsplit: Splits of sparse axes, in the order of the line.
-        formats: Storage format of each sparse tensor.
-        lsplit: Splits of dense axes.
-        lreorder: Loops, outermost first.
-        parallel: Loop that is distributed over threads.
-        vectorize: Loop that is vectorized.
-        unroll: Loop that is unrolled.
-        unroll_factor: Unroll factor; 0 without `unroll`.
-        threads: Number of threads.
-        chunk: Iterations of the parallel loop that a thread takes at a time.
-    """
-
-    fsplit: tuple[AxisSplit, ...]
-    formats: tuple[SparseFormat, ...]
-    lsplit: tuple[AxisSplit, ...]
-    lreorder: tuple[str, ...]
-    parallel: str | None
-    vectorize: str | None
-    unroll: str | None
-    unroll_factor: int
-    threads: int
-    chunk: int
+class Schedule(ScheduleFields):
+    """A schedule with its text form and rules; the module docstring describes its parts."""
 
     @classmethod
     def parse(cls, line: str) -> Schedule:
@@ -93,73 +70,6 @@ class Schedule:
         out += (len(self.lreorder), *self.lreorder, self.parallel, self.vectorize, self.unroll)
         out += (self.unroll_factor, self.threads, self.chunk)
         return " ".join(map(str, out))  # str(None) is the token of an optional loop
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return {
-            "fsplit": _splits_to_dicts(self.fsplit),
-            "formats": [
-                {
-                    "tensor": sparse_format.tensor,
-                    "order": list(sparse_format.order),
-                    "modes": [[level.axis, int(level.mode)] for level in sparse_format.modes],
-                }
-                for sparse_format in self.formats
-            ],
-            "lsplit": _splits_to_dicts(self.lsplit),
-            "lreorder": list(self.lreorder),
-            "parallel": self.parallel,
-            "vectorize": self.vectorize,
-            "unroll": self.unroll,
-            "unroll_factor": self.unroll_factor,
-            "threads": self.threads,
-            "chunk": self.chunk,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
-        """Create a schedule from the result of `to_dict`.
-
-        Raises:
-            FileFormatError: A field is missing or unknown, or the schedule has no valid text form.
-        """
-        try:
-            fields = dict(data)
-            formats = tuple(
-                SparseFormat(
-                    tensor=record["tensor"],
-                    order=tuple(record["order"]),
-                    modes=tuple(
-                        FormatLevel(axis=axis, mode=LevelMode(mode)) for axis, mode in record["modes"]
-                    ),
-                )
-                for record in fields.pop("formats")
-            )
-            schedule = cls(
-                formats=formats,
-                fsplit=_splits_from_dicts(fields.pop("fsplit")),
-                lsplit=_splits_from_dicts(fields.pop("lsplit")),
-                lreorder=tuple(fields.pop("lreorder")),
-                **fields,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(
-                f"invalid schedule ({type(error).__name__}: {error}); expected `Schedule.to_dict` content"
-            ) from error
-        parsed = cls.parse(str(schedule))
-        if parsed != schedule:
-            raise FileFormatError(f"invalid schedule: it differs from its line {str(schedule)!r}")
-        return parsed
-
-    def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]:
-        """Return the parts of an axis and their sizes, outermost first.
-
-        An axis that is not split is returned as its only part, with size None.
-        """
-        for split in self.fsplit + self.lsplit:
-            if split.axis == axis:
-                return split.parts
-        return ((axis, None),)
 
     def find_violations(self, operator: Operator, shape: Mapping[str, int] | None = None) -> list[str]:
         """List why this schedule cannot run; each message starts with a rule name and a colon.
@@ -220,6 +130,18 @@ class Schedule:
         )
 
 
+def _validate_line(value: object) -> Schedule:
+    if isinstance(value, Schedule):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"expected the line of a schedule, got {type(value).__name__}")
+    return Schedule.parse(value)
+
+
+ScheduleLine = Annotated[Schedule, PlainValidator(_validate_line), PlainSerializer(str)]
+"""A schedule that files store as its line."""
+
+
 def parse_labeled_line(line: str) -> tuple[Schedule, float | None]:
     """Parse a line that may end with a latency in milliseconds.
 
@@ -258,17 +180,6 @@ def _append_splits(tokens: list[object], splits: tuple[AxisSplit, ...]) -> None:
         tokens += (split.axis, len(split.parts))
         for part in split.parts:
             tokens += part
-
-
-def _splits_to_dicts(splits: tuple[AxisSplit, ...]) -> list[dict[str, Any]]:
-    return [{"axis": split.axis, "parts": [list(part) for part in split.parts]} for split in splits]
-
-
-def _splits_from_dicts(splits: list[dict[str, Any]]) -> tuple[AxisSplit, ...]:
-    return tuple(
-        AxisSplit(axis=split["axis"], parts=tuple((part, size) for part, size in split["parts"]))
-        for split in splits
-    )
 
 
 def _cover_extents(splits: tuple[AxisSplit, ...], extents: Mapping[str, int]) -> tuple[AxisSplit, ...]:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_at_least
 from sparseflow.tuning.schedule import choices
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
@@ -29,12 +29,6 @@ from sparseflow.tuning.schedule.schedule import Schedule
 
 MAX_SPLIT = 1024
 """Default limit of inner sizes."""
-
-_TILE_COLUMNS = 64
-"""Columns whose sums fit vector registers: four vectors of 16 floats."""
-
-_DEFAULT_CHUNK = 16
-"""Chunk of the default schedule."""
 
 _MAX_DRAWS = 8
 """Samples of one decision that may equal the parent's."""
@@ -67,10 +61,7 @@ class ScheduleSpace:
         self.operator = operator
         self.shape = operator.extents(shape)
         self.threads = tuple(sorted(set(threads)))
-        if not self.threads or self.threads[0] < 1:
-            raise InputError(f"`threads` (={self.threads}) must have at least one number, each at least 1")
-        if max_split < 1:
-            raise InputError(f"`max_split` (={max_split}) must be at least 1")
+        check_at_least(1, threads=min(self.threads, default=0), max_split=max_split)
         self._inner_sizes = {
             axis: choices.list_inner_sizes(extent, max_split, axis in operator.dense_axes)
             for axis, extent in self.shape.items()
@@ -133,38 +124,6 @@ class ScheduleSpace:
                 total += num_sizes * self._count_structures(sub_axes)
         return total
 
-    def build_default(self) -> Schedule:
-        """Build CSR with parallel rows, a vectorized innermost loop and tiled output columns."""
-        op = self.operator
-        rows, cols = op.sparse_axes
-        modes = (
-            FormatLevel(axis=rows, mode=LevelMode.DENSE),
-            FormatLevel(axis=cols, mode=LevelMode.COMPRESSED),
-        )
-        lsplit, loops = (), (rows, cols)
-        for axis in op.dense_axes:
-            tiles = [
-                size for size, _ in self._inner_sizes[axis] if size is not None and size <= _TILE_COLUMNS
-            ]
-            if axis in op.output_axes and self.shape[axis] > _TILE_COLUMNS and tiles:
-                lsplit = (self._make_split(axis, max(tiles)),)
-                loops = (rows, f"{axis}0", cols, f"{axis}1")
-            else:
-                loops = (rows, cols, axis)
-        is_parallel = bool(self._thread_options)
-        return Schedule(
-            fsplit=(),
-            formats=tuple(SparseFormat(tensor=name, order=(rows, cols), modes=modes) for name in op.tensors),
-            lsplit=lsplit,
-            lreorder=loops,
-            parallel=rows if is_parallel else None,
-            vectorize=loops[-1],
-            unroll=None,
-            unroll_factor=0,
-            threads=self.threads[-1],
-            chunk=_DEFAULT_CHUNK if is_parallel else 1,
-        ).validate(op, self.shape)
-
     def _build_schedule(self, rng: np.random.Generator, parents: _DecisionParents) -> Schedule:
         op = self.operator
         splits = {axis: self._choose_split(rng, axis, parents.get(f"split {axis}")) for axis in op.axes}
@@ -187,18 +146,11 @@ class ScheduleSpace:
         unroll, factor = self._choose_unroll(rng, legal, owner, parents.get("unroll"))
         threads = chunk = 1
         if parallel is not None:
-            keep = parents.get("threads")
-            threads = (
-                keep.threads
-                if keep and keep.threads > 1
-                else choices.sample_option(rng, self._thread_options)
-            )
-            keep = parents.get("chunk")
-            chunk = (
-                keep.chunk
-                if keep and keep.threads > 1
-                else choices.sample_option(rng, choices.list_chunk_sizes())
-            )
+            keep, keep_chunk = parents.get("threads"), parents.get("chunk")
+            keeps_threads = keep is not None and keep.threads > 1
+            threads = keep.threads if keeps_threads else choices.sample_option(rng, self._thread_options)
+            keeps_chunk = keep_chunk is not None and keep_chunk.threads > 1
+            chunk = keep_chunk.chunk if keeps_chunk else choices.sample_option(rng, choices.CHUNK_OPTIONS)
 
         modes = tuple(FormatLevel(axis=axis, mode=mode[axis]) for axis in order)
         return Schedule(
@@ -287,7 +239,7 @@ class ScheduleSpace:
         op = self.operator
         owner = {name: axis for axis, names in parts.items() for name in names}
         dense = tuple(parts[axis] for axis in op.dense_axes)
-        num_parallel_options = len(self._thread_options) * len(choices.list_chunk_sizes())
+        num_parallel_options = len(self._thread_options) * len(choices.CHUNK_OPTIONS)
         total = 0
         for order, _ in choices.list_storage_orders(tuple(parts[axis] for axis in op.sparse_axes)):
             for modes in choices.list_mode_sequences(len(order)):

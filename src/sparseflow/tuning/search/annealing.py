@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import numpy as np
 
@@ -23,8 +22,6 @@ class SimulatedAnnealing(Strategy):
         cooling: Factor on the temperature after each trial.
         patience: Trials without a new best after which the walk returns to the best.
     """
-
-    name: ClassVar[str] = "annealing"
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import numpy as np
 
@@ -23,8 +22,6 @@ class Strategy(ABC):
         space: Search space.
         rng: Random generator, the only source of randomness.
     """
-
-    name: ClassVar[str]
 
     def __init__(self, space: ScheduleSpace, rng: np.random.Generator) -> None:
         self.space = space

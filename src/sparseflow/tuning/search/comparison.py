@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from sparseflow.core.files import write_atomic
+from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
 from sparseflow.core.report import Page, plot_before_after, plot_curves, plot_stacked_bars
-from sparseflow.errors import FileFormatError
-from sparseflow.tuning.search.guided import GUIDED_PREFIX
-from sparseflow.tuning.search.session import Prior, TuningSession
+from sparseflow.tuning.search.session import GUIDED_PREFIX, Prior, TuningSession
 
-METHODS = ("random", "annealing", "qlearning")
+COMPARED_METHODS = ("random", "annealing", "qlearning")
 """Search methods of AutoSparse."""
 
 _GOAL_TOLERANCE = 1.05
 """A search reaches its goal within 5 % of the best ratio of all searches of the problem."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchRecord:
+class SearchRecord(Artifact):
     """Result of one search.
 
     Attributes:
@@ -34,45 +30,23 @@ class SearchRecord:
         seconds: Phase -> duration, seconds: "propose", "build", "compile", "measure", "rest".
     """
 
+    FORMAT: ClassVar[str] = "sparseflow.tuning.search"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "remove the file to search again"
+
     problem: str
     method: str
     ratios: tuple[float | None, ...]
     seconds: Mapping[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return {**vars(self), "ratios": list(self.ratios), "seconds": dict(self.seconds)}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> SearchRecord:
-        """Create a record from the result of `to_dict`. Raises KeyError, TypeError or ValueError for other
-        content.
-        """
-        return cls(
-            problem=str(record["problem"]),
-            method=str(record["method"]),
-            ratios=tuple(None if ratio is None else float(ratio) for ratio in record["ratios"]),
-            seconds={str(part): float(elapsed_s) for part, elapsed_s in record["seconds"].items()},
-        )
-
     def best_ratios(self) -> list[float]:
         """Return the best ratio after each measurement; infinite before the first success."""
-        best_ratios, best = [], float("inf")
-        for ratio in self.ratios:
-            best = min(best, float("inf") if ratio is None else ratio)
-            best_ratios.append(best)
-        return best_ratios
+        return list(accumulate((math.inf if ratio is None else ratio for ratio in self.ratios), min))
 
     def count_until(self, goal: float) -> int | None:
         """Count the measurements until the best ratio is within 5 % of `goal`; None if it never is."""
-        return next(
-            (
-                count
-                for count, best in enumerate(self.best_ratios(), start=1)
-                if best <= _GOAL_TOLERANCE * goal
-            ),
-            None,
-        )
+        reached = (best <= _GOAL_TOLERANCE * goal for best in self.best_ratios())
+        return next((count for count, is_reached in enumerate(reached, start=1) if is_reached), None)
 
 
 def compare_searches(
@@ -82,7 +56,7 @@ def compare_searches(
     out_dir: Path | str,
     *,
     n_cols: int | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = COMPARED_METHODS,
     max_trials: int = 100,
     prior: Prior | None = None,
     threads: int | None = None,
@@ -109,7 +83,6 @@ def compare_searches(
         InputError, RunError: See `TuningSession`.
     """
     root = Path(out_dir)
-    root.mkdir(parents=True, exist_ok=True)
     problem = f"{name}, {operator}" + ("" if n_cols is None else f", {n_cols} columns")
     all_methods = [variant for method in methods for variant in (method, GUIDED_PREFIX + method)]
     records = []
@@ -128,91 +101,67 @@ def compare_searches(
                 seed=seed,
             )
             result = session.run()
-            record = SearchRecord(
+            SearchRecord(
                 problem=problem,
                 method=method,
                 ratios=tuple(None if trial.error else trial.ratio for trial in result.trials),
                 seconds=result.seconds,
-            )
-            write_atomic(path, json.dumps(record.to_dict()))
-        records.append(read_search_record(path))
+            ).save(path)
+        records.append(SearchRecord.load(path))
         if progress is not None:
             progress(f"{problem}: {method}", number / len(all_methods))
     return records
-
-
-def read_search_record(path: Path) -> SearchRecord:
-    """Read a record from its file. Raises FileFormatError if it is damaged."""
-    try:
-        return SearchRecord.from_dict(json.loads(path.read_bytes()))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileFormatError(f"{path} is not a search record ({error}); remove it") from error
 
 
 def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
     """Add a section for each problem: search time, convergence and time of each phase."""
     for problem in dict.fromkeys(record.problem for record in records):
         page.section(f"Searches: {problem}")
-        searches = [record for record in records if record.problem == problem]
-        goal = min(record.best_ratios()[-1] for record in searches)
-        by_method = {record.method: record for record in searches}
-        pairs = [
-            (record, by_method[GUIDED_PREFIX + record.method])
-            for record in searches
-            if GUIDED_PREFIX + record.method in by_method
-        ]
-        if pairs:
-            page.figure(
-                plot_before_after(
-                    "Search time",
-                    [unguided.method for unguided, _ in pairs],
-                    [sum(unguided.seconds.values()) for unguided, _ in pairs],
-                    [sum(guided.seconds.values()) for _, guided in pairs],
-                    unit="s",
-                    names=("without the model", "with the model"),
-                )
-            )
-        curves = {}
-        for record in searches:
-            points = [
-                (float(count), ratio)
-                for count, ratio in enumerate(record.best_ratios(), start=1)
-                if math.isfinite(ratio)
-            ]
-            curves[record.method] = ([x for x, _ in points], [y for _, y in points])
+        _add_problem(page, [record for record in records if record.problem == problem])
+
+
+def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
+    methods = [record.method for record in searches]
+    total_s = {record.method: sum(record.seconds.values()) for record in searches}
+    pairs = [(method, GUIDED_PREFIX + method) for method in methods if GUIDED_PREFIX + method in total_s]
+    if pairs:
         page.figure(
-            plot_curves(
-                "Best schedule so far",
-                curves,
-                x="measured schedules",
-                y="time / reference",
-                log_x=True,
-            )
-        )
-        phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
-        page.figure(
-            plot_stacked_bars(
-                "Time of each search phase",
-                [record.method for record in searches],
-                {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases},
+            plot_before_after(
+                "Search time",
+                [method for method, _ in pairs],
+                [total_s[method] for method, _ in pairs],
+                [total_s[guided] for _, guided in pairs],
                 unit="s",
+                names=("without the model", "with the model"),
             )
         )
-        rows = [
-            {
-                "method": record.method,
-                "measured": len(record.ratios),
-                "until_goal": record.count_until(goal),
-                "best": record.best_ratios()[-1],
-                "seconds": sum(record.seconds.values()),
-            }
-            for record in searches
-        ]
-        columns = {
-            "method": "method",
-            "measured": "schedules measured",
-            "until_goal": "measured until within 5 % of the best",
-            "best": "best time / reference",
-            "seconds": "seconds",
+    curves = {}
+    for record in searches:
+        ratios = record.best_ratios()
+        counts = [count for count, ratio in enumerate(ratios, start=1) if math.isfinite(ratio)]
+        curves[record.method] = (list(map(float, counts)), [ratios[count - 1] for count in counts])
+    page.figure(
+        plot_curves("Best schedule so far", curves, x="measured schedules", y="time / reference", log_x=True)
+    )
+    phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
+    times = {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases}
+    page.figure(plot_stacked_bars("Time of each search phase", methods, times, unit="s"))
+    goal = min(record.best_ratios()[-1] for record in searches)
+    rows = [
+        {
+            "method": record.method,
+            "measured": len(record.ratios),
+            "until_goal": record.count_until(goal),
+            "best": record.best_ratios()[-1],
+            "seconds": total_s[record.method],
         }
-        page.table("Searches", rows, columns=columns, digits={"best": 3, "seconds": 1})
+        for record in searches
+    ]
+    columns = {
+        "method": "method",
+        "measured": "schedules measured",
+        "until_goal": "measured until within 5 % of the best",
+        "best": "best time / reference",
+        "seconds": "seconds",
+    }
+    page.table("Searches", rows, columns=columns, digits={"best": 3, "seconds": 1})

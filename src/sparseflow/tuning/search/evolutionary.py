@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -23,8 +22,6 @@ class EvolutionarySearch(Strategy):
         random_fraction: Fraction of random proposals.
         crossover_fraction: Fraction of proposals with two parents.
     """
-
-    name: ClassVar[str] = "evolutionary"
 
     def __init__(
         self,

@@ -8,22 +8,13 @@ measured. The model and the strategy both observe the trials.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.model.cost_model import CostModel
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import ScheduleSpace
-from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.search.evolutionary import EvolutionarySearch
-from sparseflow.tuning.search.qlearning import QLearningSearch
-from sparseflow.tuning.search.random import RandomSearch
-
-GUIDED_PREFIX = "guided-"
-"""Prefix of the names of guided searches; the name of the other strategy follows."""
 
 _NUM_PARENTS = 32
 """Schedules that are mutated in each generation."""
@@ -38,8 +29,7 @@ class GuidedSearch(Strategy):
     """Proposes the schedules of another strategy that a cost model ranks highest.
 
     Args:
-        space: Search space.
-        rng: Random generator of this and the other strategy.
+        strategy: The other strategy; its space and random generator are used.
         model: Cost model.
         num_proposals: Proposals of the other strategy in each screening.
         num_generations: Rounds of mutations of the best schedules.
@@ -48,12 +38,9 @@ class GuidedSearch(Strategy):
         exploration: Fraction of the batch that is replaced by random proposals of the other strategy.
     """
 
-    strategy_class: ClassVar[type[Strategy]]
-
     def __init__(
         self,
-        space: ScheduleSpace,
-        rng: np.random.Generator,
+        strategy: Strategy,
         model: CostModel,
         *,
         num_proposals: int = 128,
@@ -61,8 +48,8 @@ class GuidedSearch(Strategy):
         batch_size: int = 4,
         exploration: float = 0.1,
     ) -> None:
-        super().__init__(space, rng)
-        self._model, self._strategy = model, self.strategy_class(space, rng)
+        super().__init__(strategy.space, strategy.rng)
+        self._strategy, self._model = strategy, model
         self._num_proposals, self._num_generations = num_proposals, num_generations
         self._batch_size, self._exploration = batch_size, exploration
         self._visited: set[Schedule] = set()
@@ -120,31 +107,3 @@ def _select_diverse(ranked: Sequence[Schedule], count: int) -> list[Schedule]:
             (schedule.fsplit, schedule.formats, schedule.lsplit, schedule.lreorder), schedule
         )
     return list(dict.fromkeys([*[*structures.values()][:count], *ranked[:count]]))[:count]
-
-
-class GuidedRandom(GuidedSearch):
-    """Guided random search."""
-
-    name: ClassVar[str] = GUIDED_PREFIX + RandomSearch.name
-    strategy_class: ClassVar[type[Strategy]] = RandomSearch
-
-
-class GuidedEvolutionary(GuidedSearch):
-    """Guided evolutionary search."""
-
-    name: ClassVar[str] = GUIDED_PREFIX + EvolutionarySearch.name
-    strategy_class: ClassVar[type[Strategy]] = EvolutionarySearch
-
-
-class GuidedAnnealing(GuidedSearch):
-    """Guided simulated annealing."""
-
-    name: ClassVar[str] = GUIDED_PREFIX + SimulatedAnnealing.name
-    strategy_class: ClassVar[type[Strategy]] = SimulatedAnnealing
-
-
-class GuidedQLearning(GuidedSearch):
-    """Guided Q-learning."""
-
-    name: ClassVar[str] = GUIDED_PREFIX + QLearningSearch.name
-    strategy_class: ClassVar[type[Strategy]] = QLearningSearch

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -56,8 +55,6 @@ class QLearningSearch(Strategy):
         learning_rate: Weight of a new reward in a value.
         discount: Weight of later rewards.
     """
-
-    name: ClassVar[str] = "qlearning"
 
     def __init__(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search.base import Strategy
@@ -11,8 +9,6 @@ from sparseflow.tuning.search.base import Strategy
 
 class RandomSearch(Strategy):
     """Proposes independent samples of the space."""
-
-    name: ClassVar[str] = "random"
 
     def propose(self) -> Schedule:
         return self.space.sample(self.rng)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,56 +81,47 @@ def rerank_schedules(
     Raises:
         RunError: No schedule runs.
     """
-    baseline_schedules = set(baselines.values())
-    ranked = sorted(
-        (trial for trial in trials.values() if trial.error is None), key=lambda trial: trial.ratio
-    )
-    by_latency = sorted(ranked, key=lambda trial: trial.latency_ms)
-    candidates = [trial.schedule for trial in ranked if trial.schedule not in baseline_schedules][
-        :NUM_BY_RATIO
-    ]
-    candidates += [
-        trial.schedule for trial in by_latency if trial.schedule not in (*baseline_schedules, *candidates)
-    ][:_NUM_BY_LATENCY]
-    single_thread = next((trial.schedule for trial in ranked if trial.schedule.threads == 1), None)
-    if single_thread is not None and ranked[0].latency_ms < _SHORT_CALL_MS:
-        candidates.append(single_thread)
+    preferred = set(baselines.values())
+    candidates = _select_candidates(trials, preferred)
     thorough = {
         schedule: evaluator.measure(schedule, thorough=True)
         for schedule in dict.fromkeys((*baselines.values(), *candidates))
     }
     winner = min(
         thorough.values(),
-        key=lambda trial: trial.ratio * (1.0 - _MIN_GAIN if trial.schedule in baseline_schedules else 1.0),
+        key=lambda trial: trial.ratio * (1.0 - _MIN_GAIN if trial.schedule in preferred else 1.0),
     )
     if winner.error is not None:
         raise RunError(f"no schedule ran in the final measurement: {winner.error}")
-    schedules = [winner.schedule]
+    finalists = [winner]
     if winner.latency_ms < _SHORT_CALL_MS and winner.schedule.threads > 1:
-        single_thread_trials = [
-            trial for trial in thorough.values() if trial.error is None and trial.schedule.threads == 1
-        ]
-        schedules += (
-            [min(single_thread_trials, key=lambda trial: trial.ratio).schedule]
-            if single_thread_trials
-            else []
-        )
+        single = [trial for trial in thorough.values() if not trial.error and trial.schedule.threads == 1]
+        finalists += sorted(single, key=lambda trial: trial.ratio)[:1]
     kernels: list[Kernel] = [
-        CompiledKernel(build_program(problem, schedule), cache_dir=cache_dir) for schedule in schedules
+        *(CompiledKernel(build_program(problem, trial.schedule), cache_dir=cache_dir) for trial in finalists),
+        LibraryKernel(problem),
     ]
-    times = measure_call_times([*kernels, LibraryKernel(problem)], evaluator.inputs)
+    times = measure_call_times(kernels, evaluator.inputs)
     ratios = [winner.ratio * (time_ms / times[0]) for time_ms in times]
-    baseline_ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()} | {
-        LIBRARY: ratios[-1]
-    }
+    baseline_ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()}
+    baseline_ratios[LIBRARY] = ratios[-1]
     best = min(ratios)
-    if best == ratios[-1]:
-        return RerankResult(
-            kernel=LibraryKernel(problem, speedup=1.0), best_ratio=best, baselines=baseline_ratios
-        )
-    kernel = kernels[ratios.index(best)]
-    kernel.speedup = min(baseline_ratios.values()) / best
+    kernel = kernels[-1] if best == ratios[-1] else kernels[ratios.index(best)]
+    kernel.speedup = 1.0 if kernel is kernels[-1] else min(baseline_ratios.values()) / best
     return RerankResult(kernel=kernel, best_ratio=best, baselines=baseline_ratios)
+
+
+def _select_candidates(trials: Mapping[Schedule, Trial], baselines: Collection[Schedule]) -> list[Schedule]:
+    """Select schedules with the best ratios, with the lowest latencies, and the best with one thread."""
+    ranked = sorted((trial for trial in trials.values() if not trial.error), key=lambda trial: trial.ratio)
+    by_latency = sorted(ranked, key=lambda trial: trial.latency_ms)
+    candidates = [trial.schedule for trial in ranked if trial.schedule not in baselines][:NUM_BY_RATIO]
+    candidates += [trial.schedule for trial in by_latency if trial.schedule not in (*baselines, *candidates)][
+        :_NUM_BY_LATENCY
+    ]
+    if ranked and ranked[0].latency_ms < _SHORT_CALL_MS:
+        candidates += [trial.schedule for trial in ranked if trial.schedule.threads == 1][:1]
+    return candidates
 
 
 def measure_call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:

@@ -6,21 +6,23 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.device import describe_cpu
+from sparseflow.core.journal import Journal
 from sparseflow.core.progress import Progress
-from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import Kernel, LibraryKernel
-from sparseflow.tuning.measure.cluster import BATCH_SIZE, measure_on_cluster
-from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
-from sparseflow.tuning.measure.trial_log import TrialLog, open_trial_log
+from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
 from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
@@ -29,15 +31,35 @@ from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
+from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
-from sparseflow.tuning.search.guided import GUIDED_PREFIX, GuidedSearch
-from sparseflow.tuning.search.registry import get_strategy
+from sparseflow.tuning.search.evolutionary import EvolutionarySearch
+from sparseflow.tuning.search.guided import GuidedSearch
+from sparseflow.tuning.search.qlearning import QLearningSearch
+from sparseflow.tuning.search.random import RandomSearch
 from sparseflow.tuning.search.rerank import rerank_schedules
 
 Prior = Callable[[SparseProblem, int], ScheduleScorer]
 """(problem, threads) -> scorer of its schedules before anything is measured."""
 
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "random": RandomSearch,
+    "evolutionary": EvolutionarySearch,
+    "annealing": SimulatedAnnealing,
+    "qlearning": QLearningSearch,
+}
+"""Name -> search method without a cost model."""
+
+GUIDED_PREFIX = "guided-"
+"""Prefix of the name of a method that is guided by a cost model."""
+
+METHODS = (*STRATEGIES, *(GUIDED_PREFIX + name for name in STRATEGIES))
+"""Names of all search methods."""
+
 DEFAULT_METHOD = "guided-evolutionary"
+
+TRIALS_FILE = "trials.jsonl"
+"""Trial log in the output directory."""
 
 _RERANK_SHARE = 0.15
 """Share of the budget that is reserved for the final measurement."""
@@ -50,6 +72,21 @@ _SMALL_PRODUCTS = 2_000_000
 
 _MAX_REPEATS = 50
 """Consecutive proposals that were measured before, after which a search ends."""
+
+
+class TrialHeader(Artifact):
+    """Header of a trial log: the settings that latencies depend on."""
+
+    FORMAT: ClassVar[str] = "sparseflow.tuning.trials"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "choose another directory"
+
+    operator: str
+    extents: dict[str, int]
+    threads: int
+    cpu: str
+    dtype: str
+    pattern: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +131,7 @@ class TuningSession:
         n_cols: Columns of the dense operands; None for SpMV.
         budget_s: Approximate time budget, seconds.
         max_trials: Maximum number of schedules to measure besides the baselines.
-        method: Search method, one of `registry.STRATEGIES`.
+        method: Search method, one of `METHODS`.
         prior: Initial scores of a guided method, such as `pretrained.load_prior(path)`; by default the
             shipped network. Boosted trees learn corrections to it during the search.
         threads: Number of threads; by default all CPUs that this process may use.
@@ -131,20 +168,20 @@ class TuningSession:
         progress: Progress | None = None,
     ) -> None:
         self._start_s = time.monotonic()
-        if not budget_s > 0 or (max_trials is not None and max_trials < 0) or seed < 0 or num_machines < 1:
-            raise InputError(
-                f"`budget_s` (={budget_s}) must be above 0, `num_machines` (={num_machines}) at least 1, and "
-                f"`max_trials` (={max_trials}) and `seed` (={seed}) at least 0"
-            )
         self._threads = len(os.sched_getaffinity(0)) if threads is None else threads
-        if self._threads < 1:
-            raise InputError(f"`threads` (={threads}) must be at least 1")
-        self._strategy_class = get_strategy(method)
+        self._trial_limit = math.inf if max_trials is None else max_trials
+        if not (budget_s > 0 and self._trial_limit >= 0):
+            raise InputError(
+                f"`budget_s` (={budget_s}) must be above 0 and `max_trials` (={max_trials}) at least 0"
+            )
+        check_at_least(0, seed=seed)
+        check_at_least(1, threads=self._threads, num_machines=num_machines)
+        check_one_of(METHODS, method=method)
+        self._method = method
         self.problem = SparseProblem(
             operator=get_operator(operator), matrix=as_coo(matrix, dtype=dtype), n_cols=n_cols
         )
         self._budget_s, self._prior, self._seed = budget_s, prior, seed
-        self._max_trials = max_trials
         self._out_dir, self._cache_dir = out_dir, cache_dir
         self._cluster, self._num_machines = cluster, num_machines
         self._progress = progress
@@ -171,23 +208,11 @@ class TuningSession:
             )
         baselines = self._build_baselines(self._threads)
         self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
-        header = {
-            "operator": problem.operator.name,
-            "extents": dict(problem.extents),
-            "threads": self._threads,
-            "cpu": describe_cpu(),
-            "dtype": str(problem.dtype),
-            "pattern": problem.matrix.digest(values=False),
-        }
-        with (
-            open_trial_log(self._out_dir, problem, header) as log,
-            ScheduleEvaluator(
-                problem, self._reference, seed=self._seed, cache_dir=self._cache_dir
-            ) as evaluator,
-        ):
+        self._trial_limit += len(baselines)
+        evaluator = ScheduleEvaluator(problem, self._reference, seed=self._seed, cache_dir=self._cache_dir)
+        with self._open_log() as log, evaluator:
             self._log, self._evaluator = log, evaluator
-            self._strategy = self._resume(log)
-            self._trial_limit = math.inf if self._max_trials is None else len(baselines) + self._max_trials
+            self._strategy = self._resume([] if log is None else log.rows)
             self._measure_baselines(baselines)
             self._search()
             if self._progress is not None:
@@ -202,16 +227,38 @@ class TuningSession:
         )
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
-        problem = self.problem
-        presets = build_presets(problem.operator, problem.extents, threads)
-        return {
-            name: schedule.canonicalize(problem.operator, problem.extents)
-            for name, schedule in presets.items()
-        }
+        operator, extents = self.problem.operator, self.problem.extents
+        presets = build_presets(operator, extents, threads)
+        return {name: schedule.canonicalize(operator, extents) for name, schedule in presets.items()}
 
-    def _resume(self, log: TrialLog | None) -> Strategy:
+    @contextmanager
+    def _open_log(self) -> Iterator[Journal[Trial] | None]:
+        """Open the trial log; None without an output directory."""
+        if self._out_dir is None:
+            yield None
+            return
+        problem, root = self.problem, Path(self._out_dir)
+        header = TrialHeader(
+            operator=problem.operator.name,
+            extents=dict(problem.extents),
+            threads=self._threads,
+            cpu=describe_cpu(),
+            dtype=str(problem.dtype),
+            pattern=problem.matrix.digest(values=False),
+        )
+        if root.exists() and not root.is_dir():
+            raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+        root.mkdir(parents=True, exist_ok=True)
+        with Journal(root / TRIALS_FILE, Trial, header=header) as log:
+            for index, trial in enumerate(log.rows):
+                try:
+                    trial.schedule.validate(problem.operator, problem.extents)
+                except InputError as error:
+                    raise FileFormatError(f"{log.locate(index)}: {error}; remove the line") from error
+            yield log
+
+    def _resume(self, trials: Sequence[Trial]) -> Strategy:
         """Create the strategy and replay the trials of an earlier run."""
-        trials = () if log is None else log.trials
         # A resumed search gets another random stream, so that it does not repeat its proposals.
         strategy = self._create_strategy(np.random.default_rng([self._seed, len(trials)]))
         for trial in trials:
@@ -220,18 +267,19 @@ class TuningSession:
         return strategy
 
     def _create_strategy(self, rng: np.random.Generator) -> Strategy:
-        problem, threads = self.problem, self._threads
+        problem, threads, prior = self.problem, self._threads, self._prior
         space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
-        if issubclass(self._strategy_class, GuidedSearch):
-            prior = self._prior
-            if prior is None:
-                from sparseflow.tuning.model.net.pretrained import make_shipped_prior as prior
-            features = ScheduleFeatures(problem, threads)
-            return self._strategy_class(space, rng, BoostedTrees(features, prior=prior(problem, threads)))
-        if self._prior is not None:
-            name = self._strategy_class.name
-            raise InputError(f"method {name!r} takes no `prior`; use {GUIDED_PREFIX}{name}")
-        return self._strategy_class(space, rng)
+        strategy = STRATEGIES[self._method.removeprefix(GUIDED_PREFIX)](space, rng)
+        if not self._method.startswith(GUIDED_PREFIX):
+            if prior is not None:
+                raise InputError(
+                    f"method {self._method!r} takes no `prior`; use {GUIDED_PREFIX}{self._method}"
+                )
+            return strategy
+        if prior is None:
+            from sparseflow.tuning.model.net.pretrained import make_shipped_prior as prior
+        features = ScheduleFeatures(problem, threads)
+        return GuidedSearch(strategy, BoostedTrees(features, prior=prior(problem, threads)))
 
     def _measure_baselines(self, baselines: Mapping[str, Schedule]) -> None:
         schedules = list(baselines.values())
@@ -286,7 +334,7 @@ class TuningSession:
         if trial.error is not None and trial.schedule == self._reference:
             raise RunError(f"the reference schedule {self._reference} fails: {trial.error}")
         if self._log is not None:
-            self._log.write(trial)
+            self._log.append(trial)
         self._trials[trial.schedule] = trial
         self._new_trials.append(trial)
         start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Patterns as cells with features, against the same counted one cell after the other on a dense matrix."""
+"""Coarsened patterns against counts on dense matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def coarsened(dense: np.ndarray, max_cells: int = 2**14) -> Cells:
 
 
 def occupied(part: np.ndarray, tall: int, wide: int) -> int:
-    """Blocks of a part, from its upper left corner on, that hold an element."""
+    """Count the nonempty blocks of a dense part."""
     tops, lefts = range(0, part.shape[0], tall), range(0, part.shape[1], wide)
     return sum(
         bool(part[top : top + tall, remaining : remaining + wide].any())
@@ -32,7 +32,7 @@ def occupied(part: np.ndarray, tall: int, wide: int) -> int:
 def slowly(dense: np.ndarray, maximum: int) -> Cells:
     tall, wide = 1, 1
     while occupied(dense, tall, wide) > maximum:
-        # A side that covers the matrix grows no more.
+        # A side that covers the matrix stops growing.
         tall, wide = (
             2 * side if side < extent else side
             for side, extent in zip((tall, wide), dense.shape, strict=True)
@@ -74,7 +74,7 @@ def slowly(dense: np.ndarray, maximum: int) -> Cells:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     shape=st.tuples(st.integers(1, 50), st.integers(1, 50)),
     density=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),

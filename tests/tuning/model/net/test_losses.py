@@ -1,4 +1,4 @@
-"""Losses of rankings, beside the plainest way to write them."""
+"""Ranking losses against direct implementations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparseflow.tuning.model.net.losses import LOSSES, expected_pick, ranking_lo
 
 
 def plain(kind: str, scores: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Pair after pair."""
+    """Compute the loss pair by pair."""
     result = []
     for s, label, weight in zip(scores, labels, weights, strict=True):
         present = [item for item in range(len(s)) if weight[item] > 0]
@@ -58,8 +58,8 @@ def test_loss_and_gradient_match_all_pairs(
     expected = plain(kind, scores, labels, weights)
     assert result.item() == pytest.approx(expected.item())
     (gradient,) = torch.autograd.grad(3 * result, scores)
-    (expected_value,) = torch.autograd.grad(3 * expected, scores)
-    torch.testing.assert_close(gradient, expected_value)
+    (expected_gradient,) = torch.autograd.grad(3 * expected, scores)
+    torch.testing.assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -101,7 +101,7 @@ def test_loss_weighs_groups_equally() -> None:
         ranking_loss("rank", scores[index : index + 1], labels[index : index + 1], weights[index : index + 1])
         for index in (0, 1)
     ]
-    assert both.item() == pytest.approx(sum(item_value.item() for item_value in item) / 2)
+    assert both.item() == pytest.approx(sum(part.item() for part in item) / 2)
 
 
 def test_loss_invalid_batch_raises() -> None:

@@ -1,4 +1,4 @@
-"""Scoring many schedules."""
+"""Scoring of schedules in batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from sparseflow.tuning.model.net.statistics import (
     compute_pattern_statistics,
     compute_task_statistics,
 )
-from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import SPMM, SPMV
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.space import ScheduleSpace
-from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, pattern_of
+from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, pattern_of, score_schedules
 
 EXTENTS = {"i": 60, "k": 40, "j": 32}
 
@@ -31,18 +30,16 @@ def test_scores_are_independent_of_batch_size(monkeypatch: pytest.MonkeyPatch) -
     )
     random = np.random.default_rng(0)
     schedules = [ScheduleSpace(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(20)]
-    scores = scoring.score_schedules(net, schedules, SPMM, EXTENTS, context)
+    scores = score_schedules(net, schedules, SPMM, EXTENTS, context)
     assert scores.shape == (20,) and scores.dtype == np.float32
     monkeypatch.setitem(scoring._BATCH_SIZE, "cpu", 3)
-    encoder = ScheduleTokenizer()
-    for _ in range(2):
-        repeated = scoring.score_schedules(net, schedules, SPMM, EXTENTS, context, encoder=encoder)
-        np.testing.assert_allclose(repeated, scores, rtol=1e-4, atol=1e-5)
-    single = scoring.score_schedules(net, schedules[7:8], SPMM, EXTENTS, context)
+    repeated = score_schedules(net, schedules, SPMM, EXTENTS, context)
+    np.testing.assert_allclose(repeated, scores, rtol=1e-4, atol=1e-5)
+    single = score_schedules(net, schedules[7:8], SPMM, EXTENTS, context)
     np.testing.assert_allclose(single, scores[7:8], rtol=1e-4, atol=1e-5)
-    assert scoring.score_schedules(net, [], SPMM, EXTENTS, context).shape == (0,)
+    assert score_schedules(net, [], SPMM, EXTENTS, context).shape == (0,)
     with pytest.raises(InputError):
-        scoring.score_schedules(net, schedules, SPMV, {"i": 60, "j": 40}, context)
+        score_schedules(net, schedules, SPMV, {"i": 60, "j": 40}, context)
 
 
 @pytest.mark.parametrize("config", [SMALL, NO_PATTERN], ids=["pattern", "bare"])
@@ -53,7 +50,7 @@ def test_scorer_matches_score_schedules(config: NetConfig) -> None:
     problem = SparseProblem(operator=SPMM, matrix=as_coo(mask), n_cols=32)
     random = np.random.default_rng(0)
     schedules = [ScheduleSpace(SPMM, EXTENTS, threads=[1, 2]).sample(random) for _ in range(5)]
-    messages = compute_task_statistics(
+    statistics = compute_task_statistics(
         operator="spmm",
         shape=pattern.shape,
         nnz=pattern.nnz,
@@ -62,9 +59,9 @@ def test_scorer_matches_score_schedules(config: NetConfig) -> None:
         threads=2,
         pattern=compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape),
     )
-    context = net.embed_task(coarsen(pattern.rows, pattern.cols, pattern.shape, max_cells=64), messages)
+    context = net.embed_task(coarsen(pattern.rows, pattern.cols, pattern.shape, max_cells=64), statistics)
     result = scoring.make_scorer(net, problem, 2)
     for _ in range(2):
         np.testing.assert_array_equal(
-            result(schedules), scoring.score_schedules(net, schedules, SPMM, EXTENTS, context)
+            result(schedules), score_schedules(net, schedules, SPMM, EXTENTS, context)
         )

@@ -1,4 +1,4 @@
-"""Sparse convolutions against dense ones on grids with zeros where there is no site."""
+"""Sparse convolutions against dense convolutions on grids with zeros at inactive sites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DENSITIES = [0.0, 0.15, 0.6, 1.0]
 
 
 def batch(grids: list[tuple[int, int]], density: float, channels: int) -> tuple[SiteBatch, Tensor, Tensor]:
-    """Sites, features there, and whether they are sites: (items, rows, columns)."""
+    """Sites, their features, and the mask of sites, shape (items, rows, columns)."""
     generator = torch.Generator().manual_seed(sum(map(sum, grids)))
     masks = [torch.rand(grid, generator=generator) < density for grid in grids]
     sites = SiteBatch(
@@ -36,7 +36,7 @@ def batch(grids: list[tuple[int, int]], density: float, channels: int) -> tuple[
 
 
 def dense(features: Tensor, mask: Tensor) -> Tensor:
-    """(items, channels, rows, columns)."""
+    """Dense features, shape (items, channels, rows, columns)."""
     grid = features.new_zeros(*mask.shape, features.shape[1])
     return grid.index_put((mask,), features).permute(0, 3, 1, 2)
 
@@ -162,7 +162,7 @@ def test_even_kernel_raises() -> None:
 def test_gpu_matches_and_is_deterministic() -> None:
     sites, features, _ = batch([(40, 50), (60, 30)], 0.4, 8)
     conv, halving = SubmanifoldConv2d(8, 16, 3, 2), StridedConv2d(16, 16)
-    result_value = []
+    results = []
     for device in ("cpu", "cuda", "cuda"):
         present = SiteBatch([ActiveSites(item.keys.to(device), item.grid) for item in sites.items])
         value = features.detach().float().to(device).requires_grad_()
@@ -170,7 +170,7 @@ def test_gpu_matches_and_is_deterministic() -> None:
         halving.to(device)
         result = pool(*halving(conv(value, present), present))
         parent = torch.autograd.grad(result.square().sum(), [value, conv.weight, halving.weight])
-        result_value.append([item_value.detach().cpu() for item_value in (result, *parent)])
-    for cpu, gpu, repeated in zip(*result_value, strict=True):
+        results.append([tensor.detach().cpu() for tensor in (result, *parent)])
+    for cpu, gpu, repeated in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-4)
         assert torch.equal(gpu, repeated)

@@ -45,7 +45,7 @@ def test_result_is_independent_of_band_size(band: int, monkeypatch: pytest.Monke
     full = compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
     monkeypatch.setattr(module, "_BAND_ELEMENTS", band)
     parts = compute_pattern_statistics(pattern.rows, pattern.cols, pattern.shape)
-    # What follows an element may stand in the next band only if that is another row: bands are whole rows.
+    # Bands are full rows, so adjacent elements of a row are in one band.
     np.testing.assert_allclose(parts, full, rtol=1e-6)
 
 

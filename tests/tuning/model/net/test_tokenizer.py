@@ -1,4 +1,4 @@
-"""Schedules as tokens."""
+"""Tokenization of schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.tuning.random_schedules import (
 
 
 def readable(encoder: ScheduleTokenizer, row: np.ndarray) -> list[tuple[object, ...]]:
-    """(primitive, role, part, mode, place from outside, from inside, number, second)."""
+    """Tokens as (primitive, role, part, mode, position from outside, from inside, first number, second)."""
     table, result = encoder.table, []
     for token in row[row > 0]:
         primitive, role, part, mode, outside, inside = table.fields[token].tolist()

@@ -15,31 +15,28 @@ Notation: n schedules of t tasks with p patterns, w the width.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, Self
 
 import numpy as np
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparseflow.core.config import StrictModel
 from sparseflow.errors import InputError
 from sparseflow.tuning.model.net.coarsen import Cells
 from sparseflow.tuning.model.net.pattern_net import PatternConfig, PatternNet
 from sparseflow.tuning.model.net.statistics import NUM_FEATURES
 from sparseflow.tuning.model.net.tokenizer import FIELD_SIZES, LOG2_SCALE, NUM_NUMBERS, TokenTable
 
-CONTEXT_MODES = ("input", "cross", "mlp")
-_MAX_VALUES = {"layers": 8, "width": 1024, "heads": 64, "feed_forward": 8192}
-
 _NUM_SIZES = 32
 """Powers of two with their own embeddings: the best choice for 16 is not between those for 8 and 32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NetConfig:
+class NetConfig(StrictModel):
     """Configuration of the network.
 
     Attributes:
@@ -50,51 +47,21 @@ class NetConfig:
         heads: Attention heads; a divisor of the width.
         feed_forward: Hidden width of the MLPs.
         dropout: Dropout rate of the residual branches.
-
-    Raises:
-        InputError: A value is out of range.
     """
 
-    pattern: PatternConfig | None = dataclasses.field(default_factory=PatternConfig)
-    context_mode: str = "input"
-    layers: int = 2
-    width: int = 64
-    heads: int = 2
-    feed_forward: int = 128
-    dropout: float = 0.1
+    pattern: PatternConfig | None = PatternConfig()
+    context_mode: Literal["input", "cross", "mlp"] = "input"
+    layers: int = Field(default=2, ge=1, le=8)
+    width: int = Field(default=64, ge=1, le=1024)
+    heads: int = Field(default=2, ge=1, le=64)
+    feed_forward: int = Field(default=128, ge=1, le=8192)
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
 
-    def __post_init__(self) -> None:
-        if self.context_mode not in CONTEXT_MODES:
-            raise InputError(
-                f"`context_mode` (={self.context_mode!r}) must be one of: {', '.join(CONTEXT_MODES)}"
-            )
-        for name, maximum in _MAX_VALUES.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= maximum:
-                raise InputError(f"`{name}` (={value!r}) must be an integer from 1 to {maximum}")
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
         if self.width % self.heads:
-            raise InputError(f"`width` (={self.width}) must be divisible by `heads` (={self.heads})")
-        if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
-            raise InputError(f"`dropout` (={self.dropout!r}) must be at least 0 and below 1")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return fields | {"pattern": None if self.pattern is None else self.pattern.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> NetConfig:
-        """Create a configuration from the result of `to_dict`.
-
-        Raises:
-            InputError: A field is missing, unknown or out of range.
-        """
-        names = {item.name for item in dataclasses.fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
-            received = ", ".join(sorted(map(str, data))) if isinstance(data, Mapping) else repr(data)
-            raise InputError(f"network fields must be {', '.join(sorted(names))}; got: {received}")
-        pattern = data["pattern"]
-        return cls(**{**data, "pattern": None if pattern is None else PatternConfig.from_dict(pattern)})
+            raise ValueError(f"`width` (={self.width}) must be divisible by `heads` (={self.heads})")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

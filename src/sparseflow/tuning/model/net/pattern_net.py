@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from sparseflow.core.config import StrictModel
 from sparseflow.errors import InputError
 from sparseflow.tuning.model.net.coarsen import CELL_FEATURES, MAX_CELLS, Cells
 from sparseflow.tuning.model.net.sparse_conv import (
@@ -36,9 +37,6 @@ from sparseflow.tuning.model.net.sparse_conv import (
     pool,
 )
 
-ConvKind = Literal["hdc", "strided"]
-Pooling = Literal["concat", "last"]
-
 _STRIDE = 0
 _BLOCK = (1, 2, 5, _STRIDE, _STRIDE, _STRIDE)
 _PLANS: Mapping[str, tuple[int, ...]] = {"hdc": _BLOCK * 2, "strided": (_STRIDE,) * 12}
@@ -48,8 +46,7 @@ _MAX_CACHED_CELLS = 2**21
 """Cells of all patterns whose kernel maps are cached, about 500 bytes each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PatternConfig:
+class PatternConfig(StrictModel):
     """Configuration of the pattern branch.
 
     Attributes:
@@ -58,42 +55,13 @@ class PatternConfig:
         channels: Features of a site in every layer.
         width: Length of the embedding.
         max_cells: Maximum number of cells of a pattern, for `coarsen`.
-
-    Raises:
-        InputError: A value is out of range.
     """
 
-    kind: ConvKind = "hdc"
-    pooling: Pooling = "concat"
-    channels: int = 32
-    width: int = 128
-    max_cells: int = MAX_CELLS
-
-    def __post_init__(self) -> None:
-        for name, choices in (("kind", get_args(ConvKind)), ("pooling", get_args(Pooling))):
-            if getattr(self, name) not in choices:
-                raise InputError(f"`{name}` (={getattr(self, name)!r}) must be one of {', '.join(choices)}")
-        for name in ("channels", "width", "max_cells"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"`{name}` (={value!r}) must be an integer of at least 1")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> PatternConfig:
-        """Create a configuration from the result of `to_dict`.
-
-        Raises:
-            InputError: A field is missing, unknown or out of range.
-        """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(record, Mapping) or set(record) != names:
-            received = ", ".join(sorted(map(str, record))) if isinstance(record, Mapping) else repr(record)
-            raise InputError(f"pattern fields must be {', '.join(sorted(names))}; got: {received}")
-        return cls(**record)
+    kind: Literal["hdc", "strided"] = "hdc"
+    pooling: Literal["concat", "last"] = "concat"
+    channels: int = Field(default=32, ge=1)
+    width: int = Field(default=128, ge=1)
+    max_cells: int = Field(default=MAX_CELLS, ge=1)
 
 
 class _ConvLayer(nn.Module):

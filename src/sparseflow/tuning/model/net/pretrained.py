@@ -1,27 +1,32 @@
-"""Network files and the shipped network.
-
-A file has the weights as safetensors and the configuration as JSON in the metadata.
-"""
+"""Network files and the shipped network."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.artifact import Artifact
 from sparseflow.errors import FileFormatError
 from sparseflow.tuning.model.cost_model import ScheduleScorer
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig
 from sparseflow.tuning.model.net.scoring import make_scorer
 from sparseflow.tuning.schedule.problem import SparseProblem
 
-_METADATA = {"sparseflow": "autosparse-net", "version": "2"}
-"""Identifies a network file; the version changes with tokens, features and names of weights."""
+
+class NetworkFile(Artifact):
+    """Metadata of a network file. A change of tokens, features or names of weights is a new version."""
+
+    FORMAT: ClassVar[str] = "sparseflow.tuning.autosparse-net"
+    VERSION: ClassVar[int] = 3
+    HINT: ClassVar[str] = "train a network with `sparseflow tuning train`"
+
+    config: NetConfig
 
 
 def save_network(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> None:
@@ -29,7 +34,7 @@ def save_network(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> 
 
     Args:
         net: Network.
-        path: File, usually `.safetensors`, in an existing directory.
+        path: File, usually `.safetensors`.
         half: Store weights as float16, which is precise enough for ranking; else as float32.
 
     Raises:
@@ -37,7 +42,7 @@ def save_network(net: AutoSparseNet, path: Path | str, *, half: bool = True) -> 
     """
     dtype = torch.float16 if half else torch.float32
     weights = {name: value.to(dtype) for name, value in net.state_dict().items()}
-    save_tensors(path, weights, _METADATA | {"config": json.dumps(net.config.to_dict(), sort_keys=True)})
+    NetworkFile(config=net.config).save_tensors(path, weights)
 
 
 def load_network(path: Path | str, *, device: torch.device | str = "cpu") -> AutoSparseNet:
@@ -51,26 +56,20 @@ def load_network(path: Path | str, *, device: torch.device | str = "cpu") -> Aut
         InputError: The file does not exist.
         FileFormatError: The file has another format or version, or is damaged.
     """
-    metadata, tensors = load_tensors(path, _METADATA, "AutoSparse Net")
-    try:
-        config = NetConfig.from_dict(json.loads(metadata["config"]))
-        shapes = {name: value.shape for name, value in tensors.items()}
-        if _count_min_weights(config) > sum(shape.numel() for shape in shapes.values()):
-            raise ValueError("its weights do not fit its configuration")
-        net = AutoSparseNet(config)
-        expected = {name: value.shape for name, value in net.state_dict().items()}
-        if shapes != expected:
-            mismatched = sorted(
-                name for name in shapes.keys() | expected if shapes.get(name) != expected.get(name)
-            )
-            raise ValueError(f"`{mismatched[0]}` does not fit its configuration")
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"{path} is not a readable AutoSparse Net: {error}") from error
+    file, tensors = NetworkFile.load_tensors(path)
     weights = {name: value.float() for name, value in tensors.items()}
+    may_fit = _count_min_weights(file.config) <= sum(value.numel() for value in weights.values())
+    net = AutoSparseNet(file.config) if may_fit else None
+    if net is None or _get_shapes(weights) != _get_shapes(net.state_dict()):
+        raise FileFormatError(f"{path} is damaged: the weights do not fit the configuration; {file.HINT}")
     if not all(bool(value.isfinite().all()) for value in weights.values()):
-        raise FileFormatError(f"{path} is damaged: weights are not finite")
+        raise FileFormatError(f"{path} is damaged: weights are not finite; {file.HINT}")
     net.load_state_dict(weights)
     return net.to(device).eval()
+
+
+def _get_shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
 
 
 def _count_min_weights(config: NetConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from sparseflow.tuning.model.net.coarsen import coarsen
 from sparseflow.tuning.model.net.network import AutoSparseNet, TokenBatch
 from sparseflow.tuning.model.net.statistics import compute_pattern_statistics, compute_task_statistics
 from sparseflow.tuning.model.net.tokenizer import ScheduleTokenizer, TokenTable
-from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
@@ -31,11 +30,17 @@ def make_scorer(
         threads: Maximum number of threads of a schedule.
 
     Returns:
-        A function from schedules to scores, float32, shape [schedules]; higher is faster.
+        A function from schedules to scores, float32, shape [schedules]; higher is faster. It raises
+        InputError for a schedule that does not fit the operator.
     """
     context, encoder = embed_problem(net, problem, threads), ScheduleTokenizer()
     operator, extents = problem.operator, problem.extents
-    return lambda schedules: score_schedules(net, schedules, operator, extents, context, encoder=encoder)
+
+    def score(schedules: Sequence[Schedule]) -> np.ndarray:
+        ids = encoder.encode(schedules, operator, extents)
+        return score_token_ids(net, ids, encoder.table, context)
+
+    return score
 
 
 def embed_problem(net: AutoSparseNet, problem: SparseProblem, threads: int) -> Tensor:
@@ -57,38 +62,18 @@ def embed_problem(net: AutoSparseNet, problem: SparseProblem, threads: int) -> T
     return net.embed_task(cells, features)
 
 
-def score_schedules(
-    net: AutoSparseNet,
-    schedules: Sequence[Schedule],
-    operator: Operator,
-    extents: Mapping[str, int],
-    context: Tensor,
-    *,
-    encoder: ScheduleTokenizer | None = None,
-) -> np.ndarray:
-    """Score schedules of one task; higher is faster.
+def score_token_ids(net: AutoSparseNet, ids: np.ndarray, table: TokenTable, context: Tensor) -> np.ndarray:
+    """Score tokenized schedules of one task.
 
     Args:
         net: Network on its device.
-        schedules: Schedules; they need not be valid.
-        operator: Operator.
-        extents: Axis name -> extent.
+        ids: Result of a tokenizer, int32, shape [n, length].
+        table: Table of the tokenizer.
         context: Result of `net.embed_task`.
-        encoder: Tokenizer of earlier calls, to save time.
 
     Returns:
-        Shape [len(schedules)], float32.
-
-    Raises:
-        InputError: A schedule does not fit the operator.
+        Shape [n], float32; higher is faster.
     """
-    encoder = encoder or ScheduleTokenizer()
-    ids = encoder.encode(schedules, operator, extents)
-    return score_token_ids(net, ids, encoder.table, context)
-
-
-def score_token_ids(net: AutoSparseNet, ids: np.ndarray, table: TokenTable, context: Tensor) -> np.ndarray:
-    """Score tokenized schedules, int32, shape [n, length]; see `score_schedules`."""
     device = context.device
     step = _BATCH_SIZE.get(device.type, _BATCH_SIZE["cuda"])
     scores = np.empty(len(ids), np.float32)
