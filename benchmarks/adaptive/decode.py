@@ -298,14 +298,15 @@ def compare_prompts(
     ids = random_tokens(args, 1, tokens, seed=3).to(args.device)
     cache = SlotCache(get_decode_plan(plan, adapter.geometry), adapter.geometry.depth, slots=1, tokens=tokens)
     graphs = GraphCache(args.device)
+    options: dict[str, Any] = {"kernel_patcher": KernelPatcher(adapter), "tokens": tokens}
     runners = {
-        "own": PrefillRunner(adapter, runtime, GraphCache(args.device, enabled=False), tokens=tokens),
-        "recorded": PrefillRunner(adapter, runtime, graphs, tokens=tokens, sizes=[tokens]),
+        "own": PrefillRunner(adapter, runtime, GraphCache(args.device, enabled=False), **options),
+        "recorded": PrefillRunner(adapter, runtime, graphs, sizes=[tokens], **options),
     }
 
     def work(runner: PrefillRunner) -> Tensor:
         output = runner.run(
-            {"input_ids": ids}, None, plan.insertion_position, images=False, replan=lambda position: position,
+            {"input_ids": ids}, None, plan.insertion_position, images=False,
             decide=lambda token: plan, allocate=lambda plan: (cache, [cache.allocate()]),
         )  # fmt: skip
         int(output.logits.argmax())

@@ -1,4 +1,4 @@
-"""Attaching: a model keeps budgets while it is attached, and is what it was afterwards."""
+"""Attaching plan selection to a model, generation and detaching."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model() -> Any:
 
 
 def profiled(model: Any, folder: Path, runner_of: Callable[[PlanRuntime, Sequence[Plan]], Any]) -> Path:
-    """A profile of some plans of the model, by a runner."""
+    """Profile of some plans of the model."""
     file, runtime = folder / "profile.parquet", PlanRuntime(get_adapter(model))
     try:
         space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
@@ -63,36 +63,36 @@ def profiled(model: Any, folder: Path, runner_of: Callable[[PlanRuntime, Sequenc
 
 @pytest.fixture(scope="module")
 def measured(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the model."""
+    """Profile of the model's own forward."""
     folder = tmp_path_factory.mktemp("profile")
     return profiled(model, folder, lambda runtime, plans: nullcontext(EagerRunner(runtime, device="cpu")))
 
 
 @pytest.fixture(scope="module")
 def measured_by_an_engine(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the model as an engine of two slots runs it."""
+    """Profile of the model on an engine with two slots."""
     folder = tmp_path_factory.mktemp("profile")
     return profiled(
         model, folder, lambda runtime, plans: EngineRunner(runtime, plans, max_batch=2, max_tokens=48)
     )
 
 
-def test_a_budget_is_kept_and_the_model_is_what_it_was(model: Any, measured: Path) -> None:
+def test_generate_meets_budget_and_detach_restores_model(model: Any, measured: Path) -> None:
     with torch.no_grad():
         before = model(IDS).logits
     with adaptive.attach(model, profile=measured) as attached:
         result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
         assert result.budget_met and result.feasible and result.new_tokens.shape == (1, 4)
         assert result.predicted_ms is not None and 0.0 < result.measured_ms < 1e5
-        full = attached.generate(input_ids=IDS, max_new_tokens=4)
-        assert full.plan == attached.runtime.geometry.full_plan() and full.budget_met is None
+        unlimited = attached.generate(input_ids=IDS, max_new_tokens=4)
+        assert unlimited.plan == attached.runtime.geometry.full_plan() and unlimited.budget_met is None
     assert not any("forward" in vars(module) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, before)
-    attached.detach()  # again does nothing
+    attached.detach()  # a second call does nothing
 
 
-def test_what_no_plan_keeps(model: Any, measured: Path) -> None:
+def test_infeasible_budget_is_rejected_or_run_best_effort(model: Any, measured: Path) -> None:
     with adaptive.attach(model, profile=measured) as attached:
         with pytest.raises(RequestRejected) as refused:
             attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject")
@@ -101,7 +101,7 @@ def test_what_no_plan_keeps(model: Any, measured: Path) -> None:
         assert late.budget_met is False and not late.feasible
 
 
-def test_what_it_took_is_learnt_from(model: Any, measured: Path) -> None:
+def test_generate_updates_predictor(model: Any, measured: Path) -> None:
     with adaptive.attach(model, profile=measured) as attached:
         assert attached.selector is not None
         before = attached.selector.predictor.to_dict()
@@ -109,7 +109,7 @@ def test_what_it_took_is_learnt_from(model: Any, measured: Path) -> None:
         assert attached.selector.predictor.to_dict() != before
 
 
-def test_controllers_choose(model: Any, measured: Path, tmp_path: Path) -> None:
+def test_attach_with_controllers_selects_plan(model: Any, measured: Path, tmp_path: Path) -> None:
     with adaptive.attach(model, profile=measured) as attached:
         assert attached.selector is not None
         space = attached.selector.predictor.space
@@ -124,7 +124,7 @@ def test_controllers_choose(model: Any, measured: Path, tmp_path: Path) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
+def test_attach_with_plan_quality_selects_best_plan(model: Any, measured: Path, tmp_path: Path) -> None:
     with adaptive.attach(model, profile=measured) as attached:
         assert attached.selector is not None
         space = attached.selector.predictor.space
@@ -146,7 +146,7 @@ def test_worth_chooses(model: Any, measured: Path, tmp_path: Path) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_plan_by_hand_needs_no_profile(model: Any) -> None:
+def test_fixed_plan_needs_no_profile(model: Any) -> None:
     with adaptive.attach(model) as attached:
         plan = select_representative_plans(
             PlanSpace.from_importance(attached.runtime.geometry, [0.0] * 6), 3
@@ -158,7 +158,7 @@ def test_a_plan_by_hand_needs_no_profile(model: Any) -> None:
             adaptive.attach(model)
 
 
-def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
+def test_attach_mismatched_parts_are_refused(model: Any, measured: Path) -> None:
     with pytest.raises(InputError):
         adaptive.attach(model, plan_quality=[1.0])
     with pytest.raises(InputError):
@@ -168,7 +168,7 @@ def test_parts_that_do_not_fit_are_refused(model: Any, measured: Path) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_an_engine: Path) -> None:
+def test_engine_profile_runs_requests_on_engine(model: Any, measured_by_an_engine: Path) -> None:
     with torch.no_grad():
         before = model(IDS).logits
     with adaptive.attach(model, profile=measured_by_an_engine) as attached:
@@ -178,7 +178,7 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
         assert engine is not None and (engine.max_batch, engine.max_tokens) == (2, 48)
         assert 1 <= len(engine.plans) <= 12
         result = attached.generate(input_ids=IDS, latency_budget_ms=1e5, max_new_tokens=4)
-        # The first one was to warm up.
+        # The warm-up also counts.
         assert engine.snapshot().ended["finished"] == 2 and result.plan in engine.plans
         assert result.budget_met and result.feasible and result.predicted_ms is not None
         assert 0.0 < result.timings.decode_ms < result.measured_ms
@@ -190,7 +190,7 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
             attached.generate(input_ids=IDS, latency_budget_ms=1e-3, on_infeasible="reject", max_new_tokens=2)
         with pytest.raises(InputError):
             attached.generate(input_ids=IDS, max_new_tokens=64)
-        # What an engine cannot run, the model's forward does: another plan, or several rows.
+        # The model's own forward runs other plans and several rows.
         ended = engine.snapshot().ended
         narrow = replace(attached.runtime.geometry.full_plan(), top_k=1)
         assert attached.generate(input_ids=IDS, plan=narrow, max_new_tokens=2).plan == narrow
@@ -204,14 +204,14 @@ def test_an_engine_runs_what_an_engine_was_profiled_for(model: Any, measured_by_
 
 
 @pytest.mark.parametrize("runner", ["forward", "engine"])
-def test_what_a_request_waited_is_not_learnt_as_work(
+def test_waiting_time_does_not_update_predictor(
     model: Any, measured: Path, measured_by_an_engine: Path, runner: str
 ) -> None:
     file = measured if runner == "forward" else measured_by_an_engine
     with adaptive.attach(model, profile=file) as attached:
         attached.warm_up(input_ids=IDS)
         assert attached.selector is not None
-        for _ in range(8):
+        for _ in range(4):
             late = time.perf_counter() - 60.0
             result = attached.generate(
                 input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=4, received_s=late
@@ -222,21 +222,21 @@ def test_what_a_request_waited_is_not_learnt_as_work(
 
 
 def test_threads_share_the_engine(model: Any, measured_by_an_engine: Path) -> None:
-    prompts = [torch.arange(4 + item, 9 + item)[None] for item in range(6)]
-    with adaptive.attach(model, profile=measured_by_an_engine) as attached, ThreadPoolExecutor(6) as pool:
-        actual = list(
+    prompts = [torch.arange(4 + index, 9 + index)[None] for index in range(4)]
+    with adaptive.attach(model, profile=measured_by_an_engine) as attached, ThreadPoolExecutor(4) as pool:
+        results = list(
             pool.map(
                 lambda ids: attached.generate(input_ids=ids, latency_budget_ms=1e5, max_new_tokens=6), prompts
             )
         )
-        for ids, answer in zip(prompts, actual, strict=True):
+        for ids, result in zip(prompts, results, strict=True):
             single = generate(
-                attached.adapter, attached.runtime, {"input_ids": ids}, answer.plan, max_new_tokens=6
+                attached.adapter, attached.runtime, {"input_ids": ids}, result.plan, max_new_tokens=6
             )
-            assert torch.equal(answer.sequences, single.sequences)
+            assert torch.equal(result.sequences, single.sequences)
 
 
-def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
+def test_prompt_that_fits_lower_tiers_only_runs_those(tmp_path: Path) -> None:
     exact = torch.float64
     model_folder = folders.opened(
         folders.model_folder(tmp_path / "model", "llava_siglip", dtype=exact), exact
@@ -254,7 +254,7 @@ def test_a_prompt_with_room_at_lower_tiers_only(tmp_path: Path) -> None:
             attached.generate(**inputs, max_new_tokens=32)
 
 
-def test_an_interrupted_call_does_not_go_on(
+def test_interrupted_generate_cancels_request(
     model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with adaptive.attach(model, profile=measured_by_an_engine) as attached:
@@ -263,16 +263,16 @@ def test_an_interrupted_call_does_not_go_on(
         def interrupted(self: RequestHandle) -> None:
             raise KeyboardInterrupt
 
-        engine, called_off, cancel = attached.engine, threading.Event(), RequestHandle.cancel
+        engine, cancel_called, cancel = attached.engine, threading.Event(), RequestHandle.cancel
         assert engine is not None
-        turn = engine._schedule.step
+        step = engine._schedule.step
 
         def cancelled(self: RequestHandle) -> None:
             cancel(self)
-            called_off.set()
+            cancel_called.set()
 
-        # The engine goes on when the request was called off, so that it is not done before.
-        monkeypatch.setattr(engine._schedule, "step", lambda: called_off.wait(60.0) and turn())
+        # The engine continues after the cancellation, so that the request cannot finish before it.
+        monkeypatch.setattr(engine._schedule, "step", lambda: cancel_called.wait(60.0) and step())
         monkeypatch.setattr(RequestHandle, "cancel", cancelled)
         monkeypatch.setattr(RequestHandle, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -281,13 +281,13 @@ def test_an_interrupted_call_does_not_go_on(
         assert engine.snapshot().ended["cancelled"] == 1
 
 
-def test_an_engine_that_cannot_be_warmed_is_ended(
+def test_engine_that_fails_to_warm_up_is_shut_down(
     model: Any, measured_by_an_engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []
 
-    class Full:
-        """An engine on a device without memory."""
+    class FullEngine:
+        """Engine on a device without free memory."""
 
         graphs = SimpleNamespace(enabled=True)
 
@@ -300,19 +300,19 @@ def test_an_engine_that_cannot_be_warmed_is_ended(
         def shutdown(self, *, drain: bool) -> None:
             ended.append(drain)
 
-    monkeypatch.setattr(attached_module, "Engine", Full)
+    monkeypatch.setattr(attached_module, "Engine", FullEngine)
     with adaptive.attach(model, profile=measured_by_an_engine) as attached:
         with pytest.raises(torch.OutOfMemoryError):
             attached.generate(input_ids=IDS, latency_budget_ms=1e5)
         assert attached.engine is None and ended == [False]
 
 
-def test_what_is_no_input_is_refused(model: Any) -> None:
+def test_generate_invalid_inputs_are_refused(model: Any) -> None:
     with adaptive.attach(model) as attached:
         with pytest.raises(InputError):
-            attached.generate(input_ids=IDS, latency_budget=5)
+            attached.generate(input_ids=IDS, latency_budget=5)  # pyright: ignore[reportArgumentType]
         with pytest.raises(InputError):
-            attached.generate(input_ids=IDS, do_sample=True, temperature=2.0)
+            attached.generate(input_ids=IDS, do_sample=True, temperature=2.0)  # pyright: ignore[reportArgumentType]
         for without in (attached.warm_up, attached.generate):
             with pytest.raises(InputError, match="`input_ids`"):
                 without()
@@ -327,7 +327,7 @@ def test_what_is_no_input_is_refused(model: Any) -> None:
         assert attached.generate(input_ids=IDS, plan=None, max_new_tokens=2).new_tokens.shape == (1, 2)
 
 
-def test_a_request_longer_than_those_that_were_profiled_is_refused(model: Any, measured: Path) -> None:
+def test_request_longer_than_profile_is_refused(model: Any, measured: Path) -> None:
     with adaptive.attach(model, profile=measured) as attached:
         assert attached.selector is not None
         attached.selector = replace(attached.selector, max_total_tokens=12)

@@ -315,16 +315,18 @@ def test_profile_engine_measures_under_load_and_reports_progress(
     )
 
     def measure(runner: Any, space: Any, out: Path, *, progress: Any, **options: Any) -> Any:
-        runner._report_warm_up(1, 3)
+        runner._progress("warmed up 1 of 3 steps", 1 / 3)
         progress("round 1", 0.25)
-        runner._report_warm_up(2, 3)
+        runner._progress("warmed up 2 of 3 steps", 2 / 3)
         raise InputError(f"measuring {options['loads']} and {options['batch_sizes']}")
 
     monkeypatch.setattr("sparseflow.adaptive.profile.model_profile.collect_profile_by_group", measure)
     command = ["adaptive", "profile", model, "--out", "profile.parquet", "--num-plans", "6"]
     assert run(command) == 2
     assert "measuring [0.0, 0.7] and [1, 8]" in capsys.readouterr().err
-    assert messages == [("recorded 1 of 3", 0.0), ("round 1", 0.25), ("recorded 2 of 3", 0.25)]
+    assert messages == [
+        ("warmed up 1 of 3 steps", 0.0), ("round 1", 0.25), ("warmed up 2 of 3 steps", 0.25)
+    ]  # fmt: skip
     assert run([*command, "--load", "0.2", "--batch-size", "2"]) == 2
     assert "measuring [0.2] and [2]" in capsys.readouterr().err
     assert run([*command, "--runner", "other"]) == 2

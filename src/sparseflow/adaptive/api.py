@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +16,26 @@ from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.generate import GenerationResult, generate, generate_on
-from sparseflow.adaptive.engine.requests.request import check_inputs, check_limits
+from sparseflow.adaptive.engine.requests.request import (
+    GenerationRequest,
+    as_policy,
+    check_inputs,
+    check_limits,
+)
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
-from sparseflow.adaptive.plan.adapter import Adapter
+from sparseflow.adaptive.plan.adapter import Adapter, Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.policy.selector import OnInfeasible, PlanSelector
 from sparseflow.adaptive.predictor import LatencyQuery, PlanLatencyPredictor
 from sparseflow.adaptive.profile import PlanProfile, compute_model_id, compute_weights_id
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
@@ -108,14 +115,14 @@ class Attached:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def warm_up(self, *, progress: Callable[[int, int], None] | None = None, **inputs: Any) -> None:
+    def warm_up(self, *, progress: Progress | None = None, **inputs: Tensor) -> None:
         """Run one request so that no later request pays for one-time work.
 
         With an engine, `generate` does this before its first request; on a GPU each plan is captured as CUDA
         graphs, which takes a while.
 
         Args:
-            progress: Called with (tasks completed, tasks in total) while an engine captures graphs.
+            progress: Called while an engine captures graphs.
             **inputs: Inputs of a request, as for `generate`, with as many images as requests will have.
 
         Raises:
@@ -132,7 +139,8 @@ class Attached:
         if engine is None:
             generate(self.adapter, self.runtime, inputs, policy, max_new_tokens=2)
         else:
-            generate_on(engine, self.adapter, inputs, policy, max_new_tokens=2)
+            request = GenerationRequest(inputs=inputs, decide=as_policy(policy), max_new_tokens=2)
+            generate_on(engine, self.adapter, request)
 
     def generate(
         self,
@@ -145,16 +153,16 @@ class Attached:
         stop: Collection[int] | None = None,
         load: float | None = None,
         received_s: float | None = None,
-        **inputs: Any,
+        **inputs: Tensor,
     ) -> GenerationResult:
         """Generate an answer within a latency budget.
 
         Args:
             latency_budget_ms: Time from now (or `received_s`) to the last token; None for no budget.
-            on_infeasible: What happens if no plan meets the budget: `"reject"` raises, `"best_effort"` runs
+            on_infeasible: Behavior if no plan meets the budget: `"reject"` raises, `"best_effort"` runs
                 the fastest plan, `"truncate"` runs the fastest plan for as many tokens as fit.
             max_new_tokens: Maximum number of tokens to generate.
-            plan: Run this plan, whatever the budget.
+            plan: Plan to run, independent of the budget.
             sampling: Sampling parameters; greedy by default.
             stop: Token ids that end the answer; default: those of the model's generation config.
             load: Fraction of the device that other work uses, 0 to 1; default: the utilization that the
@@ -180,7 +188,7 @@ class Attached:
             policy = self.runtime.geometry.full_plan(images=self._has_images(inputs))
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens, "budget_ms": latency_budget_ms, "received_s": received,
-            "sampling": sampling, "stop": self.stop if stop is None else stop,
+            "sampling": sampling or SamplingParams(), "stop": self.stop if stop is None else stop,
         }  # fmt: skip
         # Wait for a slot here, because predictions start when the request has one.
         with self._slots if engine is not None and self._slots is not None else nullcontext():
@@ -197,7 +205,8 @@ class Attached:
                     self.adapter, self.runtime, inputs, policy, max_total_tokens=max_total_tokens, **options
                 )
             else:
-                result = generate_on(engine, self.adapter, inputs, policy, **options)
+                request = GenerationRequest(inputs=inputs, decide=as_policy(policy), **options)
+                result = generate_on(engine, self.adapter, request)
         if query_args is not None:
             self._observe(result, query_args, waited_ms)
         return result
@@ -219,10 +228,10 @@ class Attached:
                 self.engine = None
             self.runtime.remove()
 
-    def _has_images(self, inputs: Mapping[str, Any]) -> bool:
+    def _has_images(self, inputs: Inputs) -> bool:
         return self.adapter.count_vision_tokens(inputs) > 0
 
-    def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
+    def _check_inputs(self, inputs: Inputs) -> None:
         """Reject unknown names, which may be misspelled options, and invalid inputs."""
         unknown = [name for name in inputs if name not in self._forward_params]
         if unknown:
@@ -233,7 +242,7 @@ class Attached:
             )
         check_inputs(inputs)
 
-    def _select_engine(self, inputs: dict[str, Any], plan: Plan | None) -> Engine | None:
+    def _select_engine(self, inputs: Inputs, plan: Plan | None) -> Engine | None:
         """Engine that runs the request; None for the model's own forward."""
         if self._engine_settings is None or len(inputs["input_ids"]) > 1:
             return None
@@ -249,9 +258,7 @@ class Attached:
         settings = {} if self.selector is None else self.selector.predictor.metadata.config
         return settings if settings.get("runner") == "engine" else None
 
-    def _get_engine(
-        self, example: dict[str, Any], progress: Callable[[int, int], None] | None = None
-    ) -> Engine | None:
+    def _get_engine(self, example: Inputs, progress: Progress | None = None) -> Engine | None:
         """Engine, created and warmed up on first use; None if no engine measured the profile."""
         sizes = self._engine_settings
         if sizes is None:
@@ -276,9 +283,7 @@ class Attached:
                 self._slots = threading.Semaphore(engine.max_batch)
             return self.engine
 
-    def _make_query_args(
-        self, inputs: dict[str, Any], engine: Engine | None, load: float | None
-    ) -> dict[str, Any]:
+    def _make_query_args(self, inputs: Inputs, engine: Engine | None, load: float | None) -> dict[str, Any]:
         """Arguments of a latency query except plan and token count."""
         assert self.selector is not None
         vision = self.adapter.count_vision_tokens(inputs)

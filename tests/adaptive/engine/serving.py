@@ -1,4 +1,4 @@
-"""What tests of the runtime share: models with knobs, plans, and what a request gets alone."""
+"""Models, plans, requests and engines that tests of the engine share."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ PLANS = (DEEP, LATER, SHALLOW, NARROW)
 
 @cache
 def model(family: str = "olmoe") -> Any:
-    """A tiny model, float64; tests leave it as it is."""
+    """Tiny float64 model; tests do not change it."""
     return tiny.FAMILIES[family]()
 
 
 @contextmanager
 def attached(family: str = "olmoe") -> Iterator[tuple[Adapter, PlanRuntime]]:
-    """A model with knobs, which are taken away whatever happens."""
+    """Adapter and plan runtime of a model; the runtime is removed at the end."""
     adapter = get_adapter(model(family))
     runtime = PlanRuntime(adapter)
     try:
@@ -52,42 +52,45 @@ def attached(family: str = "olmoe") -> Iterator[tuple[Adapter, PlanRuntime]]:
         runtime.remove()
 
 
-class Budgeted:
-    """A decider that keeps what it is told, and says what it was made to say."""
+class ScriptedPolicy:
+    """Policy with fixed decisions that records its calls.
+
+    Args:
+        plan: Plan to choose.
+        **decisions: `rejection`, `max_new_tokens` and `feasible`, if not the defaults.
+
+    Attributes:
+        calls: (method, argument, remaining budget) of each call.
+    """
 
     def __init__(self, plan: Plan, **decisions: Any) -> None:
         self.plan, self.decisions, self.calls = plan, decisions, []
 
     def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        self.calls.append(("first", request.inputs["input_ids"].shape[1], remaining_ms))
-        if "refusal" in self.decisions:
-            return self.decisions["refusal"]
-        position = self.decisions.get("position", self.plan.insertion_position)
+        self.calls.append(("choose_initial", request.tokens, remaining_ms))
+        if "rejection" in self.decisions:
+            return self.decisions["rejection"]
         return InitialDecision(
             tier=self.plan.tier,
-            insertion_position=position,
-            max_new_tokens=self.decisions.get("tokens"),
+            insertion_position=self.plan.insertion_position,
+            max_new_tokens=self.decisions.get("max_new_tokens"),
             predicted_ms=7.0,
         )
-
-    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.calls.append(("again", choice.insertion_position, remaining_ms))
-        return self.plan.insertion_position
 
     def choose_plan(
         self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
     ) -> PlanDecision:
-        self.calls.append(("second", latency_token.shape[0], remaining_ms))
+        self.calls.append(("choose_plan", latency_token, remaining_ms))
         return PlanDecision(plan=self.plan, feasible=self.decisions.get("feasible", True), predicted_ms=9.0)
 
 
 def words(tokens: int, seed: int = 0) -> dict[str, Tensor]:
-    """A prompt of random words, without a mask."""
+    """Prompt of random tokens, without a mask."""
     return {"input_ids": tiny.make_text_prompt(tokens=tokens, seed=seed)["input_ids"]}
 
 
 def request(tokens: int = 5, *, plan: Plan = DEEP, seed: int = 0, **overrides: Any) -> GenerationRequest:
-    """A request of random words with a fixed plan."""
+    """Request of random tokens with a fixed plan."""
     overrides = {"decide": FixedPlan(plan=plan), "max_new_tokens": 8} | overrides
     return GenerationRequest(inputs=words(tokens, seed), **overrides)
 
@@ -101,25 +104,25 @@ def generate_alone(adapter: Adapter, runtime: PlanRuntime, request: GenerationRe
     return tuple(result.new_tokens[0].tolist())
 
 
-def still(both: tuple[Adapter, PlanRuntime], **overrides: Any) -> Engine:
-    """An engine without a thread; the test calls its steps."""
+def make_idle_engine(both: tuple[Adapter, PlanRuntime], **overrides: Any) -> Engine:
+    """Engine without a thread; the test calls `step`."""
     options: dict[str, Any] = {"plans": PLANS, "max_batch": 4, "max_tokens": 48, "start": False}
     return Engine(*both, **(options | overrides))
 
 
-def driven(engine: Engine, turns: int = 10_000) -> None:
-    """Take turns until nothing is left to do."""
-    for _ in range(turns):
+def run_until_idle(engine: Engine, max_steps: int = 10_000) -> None:
+    """Run steps until no work is left."""
+    for _ in range(max_steps):
         if not engine.step():
             return
-    raise AssertionError(f"there is still work after {turns} turns")
+    raise AssertionError(f"there is still work after {max_steps} steps")
 
 
-def arrivals(
+def make_random_requests(
     draw: random.Random, inputs: Sequence[Mapping[str, Any]], plans: tuple[Plan, ...], count: int
 ) -> list[GenerationRequest]:
-    """Requests of all kinds."""
-    ways = [
+    """Random requests with all kinds of parameters."""
+    samplings = [
         SamplingParams(),
         SamplingParams(),
         SamplingParams(temperature=1.5, seed=1),
@@ -127,25 +130,25 @@ def arrivals(
     ]
     return [
         GenerationRequest(
-            inputs=draw.choice(inputs), decide=FixedPlan(plan=draw.choice(plans)), sampling=draw.choice(ways),
-            max_new_tokens=draw.choice([1, 2, 5, 9]), budget_ms=draw.choice([None, 1.0, 1e3, 1e6]),
-            stop=draw.choice([(), (7, 21, 40)]),
+            inputs=draw.choice(inputs), decide=FixedPlan(plan=draw.choice(plans)),
+            sampling=draw.choice(samplings), max_new_tokens=draw.choice([1, 2, 5, 9]),
+            budget_ms=draw.choice([None, 1.0, 1e3, 1e6]), stop=draw.choice([(), (7, 21, 40)]),
         )
         for _ in range(count)
     ]  # fmt: skip
 
 
-def mixed(
+def run_mixed(
     adapter: Adapter,
     runtime: PlanRuntime,
     engine: Engine,
     requests: list[GenerationRequest],
     draw: random.Random,
 ) -> int:
-    """Requests come at random turns and some are called off; each must get what it gets alone.
+    """Submit requests at random steps and cancel some; each must get the tokens that it gets alone.
 
     Returns:
-        How many were called off before they were done.
+        Number of requests that were cancelled before their end.
     """
     handles: list[RequestHandle] = []
     waiting = list(requests)
@@ -155,7 +158,7 @@ def mixed(
         if handles and draw.random() < 0.1:
             draw.choice(handles).cancel()
         engine.step()
-    off = 0
+    num_cancelled = 0
     for handle in handles:
         expected = generate_alone(adapter, runtime, handle.request)
         tokens = handle.tokens
@@ -164,20 +167,20 @@ def mixed(
             assert handle.result().tokens == expected
         else:
             assert handle.cancelled
-            off += 1
+            num_cancelled += 1
     snapshot = engine.snapshot()
     assert snapshot.running == snapshot.queued == 0 and snapshot.submitted == len(requests)
     assert sum(snapshot.ended.values()) == len(requests)
-    return off
+    return num_cancelled
 
 
-def parameters(model: Any) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers."""
+def copy_state(model: Any) -> dict[str, Tensor]:
+    """Copy the parameters and buffers of a model."""
     return {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def same(model: Any, before: dict[str, Tensor]) -> bool:
-    """Whether a model has the parameters and buffers that it had, bit for bit."""
+def is_unchanged(model: Any, before: dict[str, Tensor]) -> bool:
+    """Whether the parameters and buffers of a model equal copies bit for bit."""
     current_state = dict((*model.named_parameters(), *model.named_buffers()))
     return current_state.keys() == before.keys() and all(
         torch.equal(current_state[name], before[name]) for name in before

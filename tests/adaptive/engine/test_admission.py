@@ -1,4 +1,4 @@
-"""How requests begin: what deciders are asked and what their answers do, and input that cannot be used."""
+"""Admission of requests: decisions of policies, and invalid input."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.adaptive import tiny
 from tests.adaptive.engine.serving import (
     DEEP,
     SHALLOW,
-    Budgeted,
+    ScriptedPolicy,
     attached,
-    driven,
     generate_alone,
+    make_idle_engine,
     model,
     request,
-    still,
+    run_until_idle,
 )
 
 
@@ -45,85 +45,80 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
         yield both
 
 
-class TestDeciders:
+class TestPolicies:
     @pytest.mark.parametrize("sizes", [None, (64,)])
-    def test_asked_three_times(self, sizes: tuple[int, ...] | None) -> None:
+    def test_policy_is_queried_before_vision_and_at_insertion(self, sizes: tuple[int, ...] | None) -> None:
         with attached("llava_siglip") as both:
             plan = replace(SHALLOW, tier="medium")
-            engine = still(both, plans=[plan], max_tokens=64, prompts=sizes)
-            decide = Budgeted(plan, position=1)
+            engine = make_idle_engine(both, plans=[plan], max_tokens=64, prompts=sizes)
+            decide = ScriptedPolicy(plan)
             inputs = tiny.make_prompt(model("llava_siglip"))
             handle = engine.submit(
                 GenerationRequest(inputs=inputs, decide=decide, budget_ms=1e5, max_new_tokens=3)
             )
-            driven(engine)
+            run_until_idle(engine)
             output = handle.result()
-            assert [call[:2] for call in decide.calls] == [
-                ("first", 66),
-                ("again", 1),
-                ("second", tiny.WIDTH),
-            ]
-            remaining_ms_values = [call[2] for call in decide.calls]
-            assert 1e5 > remaining_ms_values[0] >= remaining_ms_values[1] >= remaining_ms_values[2] > 0
+            (name, tokens, initial_ms), (next_name, latency_token, final_ms) = decide.calls
+            assert (name, tokens, next_name) == ("choose_initial", 66, "choose_plan")
+            assert latency_token.shape == (tiny.WIDTH,) and 1e5 > initial_ms >= final_ms > 0
             assert output.prompt_tokens == 30 and output.predicted_ms == 9.0 and output.decide_ms > 0.0
             fixed = GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
             assert output.tokens == generate_alone(*both, fixed)
 
-    def test_what_is_left_counts_from_receipt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
-        decide = Budgeted(SHALLOW, feasible=False)
+    def test_remaining_budget_counts_from_receipt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
+        decide = ScriptedPolicy(SHALLOW, feasible=False)
         query = request(decide=decide, budget_ms=50.0, max_new_tokens=2)
         handle = engine.submit(replace(query, received_s=query.received_s - 10.0))
-        driven(engine)
+        run_until_idle(engine)
         assert decide.calls[0][2] < -9_000.0
-        # Best effort: run all the same, and said so.
         output = handle.result()
         assert not output.feasible and output.budget_met is False and output.queued_ms >= 10_000.0
 
-    def test_truncated(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
-        handle = engine.submit(request(decide=Budgeted(SHALLOW, tokens=3), max_new_tokens=9))
-        driven(engine)
+    def test_policy_that_truncates_limits_answer(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
+        handle = engine.submit(request(decide=ScriptedPolicy(SHALLOW, max_new_tokens=3), max_new_tokens=9))
+        run_until_idle(engine)
         full_tokens = generate_alone(*olmoe, request(plan=SHALLOW, max_new_tokens=9))
         assert (handle.result().reason, handle.result().tokens) == ("truncated", full_tokens[:3])
 
-    def test_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
-        refusal = Rejection(reason="the budget is too small", least_ms=12.0)
-        handle = engine.submit(request(decide=Budgeted(DEEP, refusal=refusal)))
+    def test_policy_that_rejects_ends_request(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
+        rejection = Rejection(reason="the budget is too small", least_ms=12.0)
+        handle = engine.submit(request(decide=ScriptedPolicy(DEEP, rejection=rejection)))
         other = engine.submit(request(max_new_tokens=2))
-        driven(engine)
+        run_until_idle(engine)
         with pytest.raises(RequestRejected) as caught:
             handle.result()
         assert caught.value.least_ms == 12.0 and other.result()
         assert engine.snapshot().ended == {"refused": 1, "finished": 1}
 
-    def test_a_plan_that_the_engine_does_not_know(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, plans=[DEEP])
+    def test_plan_that_engine_does_not_have_is_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, plans=[DEEP])
         handle = engine.submit(request(plan=SHALLOW))
-        driven(engine)
+        run_until_idle(engine)
         with pytest.raises(PlanError):
             handle.result()
         assert engine.snapshot().running == 0
 
-    def test_a_decider_that_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        class Broken(Budgeted):
+    def test_policy_that_raises_fails_only_its_request(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        class Broken(ScriptedPolicy):
             def choose_plan(
                 self, latency_token: torch.Tensor, request: GenerationRequest, remaining_ms: float
             ) -> PlanDecision:
                 raise KeyError("no such table")
 
-        engine = still(olmoe)
+        engine = make_idle_engine(olmoe)
         handle, other = engine.submit(request(decide=Broken(DEEP))), engine.submit(request(max_new_tokens=3))
-        driven(engine)
+        run_until_idle(engine)
         with pytest.raises(RequestFailed) as caught:
             handle.result()
         assert isinstance(caught.value.__cause__, KeyError)
         assert other.result().tokens == generate_alone(*olmoe, other.request)
 
-    def test_a_tier_without_image(self) -> None:
+    def test_tier_without_image_and_image_without_tier_are_refused(self) -> None:
         with attached("llava_siglip") as both:
-            engine = still(both, plans=[replace(DEEP, tier="low"), DEEP])
+            engine = make_idle_engine(both, plans=[replace(DEEP, tier="low"), DEEP])
             wrong = engine.submit(request(plan=replace(DEEP, tier="low")))
             image = engine.submit(
                 GenerationRequest(
@@ -133,16 +128,16 @@ class TestDeciders:
                 )
             )
             right = engine.submit(request(plan=DEEP, max_new_tokens=2))
-            driven(engine)
+            run_until_idle(engine)
             for handle in (wrong, image):
                 with pytest.raises(PlanError):
                     handle.result()
             assert right.result().tokens == generate_alone(*both, right.request)
 
 
-class TestBadInput:
-    def test_never_taken(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_tokens=10, queue_limit=1)
+class TestInvalidInput:
+    def test_submit_request_that_cannot_run_is_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_tokens=10, queue_limit=1)
         ids = torch.tensor([[3, tiny.VOCABULARY]])
         with pytest.raises(InputError):
             engine.submit(
@@ -153,37 +148,37 @@ class TestBadInput:
         engine.submit(request(6, max_new_tokens=5))
         with pytest.raises(RequestRejected):
             engine.submit(request(6, max_new_tokens=5))
-        driven(engine)
+        run_until_idle(engine)
 
-    def test_a_tier_that_does_not_fit(self) -> None:
+    def test_tier_above_context_is_refused(self) -> None:
         with attached("llava_siglip") as both:
             plans = [replace(DEEP, tier=tier) for tier in ("low", "high")]
-            engine = still(both, plans=plans, max_tokens=40)
+            engine = make_idle_engine(both, plans=plans, max_tokens=40)
             inputs = tiny.make_prompt(model("llava_siglip"))
             low, high = (
                 engine.submit(GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3))
                 for plan in plans
             )
-            driven(engine)
+            run_until_idle(engine)
             assert low.result().tokens == generate_alone(*both, low.request)
             with pytest.raises(InputError):
                 high.result()
 
-    def test_pixels_that_do_not_fit(self) -> None:
+    def test_pixels_of_wrong_shape_fail_only_their_request(self) -> None:
         with attached("llava_siglip") as both:
             plan = replace(DEEP, tier="low")
-            engine = still(both, plans=[plan], max_tokens=96, prompts=(32,))
+            engine = make_idle_engine(both, plans=[plan], max_tokens=96, prompts=(32,))
             inputs = tiny.make_prompt(model("llava_siglip"))
             fewer_pixels = inputs | {"pixel_values": inputs["pixel_values"][:3]}
             wide = inputs | {"pixel_values": inputs["pixel_values"].repeat(1, 1, 1, 2)}
             bad = [
-                engine.submit(GenerationRequest(inputs=item, decide=FixedPlan(plan=plan)))
-                for item in (fewer_pixels, wide)
+                engine.submit(GenerationRequest(inputs=invalid_inputs, decide=FixedPlan(plan=plan)))
+                for invalid_inputs in (fewer_pixels, wide)
             ]
             good = engine.submit(
                 GenerationRequest(inputs=inputs, decide=FixedPlan(plan=plan), max_new_tokens=3)
             )
-            driven(engine)
+            run_until_idle(engine)
             for handle in bad:
                 with pytest.raises((PlanError, RequestFailed)):
                     handle.result()
@@ -192,14 +187,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "overrides", [{"max_batch": 0}, {"max_tokens": 0}, {"fairness": 0}, {"queue_limit": 0}]
     )
-    def test_counts(self, olmoe: tuple[Adapter, PlanRuntime], overrides: dict[str, int]) -> None:
+    def test_engine_invalid_count_is_refused(
+        self, olmoe: tuple[Adapter, PlanRuntime], overrides: dict[str, int]
+    ) -> None:
         with pytest.raises(InputError, match=next(iter(overrides))):
-            still(olmoe, **overrides)
+            make_idle_engine(olmoe, **overrides)
 
-    def test_plans_and_device(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_engine_without_plans_or_with_invalid_plan_is_refused(
+        self, olmoe: tuple[Adapter, PlanRuntime]
+    ) -> None:
         with pytest.raises(InputError, match="`plans`"):
-            still(olmoe, plans=[])
+            make_idle_engine(olmoe, plans=[])
         with pytest.raises(PlanError):
-            still(olmoe, plans=[replace(DEEP, top_k=9)])
-        with pytest.raises(InputError):
-            still(olmoe, device="cuda")
+            make_idle_engine(olmoe, plans=[replace(DEEP, top_k=9)])

@@ -1,4 +1,4 @@
-"""Decode steps of slots give the tokens of the model's own `generate`, whatever else is in the batch."""
+"""Decode steps of slots, compared with `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.cache import SlotCache
 from sparseflow.adaptive.engine.decode import (
     DecodeRunner,
-    check,
+    check_attention,
     doubling_sizes,
     get_decode_plan,
     select_size,
@@ -29,7 +29,7 @@ PROMPTS = (5, 9, 2)
 
 
 def generated(adapter: Adapter, runtime: PlanRuntime, plan: Plan, inputs: Any, tokens: int) -> list[int]:
-    """By transformers' own `generate`."""
+    """New tokens from `generate` of transformers."""
     model: Any = adapter.model
     with runtime.use_plan(plan):
         result = model.generate(
@@ -42,7 +42,7 @@ def generated(adapter: Adapter, runtime: PlanRuntime, plan: Plan, inputs: Any, t
 
 
 def start_request(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: SlotCache, inputs: Any) -> int:
-    """Run a prompt and put it into a slot; gives the first token."""
+    """Run a prompt and copy it into a slot; returns the first token."""
     with runtime.use_plan(plan):
         output: Any = adapter.model(**inputs, use_cache=True)
     cache.copy_from(cache.allocate(), output.past_key_values)
@@ -52,13 +52,14 @@ def start_request(adapter: Adapter, runtime: PlanRuntime, plan: Plan, cache: Slo
 def steps_of(
     adapter: Adapter, runtime: PlanRuntime, *, rows: int = 4, tokens: int = 40, **options: Any
 ) -> DecodeRunner:
-    device = next(adapter.decoder.parameters()).device
-    return DecodeRunner(adapter, runtime, GraphCache(device), rows=rows, tokens=tokens, **options)
+    options = {"kernel_patcher": KernelPatcher(adapter)} | options
+    graphs = GraphCache(next(adapter.decoder.parameters()).device)
+    return DecodeRunner(adapter, runtime, graphs, rows=rows, tokens=tokens, **options)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
 @pytest.mark.parametrize("plan", [DEEP, SHALLOW])
-def test_rows_of_unlike_length(family: str, plan: Plan) -> None:
+def test_decode_rows_of_different_length_match_transformers(family: str, plan: Plan) -> None:
     with attached(family) as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime, contexts=[8, 16])
         cache = SlotCache(
@@ -75,7 +76,7 @@ def test_rows_of_unlike_length(family: str, plan: Plan) -> None:
         assert generated_tokens == expected
 
 
-def test_what_runs_is_the_plan() -> None:
+def test_decode_runs_blocks_and_experts_of_plan() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime, rows=2)
         cache = SlotCache(get_decode_plan(SHALLOW, adapter.geometry), 6, slots=2, tokens=40)
@@ -86,7 +87,7 @@ def test_what_runs_is_the_plan() -> None:
         assert counts.experts_per_token() == {0: 6, 1: 6, 4: 3}
 
 
-def test_rows_come_and_go() -> None:
+def test_decode_with_joining_and_leaving_rows_matches_transformers() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(NARROW, adapter.geometry), 6, slots=4, tokens=40)
@@ -102,7 +103,7 @@ def test_rows_come_and_go() -> None:
         rows.append([start_request(adapter, runtime, NARROW, cache, inputs[2])])
         step()
         assert rows[0] == expected[0][:3]
-        # The last row moves to the place of the first.
+        # The last row moves to the first slot.
         cache.release(0)
         rows = [rows[2], rows[1]]
         while len(rows[0]) < 9:
@@ -110,7 +111,7 @@ def test_rows_come_and_go() -> None:
         assert rows[0] == expected[2] and rows[1][:9] == expected[1]
 
 
-def test_later_slots_alone() -> None:
+def test_decode_of_later_slots_matches_transformers() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
@@ -125,10 +126,10 @@ def test_later_slots_alone() -> None:
         assert rows == expected
 
 
-def test_a_step_of_some_does_not_touch_the_others() -> None:
+def test_decode_of_some_slots_leaves_others_unchanged() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
-        # Three rows would be rounded up to four, and the fourth slot is somebody's.
-        steps = steps_of(adapter, runtime, batches=[4])
+        # Three rows would be padded to four, but the fourth slot is in use.
+        steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(3 + seed, seed) for seed in range(4)]
         rows = [[start_request(adapter, runtime, DEEP, cache, input)] for input in inputs]
@@ -141,7 +142,7 @@ def test_a_step_of_some_does_not_touch_the_others() -> None:
         assert rows == expected
 
 
-def test_logits_are_those_of_the_model() -> None:
+def test_decode_logits_match_model() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
@@ -156,7 +157,7 @@ def test_logits_are_those_of_the_model() -> None:
             assert best[row] == int(full_output.logits[0, -1].argmax())
 
 
-def test_decode_plans() -> None:
+def test_decode_plan_drops_what_ends_with_prompt() -> None:
     with attached() as (adapter, _):
         geometry = adapter.geometry
         assert get_decode_plan(DEEP, geometry) == get_decode_plan(LATER, geometry) == DEEP
@@ -167,7 +168,7 @@ def test_decode_plans() -> None:
         assert get_decode_plan(high, adapter.geometry) == get_decode_plan(low, adapter.geometry) == SHALLOW
 
 
-def test_buckets() -> None:
+def test_size_selection_pads_to_next_size() -> None:
     assert (
         doubling_sizes(1) == (1,) and doubling_sizes(6) == (1, 2, 4, 6) and doubling_sizes(8) == (1, 2, 4, 8)
     )
@@ -177,18 +178,18 @@ def test_buckets() -> None:
         select_size((1, 2, 4), 5)
 
 
-def test_warm_work_leaves_nothing() -> None:
+def test_warm_up_leaves_empty_cache() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime, rows=2, tokens=16, contexts=[4])
         cache = SlotCache(DEEP, 6, slots=2, tokens=16)
         work = steps.warm_up(cache)
         assert len(work) == len(steps.batches) * len(steps.contexts) == 4
-        for item in work:
-            item()
+        for task in work:
+            task()
         assert cache.count == 0 and cache.memory_bytes > 0
 
 
-def test_refuses() -> None:
+def test_decode_unused_or_full_slot_is_refused() -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         steps = steps_of(adapter, runtime, tokens=6)
         cache = SlotCache(DEEP, 6, slots=2, tokens=6)
@@ -199,23 +200,23 @@ def test_refuses() -> None:
             steps.run(cache, [3])
 
 
-def test_attention_that_slots_cannot_serve() -> None:
+def test_check_attention_unsupported_models_are_refused() -> None:
     adapter = get_adapter(tiny.build_mixtral())
     config: Any = adapter.decoder.config
-    check(adapter, 512)
+    check_attention(adapter, 512)
     with pytest.raises(ModelError):
-        check(adapter, 513)
+        check_attention(adapter, 513)
     config.sliding_window = 100
-    check(adapter, 100)
+    check_attention(adapter, 100)
     with pytest.raises(ModelError):
-        check(adapter, 101)
+        check_attention(adapter, 101)
     config.sliding_window = None
     config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ModelError):
-        check(adapter, 100)
+        check_attention(adapter, 100)
 
 
-def test_eager_attention() -> None:
+def test_decode_with_eager_attention_matches_transformers() -> None:
     model = tiny.build_olmoe(dtype=torch.float32)
     model.set_attn_implementation("eager")
     adapter = get_adapter(model)
@@ -231,7 +232,7 @@ def test_eager_attention() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-def test_steps_by_kernels() -> None:
+def test_decode_with_kernels_matches_transformers() -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
     adapter = get_adapter(tiny.build_olmoe(depth=3, dtype=torch.float32))
     runtime = PlanRuntime(adapter)
@@ -253,7 +254,7 @@ def test_steps_by_kernels() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("plan", [DEEP, SHALLOW])
-def test_recorded_steps_on_a_gpu(dtype: torch.dtype, plan: Plan) -> None:
+def test_captured_decode_on_gpu_matches_transformers(dtype: torch.dtype, plan: Plan) -> None:
     adapter = get_adapter(tiny.build_olmoe(dtype=dtype).cuda())
     runtime = PlanRuntime(adapter)
     with torch.no_grad():

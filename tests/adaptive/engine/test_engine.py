@@ -1,4 +1,4 @@
-"""The engine: what a request gets alone it gets in company, and what goes wrong with one stays with it."""
+"""Scheduling, shutdown, warm-up and metrics of the engine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.adaptive.engine.serving import (
     NARROW,
     PLANS,
     SHALLOW,
-    Budgeted,
+    ScriptedPolicy,
     attached,
-    driven,
     generate_alone,
+    make_idle_engine,
     model,
     request,
-    still,
+    run_until_idle,
 )
 
 
@@ -55,19 +55,19 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
         yield both
 
 
-class TestAnswers:
-    def test_without_image_the_tier_of_a_plan_does_not_matter(self) -> None:
+class TestOutput:
+    def test_text_request_runs_plan_without_its_tier(self) -> None:
         with attached("llava_siglip") as both:
-            full = both[1].geometry.full_plan()
-            engine = still(both, plans=[full], max_tokens=96)
-            handle = engine.submit(request(6, plan=replace(full, tier=None), max_new_tokens=2))
-            driven(engine)
-            assert handle.result().plan == replace(full, tier=None)
+            full_plan = both[1].geometry.full_plan()
+            engine = make_idle_engine(both, plans=[full_plan], max_tokens=96)
+            handle = engine.submit(request(6, plan=replace(full_plan, tier=None), max_new_tokens=2))
+            run_until_idle(engine)
+            assert handle.result().plan == replace(full_plan, tier=None)
 
-    def test_finished(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_output_has_plan_reason_and_timings(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         handle = engine.submit(request(6, max_new_tokens=5, budget_ms=1e6, plan=SHALLOW))
-        driven(engine)
+        run_until_idle(engine)
         output = handle.result()
         assert (output.plan, output.reason, output.prompt_tokens, len(output.tokens)) == (
             SHALLOW,
@@ -78,35 +78,35 @@ class TestAnswers:
         assert output.budget_met and output.feasible and output.predicted_ms is None
         parts = (output.queued_ms, output.decide_ms, output.vision_ms, output.prefill_ms, output.decode_ms)
         assert min(parts) >= 0 and sum(parts) == pytest.approx(output.total_ms)
-        assert list(handle) == list(output.tokens)
+        assert handle.tokens == output.tokens
 
-    def test_stop_tokens(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_stop_token_ends_answer(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         full_tokens = generate_alone(*olmoe, request(6, max_new_tokens=12))
         stop = full_tokens[5]
-        engine = still(olmoe)
+        engine = make_idle_engine(olmoe)
         handle = engine.submit(request(6, max_new_tokens=12, stop=(stop, 1000)))
         first = engine.submit(request(6, max_new_tokens=12, stop=(full_tokens[0],)))
-        driven(engine)
+        run_until_idle(engine)
         assert handle.result().reason == "stop"
         assert handle.result().tokens == full_tokens[: full_tokens.index(stop) + 1]
         assert first.result().tokens == full_tokens[:1]
 
-    def test_one_token_needs_no_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_tokens=6)
+    def test_single_new_token_needs_no_decode_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_tokens=6)
         handle = engine.submit(request(6, max_new_tokens=1))
         assert engine.step() and handle.finished and not engine.step()
 
-    def test_a_slot_may_be_filled_to_the_last_place(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_tokens=8)
+    def test_request_may_fill_its_slot(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_tokens=8)
         handle = engine.submit(request(5, max_new_tokens=4))
-        driven(engine)
+        run_until_idle(engine)
         assert handle.result().tokens == generate_alone(*olmoe, handle.request)
 
-    def test_sampling_does_not_depend_on_company(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
-        ways = [SamplingParams(temperature=1.0, seed=seed) for seed in range(3)]
-        handles = [engine.submit(request(5, max_new_tokens=8, sampling=sampling)) for sampling in ways]
-        driven(engine)
+    def test_sampling_is_independent_of_other_requests(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
+        samplings = [SamplingParams(temperature=1.0, seed=seed) for seed in range(3)]
+        handles = [engine.submit(request(5, max_new_tokens=8, sampling=sampling)) for sampling in samplings]
+        run_until_idle(engine)
         answers = [handle.result().tokens for handle in handles]
         assert (
             answers == [generate_alone(*olmoe, handle.request) for handle in handles]
@@ -114,9 +114,9 @@ class TestAnswers:
         )
 
 
-class TestOrder:
-    def test_the_earliest_deadline_first(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_batch=1)
+class TestScheduling:
+    def test_waiting_requests_run_by_earliest_deadline(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_batch=1)
         late, early, never = (
             engine.submit(request(4 + index, budget_ms=budget, max_new_tokens=2))
             for index, budget in enumerate((9e6, 1e6, None))
@@ -128,20 +128,22 @@ class TestOrder:
             ]
         assert finished_order == [early, late, never]
 
-    def test_who_waits_is_not_overtaken_for_ever(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_batch=1, fairness=2)
+    def test_waiting_request_is_overtaken_at_most_fairness_times(
+        self, olmoe: tuple[Adapter, PlanRuntime]
+    ) -> None:
+        engine = make_idle_engine(olmoe, max_batch=1, fairness=2)
         patient = engine.submit(request(4, max_new_tokens=2))
         hasty = [engine.submit(request(5, budget_ms=1e6, max_new_tokens=2)) for _ in range(5)]
         while not patient.finished:
             assert engine.step()
         assert sum(handle.finished for handle in hasty) == 2
-        driven(engine)
+        run_until_idle(engine)
 
     @pytest.mark.parametrize("fairness", [1, 3])
-    def test_batches_wait_no_longer_than_fairness(
+    def test_batch_waits_at_most_fairness_steps(
         self, olmoe: tuple[Adapter, PlanRuntime], fairness: int
     ) -> None:
-        engine = still(olmoe, fairness=fairness)
+        engine = make_idle_engine(olmoe, fairness=fairness)
         plans = (DEEP, SHALLOW, NARROW)
         handles = [
             engine.submit(request(4, plan=plan, budget_ms=1e6 if plan is DEEP else None, max_new_tokens=30))
@@ -155,16 +157,16 @@ class TestOrder:
             observed.append([len(handle.tokens) for handle in handles])
         for index in range(3):
             lengths = [row[index] for row in observed]
-            # Two may have waited as long as they may at once: then one of them waits a turn more.
+            # Two batches may reach the limit at once; one of them then waits one more step.
             assert all(lengths[turn + fairness + 2] > lengths[turn] for turn in range(12 - fairness - 2))
         assert (
             observed[-1][0] - observed[0][0]
             >= max(observed[-1][index] - observed[0][index] for index in (1, 2)) - 1
         )
-        driven(engine)
+        run_until_idle(engine)
 
-    def test_joins_at_the_next_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_new_request_joins_batch_at_next_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         first = engine.submit(request(4, max_new_tokens=20))
         for _ in range(3):
             engine.step()
@@ -172,12 +174,12 @@ class TestOrder:
         second = engine.submit(request(5, max_new_tokens=20))
         engine.step()
         assert len(first.tokens) == before + 1 and len(second.tokens) == 2
-        driven(engine)
+        run_until_idle(engine)
 
 
-class TestEnding:
-    def test_cancel_frees_the_slot_at_once(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_batch=1)
+class TestShutdown:
+    def test_cancel_frees_slot_at_next_step(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_batch=1)
         first = engine.submit(request(4, max_new_tokens=30))
         second = engine.submit(request(5, max_new_tokens=3))
         engine.step()
@@ -186,42 +188,42 @@ class TestEnding:
         with pytest.raises(RequestCancelled):
             first.result()
         assert second.tokens
-        driven(engine)
+        run_until_idle(engine)
         assert second.result().tokens == generate_alone(*olmoe, second.request)
         first.cancel()
         second.cancel()
-        driven(engine)
+        run_until_idle(engine)
         assert second.result() and engine.snapshot().ended == {"cancelled": 1, "finished": 1}
 
-    def test_cancelled_while_it_waits_or_sees(self) -> None:
+    def test_cancel_while_waiting_or_in_vision_encoder_ends_request(self) -> None:
         with attached("llava_siglip") as both:
             plan = replace(DEEP, tier="low")
-            engine = still(both, plans=[plan, DEEP], max_tokens=96)
+            engine = make_idle_engine(both, plans=[plan, DEEP], max_tokens=96)
             waiting = engine.submit(request(4))
             waiting.cancel()
             handle: list[RequestHandle] = []
 
-            class Hook(Budgeted):
+            class CancellingPolicy(ScriptedPolicy):
                 def choose_initial(
                     self, request: GenerationRequest, remaining_ms: float
                 ) -> InitialDecision | Rejection:
                     handle[0].cancel()
                     return super().choose_initial(request, remaining_ms)
 
-            decide = Hook(plan)
+            decide = CancellingPolicy(plan)
             handle.append(
                 engine.submit(
                     GenerationRequest(inputs=tiny.make_prompt(model("llava_siglip")), decide=decide)
                 )
             )
-            driven(engine)
-            for item in (waiting, handle[0]):
+            run_until_idle(engine)
+            for cancelled in (waiting, handle[0]):
                 with pytest.raises(RequestCancelled):
-                    item.result()
-            # It was seen before the second controller was asked.
-            assert [item[0] for item in decide.calls] == ["first"]
+                    cancelled.result()
+            # Noticed before the second decision.
+            assert [name for name, _, _ in decide.calls] == ["choose_initial"]
 
-    def test_cancel_wakes_a_thread_that_sleeps(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_cancel_is_noticed_by_engine_thread(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         with Engine(*olmoe, plans=PLANS, max_batch=1, max_tokens=512) as engine:
             handles = [engine.submit(request(4, max_new_tokens=400)) for _ in range(2)]
             for handle in handles:
@@ -230,14 +232,14 @@ class TestEnding:
                 with pytest.raises(RequestCancelled):
                     handle.result(30)
 
-    def test_turns_are_the_threads(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_step_of_engine_with_thread_is_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         with (
             Engine(*olmoe, plans=PLANS, max_tokens=48) as engine,
             pytest.raises(InputError),
         ):
             engine.step()
 
-    def test_drain(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_shutdown_with_drain_finishes_requests(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
         handles = [engine.submit(request(4 + index, max_new_tokens=5)) for index in range(4)]
         assert engine.shutdown()
@@ -249,7 +251,7 @@ class TestEnding:
 
     @pytest.mark.parametrize("shutdown_options", [{"drain": False}, {"timeout_s": 0.0}])
     @pytest.mark.parametrize("start", [True, False])
-    def test_no_time_to_drain(
+    def test_shutdown_without_drain_stops_requests(
         self, olmoe: tuple[Adapter, PlanRuntime], shutdown_options: dict[str, Any], start: bool
     ) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=1, max_tokens=512, start=start)
@@ -259,7 +261,7 @@ class TestEnding:
             with pytest.raises(EngineStopped):
                 handle.result(0.0)
 
-    def test_an_error_in_the_block_does_not_drain(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_exit_with_error_does_not_drain(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         handles: list[RequestHandle] = []
         with pytest.raises(ZeroDivisionError), Engine(*olmoe, plans=PLANS, max_tokens=512) as engine:
             handles.append(engine.submit(request(4, max_new_tokens=400)))
@@ -268,9 +270,11 @@ class TestEnding:
             handles[0].result(0.0)
 
 
-class TestWarming:
+class TestWarmUp:
     @pytest.mark.parametrize("start", [True, False])
-    def test_leaves_nothing_behind(self, olmoe: tuple[Adapter, PlanRuntime], start: bool) -> None:
+    def test_warm_up_runs_every_size_and_leaves_empty_caches(
+        self, olmoe: tuple[Adapter, PlanRuntime], start: bool
+    ) -> None:
         engine = Engine(
             *olmoe,
             plans=(DEEP, LATER, SHALLOW),
@@ -280,77 +284,77 @@ class TestWarming:
             prompts=(8,),
             start=start,
         )
-        messages: list[tuple[int, int]] = []
-        engine.warm_up(progress=lambda completed, total: messages.append((completed, total)))
-        # Whole and in parts for each plan; two batches of two sizes and two contexts.
-        assert messages == [(index, 14) for index in range(1, 15)]
+        fractions: list[float] = []
+        engine.warm_up(progress=lambda message, fraction: fractions.append(fraction))
+        # Each plan in one piece and split; two batches of two sizes and two contexts.
+        assert fractions == [index / 14 for index in range(1, 15)]
         assert engine.snapshot().cache_bytes > 0
         handle = engine.submit(request(4, plan=LATER, max_new_tokens=5))
         if not start:
-            driven(engine)
+            run_until_idle(engine)
         assert handle.result(30).tokens == generate_alone(*olmoe, handle.request)
         engine.shutdown()
 
-    def test_who_does_not_want_to_wait_ends_it(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_shutdown_during_warm_up_ends_it(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=16, contexts=(8,), prompts=(8,))
-        finished_order: list[int] = []
+        messages: list[str] = []
 
-        def report(completed: int, total: int) -> None:
-            finished_order.append(completed)
-            # As after an interrupt, while the rest is still to be done.
+        def report(message: str, fraction: float) -> None:
+            messages.append(message)
+            # As after an interrupt, before the remaining steps.
             threading.Thread(target=lambda: engine.shutdown(drain=False)).start()
             while engine._stopping is None:
                 time.sleep(0.001)
 
         with pytest.raises(EngineStopped):
             engine.warm_up(progress=report)
-        assert finished_order == [1]
+        assert len(messages) == 1 and messages[0].startswith("warmed up 1 of ")
 
-    def test_not_while_requests_run(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_warm_up_with_running_requests_is_refused(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         engine.submit(request(4, max_new_tokens=9))
         engine.step()
         with pytest.raises(InputError):
             engine.warm_up()
-        driven(engine)
+        run_until_idle(engine)
 
 
-def test_snapshot_of_who_waits(olmoe: tuple[Adapter, PlanRuntime]) -> None:
-    engine = still(olmoe, max_batch=1)
-    assert engine.snapshot().oldest_wait_ms == 0.0 and engine.snapshot().load == 0.0
-    query = request(4, max_new_tokens=6)
-    engine.submit(query)
-    engine.submit(replace(query, received_s=query.received_s - 5.0))
+def test_snapshot_counts_waiting_and_running_requests(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    engine = make_idle_engine(olmoe, max_batch=1)
+    assert engine.snapshot().load == 0.0
+    for _ in range(2):
+        engine.submit(request(4, max_new_tokens=6))
     engine.step()
     snapshot = engine.snapshot()
     assert (snapshot.queued, snapshot.running, snapshot.slots, snapshot.submitted) == (1, 1, 1, 2)
-    assert snapshot.oldest_wait_ms >= 5_000.0 and snapshot.tokens == 2 and snapshot.tokens_per_s > 0.0
     assert snapshot.healthy and snapshot.captured == 0 and snapshot.uncaptured == ()
-    driven(engine)
+    run_until_idle(engine)
     assert engine.snapshot().ended == {"finished": 2}
 
 
-class TestWhatItTells:
-    def test_sizes(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe, max_tokens=48)
+class TestMetrics:
+    def test_padded_sizes_are_reported(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe, max_tokens=48)
         assert (engine.prompts, engine.contexts) == ((), (48,))
-        engine = still(olmoe, max_tokens=48, prompts=[16, 32], contexts=[8])
+        engine = make_idle_engine(olmoe, max_tokens=48, prompts=[16, 32], contexts=[8])
         assert (engine.prompts, engine.contexts) == ((16, 32), (8, 48))
 
-    def test_load_is_the_share_of_time_that_it_works(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_load_and_busy_time_of_finished_request_are_positive(
+        self, olmoe: tuple[Adapter, PlanRuntime]
+    ) -> None:
         with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:
             assert engine.load == engine.busy_s == 0.0
             engine.submit(request(max_new_tokens=3)).result()
         assert 0.0 < engine.load <= 1.0 and engine.busy_s > 0.0
 
-    def test_whose_prompt_is_run_is_met_too(
+    def test_request_during_prefill_counts_as_busy_arrival(
         self, olmoe: tuple[Adapter, PlanRuntime], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(metrics, "BUSY_S", 1e9)
-        engine, loads = still(olmoe), []
+        engine, loads = make_idle_engine(olmoe), []
 
-        class Meeting:
-            """While its prompt is run, another request comes."""
+        class SubmittingPolicy:
+            """Policy that submits another request during its own prefill."""
 
             def choose_initial(
                 self, generation_request: GenerationRequest, remaining_ms: float
@@ -364,21 +368,21 @@ class TestWhatItTells:
             ) -> Plan:
                 return PLANS[0]
 
-        engine.submit(request(decide=Meeting(), max_new_tokens=2))
-        driven(engine)
-        # One of two met another.
+        engine.submit(request(decide=SubmittingPolicy(), max_new_tokens=2))
+        run_until_idle(engine)
+        # One of two requests found the engine busy.
         assert loads[0] > 0.2
 
-    def test_load_is_what_requests_meet(
+    def test_load_rises_with_queued_requests(
         self, olmoe: tuple[Adapter, PlanRuntime], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(metrics, "BUSY_S", 1e9)
-        engine = still(olmoe)
+        engine = make_idle_engine(olmoe)
         for _ in range(20):
             engine.submit(request(max_new_tokens=2))
         assert engine.load > 0.8
 
-    def test_a_listener_hears_of_every_token(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_listener_is_called_for_every_token(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         token_counts: list[int] = []
         with Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48) as engine:
             engine.submit(

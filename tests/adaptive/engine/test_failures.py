@@ -1,4 +1,4 @@
-"""What goes wrong with one request stays with it."""
+"""Failures of one request, which do not affect others."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sparseflow.adaptive.plan.runtime import PlanRuntime
 from tests.adaptive.engine.serving import (
     PLANS,
     attached,
-    driven,
     generate_alone,
+    make_idle_engine,
     request,
-    still,
+    run_until_idle,
 )
 
 
@@ -43,7 +43,7 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 
 @contextmanager
 def failing(adapter: Adapter, fails: Any) -> Iterator[None]:
-    """Forwards for which `fails` gives an error, by their tokens and positions, raise it."""
+    """Make forwards raise the error that `fails` returns for their tokens and positions."""
 
     def hook(module: Any, args: Any, named: dict[str, Any]) -> None:
         ids = named.get("input_ids")
@@ -58,8 +58,8 @@ def failing(adapter: Adapter, fails: Any) -> Iterator[None]:
 
 
 class TestFailures:
-    def test_a_prompt_that_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_failing_prompt_ends_only_its_request(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         bad = request(7, max_new_tokens=4)
         good = [request(5, seed=seed, max_new_tokens=4) for seed in range(2)]
 
@@ -67,41 +67,43 @@ class TestFailures:
             return ValueError("no such prompt") if ids.shape[1] == 7 else None
 
         with failing(olmoe[0], fails):
-            handles = [engine.submit(item) for item in (good[0], bad, good[1])]
-            driven(engine)
+            handles = [engine.submit(queued) for queued in (good[0], bad, good[1])]
+            run_until_idle(engine)
         with pytest.raises(RequestFailed, match=f"{bad.id} failed: ValueError: no such prompt"):
             handles[1].result()
         assert [handles[index].result().tokens for index in (0, 2)] == [
-            generate_alone(*olmoe, item) for item in good
+            generate_alone(*olmoe, queued) for queued in good
         ]
         assert engine.snapshot().ended == {"finished": 2, "failed": 1}
 
-    def test_one_of_equal_prompts_fails(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_failing_prompt_of_group_ends_only_its_request(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         requests = [request(5, seed=seed, max_new_tokens=4) for seed in range(3)]
         wrong = requests[1].inputs["input_ids"]
 
         def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             matches_row = ids.shape[1] == 5 and any(torch.equal(row, wrong[0]) for row in ids)
-            return ValueError("that one") if matches_row else None
+            return ValueError("failing row") if matches_row else None
 
         with failing(olmoe[0], fails):
             handles = [engine.submit(queued) for queued in requests]
-            driven(engine)
+            run_until_idle(engine)
         with pytest.raises(RequestFailed):
             handles[1].result()
         for index in (0, 2):
             assert handles[index].result().tokens == generate_alone(*olmoe, requests[index])
 
     @pytest.mark.parametrize("error", [ValueError("bad row"), torch.OutOfMemoryError("no memory")])
-    def test_a_row_that_fails_in_a_step(self, olmoe: tuple[Adapter, PlanRuntime], error: Exception) -> None:
-        engine = still(olmoe)
+    def test_failing_row_of_step_ends_only_its_request(
+        self, olmoe: tuple[Adapter, PlanRuntime], error: Exception
+    ) -> None:
+        engine = make_idle_engine(olmoe)
         requests = [request(5 + 2 * seed, seed=seed, max_new_tokens=9) for seed in range(4)]
         expected = [generate_alone(*olmoe, queued) for queued in requests]
         handles = [engine.submit(queued) for queued in requests]
         for _ in range(4):
             engine.step()
-        # The row of the second request fails at its next step, however it is batched.
+        # The row of the second request fails at its next step in any batch.
         position = 7 + len(handles[1].tokens) - 1
         assert len({len(handle.tokens) + 5 + 2 * index for index, handle in enumerate(handles)}) == 4
 
@@ -110,7 +112,7 @@ class TestFailures:
 
         with failing(olmoe[0], fails):
             engine.step()
-        driven(engine)
+        run_until_idle(engine)
         with pytest.raises(
             RequestOutOfMemory if isinstance(error, torch.OutOfMemoryError) else RequestFailed
         ):
@@ -119,11 +121,11 @@ class TestFailures:
         for index in (0, 2, 3):
             assert handles[index].result().tokens == expected[index]
 
-    def test_no_memory_for_a_batch_but_for_each(
+    def test_batch_out_of_memory_is_retried_in_halves(
         self, olmoe: tuple[Adapter, PlanRuntime], caplog: pytest.LogCaptureFixture
     ) -> None:
-        # Halves of three, which is no bucket.
-        engine = still(olmoe, max_batch=6)
+        # Halves of three rows, which is not a padded size.
+        engine = make_idle_engine(olmoe, max_batch=6)
         requests = [request(5, seed=seed, max_new_tokens=6) for seed in range(6)]
 
         def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
@@ -131,13 +133,13 @@ class TestFailures:
 
         with failing(olmoe[0], fails), caplog.at_level(logging.WARNING):
             handles = [engine.submit(queued) for queued in requests]
-            driven(engine)
+            run_until_idle(engine)
         assert "6 requests failed" in caplog.text
         for handle in handles:
             assert handle.result().tokens == generate_alone(*olmoe, handle.request)
 
-    def test_no_memory_for_a_prompt(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine, tries = still(olmoe), []
+    def test_prompt_out_of_memory_is_retried_once(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine, tries = make_idle_engine(olmoe), []
 
         def fails(ids: torch.Tensor, positions: torch.Tensor) -> Exception | None:
             if ids.shape[1] == 7:
@@ -147,13 +149,13 @@ class TestFailures:
 
         with failing(olmoe[0], fails):
             bad, good = engine.submit(request(7)), engine.submit(request(5, max_new_tokens=3))
-            driven(engine)
+            run_until_idle(engine)
         with pytest.raises(RequestOutOfMemory):
             bad.result()
         assert len(tries) == 2 and good.result().tokens == generate_alone(*olmoe, good.request)
 
-    def test_nan(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
-        engine = still(olmoe)
+    def test_nan_logits_end_only_their_request(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+        engine = make_idle_engine(olmoe)
         handles = [engine.submit(request(5, seed=seed, max_new_tokens=6)) for seed in range(3)]
         engine.step()
         head: Any = olmoe[0].model.get_output_embeddings()
@@ -165,13 +167,13 @@ class TestFailures:
         hook = head.register_forward_hook(poison)
         engine.step()
         hook.remove()
-        driven(engine)
+        run_until_idle(engine)
         with pytest.raises(RequestFailed):
             handles[1].result()
         for index in (0, 2):
             assert handles[index].result().tokens == generate_alone(*olmoe, handles[index].request)
 
-    def test_a_broken_device_ends_everything(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
+    def test_unusable_device_stops_engine(self, olmoe: tuple[Adapter, PlanRuntime]) -> None:
         engine = Engine(*olmoe, plans=PLANS, max_batch=2, max_tokens=48)
         started = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Generation by the model's own forward: the tokens of transformers' own `generate` under the same plan."""
+"""Generation with the model's own forward, compared with `generate` of transformers under the same plan."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters import Adapter, get_adapter
-from sparseflow.adaptive.engine.generate import GenerationResult, generate
-from sparseflow.adaptive.engine.requests.request import (
-    GenerationRequest,
-    InitialDecision,
-    PlanDecision,
-    Rejection,
-    RequestRejected,
-)
+from sparseflow.adaptive.engine.generate import generate
+from sparseflow.adaptive.engine.requests.request import Rejection, RequestRejected
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import InputError, PlanError, RunError
 from tests.adaptive import tiny
-from tests.adaptive.engine.serving import DEEP, NARROW, SHALLOW, attached, model
+from tests.adaptive.engine.serving import DEEP, NARROW, SHALLOW, ScriptedPolicy, attached, model
 
 TOKENS = 10
 
@@ -49,7 +43,7 @@ def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 @pytest.mark.parametrize("text", [DEEP, SHALLOW, NARROW])
-def test_one_row(family: str, text: Plan) -> None:
+def test_generate_single_row_matches_transformers(family: str, text: Plan) -> None:
     with attached(family) as both:
         prompts: list[tuple[Any, Plan]] = [(tiny.make_text_prompt(), text)]
         if both[0].geometry.tiers:
@@ -62,7 +56,7 @@ def test_one_row(family: str, text: Plan) -> None:
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_rows_of_equal_length(family: str) -> None:
+def test_generate_rows_of_equal_length_match_transformers(family: str) -> None:
     with attached(family) as both:
         plan = replace(SHALLOW, tier="medium" if both[0].geometry.tiers else None)
         inputs = tiny.make_prompt(model(family), rows=3)
@@ -71,7 +65,7 @@ def test_rows_of_equal_length(family: str) -> None:
 
 
 def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Words of rows of several lengths, padded on their left."""
+    """Rows of several lengths, padded on the left."""
     max_length = max(lengths)
     ids, mask = (
         torch.zeros(len(lengths), max_length, dtype=torch.int64),
@@ -84,7 +78,7 @@ def padded(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3_vl_moe"])
-def test_rows_padded_on_their_left(family: str) -> None:
+def test_generate_left_padded_rows_match_transformers(family: str) -> None:
     with attached(family) as both:
         inputs = padded((3, 9, 5))
         result = generate(*both, inputs, SHALLOW, max_new_tokens=TOKENS)
@@ -95,12 +89,12 @@ def test_rows_padded_on_their_left(family: str) -> None:
             assert torch.equal(single.new_tokens[0], result.new_tokens[row])
 
 
-def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_stop_tokens_end_rows(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=3)
     full_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(full_tokens[0, 2]), int(full_tokens[1, 5])]
-    result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=0)
-    expected = by_transformers(*olmoe, inputs, DEEP, eos_token_id=stop, pad_token_id=0)
+    result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop)
+    expected = by_transformers(*olmoe, inputs, DEEP, eos_token_id=stop)
     assert torch.equal(result.sequences, expected)
     row = {name: value[:1] for name, value in inputs.items()}
     single = generate(*olmoe, row, DEEP, max_new_tokens=TOKENS, stop=stop)
@@ -108,37 +102,31 @@ def test_stop_tokens(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     assert single.new_tokens[0].tolist() == full_tokens[0, : first + 1].tolist()
 
 
-def test_padding_of_rows_that_are_over(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_finished_rows_are_padded(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs = tiny.make_text_prompt(rows=2, seed=4)
     full_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS).new_tokens
     stop = [int(full_tokens[0, 1])]
-    # The model's own padding, where it has one.
+    # The model's own pad token.
     result = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop).new_tokens[0].tolist()
     end = result.index(stop[0])
     assert set(result[end + 1 :]) <= {olmoe[0].model.generation_config.pad_token_id}  # pyright: ignore[reportOptionalMemberAccess]
-    padded_tokens = generate(*olmoe, inputs, DEEP, max_new_tokens=TOKENS, stop=stop, pad_id=9).new_tokens[0]
-    assert set(padded_tokens[end + 1 :].tolist()) <= {9}
 
 
-def test_sampling(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_sampling_depends_on_seed_only(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     inputs, params = tiny.make_text_prompt(), SamplingParams(temperature=1.0, top_p=0.9, seed=3)
 
-    def answer(sampling: Any, prompts: Any = inputs) -> Tensor:
+    def sample(sampling: SamplingParams, prompts: Any = inputs) -> Tensor:
         return generate(*olmoe, prompts, DEEP, max_new_tokens=TOKENS, sampling=sampling).new_tokens
 
-    first = answer(params)
-    assert torch.equal(first, answer(params)) and not torch.equal(first, answer(replace(params, seed=4)))
+    first = sample(params)
+    assert torch.equal(first, sample(params)) and not torch.equal(first, sample(replace(params, seed=4)))
     rows = tiny.make_text_prompt(rows=2)
-    ways = [SamplingParams(), params]
-    actual = answer(ways, rows)
-    for row in range(2):
+    for row, new_tokens in enumerate(sample(params, rows)):
         single = {name: value[row : row + 1] for name, value in rows.items()}
-        assert torch.equal(answer(ways[row], single)[0], actual[row])
-    with pytest.raises(InputError):
-        answer([params], rows)
+        assert torch.equal(sample(params, single)[0], new_tokens)
 
 
-def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_on_tokens_receives_every_step(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     messages: list[list[int]] = []
     result = generate(
         *olmoe, tiny.make_text_prompt(rows=2), DEEP, max_new_tokens=4, on_tokens=messages.append
@@ -146,7 +134,7 @@ def test_tokens_as_they_come(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     assert torch.equal(torch.tensor(messages).T, result.new_tokens)
 
 
-def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_timings_sum_to_total(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     result = generate(
         *olmoe,
         tiny.make_text_prompt(),
@@ -162,74 +150,38 @@ def test_times(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     assert generate(*olmoe, tiny.make_text_prompt(), DEEP, max_new_tokens=1).budget_met is None
 
 
-class Decider:
-    """A decider that says what it was made to say, and keeps what it was told."""
-
-    def __init__(self, plan: Plan, **decisions: Any) -> None:
-        self.plan, self.decisions, self.calls = plan, decisions, []
-
-    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        self.calls.append(("first", request.tokens, remaining_ms))
-        if "refusal" in self.decisions:
-            return self.decisions["refusal"]
-        return InitialDecision(
-            tier=self.plan.tier, insertion_position=1, max_new_tokens=self.decisions.get("tokens")
-        )
-
-    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.calls.append(("again", choice.insertion_position, remaining_ms))
-        return self.plan.insertion_position
-
-    def choose_plan(
-        self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
-    ) -> PlanDecision:
-        self.calls.append(("second", latency_token, remaining_ms))
-        return PlanDecision(plan=self.plan, feasible=False, predicted_ms=5.0)
-
-
-def test_a_decider() -> None:
+def test_generate_with_policy_runs_chosen_plan() -> None:
     with attached("llava_siglip") as both:
         inputs, plan = tiny.make_prompt(model("llava_siglip")), replace(SHALLOW, tier="low")
-        decide = Decider(plan)
-        result = generate(*both, inputs, decide, max_new_tokens=TOKENS, budget_ms=1e6)
-        assert [call[0] for call in decide.calls] == ["first", "again", "second"]
-        remaining_ms_values = [call[2] for call in decide.calls]
-        assert (
-            1e6 > remaining_ms_values[0] >= remaining_ms_values[1] >= remaining_ms_values[2] > 0.0
-            and decide.calls[0][1] == 66
-        )
-        assert decide.calls[1][1] == 1
+        policy = ScriptedPolicy(plan, feasible=False)
+        result = generate(*both, inputs, policy, max_new_tokens=TOKENS, budget_ms=1e6)
+        (name, tokens, initial_ms), (next_name, latency_token, final_ms) = policy.calls
+        assert (name, tokens, next_name) == ("choose_initial", 66, "choose_plan")
+        assert 1e6 > initial_ms >= final_ms > 0.0
         assert torch.equal(result.sequences, by_transformers(*both, inputs, plan))
-        assert (result.plan, result.feasible, result.predicted_ms, result.budget_met) == (
-            plan,
-            False,
-            5.0,
-            True,
-        )
+        assert (result.plan, result.feasible, result.predicted_ms) == (plan, False, 9.0)
+        assert result.budget_met
         hidden: list[Any] = []
         hook = both[0].blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
         generate(*both, inputs, plan, max_new_tokens=1)
         hook.remove()
-        torch.testing.assert_close(decide.calls[2][1], hidden[0][0, -1], rtol=0.0, atol=1e-10)
+        torch.testing.assert_close(latency_token, hidden[0][0, -1], rtol=0.0, atol=1e-10)
 
 
-def test_a_decider_that_refuses_or_cuts_short(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_with_policy_that_rejects_or_truncates_follows_it(
+    olmoe: tuple[Adapter, PlanRuntime],
+) -> None:
+    rejecting = ScriptedPolicy(DEEP, rejection=Rejection(reason="no", least_ms=12.0))
     with pytest.raises(RequestRejected):
-        generate(
-            *olmoe,
-            tiny.make_text_prompt(),
-            Decider(DEEP, refusal=Rejection(reason="no", least_ms=12.0)),
-            budget_ms=1.0,
-        )
-    result: GenerationResult = generate(
-        *olmoe, tiny.make_text_prompt(), Decider(DEEP, tokens=2), max_new_tokens=TOKENS
-    )
+        generate(*olmoe, tiny.make_text_prompt(), rejecting, budget_ms=1.0)
+    truncating = ScriptedPolicy(DEEP, max_new_tokens=2)
+    result = generate(*olmoe, tiny.make_text_prompt(), truncating, max_new_tokens=TOKENS)
     assert result.new_tokens.shape == (1, 2)
     with pytest.raises(InputError):
-        generate(*olmoe, tiny.make_text_prompt(rows=2), Decider(DEEP))
+        generate(*olmoe, tiny.make_text_prompt(rows=2), ScriptedPolicy(DEEP))
 
 
-def test_bad_input(olmoe: tuple[Adapter, PlanRuntime]) -> None:
+def test_generate_invalid_arguments_are_refused(olmoe: tuple[Adapter, PlanRuntime]) -> None:
     with pytest.raises(InputError):
         generate(*olmoe, {"input_ids": torch.zeros(3)}, DEEP)
     with pytest.raises(InputError):
@@ -242,7 +194,7 @@ def test_bad_input(olmoe: tuple[Adapter, PlanRuntime]) -> None:
         generate(*olmoe, tiny.make_text_prompt(), replace(DEEP, top_k=9))
 
 
-def test_nan() -> None:
+def test_generate_nan_logits_raise() -> None:
     tiny_model = tiny.build_olmoe()
     tiny_model.lm_head.weight.data.fill_(float("nan"))
     adapter = get_adapter(tiny_model)
@@ -252,7 +204,7 @@ def test_nan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_on_a_gpu(family: str) -> None:
+def test_generate_on_gpu_matches_transformers(family: str) -> None:
     tiny_model = tiny.FAMILIES[family]().cuda()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)

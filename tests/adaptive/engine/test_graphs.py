@@ -1,4 +1,4 @@
-"""Recorded work: the same results, and what cannot be recorded still runs."""
+"""CUDA graphs by key, and the fallback to eager execution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sparseflow.adaptive.engine import graphs as module
 from sparseflow.adaptive.engine.graphs import GraphCache
 
 
-class Played:
-    """Stands in for a CUDA graph."""
+class FakeGraph:
+    """Fake CUDA graph that counts replays."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,8 +24,8 @@ class Played:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
-    """Graphs on a GPU that is not there: recording runs the body twice more, and keeps a stand-in."""
+def fake_capture(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
+    """Cache that captures without a GPU: a capture runs the body twice and stores a fake graph."""
 
     @contextmanager
     def skip_capture() -> Iterator[None]:
@@ -34,7 +34,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
     def record(self: GraphCache, key: str, body: module.Callable[[], None]) -> None:
         body()
         body()
-        self._graphs[key] = Played()
+        self._graphs[key] = FakeGraph()
 
     monkeypatch.setattr(module, "_forbid_sync", skip_capture)
     monkeypatch.setattr(GraphCache, "_capture", record)
@@ -43,7 +43,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
     return graphs
 
 
-def test_without_a_gpu_bodies_run() -> None:
+def test_run_on_cpu_runs_body() -> None:
     graphs, ran = GraphCache("cpu"), []
     assert not graphs.enabled
     for _ in range(3):
@@ -51,15 +51,17 @@ def test_without_a_gpu_bodies_run() -> None:
     assert len(ran) == 3 and graphs.captured == () and not graphs.failures
 
 
-def test_records_once_and_plays(pretended: GraphCache) -> None:
+def test_run_captures_once_and_replays(fake_capture: GraphCache) -> None:
     ran: list[int] = []
     for _ in range(4):
-        pretended.run("a", lambda: ran.append(1))
-    assert len(ran) == 3 and pretended.captured == ("a",)
-    assert pretended._graphs["a"].count == 3
+        fake_capture.run("a", lambda: ran.append(1))
+    assert len(ran) == 3 and fake_capture.captured == ("a",)
+    assert fake_capture._graphs["a"].count == 3
 
 
-def test_what_waits_runs_unrecorded(pretended: GraphCache, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_synchronizing_body_is_not_captured(
+    fake_capture: GraphCache, caplog: pytest.LogCaptureFixture
+) -> None:
     tries: list[int] = []
 
     def body() -> None:
@@ -68,46 +70,46 @@ def test_what_waits_runs_unrecorded(pretended: GraphCache, caplog: pytest.LogCap
             raise RuntimeError("called a synchronizing CUDA operation\nand more")
 
     with caplog.at_level(logging.WARNING):
-        pretended.run("a", body)
-        pretended.run("a", body)
-    assert len(tries) == 3 and pretended.captured == ()
-    assert pretended.failures == {"a": "RuntimeError: called a synchronizing CUDA operation"}
+        fake_capture.run("a", body)
+        fake_capture.run("a", body)
+    assert len(tries) == 3 and fake_capture.captured == ()
+    assert fake_capture.failures == {"a": "RuntimeError: called a synchronizing CUDA operation"}
     assert "a is not captured" in caplog.text
 
 
-def test_work_that_fails_is_no_reason(pretended: GraphCache) -> None:
+def test_run_failing_body_raises(fake_capture: GraphCache) -> None:
     def body() -> None:
         raise RuntimeError("shapes do not fit")
 
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            pretended.run("a", body)
-    assert not pretended.failures
+            fake_capture.run("a", body)
+    assert not fake_capture.failures
     with pytest.raises(KeyError):
-        pretended.run("b", lambda: {}["x"])
+        fake_capture.run("b", lambda: {}["x"])
 
 
-def test_a_recording_that_fails_is_told(pretended: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_failed_capture_is_recorded(fake_capture: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(self: GraphCache, key: str, body: module.Callable[[], None]) -> None:
         raise torch.OutOfMemoryError("no room for a graph")
 
     monkeypatch.setattr(GraphCache, "_capture", record)
     ran: list[int] = []
-    pretended.run("a", lambda: ran.append(1))
-    assert len(ran) == 1 and "no room" in pretended.failures["a"]
+    fake_capture.run("a", lambda: ran.append(1))
+    assert len(ran) == 1 and "no room" in fake_capture.failures["a"]
 
 
-def test_no_memory_for_the_work_itself_is_raised(pretended: GraphCache) -> None:
+def test_run_body_out_of_memory_raises(fake_capture: GraphCache) -> None:
     def body() -> None:
         raise torch.OutOfMemoryError("none")
 
     with pytest.raises(torch.OutOfMemoryError):
-        pretended.run("a", body)
-    assert not pretended.failures
+        fake_capture.run("a", body)
+    assert not fake_capture.failures
 
 
 @pytest.mark.gpu
-def test_recorded_on_a_gpu() -> None:
+def test_captured_body_on_gpu_replays_with_new_inputs() -> None:
     graphs = GraphCache("cuda")
     values, output = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
     weight = torch.randn(4, 4, device="cuda")
@@ -124,7 +126,7 @@ def test_recorded_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_what_waits_on_a_gpu() -> None:
+def test_synchronizing_body_on_gpu_runs_eagerly() -> None:
     graphs = GraphCache("cuda")
     values, output = torch.arange(4.0, device="cuda"), torch.zeros((), device="cuda")
 
@@ -137,7 +139,7 @@ def test_what_waits_on_a_gpu() -> None:
         assert float(output) == 4.0 * value
     assert graphs.captured == () and "a" in graphs.failures
 
-    # Nothing is left behind that would break the next recording.
+    # The failed capture does not break the next one.
     def other() -> None:
         output.copy_(values[0] + 1)
 

@@ -1,4 +1,4 @@
-"""Load and rates, by a clock that the test holds."""
+"""Utilization of an engine, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sparseflow.adaptive.engine.metrics import BUSY_S, RATE_S, EngineMetrics
+from sparseflow.adaptive.engine.metrics import BUSY_S, EngineMetrics
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
         return self.time_s
 
 
-def test_load_follows_work() -> None:
+def test_load_follows_busy_time() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
     metrics.record_time(busy=False)
@@ -31,7 +31,7 @@ def test_load_follows_work() -> None:
     assert metrics.load(busy=False) == pytest.approx(0.0)
 
 
-def test_load_of_work_that_comes_and_goes() -> None:
+def test_load_of_alternating_work_is_busy_fraction() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
     metrics.record_time(busy=False)
@@ -43,7 +43,7 @@ def test_load_of_work_that_comes_and_goes() -> None:
     assert metrics.load(busy=False) == pytest.approx(0.7, abs=0.01)
 
 
-def test_who_sends_one_request_after_the_other_is_alone() -> None:
+def test_load_of_sequential_client_is_near_zero() -> None:
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
     metrics.record_time(busy=False)
@@ -53,13 +53,13 @@ def test_who_sends_one_request_after_the_other_is_alone() -> None:
         metrics.record_time(busy=True)
         clock.time_s += 0.001
         metrics.record_time(busy=False)
-    # Busy for 95 % of the time, and nobody ever met another.
+    # Busy for 95 % of the time, but no request found the engine busy.
     assert metrics.load(busy=False) < 0.03
     clock.time_s += 100 * BUSY_S
     assert metrics.load(busy=False) == pytest.approx(0.0)
 
 
-def test_at_random_arrivals_load_is_the_share_of_busy_time() -> None:
+def test_load_of_random_arrivals_is_busy_fraction() -> None:
     clock, random = Clock(), np.random.default_rng(0)
     metrics = EngineMetrics(clock=clock)
     metrics.record_time(busy=False)
@@ -78,8 +78,8 @@ def test_at_random_arrivals_load_is_the_share_of_busy_time() -> None:
     assert np.mean(loads[1000:]) == pytest.approx(0.6, abs=0.03)
 
 
-def test_what_requests_met_is_soon_forgotten_where_they_stop_coming() -> None:
-    """As where all are refused: an engine that has nothing to do must not be taken for a full one."""
+def test_load_decays_when_arrivals_stop() -> None:
+    """If all requests are refused, an idle engine must not appear busy."""
     clock = Clock()
     metrics = EngineMetrics(clock=clock)
     metrics.record_time(busy=False)
@@ -88,32 +88,8 @@ def test_what_requests_met_is_soon_forgotten_where_they_stop_coming() -> None:
         clock.time_s += 0.005
         metrics.record_time(busy=True)
     clock.time_s += 0.02
-    assert metrics.load(busy=False) > 0.95, "for a moment none came"
+    assert metrics.load(busy=False) > 0.95, "a short gap"
     clock.time_s += BUSY_S
-    assert metrics.load(busy=False) <= math.exp(-1), "no more than the share of time says"
+    assert metrics.load(busy=False) <= math.exp(-1), "at most the busy fraction"
     metrics.record_arrival(busy=False)
-    assert metrics.load(busy=False) < 0.3, "nor when they come again"
-
-
-def test_tokens_a_second() -> None:
-    clock = Clock()
-    metrics = EngineMetrics(clock=clock)
-    assert metrics.tokens_per_s() == 0.0
-    for _ in range(200):
-        clock.time_s += 0.1
-        metrics.record_tokens(3)
-    assert metrics.tokens == 600
-    assert metrics.tokens_per_s() == pytest.approx(30.0, rel=0.05)
-    clock.time_s += RATE_S / 2
-    assert metrics.tokens_per_s() == pytest.approx(15.0, rel=0.1)
-    clock.time_s += RATE_S
-    assert metrics.tokens_per_s() == 0.0
-
-
-def test_a_rate_soon_after_the_start() -> None:
-    clock = Clock()
-    metrics = EngineMetrics(clock=clock)
-    metrics.record_tokens(1)
-    clock.time_s += 0.5
-    metrics.record_tokens(4)
-    assert metrics.tokens_per_s() == pytest.approx(10.0)
+    assert metrics.load(busy=False) < 0.3, "also when requests come again"

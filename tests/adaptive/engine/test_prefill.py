@@ -1,4 +1,4 @@
-"""Prompts, whole and in parts: the logits of the model, keys and values in slots, decisions in place."""
+"""Prefill of prompts in one piece and split: logits, keys and values, and plan decisions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.cache import SlotCache
 from sparseflow.adaptive.engine.decode import get_decode_plan
 from sparseflow.adaptive.engine.graphs import GraphCache
+from sparseflow.adaptive.engine.kernel_patcher import KernelPatcher
 from sparseflow.adaptive.engine.prefill.embedding import PromptEmbedder, on_decoder_call
 from sparseflow.adaptive.engine.prefill.prefill import PrefillOutput, PrefillRunner
 from sparseflow.adaptive.plan.runtime import PlanRuntime
@@ -28,21 +29,22 @@ from tests.adaptive.engine.serving import (
     NARROW,
     SHALLOW,
     attached,
+    copy_state,
+    is_unchanged,
     model,
-    parameters,
-    same,
     words,
 )
 
-SIZES = {"whole": None, "in parts": (8, 24, 64, 96)}
+SIZES = {"one piece": None, "split": (8, 24, 64, 96)}
 EXACT = 1e-10
 
 
 def prefill_of(
     adapter: Adapter, runtime: PlanRuntime, sizes: tuple[int, ...] | None, tokens: int = 96
 ) -> PrefillRunner:
-    device = next(adapter.decoder.parameters()).device
-    return PrefillRunner(adapter, runtime, GraphCache(device), tokens=tokens, sizes=sizes)
+    graphs = GraphCache(next(adapter.decoder.parameters()).device)
+    kernel_patcher = KernelPatcher(adapter)
+    return PrefillRunner(adapter, runtime, graphs, kernel_patcher=kernel_patcher, tokens=tokens, sizes=sizes)
 
 
 def cache_of(adapter: Adapter, plan: Plan, *, slots: int = 3, tokens: int = 96) -> SlotCache:
@@ -56,7 +58,6 @@ def run(
     plan: Plan,
     cache: SlotCache,
     *,
-    replan: Callable[[int], int] = lambda position: position,
     decide: Callable[[Tensor], Plan] | None = None,
 ) -> PrefillOutput:
     """Run a prompt of the highest tier."""
@@ -67,7 +68,6 @@ def run(
         plan.tier,
         plan.insertion_position,
         images=images,
-        replan=replan,
         decide=decide or (lambda token: plan),
         allocate=lambda plan: (cache, [cache.allocate() for _ in rows]),
     )
@@ -85,14 +85,14 @@ def expected(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan) ->
 @pytest.mark.parametrize("mode", SIZES)
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 @pytest.mark.parametrize("text", [DEEP, LATER, SHALLOW, NARROW])
-def test_gives_what_the_model_gives(mode: str, family: str, text: Plan) -> None:
+def test_prefill_matches_model(mode: str, family: str, text: Plan) -> None:
     with attached(family) as (adapter, runtime), torch.no_grad():
         prefill = prefill_of(adapter, runtime, SIZES[mode])
         prompts: list[tuple[Any, Plan]] = [(words(5), text), (words(11, 1), text)]
         if adapter.geometry.tiers:
             prompts[1] = (tiny.make_prompt(model(family)), replace(text, tier="low"))
         cache = cache_of(adapter, text)
-        # What a slot held before must not matter.
+        # Earlier contents of a slot must not matter.
         for layer in (cache.blocks[block] for block in text.blocks):
             layer.buffers(torch.zeros(1, 1, 1, 8).double(), torch.zeros(1, 1, 1, 8).double())
             assert layer.keys is not None and layer.values is not None
@@ -101,7 +101,7 @@ def test_gives_what_the_model_gives(mode: str, family: str, text: Plan) -> None:
         for slot, (inputs, plan) in enumerate(prompts):
             logits, expected_cache = expected(adapter, runtime, inputs, plan)
             result = run(prefill, inputs, plan, cache)
-            assert (result.plan, result.slots, result.cache) == (plan, (slot,), cache)
+            assert result.plan == plan and cache.count == slot + 1
             torch.testing.assert_close(result.logits, logits, rtol=0.0, atol=EXACT)
             length = cache.lengths[slot]
             for block in plan.blocks:
@@ -113,7 +113,7 @@ def test_gives_what_the_model_gives(mode: str, family: str, text: Plan) -> None:
 
 
 @pytest.mark.parametrize("mode", SIZES)
-def test_the_second_controller_sees_the_latency_token(mode: str) -> None:
+def test_decide_receives_latency_token(mode: str) -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="low")
         inputs, observed = tiny.make_prompt(model("llava_siglip")), []
@@ -130,7 +130,7 @@ def test_the_second_controller_sees_the_latency_token(mode: str) -> None:
                 cache_of(adapter, plan),
                 decide=decide,
             )
-        if mode == "whole":
+        if mode == "one piece":
             assert counts.attention == {0: 1, 1: 1, 4: 1} and counts.experts_per_token() == {0: 6, 1: 6, 4: 3}
         hidden: list[Any] = []
         hook = adapter.blocks[1].register_forward_hook(lambda module, args, output: hidden.append(output))
@@ -140,38 +140,11 @@ def test_the_second_controller_sees_the_latency_token(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", SIZES)
-def test_the_position_may_change_after_the_vision_encoder(mode: str) -> None:
-    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
-        plan, queries = replace(SHALLOW, tier="low"), []
-        before = replace(plan, insertion_position=1)
-
-        def replan(position: int) -> int:
-            queries.append(position)
-            return 2
-
-        inputs, cache = tiny.make_prompt(model("llava_siglip")), cache_of(adapter, plan)
-        result = run(
-            prefill_of(adapter, runtime, SIZES[mode]),
-            inputs,
-            before,
-            cache,
-            replan=replan,
-            decide=lambda _: plan,
-        )
-        assert queries == [1] and result.plan == plan
-        torch.testing.assert_close(
-            result.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
-        )
-
-
-@pytest.mark.parametrize("mode", SIZES)
-def test_decisions_must_fit_together(mode: str) -> None:
+def test_inconsistent_decision_is_refused(mode: str) -> None:
     with attached() as (adapter, runtime), torch.no_grad():
         prefill, cache = prefill_of(adapter, runtime, SIZES[mode]), cache_of(adapter, SHALLOW)
         with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: DEEP)
-        with pytest.raises(PlanError):
-            run(prefill, words(4), SHALLOW, cache, replan=lambda _: 9)
         wrong = replace(SHALLOW, top_k=7)
         with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: wrong)
@@ -180,20 +153,20 @@ def test_decisions_must_fit_together(mode: str) -> None:
             run(prefill, words(4), NARROW, cache)
 
 
-def test_several_rows_at_once() -> None:
+def test_several_rows_run_in_one_piece() -> None:
     with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
         plan = replace(SHALLOW, tier="medium")
         inputs = tiny.make_prompt(model("llava_siglip"), rows=2)
         cache = cache_of(adapter, plan)
-        # However it is asked for, several rows run whole.
+        # Several rows always run in one piece.
         result = run(prefill_of(adapter, runtime, (64, 96)), inputs, plan, cache)
-        assert result.slots == (0, 1) and cache.lengths == (30, 30)
+        assert cache.lengths == (30, 30)
         torch.testing.assert_close(
             result.logits, expected(adapter, runtime, inputs, plan)[0], rtol=0.0, atol=EXACT
         )
 
 
-def test_rotary_positions_of_images() -> None:
+def test_rope_offset_of_images_is_returned() -> None:
     adapter = get_adapter(tiny.build_qwen3_vl_moe())
     runtime = PlanRuntime(adapter)
     with torch.no_grad():
@@ -205,12 +178,12 @@ def test_rotary_positions_of_images() -> None:
             plan,
             cache_of(adapter, plan),
         )
-        # 12 vision tokens of 3 x 4 take the place of 4.
+        # The positions of 12 vision tokens, 3 x 4, span 4.
         assert result.ropes == (-8,)
         assert getattr(module, name) is None
 
 
-def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_decoder_with_further_inputs_runs_in_one_piece(caplog: pytest.LogCaptureFixture) -> None:
     with attached("qwen3_vl_moe") as (adapter, runtime), torch.no_grad():
         prefill = prefill_of(adapter, runtime, (32, 64))
         inputs, plan = tiny.make_prompt(model("qwen3_vl_moe")), replace(DEEP, tier="high")
@@ -218,14 +191,14 @@ def test_a_decoder_that_is_given_more_runs_whole(caplog: pytest.LogCaptureFixtur
             run(prefill, inputs, plan, cache_of(adapter, plan))
             run(prefill, inputs, plan, cache_of(adapter, plan))
         assert caplog.text.count("deepstack_visual_embeds") == 1
-        # Warming up finds that out, too, with all that the model asks for.
+        # Warm-up detects it as well.
         warmed = prefill_of(adapter, runtime, (32, 64))
-        for part in warmed.warm_up(plan, cache_of(adapter, plan), inputs):
-            part()
+        for task in warmed.warm_up(plan, cache_of(adapter, plan), inputs):
+            task()
         assert warmed._embedder is not None and warmed._embedder.fallback_reason is not None
 
 
-def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_decoder_that_is_more_than_its_blocks_runs_in_one_piece(caplog: pytest.LogCaptureFixture) -> None:
     tiny_model = tiny.build_olmoe()
     adapter = get_adapter(tiny_model)
 
@@ -247,7 +220,7 @@ def test_a_decoder_that_does_more_than_its_blocks_runs_whole(caplog: pytest.LogC
 
 
 def entering(adapter: Adapter, inputs: Any) -> Tensor:
-    """What enters the first block in the model's own forward."""
+    """Input of the first block in the model's own forward."""
     observed: list[Tensor] = []
     with on_decoder_call(adapter, lambda named: observed.append(named["inputs_embeds"])):
         adapter.model(**inputs)
@@ -255,11 +228,11 @@ def entering(adapter: Adapter, inputs: Any) -> Tensor:
 
 
 def make_empty_slots(adapter: Adapter, tokens: int) -> Tensor:
-    """Where embeddings of so many tokens lie."""
+    """Buffer of embeddings for this many tokens."""
     return adapter.embed(torch.zeros(1, tokens, dtype=torch.int64))
 
 
-def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedder_compares_first_capture_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model = model("llava_siglip")
     with attached("llava_siglip") as (adapter, _), torch.no_grad():
         vision = PromptEmbedder(adapter, GraphCache("cpu"), (24, 32, 80), make_empty_slots(adapter, 80))
@@ -277,17 +250,17 @@ def test_images_are_compared_once_and_recorded_from_then_on(monkeypatch: pytest.
             embeddings = vision.embed(inputs, images=True)
             assert embeddings is not None and embeddings.shape[1] == inputs["input_ids"].shape[1]
             torch.testing.assert_close(embeddings, entering(adapter, inputs), rtol=0.0, atol=EXACT)
-        # Once by the first, and in each forward here.
+        # Once in the first comparison, and in each forward of this test.
         assert len(mask_calls) == 1 + 4 and "get_placeholder_mask" not in vars(tiny_model.model)
         work = vision.warm_up(adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "medium"))
-        # 20 vision tokens, one after them, and nine words fit into two sizes.
+        # 20 vision tokens, a separator and nine text tokens fit into two sizes.
         assert len(work) == 2
-        for item in work:
-            item()
+        for task in work:
+            task()
         assert len(mask_calls) == 5
 
 
-def test_images_that_a_recording_would_see_otherwise(
+def test_embedder_with_differing_capture_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_model = model("llava_siglip")
@@ -306,7 +279,7 @@ def test_images_that_a_recording_would_see_otherwise(
 
 
 @pytest.mark.parametrize("mode", SIZES)
-def test_a_model_that_gives_all_logits(mode: str) -> None:
+def test_model_that_returns_all_logits_matches(mode: str) -> None:
     tiny_model = tiny.build_olmoe()
     model_forward = tiny_model.forward
 
@@ -317,7 +290,7 @@ def test_a_model_that_gives_all_logits(mode: str) -> None:
         past_key_values: Any = None,
         use_cache: Any = None,
     ) -> Any:
-        """As remote code may be: without a way to ask for fewer."""
+        """Forward without `logits_to_keep`, as remote code may have."""
         return model_forward(
             input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,
@@ -333,7 +306,7 @@ def test_a_model_that_gives_all_logits(mode: str) -> None:
         torch.testing.assert_close(result.logits, full_output, rtol=0.0, atol=EXACT)
 
 
-def test_an_adapter_that_names_another_module() -> None:
+def test_decoder_that_is_not_called_is_refused() -> None:
     tiny_model = tiny.build_llava_siglip()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
@@ -345,7 +318,7 @@ def test_an_adapter_that_names_another_module() -> None:
 
 
 @pytest.mark.parametrize("mode", SIZES)
-def test_the_model_stays_as_it_is(mode: str) -> None:
+def test_prefill_leaves_model_unchanged(mode: str) -> None:
     tiny_model = tiny.build_llava_siglip()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
@@ -356,19 +329,19 @@ def test_the_model_stays_as_it_is(mode: str) -> None:
         cache_of(adapter, DEEP),
     )
     before, forwards = (
-        parameters(tiny_model),
+        copy_state(tiny_model),
         {id(module): vars(module).get("forward") for module in tiny_model.modules()},
     )
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_model.modules()]
     with torch.no_grad():
         prefill = prefill_of(adapter, runtime, SIZES[mode])
         plan = replace(SHALLOW, tier="low")
-        for module in prefill.warm_up(plan, cache_of(adapter, plan)):
-            module()
+        for task in prefill.warm_up(plan, cache_of(adapter, plan)):
+            task()
         run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan))
         with pytest.raises(ZeroDivisionError):
             run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
-    assert same(tiny_model, before)
+    assert is_unchanged(tiny_model, before)
     assert forwards == {id(module): vars(module).get("forward") for module in tiny_model.modules()}
     assert hooks == [
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_model.modules()
@@ -378,7 +351,7 @@ def test_the_model_stays_as_it_is(mode: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tier", ["low", None])
-def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) -> None:
+def test_meanwhile_is_called_on_gpu_only(device: str, tier: Tier | None) -> None:
     tiny_model = tiny.build_llava_siglip().to(device)
     adapter = get_adapter(tiny_model)
     plan, order = replace(DEEP, tier=tier), []
@@ -388,9 +361,7 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
         return plan
 
     with torch.no_grad():
-        prefill = PrefillRunner(
-            adapter, PlanRuntime(adapter), GraphCache(device), tokens=96, sizes=(16, 40, 96)
-        )
+        prefill = prefill_of(adapter, PlanRuntime(adapter), (16, 40, 96))
         inputs = {name: value.to(device) for name, value in tiny.make_prompt(tiny_model).items()}
         case = (
             adapter.reduce_to_tier(inputs, tier)
@@ -398,14 +369,13 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
             else {"input_ids": torch.ones_like(inputs["input_ids"])}
         )
         cache = cache_of(adapter, DEEP)
-        for _ in range(2):  # the first image runs by the model's own way, to be compared with
+        for _ in range(2):  # the first image also runs the model's own forward
             order.clear()
             prefill.run(
                 case,
                 plan.tier,
                 plan.insertion_position,
                 images=tier is not None,
-                replan=lambda position: position,
                 decide=decide,
                 allocate=lambda plan: (cache, [cache.allocate()]),
                 meanwhile=lambda: order.append("meanwhile"),
@@ -415,13 +385,15 @@ def test_deciders_get_ready_while_a_gpu_works(device: str, tier: Tier | None) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_recorded_prompts_on_a_gpu(dtype: torch.dtype) -> None:
+def test_captured_prompts_on_gpu_match_model(dtype: torch.dtype) -> None:
     tiny_model = tiny.build_llava_siglip(dtype=dtype).cuda()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     graphs = GraphCache("cuda")
     with torch.no_grad():
-        prefill = PrefillRunner(adapter, runtime, graphs, tokens=96, sizes=(16, 40, 96))
+        prefill = PrefillRunner(
+            adapter, runtime, graphs, kernel_patcher=KernelPatcher(adapter), tokens=96, sizes=(16, 40, 96)
+        )
         for seed in range(2):
             for text in (DEEP, SHALLOW, NARROW):
                 cache = cache_of(adapter, text, slots=4)

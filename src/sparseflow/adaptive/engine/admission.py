@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseflow.adaptive.engine.batch import BatchRow, DecodeBatch, RequestTimestamps
 from sparseflow.adaptive.engine.cache import SlotCache
 from sparseflow.adaptive.engine.prefill.prefill import PrefillRunner
+from sparseflow.adaptive.engine.prefill.split_prefill import AllocateSlots
 from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.plan_request import PlanRequest
 from sparseflow.adaptive.engine.requests.request import FixedPlan, GenerationRequest, RequestCancelled
@@ -58,7 +59,7 @@ class RequestAdmission:
         return [first, *compatible] if isinstance(first.request.decide, FixedPlan) else [first]
 
     def prefill(self, handles: Sequence[RequestHandle]) -> tuple[list[BatchRow], list[int]]:
-        """Prefill requests that form one group.
+        """Prefill requests that form one group; the decisions for the first hold for all.
 
         Returns:
             Their rows, already in their batch, and the first token of each.
@@ -68,60 +69,62 @@ class RequestAdmission:
             PlanError: The chosen plan cannot be run.
             InputError: A request does not fit.
         """
-        call = _AdmittedGroup(self._adapter, self._plans, self._clock, self._batch, handles)
+        slots: list[int] = []
+        batch: DecodeBatch | None = None
+
+        def allocate(plan: Plan) -> tuple[SlotCache, list[int]]:
+            nonlocal batch
+            batch = self._batch(plan)
+            for _ in handles:
+                slots.append(batch.cache.allocate())
+            return batch.cache, slots
+
         try:
-            return call.run(self._prefill, self._max_tokens)
+            rows, first_tokens = self._run_prompts(handles, allocate)
         except BaseException:
-            call.give_back()
+            if batch is not None:
+                for slot in reversed(slots):
+                    batch.cache.release(slot)
             raise
+        assert batch is not None
+        batch.rows += rows
+        return rows, first_tokens
 
-
-class _AdmittedGroup:
-    """Prefill of one group; the decisions for its first request hold for all."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        plans: frozenset[Plan],
-        clock: Callable[[], float],
-        batch: Callable[[Plan], DecodeBatch],
-        handles: Sequence[RequestHandle],
-    ) -> None:
-        self._adapter, self._clock, self._batch, self._handles = adapter, clock, batch, handles
-        self._times = RequestTimestamps(start_s=clock())
-        self._allocation: tuple[DecodeBatch, list[int]] | None = None
-        request = handles[0].request
-        self._plan_request = PlanRequest(
+    def _run_prompts(
+        self, handles: Sequence[RequestHandle], allocate: AllocateSlots
+    ) -> tuple[list[BatchRow], list[int]]:
+        request, times = handles[0].request, RequestTimestamps(start_s=self._clock())
+        plan_request = PlanRequest(
             request.decide,
             request,
-            lambda: min(handle.request.remaining_ms(clock()) for handle in handles),
-            plans=plans,
+            lambda: min(handle.request.remaining_ms(self._clock()) for handle in handles),
+            plans=self._plans,
         )
-
-    def run(self, prefill: PrefillRunner, max_tokens: int) -> tuple[list[BatchRow], list[int]]:
-        plan_request, times = self._plan_request, self._times
         choice = plan_request.choose_initial()
         times.policy_before_s = plan_request.policy_s
-        reduced = [
-            self._adapter.reduce_to_tier(handle.request.inputs, choice.tier) for handle in self._handles
-        ]
+        reduced = [self._adapter.reduce_to_tier(handle.request.inputs, choice.tier) for handle in handles]
         for inputs in reduced:
             self._adapter.check_tier(inputs, choice.tier)
         tokens = reduced[0]["input_ids"].shape[1]
-        for handle in self._handles:
-            check_length(tokens, plan_request.limit(handle.request.max_new_tokens), max_tokens)
-        images = self._adapter.count_vision_tokens(reduced[0]) > 0
-        output = prefill.run(
+        for handle in handles:
+            check_length(tokens, plan_request.limit(handle.request.max_new_tokens), self._max_tokens)
+
+        def enter_blocks() -> None:
+            times.first_block_s = self._clock()
+            if all(handle.cancelled for handle in handles):
+                raise RequestCancelled(f"request {request.id} was cancelled")
+
+        output = self._prefill.run(
             concat_inputs(reduced),
             choice.tier,
             choice.insertion_position,
-            images=images,
-            replan=self._replan,
+            images=self._adapter.count_vision_tokens(reduced[0]) > 0,
             decide=plan_request.choose_plan,
-            allocate=self._allocate_slots,
+            allocate=allocate,
+            on_first_block=enter_blocks,
             meanwhile=plan_request.prepare,
         )
-        streams = [UniformStream(handle.request.sampling) for handle in self._handles]
+        streams = [UniformStream(handle.request.sampling) for handle in handles]
         first_tokens = sample_tokens(
             output.logits,
             [stream.sampling for stream in streams],
@@ -131,37 +134,13 @@ class _AdmittedGroup:
         times.first_token_s, times.policy_s = self._clock(), plan_request.policy_s
         rows = [
             BatchRow(
-                handle=handle, plan=output.plan, prompt_tokens=tokens, rope=rope, stream=row_stream,
+                handle=handle, plan=output.plan, prompt_tokens=tokens, rope=rope, stream=stream,
                 limit=plan_request.limit(handle.request.max_new_tokens), feasible=plan_request.feasible,
                 predicted_ms=plan_request.predicted_ms, times=replace(times),
             )
-            for handle, rope, row_stream in zip(self._handles, output.ropes, streams, strict=True)
+            for handle, rope, stream in zip(handles, output.ropes, streams, strict=True)
         ]  # fmt: skip
-        assert self._allocation is not None
-        self._allocation[0].rows += rows
-        self._allocation = None
         return rows, first_tokens
-
-    def give_back(self) -> None:
-        """Release the slots of requests that were not prefilled."""
-        if self._allocation is not None:
-            batch, slots = self._allocation
-            for slot in reversed(slots):
-                batch.cache.release(slot)
-            self._allocation = None
-
-    def _replan(self, position: int) -> int:
-        self._times.first_block_s = self._clock()
-        if all(handle.cancelled for handle in self._handles):
-            raise RequestCancelled(f"request {self._handles[0].request.id} was cancelled")
-        return self._plan_request.replan(position)
-
-    def _allocate_slots(self, plan: Plan) -> tuple[SlotCache, list[int]]:
-        batch = self._batch(plan)
-        self._allocation = (batch, [])
-        for _ in self._handles:
-            self._allocation[1].append(batch.cache.allocate())
-        return batch.cache, self._allocation[1]
 
 
 def check_request(adapter: Adapter, request: GenerationRequest, max_tokens: int) -> None:

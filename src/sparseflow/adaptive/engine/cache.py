@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparseflow.adaptive.plan.execution import CachePlan
 from sparseflow.adaptive.plan.space import Plan
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, PlanError
 
@@ -32,7 +33,7 @@ else:
 
 @dataclass(kw_only=True)
 class _CacheWrite:
-    """What a forward writes, and where.
+    """Keys and values that a forward writes, and where.
 
     Attributes:
         first: First slot of a decode step.
@@ -137,9 +138,7 @@ class SlotCache(Cache):
     """
 
     def __init__(self, plan: Plan, depth: int, *, slots: int, tokens: int, state: int = 0) -> None:
-        for name, value in (("slots", slots), ("tokens", tokens)):
-            if value < 1:
-                raise InputError(f"`{name}` (={value}) must be at least 1")
+        check_at_least(1, slots=slots, tokens=tokens)
         self.plan, self.slots, self.tokens = plan, slots, tokens
         self._lengths: list[int] = []
         self._call: _CacheWrite | None = None
@@ -192,11 +191,8 @@ class SlotCache(Cache):
         self._lengths.append(0)
         return len(self._lengths) - 1
 
-    def release(self, slot: int) -> int | None:
+    def release(self, slot: int) -> None:
         """Release a slot; the last slot in use is moved to its index.
-
-        Returns:
-            The moved slot; None if none had to move.
 
         Raises:
             InputError: The slot is not in use.
@@ -205,13 +201,12 @@ class SlotCache(Cache):
         length = self._lengths.pop()
         last = len(self._lengths)
         if slot == last:
-            return None
+            return
         self._lengths[slot] = length
         for layer in self.blocks:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
                     buffer[slot, :, :length].copy_(buffer[last, :, :length])
-        return last
 
     def advance(self, slots: Sequence[int], tokens: int = 1) -> None:
         """Count tokens that a forward wrote into slots.

@@ -56,7 +56,7 @@ def select_size(sizes: Sequence[int], count: int) -> int:
     for size in sizes:
         if size >= count:
             return size
-    raise InputError(f"{count} exceeds the largest size {(sizes[-1] if sizes else 0)}")
+    raise InputError(f"{count} exceeds the largest size {sizes[-1]}")
 
 
 def last_logits_args(model: nn.Module, keep: int | Tensor = 1) -> dict[str, Any]:
@@ -76,11 +76,10 @@ class DecodeRunner:
         adapter: Adapter of the model.
         runtime: Plan runtime of the model.
         graphs: CUDA graphs of the steps.
-        kernel_patcher: Kernels used in captured steps; default: those that the model supports.
+        kernel_patcher: Kernels used in captured steps.
         rows: Maximum number of rows of a step.
         tokens: Maximum number of tokens of a request.
-        batches: Padded batch sizes.
-        contexts: Padded context sizes.
+        contexts: Padded context sizes; default: doubling sizes from 128.
 
     Raises:
         ModelError: The model's attention takes no mask, or has a sliding window.
@@ -92,18 +91,15 @@ class DecodeRunner:
         runtime: PlanRuntime,
         graphs: GraphCache,
         *,
-        kernel_patcher: KernelPatcher | None = None,
+        kernel_patcher: KernelPatcher,
         rows: int,
         tokens: int,
-        batches: Sequence[int] | None = None,
         contexts: Sequence[int] | None = None,
     ) -> None:
-        check(adapter, tokens)
+        check_attention(adapter, tokens)
         self.adapter, self.runtime, self.graphs = adapter, runtime, graphs
-        self.kernel_patcher = kernel_patcher if kernel_patcher is not None else KernelPatcher(adapter)
-        self.batches = tuple(
-            sorted({size for size in batches or doubling_sizes(rows) if size < rows} | {rows})
-        )
+        self.kernel_patcher = kernel_patcher
+        self.batches = doubling_sizes(rows)
         sizes = contexts or doubling_sizes(tokens, first=min(tokens, 128))
         self.contexts = tuple(sorted({size for size in sizes if size < tokens} | {tokens}))
         device = graphs.device
@@ -202,12 +198,8 @@ class DecodeRunner:
         self._best[:rows].copy_(argmax_tokens(logits))
 
 
-def check(adapter: Adapter, tokens: int) -> None:
-    """Check that a model's attention supports static buffers and masks.
-
-    Args:
-        adapter: Adapter of the model.
-        tokens: Maximum number of tokens of a request.
+def check_attention(adapter: Adapter, tokens: int) -> None:
+    """Check that a model's attention supports static buffers and masks for requests of `tokens` tokens.
 
     Raises:
         ModelError: It does not.

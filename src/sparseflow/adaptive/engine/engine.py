@@ -27,6 +27,8 @@ from sparseflow.adaptive.engine.scheduler import Scheduler
 from sparseflow.adaptive.plan.adapter import Adapter, Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan
+from sparseflow.core.checks import check_at_least
+from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError
 
 _LOG = logging.getLogger(__name__)
@@ -40,22 +42,19 @@ class Engine:
         runtime: Plan runtime of the model.
         plans: Plans that may be chosen; requests without images run them without their tier. 8 to 16 plans
             are enough to trade accuracy for latency, and few enough for requests to share batches.
-        device: Device of the model; default: where it is.
         max_batch: Maximum number of concurrently decoding requests, over all plans.
         max_tokens: Maximum number of tokens of prompt and answer together. From its first request on, each
             distinct decode plan keeps keys and values of `max_batch * max_tokens` tokens.
         graphs: Whether to capture steps and prompts as CUDA graphs on a GPU.
-        batches: Padded batch sizes; default: doubling sizes.
         contexts: Padded context sizes; default: doubling sizes from 128.
         prompts: Padded prompt sizes; default: eight if prompts are captured, otherwise none.
-        kernel_patcher: Kernels used in captured forwards; default: those that the model and device support.
         fairness: A batch runs after at most this many steps of other batches, and a waiting request is
             admitted after at most this many requests that overtook it.
         queue_limit: Maximum number of waiting requests.
         start: Whether to start the thread. Without it, call `step`.
 
     Raises:
-        InputError: A count is out of range, there is no plan, or the model is on another device.
+        InputError: A count is out of range, or there is no plan.
         PlanError: The model cannot run one of the plans.
         ModelError: The model's attention does not support static slots.
     """
@@ -66,51 +65,40 @@ class Engine:
         runtime: PlanRuntime,
         *,
         plans: Sequence[Plan],
-        device: torch.device | str | None = None,
         max_batch: int = 8,
         max_tokens: int = 2048,
         graphs: bool = True,
-        batches: Sequence[int] | None = None,
         contexts: Sequence[int] | None = None,
         prompts: Sequence[int] | None = None,
-        kernel_patcher: KernelPatcher | None = None,
         fairness: int = 4,
         queue_limit: int = 1024,
         start: bool = True,
     ) -> None:
-        for name, value in (
-            ("max_batch", max_batch), ("max_tokens", max_tokens), ("fairness", fairness),
-            ("queue_limit", queue_limit),
-        ):  # fmt: skip
-            if value < 1:
-                raise InputError(f"`{name}` (={value}) must be at least 1")
+        check_at_least(
+            1, max_batch=max_batch, max_tokens=max_tokens, fairness=fairness, queue_limit=queue_limit
+        )
         if not plans:
             raise InputError("`plans` is empty; pass the plans that policies may choose")
         for plan in plans:
             runtime.check(plan)
         self.plans = tuple(dict.fromkeys(plans))
         self.max_batch, self.max_tokens = max_batch, max_tokens
-        model_device = _check_device(adapter, device)
-        self.graphs = GraphCache(model_device, enabled=graphs)
-        kernel_patcher = KernelPatcher(adapter) if kernel_patcher is None else kernel_patcher
+        self.graphs = GraphCache(next(adapter.decoder.parameters()).device, enabled=graphs)
+        kernel_patcher = KernelPatcher(adapter)
+        self._prefill = PrefillRunner(
+            adapter, runtime, self.graphs, kernel_patcher=kernel_patcher, tokens=max_tokens, sizes=prompts
+        )
+        self._decode = DecodeRunner(
+            adapter, runtime, self.graphs, kernel_patcher=kernel_patcher, rows=max_batch, tokens=max_tokens,
+            contexts=contexts,
+        )  # fmt: skip
         self._metrics = EngineMetrics()
         self._changed = threading.Condition(threading.RLock())
         self._adapter, self._queue_limit = adapter, queue_limit
         self._schedule = Scheduler(
             adapter,
-            PrefillRunner(
-                adapter, runtime, self.graphs, kernel_patcher=kernel_patcher, tokens=max_tokens, sizes=prompts
-            ),
-            DecodeRunner(
-                adapter,
-                runtime,
-                self.graphs,
-                kernel_patcher=kernel_patcher,
-                rows=max_batch,
-                tokens=max_tokens,
-                batches=batches,
-                contexts=contexts,
-            ),
+            self._prefill,
+            self._decode,
             plans=self.plans,
             max_batch=max_batch,
             max_tokens=max_tokens,
@@ -137,12 +125,12 @@ class Engine:
     @property
     def load(self) -> float:
         """Utilization, as in `EngineSnapshot`."""
-        return self._metrics.load(busy=self._has_work())
+        return self._metrics.load(busy=self.busy)
 
     @property
     def busy(self) -> bool:
         """Whether requests run or wait."""
-        return self._has_work()
+        return bool(self._schedule.busy or self._jobs or self._wake_requested)
 
     @property
     def busy_s(self) -> float:
@@ -152,12 +140,12 @@ class Engine:
     @property
     def prompts(self) -> tuple[int, ...]:
         """Padded prompt sizes; empty if prompts are not padded."""
-        return self._schedule.prompts
+        return self._prefill.sizes
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Padded context sizes of decode steps."""
-        return self._schedule.contexts
+        return self._decode.contexts
 
     def submit(
         self, request: GenerationRequest, listener: Callable[[RequestHandle], None] | None = None
@@ -190,24 +178,18 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Current counters and utilization."""
-        schedule, metrics, current_time_s = self._schedule, self._metrics, self._metrics.clock()
+        schedule, metrics = self._schedule, self._metrics
         with self._changed:
-            oldest_s = schedule.oldest_s()
             running = {batch.cache.plan.id: len(batch.rows) for batch in schedule.batches if batch.rows}
             return EngineSnapshot(
                 queued=schedule.waiting, running=sum(running.values()), slots=self.max_batch,
-                oldest_wait_ms=0.0 if oldest_s is None else (current_time_s - oldest_s) * 1e3,
-                load=metrics.load(busy=self._has_work()), tokens_per_s=metrics.tokens_per_s(),
-                submitted=metrics.submitted, ended=dict(metrics.ended), tokens=metrics.tokens,
-                plans=dict(metrics.plans), batches=running,
+                load=self.load, submitted=metrics.submitted, ended=dict(metrics.ended), batches=running,
                 cache_bytes=sum(batch.cache.memory_bytes for batch in schedule.batches),
                 captured=len(self.graphs.captured), uncaptured=tuple(self.graphs.failures.values()),
                 healthy=self._failure is None,
             )  # fmt: skip
 
-    def warm_up(
-        self, example: Inputs | None = None, *, progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    def warm_up(self, example: Inputs | None = None, *, progress: Progress | None = None) -> None:
         """Run every prompt and step size once, so that no request waits for a capture.
 
         During a capture, no other thread of the process may synchronize with the device.
@@ -215,7 +197,7 @@ class Engine:
         Args:
             example: Inputs of a request at the highest tier, with as many images of one size as requests will
                 have.
-            progress: Called with (tasks completed, tasks in total) on the engine's thread.
+            progress: Called on the engine's thread.
 
         Raises:
             InputError: Requests are running.
@@ -227,12 +209,12 @@ class Engine:
             if self._schedule.running:
                 raise InputError("requests are running; warm up before the first request")
             tasks = self._schedule.warm_up(example)
-            for count, task in enumerate(tasks):
+            for completed, task in enumerate(tasks, start=1):
                 if self._stopping == "now":
                     raise EngineStopped("the engine was shut down during the warm-up")
                 task()
                 if progress is not None:
-                    progress(count + 1, len(tasks))
+                    progress(f"warmed up {completed} of {len(tasks)} steps", completed / len(tasks))
 
         self._on_thread(work)
 
@@ -283,7 +265,7 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._has_work() or self._stopping is not None)
+                    self._changed.wait_for(lambda: self.busy or self._stopping is not None)
                     self._metrics.record_time(busy=False)
                     if self._is_over():
                         break
@@ -291,7 +273,7 @@ class Engine:
                 self._metrics.record_time(busy=True)
             self._abandon(EngineStopped("the engine was shut down before this request ended"))
         except BaseException as error:
-            # No caller may be left waiting, whatever the error.
+            # After any error, no caller may be left waiting.
             _LOG.exception("the engine failed")
             with self._changed:
                 self._failure = error
@@ -310,14 +292,11 @@ class Engine:
         if self._stopping is not None:
             raise EngineStopped("the engine is shut down")
 
-    def _has_work(self) -> bool:
-        return bool(self._schedule.busy or self._jobs or self._wake_requested)
-
     def _is_over(self) -> bool:
         if self._stopping is None:
             return False
         late = self._metrics.clock() >= self._deadline_s
-        return self._stopping == "now" or late or not self._has_work()
+        return self._stopping == "now" or late or not self.busy
 
     def _wake(self) -> None:
         with self._changed:
@@ -347,12 +326,3 @@ class Engine:
         completed.wait()
         if failed:
             raise failed[0]
-
-
-def _check_device(adapter: Adapter, device: torch.device | str | None) -> torch.device:
-    """Device of the model, which must match `device`."""
-    model_device = next(adapter.decoder.parameters()).device
-    requested = model_device if device is None else torch.device(device)
-    if requested.type != model_device.type or requested.index not in (None, model_device.index):
-        raise InputError(f"`device` (={device}) must be the model's device {model_device}")
-    return model_device

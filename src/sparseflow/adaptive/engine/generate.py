@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ from sparseflow.adaptive.engine.requests.request import (
     FixedPlan,
     GenerationRequest,
     PlanDecider,
+    RequestTimings,
+    as_policy,
     check_inputs,
     check_limits,
 )
@@ -68,27 +70,6 @@ class Timestamps:
 
 OnTokens = Callable[[list[int]], None]
 """Called with each new token of all rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestTimings:
-    """Time per phase of a call, as in `RequestOutput`.
-
-    Attributes:
-        queued_ms: From arrival to the start of the work.
-        decide_ms: Time in the policy.
-        vision_ms: From the start to the first block: vision encoder and embedding.
-        prefill_ms: From the first block to the first token, without the policy.
-        decode_ms: From the first to the last token.
-        total_ms: From arrival to the last token, on the CPU clock.
-    """
-
-    queued_ms: float
-    decide_ms: float
-    vision_ms: float
-    prefill_ms: float
-    decode_ms: float
-    total_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +119,8 @@ def generate(
     max_new_tokens: int = 64,
     budget_ms: float | None = None,
     received_s: float | None = None,
-    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    sampling: SamplingParams | None = None,
     stop: Collection[int] = (),
-    pad_id: int | None = None,
     max_total_tokens: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> GenerationResult:
@@ -154,9 +134,8 @@ def generate(
         max_new_tokens: Maximum number of tokens to generate, above 0.
         budget_ms: Time from arrival to the last token, for the policy.
         received_s: Arrival time on the `time.perf_counter` clock; default: now.
-        sampling: Sampling parameters, shared or per row; greedy by default.
-        stop: Token ids that end a row.
-        pad_id: Token after a row's end; default: the model's pad token or the stop token.
+        sampling: Sampling parameters of every row; greedy by default.
+        stop: Token ids that end a row; the model's pad token or a stop token fills the rest.
         max_total_tokens: Maximum number of tokens of prompt and answer; default: the model's context length.
         on_tokens: Called with each new token of all rows.
 
@@ -174,7 +153,7 @@ def generate(
         name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()
     }
     rows = len(inputs["input_ids"])
-    decide: Any = FixedPlan(plan=plan) if isinstance(plan, Plan) else plan
+    decide = as_policy(plan)
     if rows > 1 and not isinstance(decide, FixedPlan):
         raise InputError(f"a policy takes one row, not {rows}; pass a Plan for a batch")
     request: Any = None
@@ -189,8 +168,8 @@ def generate(
     plan_request = PlanRequest(
         decide, request, lambda: math.inf if request is None else request.remaining_ms(time.perf_counter())
     )
-    streams = [UniformStream(value) for value in _expand_sampling(sampling, rows)]
-    sampler = _TokenSampler(streams, frozenset(stop), _get_pad_id(adapter, pad_id, stop), on_tokens)
+    streams = [UniformStream(sampling or SamplingParams()) for _ in range(rows)]
+    sampler = _TokenSampler(streams, frozenset(stop), _get_pad_id(adapter, stop), on_tokens)
     with torch.no_grad():
         start_s = time.perf_counter()
         prompt, running_plan, times = _generate(
@@ -209,42 +188,20 @@ def generate(
     )
 
 
-def generate_on(
-    engine: Engine,
-    adapter: Adapter,
-    inputs: Inputs,
-    plan: Plan | PlanDecider,
-    *,
-    max_new_tokens: int = 64,
-    budget_ms: float | None = None,
-    received_s: float | None = None,
-    sampling: SamplingParams | None = None,
-    stop: Collection[int] = (),
-) -> GenerationResult:
+def generate_on(engine: Engine, adapter: Adapter, request: GenerationRequest) -> GenerationResult:
     """Generate tokens on an engine and wait for them.
 
     Args:
         engine: Engine of the model.
         adapter: Adapter of the model.
-        inputs: Inputs at the highest tier, one row.
-        plan: One of the engine's plans, or a policy that chooses one.
-        max_new_tokens: Maximum number of tokens to generate, above 0.
-        budget_ms: Time from arrival to the last token, for the policy.
-        received_s: Arrival time on the `time.perf_counter` clock; default: now.
-        sampling: Sampling parameters; greedy by default.
-        stop: Token ids that end the answer.
+        request: Request with one of the engine's plans, or a policy that chooses one.
 
     Raises:
-        InputError: A value is out of range, or the request does not fit.
+        InputError: The request does not fit.
         RequestRejected: The policy rejects the request, or the queue is full.
         RunError: The engine cannot run it: memory is exhausted, the plan is not the engine's, logits are NaN,
             or it stopped.
     """
-    request = GenerationRequest(
-        inputs=inputs, decide=FixedPlan(plan=plan) if isinstance(plan, Plan) else plan, stop=stop,
-        max_new_tokens=max_new_tokens, budget_ms=budget_ms, sampling=sampling or SamplingParams(),
-        received_s=time.perf_counter() if received_s is None else received_s,
-    )  # fmt: skip
     handle = engine.submit(request)
     try:
         output = handle.result()
@@ -252,17 +209,15 @@ def generate_on(
         # Without this the request of an interrupted call would continue.
         handle.cancel()
         raise
-    prompt = adapter.reduce_to_tier(inputs, output.plan.tier)["input_ids"]
+    prompt = adapter.reduce_to_tier(request.inputs, output.plan.tier)["input_ids"]
     return GenerationResult(
         sequences=torch.cat([prompt, prompt.new_tensor([output.tokens])], dim=1),
         prompt_tokens=prompt.shape[1],
         plan=output.plan,
         feasible=output.feasible,
         predicted_ms=output.predicted_ms,
-        budget_ms=budget_ms,
-        timings=RequestTimings(
-            **{field.name: getattr(output, field.name) for field in fields(RequestTimings)}
-        ),
+        budget_ms=request.budget_ms,
+        timings=output,
     )
 
 
@@ -275,10 +230,10 @@ class _TokenSampler:
     """
 
     def __init__(
-        self, draws: Sequence[UniformStream], stop: frozenset[int], pad_id: int, on_tokens: OnTokens | None
+        self, streams: Sequence[UniformStream], stop: frozenset[int], pad_id: int, on_tokens: OnTokens | None
     ) -> None:
-        self._draws, self._stop, self._pad_id, self._on_tokens = draws, stop, pad_id, on_tokens
-        self._finished_rows = [False] * len(draws)
+        self._streams, self._stop, self._pad_id, self._on_tokens = streams, stop, pad_id, on_tokens
+        self._finished_rows = [False] * len(streams)
         self.tokens: list[Tensor] = []
 
     @property
@@ -287,16 +242,13 @@ class _TokenSampler:
 
     def sample(self, logits: Tensor) -> Tensor:
         """Sample the next token of each row from logits [rows, vocabulary]."""
-        samplings = [draws.sampling for draws in self._draws]
-        sampled = sample_tokens(logits, samplings, [draws.next() for draws in self._draws]).tolist()
+        samplings = [stream.sampling for stream in self._streams]
+        sampled = sample_tokens(logits, samplings, [stream.next() for stream in self._streams]).tolist()
         if min(sampled) < 0:
             raise RunError("the model's logits are NaN; check its weights and inputs")
-        tokens = [
-            self._pad_id if over else token for token, over in zip(sampled, self._finished_rows, strict=True)
-        ]
-        self._finished_rows = [
-            over or token in self._stop for token, over in zip(sampled, self._finished_rows, strict=True)
-        ]
+        rows = list(zip(sampled, self._finished_rows, strict=True))
+        tokens = [self._pad_id if finished else token for token, finished in rows]
+        self._finished_rows = [finished or token in self._stop for token, finished in rows]
         self.tokens.append(torch.tensor(tokens, device=logits.device))
         if self._on_tokens is not None:
             self._on_tokens(tokens)
@@ -327,23 +279,16 @@ def _generate(
         mask = None
     cache = require("transformers.cache_utils", "adaptive").DynamicCache()
     logits_args = last_logits_args(adapter.model)
-    images = adapter.count_vision_tokens(reduced) > 0
-    with runtime.use_decided_plan(
-        choice.tier, choice.insertion_position, lambda hidden: plan_request.choose_plan(hidden[0, -1])
-    ) as running:
-
-        def entered(named: dict[str, Any]) -> None:
-            timestamps.record("blocks")
-            if plan_request.needs_replan:
-                if images:
-                    timestamps.wait()
-                running.insertion_position = plan_request.replan(choice.insertion_position)
-
-        with on_decoder_call(adapter, entered):
-            output: Any = adapter.model(
-                **{**reduced, "attention_mask": mask, "position_ids": position_ids}, past_key_values=cache,
-                use_cache=True, **logits_args,
-            )  # fmt: skip
+    with (
+        runtime.use_decided_plan(
+            choice.tier, choice.insertion_position, lambda hidden: plan_request.choose_plan(hidden[0, -1])
+        ) as running,
+        on_decoder_call(adapter, lambda _: timestamps.record("blocks")),
+    ):
+        output: Any = adapter.model(
+            **{**reduced, "attention_mask": mask, "position_ids": position_ids}, past_key_values=cache,
+            use_cache=True, **logits_args,
+        )  # fmt: skip
     assert running.plan is not None
     last = sampler.sample(output.logits[:, -1])
     timestamps.record("first")
@@ -367,21 +312,6 @@ def _generate(
     }  # fmt: skip
 
 
-def _expand_sampling(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, rows: int
-) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * rows
-    if len(sampling) != rows:
-        raise InputError(
-            f"`sampling` has {len(sampling)} entries; expected one, or one for each of {rows} rows"
-        )
-    return list(sampling)
-
-
-def _get_pad_id(adapter: Adapter, pad_id: int | None, stop: Collection[int]) -> int:
-    config = getattr(adapter.model, "generation_config", None)
-    for token in (pad_id, getattr(config, "pad_token_id", None)):
-        if token is not None:
-            return int(token)
-    return min(stop, default=0)
+def _get_pad_id(adapter: Adapter, stop: Collection[int]) -> int:
+    pad_id = getattr(getattr(adapter.model, "generation_config", None), "pad_token_id", None)
+    return min(stop, default=0) if pad_id is None else int(pad_id)

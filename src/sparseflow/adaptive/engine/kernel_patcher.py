@@ -76,24 +76,24 @@ class KernelPatcher:
         self.routers: dict[nn.Module, bool] = {}
         self.rotary_modules: list[ModuleType] = []
         if kernels:
+            from sparseflow.adaptive.kernels.experts import dense
+            from sparseflow.adaptive.kernels.experts import triton as few
             from sparseflow.adaptive.kernels.rms_norm.triton import DTYPES
 
-            norms = [module for module in adapter.decoder.modules() if _is_rms_norm(module)]
+            self._few_tokens, self._max_few_tokens = partial(_run_experts, few.experts), few.MAX_TOKENS
+            self._dense, self._is_dense_profitable = partial(_run_experts, dense.experts), dense.is_profitable
             self.experts = [
                 module
                 for module in self._stacked
-                if self._check_module(module, _experts_few_tokens)
-                and self._check_module(module, _experts_dense)
+                if all(self._check_module(module, forward) for forward in (self._few_tokens, self._dense))
             ]
             routers = [router for block in adapter.blocks if (router := adapter.router(block)) is not None]
-            self.routers = {
-                router: kind
-                for router in routers
-                if (kind := self._check_router(adapter, router)) is not None
-            }
+            normalized = {router: self._check_router(adapter, router) for router in routers}
+            self.routers = {router: value for router, value in normalized.items() if value is not None}
             files = {sys.modules[type(module).__module__] for module in modules}
-            self.rotary_modules = [router for router in files if self._check_rotary(router)]
+            self.rotary_modules = [file for file in files if self._check_rotary(file)]
             if self._dtype in DTYPES:
+                norms = [module for module in adapter.decoder.modules() if _is_rms_norm(module)]
                 self.norms = [module for module in norms if self._check_module(module, _rms_norm)]
 
     @contextmanager
@@ -132,22 +132,28 @@ class KernelPatcher:
                     module.forward = forward
 
     def _select_forward(self, module: nn.Module, tokens: int) -> Forward | None:
-        if module in self.experts and tokens <= _max_few_tokens():
-            return _experts_few_tokens
+        if module in self.experts and tokens <= self._max_few_tokens:
+            return self._few_tokens
         if self._device.type != "cuda":
             return None
         fallback: Forward | None = None
         if hasattr(module, "has_gate"):
             implementation = "grouped_mm" if self._dtype == torch.bfloat16 else "batched_mm"
-            if (
-                implementation == "grouped_mm"
-                or tokens * _expert_bytes_per_token(module) <= _MAX_COPIED_BYTES
-            ):
+            copied_bytes = tokens * _expert_bytes_per_token(module)
+            if implementation == "grouped_mm" or copied_bytes <= _MAX_COPIED_BYTES:
                 moe_integration = require("transformers.integrations.moe", "adaptive")
                 fallback = moe_integration.ALL_EXPERTS_FUNCTIONS[implementation]
         if module in self.experts:
-            return partial(_experts_many_tokens, fallback or type(module).forward)
+            return partial(self._run_many_tokens, fallback or type(module).forward)
         return fallback
+
+    def _run_many_tokens(
+        self, fallback: Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, *args: Tensor
+    ) -> Tensor:
+        """Dense experts if profitable, otherwise another forward."""
+        gate_up = module.get_parameter("gate_up_proj")
+        profitable = self._is_dense_profitable(len(hidden_states), top_k_index.shape[1], gate_up)
+        return (self._dense if profitable else fallback)(module, hidden_states, top_k_index, *args)
 
     def _route_tokens(self, router: nn.Module, top_k: int, hidden: Tensor) -> Any:
         """Routing by our kernel; None if it does not support the router."""
@@ -176,13 +182,9 @@ class KernelPatcher:
                 if output is None:
                     break
                 same_dtypes = scores.dtype == output[1].dtype and expert_ids.dtype == output[2].dtype
-                is_close = scores.shape == output[1].shape and compare_outputs(output[1], scores)[1]
-                if (
-                    same_dtypes
-                    and is_close
-                    and torch.equal(expert_ids, output[2])
-                    and compare_outputs(output[0], logits)[1]
-                ):
+                same_scores = scores.shape == output[1].shape and compare_outputs(output[1], scores)[1]
+                same_experts = torch.equal(expert_ids, output[2]) and compare_outputs(output[0], logits)[1]
+                if same_dtypes and same_scores and same_experts:
                     return normalized
         except Exception as error:  # A module that only looks similar may fail in any way.
             _LOG.info("%s keeps its own routing: %s", type(router).__name__, error)
@@ -225,11 +227,8 @@ class KernelPatcher:
             return False
         difference, is_close = compare_outputs(actual, expected)
         if not is_close:
-            _LOG.warning(
-                "%s keeps its own forward: the kernel differs by %.1e",
-                type(module).__name__,
-                difference,
-            )
+            name = type(module).__name__
+            _LOG.warning("%s keeps its own forward: the kernel differs by %.1e", name, difference)
         return is_close
 
 
@@ -320,38 +319,11 @@ class _RotaryPatch:
 _ROTARY_PATCH = _RotaryPatch()
 
 
-def _experts_many_tokens(
-    known: Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+def _run_experts(
+    kernel: Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Dense experts if profitable, otherwise a reference forward."""
-    from sparseflow.adaptive.kernels.experts.dense import is_profitable
-
-    enough = is_profitable(len(hidden_states), top_k_index.shape[1], module.get_parameter("gate_up_proj"))
-    return (_experts_dense if enough else known)(module, hidden_states, top_k_index, top_k_weights)
-
-
-def _experts_dense(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    from sparseflow.adaptive.kernels.experts.dense import experts
-
     gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    return experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
-
-
-def _max_few_tokens() -> int:
-    from sparseflow.adaptive.kernels.experts.triton import MAX_TOKENS
-
-    return MAX_TOKENS
-
-
-def _experts_few_tokens(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    from sparseflow.adaptive.kernels.experts.triton import experts
-
-    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    return experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
+    return kernel(hidden_states, top_k_index, top_k_weights, gate_up, down)
 
 
 def _rms_norm(module: nn.Module, hidden_states: Tensor) -> Tensor:

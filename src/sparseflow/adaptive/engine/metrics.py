@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,9 +18,6 @@ _BUSY_TIME_WEIGHT = 2.0
 _MAX_MISSED = 8.0
 """Expected arrivals without an arrival after which past arrivals lose weight."""
 
-RATE_S = 5.0
-"""Time window of the token rate."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
@@ -30,15 +27,11 @@ class EngineSnapshot:
         queued: Waiting requests.
         running: Decoding requests.
         slots: Maximum number of decoding requests.
-        oldest_wait_ms: Time since the arrival of the oldest waiting request.
         load: Utilization: fraction of recent requests that found the engine busy with others, 0 to 1; with
             few requests, fraction of busy time. Both agree for random arrivals, but a client that sends one
             request after another does not count as load for itself.
-        tokens_per_s: Recent token rate.
         submitted: Requests submitted.
         ended: Outcome -> requests: "finished", "refused", "cancelled", "failed", "stopped".
-        tokens: Tokens generated.
-        plans: Plan id -> requests that started decoding.
         batches: Decode plan id -> requests that decode now.
         cache_bytes: Size of the key-value caches.
         captured: Captured CUDA graphs.
@@ -49,13 +42,9 @@ class EngineSnapshot:
     queued: int
     running: int
     slots: int
-    oldest_wait_ms: float
     load: float
-    tokens_per_s: float
     submitted: int
     ended: Mapping[str, int]
-    tokens: int
-    plans: Mapping[str, int]
     batches: Mapping[str, int]
     cache_bytes: int
     captured: int
@@ -74,17 +63,13 @@ class EngineMetrics:
 
     clock: Callable[[], float] = time.perf_counter
     submitted: int = 0
-    tokens: int = 0
     busy_s: float = 0.0
     ended: Counter[str] = field(default_factory=Counter)
-    plans: Counter[str] = field(default_factory=Counter)
     _utilization: float = 0.0
     _last_time_s: float | None = None
     _arrivals: float = 0.0
     _busy_arrivals: float = 0.0
     _last_arrival_s: float | None = None
-    _first_token_s: float = math.inf
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def record_time(self, busy: bool) -> None:
@@ -101,20 +86,9 @@ class EngineMetrics:
         with self._lock:
             time_s = self.clock()
             decay = self._arrival_decay(time_s)
-            self._arrivals, self._busy_arrivals, self._last_arrival_s = (
-                self._arrivals * decay + 1.0,
-                self._busy_arrivals * decay + busy,
-                time_s,
-            )
-
-    def record_tokens(self, count: int) -> None:
-        """Count generated tokens."""
-        with self._lock:
-            time_s = self.clock()
-            self._first_token_s = min(self._first_token_s, time_s)
-            self.tokens += count
-            self._recent.append((time_s, count))
-            self._prune(time_s)
+            self._arrivals = self._arrivals * decay + 1.0
+            self._busy_arrivals = self._busy_arrivals * decay + busy
+            self._last_arrival_s = time_s
 
     def load(self, *, busy: bool) -> float:
         """Current utilization; `busy` is the state since the last `record_time`."""
@@ -125,15 +99,6 @@ class EngineMetrics:
             return (self._busy_arrivals * decay + _BUSY_TIME_WEIGHT * share) / (
                 self._arrivals * decay + _BUSY_TIME_WEIGHT
             )
-
-    def tokens_per_s(self) -> float:
-        """Recent token rate."""
-        with self._lock:
-            time_s = self.clock()
-            self._prune(time_s)
-            # Shortly after the first token the window is shorter.
-            span = min(RATE_S, max(time_s - self._first_token_s, 1e-3))
-            return sum(count for _, count in self._recent) / span
 
     def _arrival_decay(self, time_s: float) -> float:
         """Weight of past arrivals; vanishes soon when arrivals stop, for example because all are refused."""
@@ -148,7 +113,3 @@ class EngineMetrics:
         elapsed_s = 0.0 if self._last_time_s is None else max(0.0, time_s - self._last_time_s)
         decay = math.exp(-elapsed_s / BUSY_S)
         return self._utilization * decay + (1.0 - decay) * busy
-
-    def _prune(self, time_s: float) -> None:
-        while self._recent and self._recent[0][0] < time_s - RATE_S:
-            self._recent.popleft()

@@ -82,17 +82,7 @@ class Scheduler:
         )
         self._queue: deque[RequestHandle] = deque()
         self._batches: dict[Plan, DecodeBatch] = {}
-        self._beginning = 0
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """Padded prompt sizes."""
-        return self._prefill.sizes
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Padded context sizes."""
-        return self._steps.contexts
+        self._num_prefilling = 0
 
     @property
     def waiting(self) -> int:
@@ -102,7 +92,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether requests wait, decode or are being prefilled."""
-        return bool(self._queue or self._beginning or self.running)
+        return bool(self._queue or self._num_prefilling or self.running)
 
     @property
     def running(self) -> int:
@@ -120,11 +110,6 @@ class Scheduler:
         with self._lock:
             self._queue.append(handle)
 
-    def oldest_s(self) -> float | None:
-        """Earliest arrival time of the waiting requests."""
-        with self._lock:
-            return min((handle.request.received_s for handle in self._queue), default=None)
-
     def step(self) -> bool:
         """Run one step.
 
@@ -134,7 +119,7 @@ class Scheduler:
         Raises:
             RuntimeError: The device is unusable.
         """
-        self._sweep()
+        self._remove_cancelled()
         admitted = self._admit()
         decoded = self._decode()
         return admitted or decoded
@@ -175,8 +160,7 @@ class Scheduler:
             tasks += self._steps.warm_up(batch.cache)
         return tasks
 
-    def _sweep(self) -> None:
-        """Remove cancelled requests."""
+    def _remove_cancelled(self) -> None:
         with self._lock:
             cancelled = [handle for handle in self._queue if handle.cancelled]
             for handle in cancelled:
@@ -197,11 +181,11 @@ class Scheduler:
             group = self._admission.select_group(self._next_waiting(), self._queue)[:free]
             for handle in group:
                 self._queue.remove(handle)
-            self._beginning = len(group)
+            self._num_prefilling = len(group)
         try:
             self._prefill_group(group)
         finally:
-            self._beginning = 0
+            self._num_prefilling = 0
         return True
 
     def _next_waiting(self) -> RequestHandle:
@@ -225,7 +209,6 @@ class Scheduler:
             self._recover(handles, error, retry=retry)
             return
         for row, token in zip(rows, tokens, strict=True):
-            self._metrics.plans[row.plan.id] += 1
             self._deliver(self.batch(row.plan), row, token)
 
     def _recover(self, handles: Sequence[RequestHandle], error: Exception, *, retry: bool) -> None:
@@ -238,15 +221,11 @@ class Scheduler:
                 self._prefill_group([handle], retry=len(handles) > 1)
             return
         (handle,) = handles
-        if isinstance(error, RequestRejected):
-            self._end(handle, error, "refused")
-        elif isinstance(error, RequestCancelled):
-            self._end(handle, error, "cancelled")
-        elif isinstance(error, SparseFlowError):
-            self._end(handle, error, "failed")
-        else:
+        outcomes = {RequestRejected: "refused", RequestCancelled: "cancelled"}
+        if not isinstance(error, SparseFlowError):
             _LOG.warning("request %s failed before its first token", handle.request.id, exc_info=error)
-            self._end(handle, make_request_error(error, handle.request.id), "failed")
+            error = make_request_error(error, handle.request.id)
+        self._end(handle, error, outcomes.get(type(error), "failed"))
 
     def _decode(self) -> bool:
         """Run a step of the next batch."""
@@ -274,7 +253,6 @@ class Scheduler:
             self._end(row.handle, make_request_error(ValueError("its logits are NaN"), request.id), "failed")
             return
         row.tokens.append(token)
-        self._metrics.record_tokens(1)
         reason: Reason | None = None
         if token in request.stop:
             reason = "stop"
@@ -284,11 +262,11 @@ class Scheduler:
             row.handle.append_token(token)
             return
         batch.drop(row)
-        finished = self._finished(row, reason)
+        output = self._make_output(row, reason)
         row.handle.append_token(token)
-        self._end(row.handle, finished, "finished")
+        self._end(row.handle, output, "finished")
 
-    def _finished(self, row: BatchRow, reason: Reason) -> RequestOutput:
+    def _make_output(self, row: BatchRow, reason: Reason) -> RequestOutput:
         request, times, end_s = row.handle.request, row.times, self._clock()
         # The remaining policy time fell between the first block and the first token.
         policy_in_prefill_s = times.policy_s - times.policy_before_s

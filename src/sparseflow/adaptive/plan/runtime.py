@@ -136,7 +136,7 @@ class PlanRuntime:
         """
         self.check(plan)
         execution = PlanExecution(tier=plan.tier, insertion_position=plan.insertion_position, plan=plan)
-        with self._activate(execution) as running:
+        with self.activate(execution) as running:
             yield running
 
     @contextmanager
@@ -159,7 +159,7 @@ class PlanRuntime:
             Plan(tier=tier, insertion_position=insertion_position, top_k=geometry.top_k, blocks=all_blocks)
         )
         first = PlanExecution(tier=tier, insertion_position=insertion_position, plan=None, decide=decide)
-        with self._activate(first) as running:
+        with self.activate(first) as running:
             yield running
 
     def check(self, plan: Plan) -> None:
@@ -194,7 +194,8 @@ class PlanRuntime:
         self._narrowed_routers.clear()
 
     @contextmanager
-    def _activate(self, running: PlanExecution) -> Iterator[PlanExecution]:
+    def activate(self, running: PlanExecution) -> Iterator[PlanExecution]:
+        """Run calls of the model in this context and thread with an execution state."""
         if not self.installed:
             raise InputError("the model was detached; attach again")
         token = self._running.set(running)

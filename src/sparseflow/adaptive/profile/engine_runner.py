@@ -46,6 +46,7 @@ from sparseflow.adaptive.profile.memory import check_cache_memory
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.adaptive.profile.runner import RequestTimes, describe_computation
 from sparseflow.adaptive.profile.storage import PlanProfile
+from sparseflow.core.checks import check_at_least, check_between
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import InputError, RunError
 
@@ -155,11 +156,9 @@ class EngineRunner:
                 there is no example.
             RunError: The background requests failed.
         """
-        if text_tokens < 1 or steps < 0 or not 1 <= batch <= self._max_batch:
-            raise InputError(
-                f"`text_tokens` (={text_tokens}) must be at least 1, `steps` (={steps}) not negative, and "
-                f"`batch` (={batch}) from 1 to {self._max_batch}"
-            )
+        check_at_least(1, text_tokens=text_tokens)
+        check_at_least(0, steps=steps)
+        check_between(1, self._max_batch, batch=batch)
         engine, traffic = self._get_engine(plan)
         inputs = make_full_prompt(self._prompts, plan, text_tokens)
         token_times_s: list[float] = []
@@ -239,7 +238,7 @@ class EngineRunner:
         self._engine = self._create_engine(plans)
         try:
             if self._engine.graphs.enabled:
-                self._engine.warm_up(self._example, progress=self._report_warm_up)
+                self._engine.warm_up(self._example, progress=self._progress)
             prompts = RandomPrompts(self._adapter, self._example, device="cpu", seed=self._seed + 1)
             self._traffic = BackgroundTraffic(
                 self._engine, plans, prompts, self._mix, settle_s=self._settle_s, seed=self._seed
@@ -247,10 +246,6 @@ class EngineRunner:
         except BaseException:
             self.close()
             raise
-
-    def _report_warm_up(self, completed: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(f"recorded {completed} of {total}", completed / total)
 
     def _create_engine(self, plans: Sequence[Plan], *, start: bool = True) -> Engine:
         return Engine(

@@ -64,7 +64,6 @@ def create_model_app(
         folder.tokenizer,
         context=max_tokens,
         image_processor=folder.image_processor,
-        stop=attached.stop,
         lowest=tiers[0] if tiers else "low",
     )
     slots = max_batch_size or settings.get("max_batch", 8)
@@ -78,8 +77,7 @@ def create_model_app(
     )
     engine = Engine(attached.adapter, attached.runtime, plans=plans, max_batch=slots, max_tokens=max_tokens)
     engine.warm_up(
-        None if folder.image_processor is None else make_example_prompt(folder).inputs,
-        progress=lambda step, total: progress(f"warmed {step} of {total} steps", step / total),
+        None if folder.image_processor is None else make_example_prompt(folder).inputs, progress=progress
     )
     backend = EngineBackend(engine, decider=make_job_decider(selector), forecast=forecast, stop=attached.stop)
     return create_app(Service(model_name, backend, prompts))

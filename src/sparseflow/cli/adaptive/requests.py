@@ -62,12 +62,7 @@ def generate(
     inputs = folder.prompt(prompt, image or []).inputs
     with attached:
         with progress_bar() as progress:
-            attached.warm_up(
-                progress=lambda completed, total: progress(
-                    f"warmed {completed} of {total} steps", completed / total
-                ),
-                **inputs,
-            )
+            attached.warm_up(progress=progress, **inputs)
         result = attached.generate(
             latency_budget_ms=budget_ms,
             on_infeasible=on_infeasible,

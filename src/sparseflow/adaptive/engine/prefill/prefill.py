@@ -23,7 +23,7 @@ from sparseflow.adaptive.engine.kernel_patcher import KernelPatcher, compare_out
 from sparseflow.adaptive.engine.prefill.embedding import PromptEmbedder, move_to_device, on_decoder_call
 from sparseflow.adaptive.engine.prefill.split_prefill import (
     AllocateSlots,
-    DecidePlan,
+    ChoosePlan,
     PrefillOutput,
     SplitPrefill,
 )
@@ -31,12 +31,8 @@ from sparseflow.adaptive.plan.adapter import Adapter, Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.core.extras import require
-from sparseflow.errors import PlanError
 
 _LOG = logging.getLogger(__name__)
-
-Replan = Callable[[int], int]
-"""Maps the chosen insertion position to the one to use."""
 
 
 class PrefillRunner:
@@ -46,7 +42,7 @@ class PrefillRunner:
         adapter: Adapter of the model.
         runtime: Plan runtime of the model.
         graphs: CUDA graphs of the parts.
-        kernel_patcher: Kernels used in captured parts; default: those that the model supports.
+        kernel_patcher: Kernels used in captured parts.
         tokens: Maximum number of tokens of a request.
         sizes: Padded sizes of split prompts; longer prompts and several rows run in one piece. Default: eight
             sizes up to `tokens` if graphs are captured, otherwise none.
@@ -58,7 +54,7 @@ class PrefillRunner:
         runtime: PlanRuntime,
         graphs: GraphCache,
         *,
-        kernel_patcher: KernelPatcher | None = None,
+        kernel_patcher: KernelPatcher,
         tokens: int,
         sizes: Sequence[int] | None = None,
     ) -> None:
@@ -69,16 +65,10 @@ class PrefillRunner:
         if sizes is None:
             sizes = _default_sizes(tokens) if graphs.enabled else ()
         if sizes:
-            kernel_patcher = KernelPatcher(adapter) if kernel_patcher is None else kernel_patcher
             padded_sizes = sorted({min(size, tokens) for size in sizes})
+            uncaptured = GraphCache(self._device, enabled=False)
             if self._check_split(
-                SplitPrefill(
-                    adapter,
-                    runtime,
-                    GraphCache(self._device, enabled=False),
-                    kernel_patcher,
-                    padded_sizes[:1],
-                )
+                SplitPrefill(adapter, runtime, uncaptured, kernel_patcher, padded_sizes[:1])
             ):
                 self._split = SplitPrefill(adapter, runtime, graphs, kernel_patcher, padded_sizes)
                 self._embedder = PromptEmbedder(adapter, graphs, padded_sizes, self._split.input_buffer)
@@ -95,9 +85,9 @@ class PrefillRunner:
         position: int,
         *,
         images: bool,
-        replan: Replan,
-        decide: DecidePlan,
+        decide: ChoosePlan,
         allocate: AllocateSlots,
+        on_first_block: Callable[[], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> PrefillOutput:
         """Run prompts of one plan.
@@ -107,24 +97,30 @@ class PrefillRunner:
             tier: Chosen tier.
             position: Chosen insertion position.
             images: Whether the prompts have images.
-            replan: Called after the vision encoder; with images the device has finished it by then.
             decide: Maps the latency token of the first row to the plan.
             allocate: Called when the plan is known.
+            on_first_block: Called before the first block; the device has finished the vision encoder by then.
             meanwhile: Called while a GPU runs the first part of a split prompt.
 
         Raises:
             PlanError: The decisions are inconsistent, or the model cannot run them.
         """
+
+        def enter_blocks() -> None:
+            if images and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            if on_first_block is not None:
+                on_first_block()
+
         parts, embedded = self._split, self._embed(inputs, images)
         if parts is None or embedded is None:
-            return self._run_whole(inputs, tier, position, images, replan, decide, allocate)
+            return self._run_whole(inputs, tier, position, decide, allocate, enter_blocks)
         if self._device.type != "cuda":
             meanwhile = None
         if meanwhile is not None and images:
             meanwhile()
             meanwhile = None
-        self._wait_for_vision(images)
-        position = self._replan(replan, position)
+        enter_blocks()
         return parts.run(embedded, tier, position, decide, allocate, meanwhile)
 
     def warm_up(
@@ -150,15 +146,7 @@ class PrefillRunner:
         def run_whole() -> None:
             text = replace(plan, tier=None)
             ids = torch.zeros(1, min(8, cache.tokens), dtype=torch.int64, device=self._device)
-            self._run_whole(
-                {"input_ids": ids},
-                None,
-                plan.insertion_position,
-                False,
-                _keep_position,
-                lambda _: text,
-                allocate,
-            )
+            self._run_whole({"input_ids": ids}, None, plan.insertion_position, lambda _: text, allocate)
             cache.release(0)
 
         vision_tasks = [] if example is None or self._embedder is None else self._embedder.warm_up(example)
@@ -169,33 +157,27 @@ class PrefillRunner:
         inputs: Inputs,
         tier: Tier | None,
         position: int,
-        images: bool,
-        replan: Replan,
-        decide: DecidePlan,
+        decide: ChoosePlan,
         allocate: AllocateSlots,
+        on_first_block: Callable[[], None] = lambda: None,
     ) -> PrefillOutput:
         cache = require("transformers.cache_utils", "adaptive").DynamicCache()
         device_inputs = move_to_device(inputs, self._device)
         position_ids, next_position = self.adapter.compute_positions(device_inputs)
-        with self.runtime.use_decided_plan(tier, position, lambda hidden: decide(hidden[0, -1])) as running:
-
-            def entered(named: dict[str, Any]) -> None:
-                self._wait_for_vision(images)
-                running.insertion_position = self._replan(replan, position)
-
-            with on_decoder_call(self.adapter, entered):
-                output: Any = self.adapter.model(
-                    **{**device_inputs, "position_ids": position_ids}, past_key_values=cache, use_cache=True,
-                    **last_logits_args(self.adapter.model),
-                )  # fmt: skip
+        with (
+            self.runtime.use_decided_plan(tier, position, lambda hidden: decide(hidden[0, -1])) as running,
+            on_decoder_call(self.adapter, lambda _: on_first_block()),
+        ):
+            output: Any = self.adapter.model(
+                **{**device_inputs, "position_ids": position_ids}, past_key_values=cache, use_cache=True,
+                **last_logits_args(self.adapter.model),
+            )  # fmt: skip
         assert running.plan is not None
         slot_cache, slots = allocate(running.plan)
         for row, slot in enumerate(slots):
             slot_cache.copy_from(slot, cache, row=row)
         return PrefillOutput(
             plan=running.plan,
-            cache=slot_cache,
-            slots=tuple(slots),
             ropes=tuple((next_position - device_inputs["input_ids"].shape[1]).tolist()),
             logits=output.logits[:, -1],
         )
@@ -209,20 +191,9 @@ class PrefillRunner:
             return None
         return self._embedder.embed(inputs, images=images)
 
-    def _replan(self, replan: Replan, position: int) -> int:
-        new_position, positions = replan(position), self.adapter.geometry.positions
-        if new_position not in positions:
-            raise PlanError(f"`insertion_position` (={new_position}) must be one of {positions}")
-        return new_position
-
-    def _wait_for_vision(self, images: bool) -> None:
-        if images and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     @torch.no_grad()
     def _check_split(self, parts: SplitPrefill) -> bool:
-        """Whether a split prompt gives the same logits; it does not if the decoder is more than its
-        blocks."""
+        """Whether a split prompt gives the same logits, so the decoder is only its blocks."""
         geometry, state = self.adapter.geometry, len(self.adapter.state)
         plan = replace(geometry.full_plan(images=False), insertion_position=geometry.positions[-1])
         tokens = min(4, parts.sizes[0])
@@ -234,18 +205,12 @@ class PrefillRunner:
             return cache, [cache.allocate()]
 
         ids, position = torch.arange(tokens, device=self._device)[None], plan.insertion_position
-        expected = self._run_whole(
-            {"input_ids": ids}, None, position, False, _keep_position, lambda _: plan, allocate
-        ).logits
+        expected = self._run_whole({"input_ids": ids}, None, position, lambda _: plan, allocate).logits
         actual = parts.run(self.adapter.embed(ids), None, position, lambda _: plan, allocate).logits
         difference, is_close = compare_outputs(actual, expected)
         if not is_close:
             _LOG.warning("prompts run in one piece, not captured: split logits differ by %.1e", difference)
         return is_close
-
-
-def _keep_position(position: int) -> int:
-    return position
 
 
 def _default_sizes(tokens: int) -> tuple[int, ...]:

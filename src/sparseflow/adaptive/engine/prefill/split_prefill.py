@@ -28,7 +28,7 @@ from sparseflow.errors import PlanError
 AllocateSlots = Callable[[Plan], tuple[SlotCache, list[int]]]
 """Maps a plan to its cache and newly allocated slots for the rows."""
 
-DecidePlan = Callable[[Tensor], Plan]
+ChoosePlan = Callable[[Tensor], Plan]
 """Maps the latency token [d] to the plan."""
 
 
@@ -38,8 +38,6 @@ class PrefillOutput:
 
     Attributes:
         plan: Chosen plan.
-        cache: Cache of the prompts.
-        slots: Slot of each row.
         ropes: Offset from cache index to rotary position of each row.
         logits: Logits of the first new token, [rows, vocabulary]; the next prompt may overwrite them.
         best: Most probable first token of each row, [rows] int64, as from `argmax_tokens`; may be
@@ -47,8 +45,6 @@ class PrefillOutput:
     """
 
     plan: Plan
-    cache: SlotCache
-    slots: tuple[int, ...]
     ropes: tuple[int, ...]
     logits: Tensor
     best: Tensor | None = None
@@ -87,12 +83,8 @@ class SplitPrefill:
         kernel_patcher: KernelPatcher,
         sizes: Sequence[int],
     ) -> None:
-        self.adapter, self.runtime, self.graphs, self.kernel_patcher = (
-            adapter,
-            runtime,
-            graphs,
-            kernel_patcher,
-        )
+        self.adapter, self.runtime, self.graphs = adapter, runtime, graphs
+        self.kernel_patcher = kernel_patcher
         self.sizes = tuple(sizes)
         weight = next(adapter.decoder.parameters())
         self._last_index, self._slot, self._zero = torch.zeros(3, 1, dtype=torch.int64, device=weight.device)
@@ -110,7 +102,7 @@ class SplitPrefill:
         embedded: Tensor,
         tier: Tier | None,
         position: int,
-        decide: DecidePlan,
+        decide: ChoosePlan,
         allocate: AllocateSlots,
         meanwhile: Callable[[], None] | None = None,
     ) -> PrefillOutput:
@@ -152,9 +144,7 @@ class SplitPrefill:
         self.graphs.run(key, partial(self._run_second_part, cache, position, size))
         cache.advance([slot], tokens)
         assert self._logits is not None
-        return PrefillOutput(
-            plan=plan, cache=cache, slots=(slot,), ropes=(0,), logits=self._logits[None], best=self._best
-        )
+        return PrefillOutput(plan=plan, ropes=(0,), logits=self._logits[None], best=self._best)
 
     def _run_first_part(self, position: int, size: int) -> None:
         """Run the blocks before the insertion."""
@@ -201,7 +191,7 @@ class SplitPrefill:
             tier=None, insertion_position=plan.insertion_position, plan=plan, after=position
         )
         with (
-            self.runtime._activate(execution),
+            self.runtime.activate(execution),
             cache.prefilling(self._slot, after=position),
             self.kernel_patcher.patch(size, execution),
         ):

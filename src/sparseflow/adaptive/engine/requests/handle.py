@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 
 from sparseflow.adaptive.engine.requests.request import GenerationRequest, RequestOutput
 
@@ -61,7 +60,10 @@ class RequestHandle:
         with self._changed:
             if not self._changed.wait_for(lambda: self._outcome is not None, timeout_s):
                 raise TimeoutError(f"request {self.request.id} has not ended after {timeout_s} s")
-        return self._get_outcome()
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
     def add_listener(self, callback: Callable[[], None]) -> None:
         """Call a function on every change, on the engine's thread; immediately if there already is one."""
@@ -70,44 +72,6 @@ class RequestHandle:
             new = bool(self._tokens) or self._outcome is not None
         if new:
             self._notify([callback])
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the tokens as they are generated; raises like `result`."""
-        position = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda start=position: len(self._tokens) > start or self._outcome is not None
-                )
-                new = self._tokens[position:]
-            yield from new
-            position += len(new)
-            if not new:
-                self._get_outcome()
-                return
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        """Iterate over the tokens in a coroutine."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            # The loop may be closed before a late token arrives.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(changed.set)
-
-        self.add_listener(notify)
-        position = 0
-        while True:
-            ended = self.finished
-            new = self.tokens[position:]
-            for token in new:
-                yield token
-            position += len(new)
-            if ended:
-                self._get_outcome()
-                return
-            await changed.wait()
-            changed.clear()
 
     def append_token(self, token: int) -> None:
         """Add a token; called by the engine."""
@@ -124,12 +88,6 @@ class RequestHandle:
             self._outcome = ended
             self._changed.notify_all()
         self._notify(self._listeners)
-
-    def _get_outcome(self) -> RequestOutput:
-        assert self._outcome is not None
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
 
     def _notify(self, listeners: list[Callable[[], None]]) -> None:
         for listener in list(listeners):

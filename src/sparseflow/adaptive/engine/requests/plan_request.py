@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseflow.adaptive.engine.requests.request import (
+    Decision,
     GenerationRequest,
     InitialDecision,
     PlanDecider,
@@ -16,7 +17,6 @@ from sparseflow.adaptive.engine.requests.request import (
     Rejection,
     RequestRejected,
     SupportsPreparation,
-    SupportsReplanning,
 )
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.errors import PlanError
@@ -44,34 +44,24 @@ class PlanRequest:
         plans: Collection[Plan] | None = None,
     ) -> None:
         self._policy, self._request, self._remaining_ms, self._plans = decide, request, remaining_ms, plans
-        self._choice: InitialDecision | None = None
-        self._decision: PlanDecision | None = None
+        self._decisions: list[Decision] = []
         self.policy_s = 0.0
-
-    @property
-    def needs_replan(self) -> bool:
-        """Whether the policy replans after the vision encoder."""
-        return isinstance(self._policy, SupportsReplanning)
 
     @property
     def feasible(self) -> bool:
         """Whether the policy expects the budget to be met."""
-        return all(decision.feasible for decision in self._decisions())
+        return all(decision.feasible for decision in self._decisions)
 
     @property
     def predicted_ms(self) -> float | None:
         """Latency expected by the latest decision."""
-        predictions = [
-            decision.predicted_ms for decision in self._decisions() if decision.predicted_ms is not None
-        ]
-        return predictions[-1] if predictions else None
+        predictions = (decision.predicted_ms for decision in reversed(self._decisions))
+        return next((predicted for predicted in predictions if predicted is not None), None)
 
     def limit(self, max_new_tokens: int) -> int:
         """Maximum number of tokens to generate, at most `max_new_tokens`."""
-        limits = [
-            decision.max_new_tokens for decision in self._decisions() if decision.max_new_tokens is not None
-        ]
-        return min([max_new_tokens, *limits])
+        limits = (decision.max_new_tokens for decision in self._decisions)
+        return min([max_new_tokens, *(limit for limit in limits if limit is not None)])
 
     def choose_initial(self) -> InitialDecision:
         """Decide before the vision encoder.
@@ -87,20 +77,13 @@ class PlanRequest:
             raise PlanError(
                 f"`choose_initial` must return an InitialDecision or a Rejection, not {decision!r}"
             )
-        self._choice = decision
+        self._decisions.append(decision)
         return decision
 
     def prepare(self) -> None:
         """Let the policy prepare while the device works; not counted as policy time."""
         if isinstance(self._policy, SupportsPreparation):
             self._policy.prepare(self._request)
-
-    def replan(self, position: int) -> int:
-        """Insertion position to use after the vision encoder."""
-        decide, choice = self._policy, self._choice
-        if choice is None or not isinstance(decide, SupportsReplanning):
-            return position
-        return self._time_call(lambda: decide.replan(self._request, choice, self._remaining_ms()))
 
     def choose_plan(self, latency_token: Tensor) -> Plan:
         """Decide at the insertion.
@@ -116,11 +99,8 @@ class PlanRequest:
             raise PlanError(f"`choose_plan` must return a Plan or a PlanDecision, not {answer!r}")
         if self._plans is not None and decision.plan not in self._plans:
             raise PlanError(f"{decision.plan.id} is not one of the {len(self._plans)} plans of this engine")
-        self._decision = decision
+        self._decisions.append(decision)
         return decision.plan
-
-    def _decisions(self) -> list[InitialDecision | PlanDecision]:
-        return [decision for decision in (self._choice, self._decision) if decision is not None]
 
     def _time_call(self, call: Callable[[], Any]) -> Any:
         start_s = time.perf_counter()

@@ -1,9 +1,8 @@
 """Requests, policies that decide how they run, and results.
 
-A policy is queried up to three times with the remaining budget: before the vision encoder, for tier and
-insertion position (or a rejection); optionally after it, for the position again; and at the insertion, for
-the plan. It also decides whether an infeasible request runs anyway or is truncated. While a GPU works it may
-prepare its next decision.
+A policy is queried twice with the remaining budget: before the vision encoder, for tier and insertion
+position (or a rejection); and at the insertion, for the plan. It also decides whether an infeasible request
+runs anyway or is truncated. While a GPU works it may prepare its next decision.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.space import Plan, Tier
+from sparseflow.core.checks import check_at_least, check_positive
 from sparseflow.errors import InputError, RunError
 
 Reason = Literal["stop", "length", "truncated"]
@@ -58,25 +58,30 @@ class EngineStopped(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitialDecision:
-    """Decision before the vision encoder.
+class Decision:
+    """Expectations of a policy, common to both decisions.
 
     Attributes:
-        tier: Tier of the plan.
-        insertion_position: Insertion position of the plan.
         max_new_tokens: Reduced number of tokens, to meet the budget; None for the requested number.
         feasible: Whether the budget is expected to be met.
         predicted_ms: Expected time from arrival to the last token.
     """
 
-    tier: Tier | None
-    insertion_position: int
     max_new_tokens: int | None = None
     feasible: bool = True
     predicted_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _check_new_tokens(self.max_new_tokens)
+        if self.max_new_tokens is not None:
+            check_at_least(1, max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialDecision(Decision):
+    """Tier and insertion position, decided before the vision encoder."""
+
+    tier: Tier | None
+    insertion_position: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +93,10 @@ class Rejection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanDecision:
-    """A plan with expectations; the other attributes are those of `InitialDecision`."""
+class PlanDecision(Decision):
+    """The plan, decided at the insertion."""
 
     plan: Plan
-    max_new_tokens: int | None = None
-    feasible: bool = True
-    predicted_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_new_tokens(self.max_new_tokens)
 
 
 class PlanDecider(Protocol):
@@ -129,15 +128,6 @@ class PlanDecider(Protocol):
 
 
 @runtime_checkable
-class SupportsReplanning(Protocol):
-    """A policy that is also queried after the vision encoder."""
-
-    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        """Choose the insertion position to use."""
-        ...
-
-
-@runtime_checkable
 class SupportsPreparation(Protocol):
     """A policy that prepares its decision at the insertion while the device works."""
 
@@ -157,6 +147,11 @@ class FixedPlan:
 
     def choose_plan(self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float) -> Plan:
         return self.plan
+
+
+def as_policy(plan: Plan | PlanDecider) -> PlanDecider:
+    """Policy that always returns a plan; a policy is returned unchanged."""
+    return FixedPlan(plan=plan) if isinstance(plan, Plan) else plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +202,28 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOutput:
+class RequestTimings:
+    """Time per phase of a request.
+
+    Attributes:
+        queued_ms: From arrival to the start of the work.
+        decide_ms: Time in the policy.
+        vision_ms: From the start to the first block: vision encoder and embedding.
+        prefill_ms: From the first block to the first token, without the policy.
+        decode_ms: From the first to the last token.
+        total_ms: From arrival to the last token, on the CPU clock.
+    """
+
+    queued_ms: float
+    decide_ms: float
+    vision_ms: float
+    prefill_ms: float
+    decode_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput(RequestTimings):
     """Result of a request.
 
     Attributes:
@@ -218,12 +234,6 @@ class RequestOutput:
         feasible: Whether the policy expected the budget to be met.
         predicted_ms: Latency that the policy expected.
         budget_ms: Budget of the request.
-        queued_ms: From arrival to the start of the work.
-        decide_ms: Time in the policy.
-        vision_ms: From the start to the first block: vision encoder and embedding.
-        prefill_ms: From the first block to the first token, without the policy.
-        decode_ms: From the first to the last token.
-        total_ms: From arrival to the last token.
     """
 
     tokens: tuple[int, ...]
@@ -233,12 +243,6 @@ class RequestOutput:
     feasible: bool
     predicted_ms: float | None
     budget_ms: float | None
-    queued_ms: float
-    decide_ms: float
-    vision_ms: float
-    prefill_ms: float
-    decode_ms: float
-    total_ms: float
 
     @property
     def budget_met(self) -> bool | None:
@@ -280,14 +284,6 @@ def check_limits(max_new_tokens: int, budget_ms: float | None) -> None:
     Raises:
         InputError: One is out of range.
     """
-    _check_new_tokens(max_new_tokens)
-    number = isinstance(budget_ms, int | float) and not isinstance(budget_ms, bool)
-    if budget_ms is not None and not (number and math.isfinite(budget_ms) and budget_ms > 0.0):
-        raise InputError(
-            f"the latency budget (`budget_ms`, ={budget_ms!r}) must be a finite number above 0, or None"
-        )
-
-
-def _check_new_tokens(count: int | None) -> None:
-    if count is not None and (type(count) is not int or count < 1):
-        raise InputError(f"`max_new_tokens` (={count!r}) must be an integer of at least 1")
+    check_at_least(1, max_new_tokens=max_new_tokens)
+    if budget_ms is not None:
+        check_positive(budget_ms=budget_ms)

@@ -7,13 +7,13 @@ and logits, not on other requests in the batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparseflow.core.checks import check_non_negative
 from sparseflow.errors import InputError
 
 
@@ -36,8 +36,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise InputError(f"`temperature` (={self.temperature}) must be finite and at least 0")
+        check_non_negative(temperature=self.temperature)
         if not 0.0 < self.top_p <= 1.0:
             raise InputError(f"`top_p` (={self.top_p}) must be above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
