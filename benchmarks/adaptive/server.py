@@ -235,7 +235,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             folder_model.tokenizer,
             context=folder_model.context,
             image_processor=folder_model.image_processor,
-            stop=attached.stop,
         )
         engine = Engine(
             attached.adapter,

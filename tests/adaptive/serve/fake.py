@@ -28,6 +28,7 @@ from sparseflow.adaptive.serve.backend import (
     TokensEvent,
 )
 from sparseflow.adaptive.serve.lifecycle import Server
+from sparseflow.adaptive.serve.metrics import ServerMetrics
 from sparseflow.adaptive.serve.service import Service
 
 MODEL = "fake-moe"
@@ -179,9 +180,7 @@ def make_app(
     backend: FakeBackend | None = None, *, context: int = 4096, limits: RequestLimits | None = None
 ) -> FastAPI:
     """Create the app of a fake model."""
-    prompts = PromptBuilder(
-        ByteTokenizer(), context=context, image_processor=FakeImageProcessor(), stop=[ByteTokenizer.stop_id]
-    )
+    prompts = PromptBuilder(ByteTokenizer(), context=context, image_processor=FakeImageProcessor())
     return create_app(Service(MODEL, backend or FakeBackend(), prompts, limits=limits))
 
 
@@ -207,6 +206,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def read_metric(metrics: ServerMetrics, name: str, **labels: str) -> float:
+    """Return the value of a metric, named without prefix; 0 if nothing was counted."""
+    value = metrics.registry.get_sample_value(f"sparseflow_{name}", labels)
+    return 0.0 if value is None else float(value)
 
 
 def make_data_url(image: Any, image_format: str = "PNG") -> str:

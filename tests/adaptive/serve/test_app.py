@@ -27,6 +27,7 @@ from tests.adaptive.serve.fake import (
     make_app,
     make_data_url,
     make_messages,
+    read_metric,
     run_in_thread,
     wait_until,
 )
@@ -380,12 +381,12 @@ def test_completions_concurrent_are_independent(start_server: Callable[..., Runn
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         async with client:
-            return await asyncio.gather(*map(send, range(60)))
+            return await asyncio.gather(*map(send, range(24)))
 
     texts = asyncio.run(send_all())
-    assert texts == [SCRIPTS["poem"].text if index % 2 else "Hello, wörld!" for index in range(60)]
+    assert texts == [SCRIPTS["poem"].text if index % 2 else "Hello, wörld!" for index in range(24)]
     assert fake.max_running == 4
-    assert running.service.metrics.read("requests_total", outcome="answered", code="") == 60
+    assert read_metric(running.service.metrics, "requests_total", outcome="answered", code="") == 24
 
 
 def test_completion_full_server_returns_429(start_server: Callable[..., RunningServer]) -> None:
@@ -402,7 +403,7 @@ def test_completion_full_server_returns_429(start_server: Callable[..., RunningS
         assert running.http.get("/ready").status_code == 200
         stream.close()
         assert [future.result().choices[0].finish_reason for future in waiting] == ["stop", "stop"]
-    assert running.service.metrics.read("requests_total", outcome="shed", code="overloaded") == 1
+    assert read_metric(running.service.metrics, "requests_total", outcome="shed", code="overloaded") == 1
 
 
 def test_completion_budget_shorter_than_queue_returns_429(start_server: Callable[..., RunningServer]) -> None:
@@ -432,7 +433,9 @@ def test_disconnect_during_stream_frees_slot(start_server: Callable[..., Running
     assert "".join(chunk.choices[0].delta.content or "" for chunk in second) == SCRIPTS["slow"].text
     wait_until(lambda: running.fake.running == running.service.queue.running == 0)
     assert running.fake.cancelled == [running.fake.jobs[0].id]
-    assert running.service.metrics.read("requests_total", outcome="cancelled", code="client_gone") == 1
+    assert (
+        read_metric(running.service.metrics, "requests_total", outcome="cancelled", code="client_gone") == 1
+    )
 
 
 def test_disconnect_before_first_token_or_in_queue_frees_slot(
@@ -478,7 +481,7 @@ def test_completion_slow_body_returns_408(start_server: Callable[..., RunningSer
     def iter_slow_body() -> Iterator[bytes]:
         yield b"{"
         labels = {"outcome": "refused", "code": "request_timeout"}
-        wait_until(lambda: running.service.metrics.read("requests_total", **labels) == 1)
+        wait_until(lambda: read_metric(running.service.metrics, "requests_total", **labels) == 1)
         yield b"}"
 
     response = running.http.post("/v1/chat/completions", content=iter_slow_body())
@@ -514,7 +517,7 @@ def test_completion_backend_exception_fails_single_request(
             assert "simulated" not in caught.value.message
     assert "simulated" in caplog.text
     for code in ("engine_failed", "internal_error"):
-        assert running.service.metrics.read("requests_total", outcome="failed", code=code) == 1
+        assert read_metric(running.service.metrics, "requests_total", outcome="failed", code=code) == 1
     assert running.service.queue.running == running.service.queue.waiting == 0
     assert running.complete("Hi").choices[0].finish_reason == "stop"
 
@@ -558,7 +561,7 @@ def test_completion_corrupt_request_never_returns_500(running: RunningServer) ->
         "stream_options": None, "user": "eve",
     }  # fmt: skip
     statuses = set()
-    for _ in range(250):
+    for _ in range(120):
         body = valid_request
         for _ in range(rng.randint(1, 2)):
             body = corrupt(rng, body)
@@ -580,7 +583,7 @@ def test_completion_corrupt_request_never_returns_500(running: RunningServer) ->
 def test_completion_damaged_image_never_returns_500(running: RunningServer) -> None:
     rng = random.Random(4)
     content = base64.b64decode(make_data_url(Image.new("RGB", (9, 9), "red"), "JPEG").partition(",")[2])
-    for _ in range(60):
+    for _ in range(30):
         damaged = bytearray(content[: rng.randint(1, len(content))])
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         url = f"data:image/jpeg;base64,{base64.b64encode(damaged).decode()}"

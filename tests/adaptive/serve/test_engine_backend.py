@@ -111,12 +111,6 @@ class RecordingDecider:
         return self.decision
 
 
-class ReplanningDecider(RecordingDecider):
-    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        self.remaining.append(remaining_ms)
-        return 1
-
-
 class PreparingDecider(RecordingDecider):
     num_prepared = 0
 
@@ -151,13 +145,12 @@ class FakeEngine:
         self.num_wakes += 1
 
 
-def make_backend(engine: Any, decider: Any = None, forecast: Any = None, **options: Any) -> EngineBackend:
+def make_backend(engine: Any, decider: Any = None, forecast: Any = None) -> EngineBackend:
     return EngineBackend(
         engine,
         decider=lambda _: decider or FixedPlan(plan=PLAN),
         forecast=forecast or FakeForecast(),
         stop=[STOP],
-        **options,
     )
 
 
@@ -203,7 +196,7 @@ def test_submit_emits_events_in_order() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("decider_type", [RecordingDecider, ReplanningDecider, PreparingDecider])
+@pytest.mark.parametrize("decider_type", [RecordingDecider, PreparingDecider])
 @pytest.mark.parametrize(("target_s", "expected_ms"), [(math.inf, 5e6), (9000.0, 5e6), (1000.0, 1e6)])
 def test_decider_remaining_time_is_limited_to_target_end(
     decider_type: Any, target_s: float, expected_ms: float
@@ -215,10 +208,7 @@ def test_decider_remaining_time_is_limited_to_target_end(
         )
         request = engine.handles[0].request
         decide: Any = request.decide
-        choice = decide.choose_initial(request, 5e6)
-        assert hasattr(decide, "replan") == (decider_type is ReplanningDecider)
-        if decider_type is ReplanningDecider:
-            assert decide.replan(request, choice, 5e6) == 1
+        decide.choose_initial(request, 5e6)
         decide.prepare(request)
         assert decider_type is not PreparingDecider or decider.num_prepared == 1
         decide.choose_plan(torch.zeros(2), request, 5e6)
@@ -323,10 +313,6 @@ def test_backend_reports_engine_properties() -> None:
     engine: Any = FakeEngine()
     engine_backend = make_backend(engine)
     assert (engine_backend.slots, engine_backend.context, engine_backend.alive) == (3, 64, True)
-    assert make_backend(engine, slots=1).slots == 1
-    for slots in (0, 4):
-        with pytest.raises(InputError, match=rf"`slots` \(={slots}\)"):
-            make_backend(engine, slots=slots)
     assert engine_backend.min_service_ms(make_job().prompt, 4, 0) == 5.0
     engine_backend.close()
     assert engine.closed == [False]
@@ -558,7 +544,7 @@ def make_engine_app(real: tuple[Any, Engine]) -> Any:
         Service(
             "tiny",
             engine_backend,
-            PromptBuilder(LetterTokenizer(), context=160, image_processor=image_processor, stop=[STOP]),
+            PromptBuilder(LetterTokenizer(), context=160, image_processor=image_processor),
             temperature=0.0,
         )
     )

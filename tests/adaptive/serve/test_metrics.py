@@ -9,6 +9,7 @@ import pytest
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.serve.admission import AdmissionQueue
 from sparseflow.adaptive.serve.metrics import ServerMetrics
+from tests.adaptive.serve.fake import read_metric
 
 PLAN = Plan(tier="low", insertion_position=1, top_k=4, blocks=(0, 1))
 
@@ -28,22 +29,22 @@ def observe_answer(metrics: ServerMetrics, **overrides: Any) -> None:
 def test_observe_answer_updates_all_metrics() -> None:
     metrics = make_metrics()
     observe_answer(metrics)
-    assert metrics.read("requests_total", outcome="answered", code="") == 1
-    assert metrics.read("tokens_total", kind="prompt") == 20
-    assert metrics.read("tokens_total", kind="completion") == 3
-    assert metrics.read("latency_seconds_sum", plan=PLAN.id) == pytest.approx(0.12)
-    assert metrics.read("first_token_seconds_sum") == pytest.approx(0.06)
-    assert metrics.read("queued_seconds_sum") == pytest.approx(0.01)
-    assert metrics.read("measured_over_predicted_ratio_sum") == pytest.approx(1.2)
-    assert metrics.read("predictions_total", result="held") == 1
+    assert read_metric(metrics, "requests_total", outcome="answered", code="") == 1
+    assert read_metric(metrics, "tokens_total", kind="prompt") == 20
+    assert read_metric(metrics, "tokens_total", kind="completion") == 3
+    assert read_metric(metrics, "latency_seconds_sum", plan=PLAN.id) == pytest.approx(0.12)
+    assert read_metric(metrics, "first_token_seconds_sum") == pytest.approx(0.06)
+    assert read_metric(metrics, "queued_seconds_sum") == pytest.approx(0.01)
+    assert read_metric(metrics, "measured_over_predicted_ratio_sum") == pytest.approx(1.2)
+    assert read_metric(metrics, "predictions_total", result="held") == 1
 
 
 def test_observe_answer_without_plan_skips_predictions() -> None:
     metrics = make_metrics()
     observe_answer(metrics, plan=None, first_token_ms=None, predicted_ms=None)
-    assert metrics.read("latency_seconds_count", plan="none") == 1
+    assert read_metric(metrics, "latency_seconds_count", plan="none") == 1
     for name in ("first_token_seconds_count", "measured_over_predicted_ratio_count"):
-        assert metrics.read(name) == 0
+        assert read_metric(metrics, name) == 0
 
 
 def test_observe_answer_above_p99_counts_exceeded() -> None:
@@ -51,8 +52,12 @@ def test_observe_answer_above_p99_counts_exceeded() -> None:
     observe_answer(metrics, measured_ms=131.0)
     metrics.count_budget(met=False)
     metrics.count_budget(met=True)
-    assert metrics.read("budgets_total", result="missed") == metrics.read("budgets_total", result="kept") == 1
-    assert metrics.read("predictions_total", result="exceeded") == 1
+    assert (
+        read_metric(metrics, "budgets_total", result="missed")
+        == read_metric(metrics, "budgets_total", result="kept")
+        == 1
+    )
+    assert read_metric(metrics, "predictions_total", result="exceeded") == 1
 
 
 def test_gauges_read_admission_queue() -> None:
@@ -61,15 +66,17 @@ def test_gauges_read_admission_queue() -> None:
     for _ in range(3):
         queue.enqueue(queue.reserve(), min_service_ms=1.0)
     queue.start_next()
-    values = [metrics.read(name) for name in ("running", "waiting", "slots", "pace", "service_milliseconds")]
+    values = [
+        read_metric(metrics, name) for name in ("running", "waiting", "slots", "pace", "service_milliseconds")
+    ]
     assert values == [1, 2, 2, 1, 0]
 
 
 def test_metrics_of_two_servers_are_separate() -> None:
     first, second = make_metrics(), make_metrics()
     first.count_end("shed", "overloaded")
-    assert first.read("requests_total", outcome="shed", code="overloaded") == 1
-    assert second.read("requests_total", outcome="shed", code="overloaded") == 0
+    assert read_metric(first, "requests_total", outcome="shed", code="overloaded") == 1
+    assert read_metric(second, "requests_total", outcome="shed", code="overloaded") == 0
 
 
 def test_observe_answer_above_64_plans_uses_other_label() -> None:
@@ -81,8 +88,8 @@ def test_observe_answer_above_64_plans_uses_other_label() -> None:
     ]
     for plan in plans + plans[:2]:
         observe_answer(metrics, plan=plan)
-    assert metrics.read("latency_seconds_count", plan="other") == 8
-    assert metrics.read("latency_seconds_count", plan=plans[0].id) == 2
+    assert read_metric(metrics, "latency_seconds_count", plan="other") == 8
+    assert read_metric(metrics, "latency_seconds_count", plan=plans[0].id) == 2
 
 
 def test_export_with_replica_adds_label() -> None:
@@ -96,4 +103,4 @@ def test_export_with_replica_adds_label() -> None:
     samples = [line for line in text.decode().splitlines() if not line.startswith("#")]
     assert samples
     assert all('replica="r7"' in line for line in samples)
-    assert metrics.read("requests_total", outcome="shed", code="overloaded") == 1
+    assert read_metric(metrics, "requests_total", outcome="shed", code="overloaded") == 1

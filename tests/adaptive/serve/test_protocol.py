@@ -192,7 +192,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from([*ChatRequest.model_fields, "n", "tools", "logit_bias", "response_format", "user"])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(FIELDS, JSON, max_size=6), st.dictionaries(FIELDS, JSON, max_size=3), st.booleans())
 def test_parse_request_any_json_parses_or_raises_400(
     body: dict[str, Any], part: dict[str, Any], minimal: bool
@@ -206,14 +206,14 @@ def test_parse_request_any_json_parses_or_raises_400(
         assert json.dumps(error.body, allow_nan=False)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.binary(max_size=60))
 def test_parse_request_random_bytes_raises(body: bytes) -> None:
     with pytest.raises(ApiError):
         parse_request(body, {})
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.text(max_size=16))
 def test_parse_request_any_budget_header_parses_or_raises_400(value: str) -> None:
     try:
@@ -225,7 +225,7 @@ def test_parse_request_any_budget_header_parses_or_raises_400(value: str) -> Non
         assert 0.0 < request.latency_budget_ms <= 1e9
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     st.floats(1e-6, 1e9),
     st.integers(1, 4096),

@@ -26,6 +26,7 @@ from tests.adaptive.serve.fake import (
     FakeImageProcessor,
     make_data_url,
     make_messages,
+    read_metric,
 )
 
 
@@ -158,7 +159,7 @@ def test_wait_first_token_failed_event_raises_its_error() -> None:
         backend.jobs[0][1](FailedEvent(ApiError(503, "no room", code="out_of_memory")))
         with pytest.raises(ApiError, match="no room"):
             await answer.wait_first_token()
-        assert service.metrics.read("requests_total", outcome="failed", code="out_of_memory") == 1
+        assert read_metric(service.metrics, "requests_total", outcome="failed", code="out_of_memory") == 1
 
     run_scenario(scenario)
 
@@ -172,7 +173,7 @@ def test_disconnect_queued_answer_never_runs() -> None:
         assert backend.cancelled == [backend.jobs[0][0].id]
         assert [job.id for job, _ in backend.jobs] == [first.id, third.id]
         third.disconnect()
-        assert service.metrics.read("requests_total", outcome="cancelled", code="client_gone") == 3
+        assert read_metric(service.metrics, "requests_total", outcome="cancelled", code="client_gone") == 3
 
     run_scenario(scenario)
 
@@ -209,7 +210,7 @@ def test_start_budget_expired_in_queue_returns_overloaded(monkeypatch: pytest.Mo
         with pytest.raises(ApiError) as caught:
             await waiting.wait_first_token()
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
-        assert service.metrics.read("budgets_total", result="missed") == 1
+        assert read_metric(service.metrics, "budgets_total", result="missed") == 1
         # Best-effort requests run even though their budget expired.
         assert [job.id for job, _ in backend.jobs] == [running.id, best_effort.id]
         best_effort.disconnect()

@@ -1,4 +1,4 @@
-"""From chat messages and images to the inputs of a model.
+"""Model inputs from chat messages and images.
 
 - `messages`: chat messages, prompts, limits and API errors
 - `images`: decoding of images

@@ -1,8 +1,7 @@
-"""From a conversation to a prompt: the tokenizer's chat template, and images at the highest tier.
+"""Builds prompts from conversations: the tokenizer's chat template, and images at the highest tier.
 
-Templates put one placeholder for each image. How many tokens an image has, and what its pixels become, is
-known by one of two ways of seeing: `CropProcessor` for LLaVA-style models, `PatchProcessor` for Qwen-VL;
-write another as `ImagePromptProcessor` says.
+A template contains one placeholder per image. An `ImagePromptProcessor` expands it to the image's tokens:
+`CropProcessor` for LLaVA-style models, `PatchProcessor` for Qwen-VL.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from sparseflow.errors import InputError
 
 
 class PromptBuilder:
-    """Makes prompts. Several threads may use it.
+    """Builds prompts. Thread-safe.
 
     Args:
-        tokenizer: With a chat template.
-        context: Most tokens of a prompt and its answer together.
+        tokenizer: Tokenizer with a chat template.
+        context: Maximum number of tokens of a prompt and its answer together.
         image_processor: Builder of image inputs; None for a model without images.
-        stop: Tokens that end an answer.
-        lowest: The lowest tier that prompts may run at: where they fit at that, they are not too long.
+        lowest: Lowest tier that prompts may run at; a prompt that fits at this tier is accepted.
 
     Raises:
         InputError: The tokenizer has no chat template.
@@ -41,14 +39,12 @@ class PromptBuilder:
         *,
         context: int,
         image_processor: ImagePromptProcessor | None = None,
-        stop: Sequence[int] = (),
         lowest: Tier = TIERS[0],
     ) -> None:
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template; set its `chat_template`")
         self.tokenizer = tokenizer
         self.context = context
-        self.stop = frozenset(stop)
         self._image_processor = image_processor
         self._lowest: Tier = lowest
 
@@ -107,7 +103,7 @@ class PromptBuilder:
             InputError: An image cannot be read or used, the model takes none, or the prompt is too long.
         """
         if images and not self.takes_images:
-            raise InputError("this model takes no images: leave them out, or name another model")
+            raise InputError("this model takes no images; leave them out, or use another model")
         pictures = []
         for path in map(Path, images):
             try:
@@ -139,12 +135,11 @@ class PromptBuilder:
             for index, message in enumerate(messages)
         ]
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise invalid(f"the chat template failed: {error}", "messages") from error
-        return text
 
     def _convert_content(self, message: Message, index: int) -> str | list[Mapping[str, str]]:
         parts: list[Mapping[str, str]] = []
@@ -166,5 +161,5 @@ class PromptBuilder:
 
 
 def no_images(param: str) -> ApiError:
-    """What is said to a request with images where the model takes none."""
+    """Create the error of a request with images to a model without images."""
     return invalid("this model takes no images", param, code="unsupported_content")

@@ -79,7 +79,7 @@ class QuestionRunner:
         self.model, self._tokenizer = folder.model, folder.tokenizer
         context = folder.context if max_total_tokens is None else min(folder.context, max_total_tokens)
         self._prompts = PromptBuilder(
-            folder.tokenizer, context=context, image_processor=folder.image_processor, stop=self.stop
+            folder.tokenizer, context=context, image_processor=folder.image_processor
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ A budget counts from the receipt of a request to its last token.
 - `service`: preparation and admission of requests
 - `admission`: deadline-aware admission queue
 - `answer`: state of one admitted request
-- `backend`, `engine_backend`: interface to what runs requests, and the engine behind it
+- `backend`, `engine_backend`: interface of backends, and the engine as a backend
 - `app`, `lifecycle`, `replicas`: HTTP routes, startup and drain, several replicas
 - `metrics`: Prometheus metrics
 """

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sparseflow.adaptive.prompts.messages import ApiError
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_at_least, check_positive
 
 _EWMA_WEIGHT = 0.05
 """Weight of the latest request in the mean and deviation."""
@@ -94,11 +94,8 @@ class AdmissionQueue:
         patience_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if slots < 1 or max_queued < 1 or not patience_s > 0.0:
-            raise InputError(
-                f"`slots` (={slots}), `max_queued` (={max_queued}) and `patience_s` (={patience_s}) must be "
-                "positive"
-            )
+        check_at_least(1, slots=slots, max_queued=max_queued)
+        check_positive(patience_s=patience_s)
         self.slots = slots
         self.max_queued = max_queued
         self.service_ms = 0.0
@@ -124,11 +121,6 @@ class AdmissionQueue:
     def running(self) -> int:
         """Number of running requests."""
         return len(self._running)
-
-    @property
-    def utilization(self) -> float:
-        """Fraction of slots in use, 0 to 1."""
-        return len(self._running) / self.slots
 
     @property
     def mean_correction(self) -> float:

@@ -9,21 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.space import Plan
-from sparseflow.adaptive.policy.selector import OnInfeasible
-from sparseflow.adaptive.prompts.messages import ApiError, Prompt
+from sparseflow.adaptive.prompts.messages import ApiError
 from sparseflow.adaptive.serve.admission import Ticket
 from sparseflow.adaptive.serve.backend import (
     BackendJob,
     EndedEvent,
     Event,
-    FailedEvent,
     ServingBackend,
     StartedEvent,
     TokensEvent,
@@ -74,7 +70,7 @@ class StreamingText:
         return self._release(self._decode_new(final=False), final=False)
 
     def close(self) -> str:
-        """End the text and return what was held back."""
+        """End the text and return the text that was held back."""
         if self.stopped:
             return ""
         return self._release(self._decode_new(final=True), final=True)
@@ -123,33 +119,18 @@ class AnswerSpec:
     """Parameters of an answer.
 
     Attributes:
-        prompt: Prompt.
-        max_new_tokens: Maximum length.
-        shortened: Whether the budget reduced `max_new_tokens`.
-        sampling: Sampling parameters.
-        received_s: Receipt of the request.
-        budget_ms: Latency budget from receipt to last token; None without.
-        on_infeasible: Behavior if no plan meets the budget.
+        job: Request to the backend; its conditions are set at the start.
+        shortened: Whether the budget reduced `job.max_new_tokens`.
         has_guarantee: Whether the request was admitted with a guaranteed deadline.
         stream: Whether the text is sent as it is generated.
         include_usage: Whether a stream ends with token counts.
     """
 
-    prompt: Prompt
-    max_new_tokens: int
+    job: BackendJob
     shortened: bool
-    sampling: SamplingParams
-    received_s: float
-    budget_ms: float | None
-    on_infeasible: OnInfeasible
     has_guarantee: bool
     stream: bool = False
     include_usage: bool = False
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Time at which the budget ends; None without a budget."""
-        return None if self.budget_ms is None else self.received_s + self.budget_ms / 1000.0
 
 
 class AnswerStream:
@@ -179,7 +160,7 @@ class AnswerStream:
         metrics: ServerMetrics,
         on_end: Callable[[bool], None],
     ) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = spec.job.id
         self.created_s = int(time.time())
         self.finish_reason: Literal["stop", "length"] | None = None
         self.spec = spec
@@ -225,7 +206,7 @@ class AnswerStream:
     @property
     def usage(self) -> dict[str, int]:
         """Token counts in OpenAI's format."""
-        prompt, completion_tokens = self.spec.prompt, self._text.num_tokens
+        prompt, completion_tokens = self.spec.job.prompt, self._text.num_tokens
         prompt_tokens = prompt.tokens if self._plan is None else prompt.count_tokens(self._plan.tier)
         return {
             "prompt_tokens": prompt_tokens,
@@ -235,7 +216,7 @@ class AnswerStream:
 
     def report(self) -> dict[str, Any]:
         """Report plan, times and budget of an ended request."""
-        spec, plan = self.spec, self._plan
+        plan, budget_ms = self._plan, self.spec.job.budget_ms
         predicted = None
         if self._predicted_ms is not None:
             predicted = {
@@ -247,8 +228,8 @@ class AnswerStream:
             "measured_ms": round(self._measured_ms, 3),
             "first_token_ms": None if self._first_token_ms is None else round(self._first_token_ms, 3),
             "queued_ms": round(self._queued_ms, 3),
-            "budget_ms": spec.budget_ms,
-            "budget_met": None if spec.budget_ms is None else self._measured_ms <= spec.budget_ms,
+            "budget_ms": budget_ms,
+            "budget_met": None if budget_ms is None else self._measured_ms <= budget_ms,
             "truncated": self._truncated,
         }
 
@@ -258,29 +239,18 @@ class AnswerStream:
         Args:
             num_concurrent: Number of other running requests.
         """
-        spec, now_s = self.spec, time.perf_counter()
-        self._queued_ms = (now_s - spec.received_s) * 1000.0
-        deadline_s, target_end_s = spec.deadline_s, self._ticket.target_end_s
-        if deadline_s is not None:
-            if now_s >= deadline_s and spec.on_infeasible != "best_effort":
-                self._fail(
-                    ApiError(
-                        429,
-                        "the latency budget expired in the queue; retry",
-                        code="overloaded",
-                        retry_after_s=1.0,
-                    )
-                )
-                return
-            target_end_s = min(target_end_s, deadline_s)
-            if spec.on_infeasible == "truncate":
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(max(deadline_s - _RESPONSE_TIME_S - now_s, 0.0), self._truncate)
-        job = BackendJob(
-            id=self.id, prompt=spec.prompt, max_new_tokens=spec.max_new_tokens, sampling=spec.sampling,
-            received_s=spec.received_s, budget_ms=spec.budget_ms, target_end_s=target_end_s,
-            on_infeasible=spec.on_infeasible, num_concurrent=num_concurrent,
-        )  # fmt: skip
+        job, now_s = self.spec.job, time.perf_counter()
+        self._queued_ms = (now_s - job.received_s) * 1000.0
+        if now_s >= job.deadline_s and job.on_infeasible != "best_effort":
+            message = "the latency budget expired in the queue; retry"
+            self._fail(ApiError(429, message, code="overloaded", retry_after_s=1.0))
+            return
+        if job.on_infeasible == "truncate" and job.budget_ms is not None:
+            delay_s = max(job.deadline_s - _RESPONSE_TIME_S - now_s, 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._finish, "truncated")
+        job = replace(
+            job, target_end_s=min(self._ticket.target_end_s, job.deadline_s), num_concurrent=num_concurrent
+        )
         try:
             self._cancel_job = self._backend.submit(job, self._handle)
         except Exception:
@@ -302,7 +272,7 @@ class AnswerStream:
             return
         if isinstance(event, StartedEvent):
             self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
-            self._ticket.predicted_end_s = self.spec.received_s + event.p99_ms / 1000.0
+            self._ticket.predicted_end_s = self.spec.job.received_s + event.p99_ms / 1000.0
         elif isinstance(event, TokensEvent):
             if self._first_token_ms is None:
                 self._first_token_ms = self._elapsed_ms()
@@ -313,23 +283,19 @@ class AnswerStream:
         elif isinstance(event, EndedEvent):
             self._finish(event.reason)
         else:
-            assert isinstance(event, FailedEvent)
             self._fail(event.error)
 
     def _elapsed_ms(self) -> float:
-        return (time.perf_counter() - self.spec.received_s) * 1000.0
+        return (time.perf_counter() - self.spec.job.received_s) * 1000.0
 
     def _put_text(self, piece: str) -> None:
         if piece:
             self._pieces.put_nowait(piece)
 
-    def _truncate(self) -> None:
-        self._finish("truncated")
-
     def _finish(self, reason: Literal["stop", "length", "truncated"]) -> None:
         if self._ended:
             return
-        spec = self.spec
+        spec, budget_ms = self.spec, self.spec.job.budget_ms
         self._measured_ms = self._elapsed_ms()
         self._put_text(self._text.close())
         self.finish_reason = "stop" if reason == "stop" else "length"
@@ -339,8 +305,8 @@ class AnswerStream:
             measured_ms=self._measured_ms, first_token_ms=self._first_token_ms, queued_ms=self._queued_ms,
             predicted_ms=self._predicted_ms,
         )  # fmt: skip
-        if spec.has_guarantee and spec.budget_ms is not None:
-            self._metrics.count_budget(met=self._measured_ms <= spec.budget_ms)
+        if spec.has_guarantee and budget_ms is not None:
+            self._metrics.count_budget(met=self._measured_ms <= budget_ms)
         self._end(completed=True)
 
     def _fail(self, error: ApiError) -> None:

@@ -19,7 +19,6 @@ from sparseflow.adaptive.prompts.messages import ApiError
 from sparseflow.adaptive.serve.answer import AnswerStream
 from sparseflow.adaptive.serve.protocol import (
     DONE,
-    encode_error_event,
     encode_event,
     make_chunk,
     make_completion,
@@ -211,10 +210,10 @@ class _EventStreamResponse(Response):
                 yield encode_event(chunk)
             yield DONE
         except ApiError as refusal:
-            yield encode_error_event(refusal)
+            yield encode_event(refusal.body)
         except Exception:
             _LOG.exception("the stream of %s failed", answer.id)
-            yield encode_error_event(_make_internal_error())
+            yield encode_event(_make_internal_error().body)
 
 
 def _describe_model(service: Service) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class BackendJob:
     num_concurrent: int = 0
     load: float = 0.0
 
+    @property
+    def deadline_s(self) -> float:
+        """Time at which the budget ends; infinite without a budget."""
+        return math.inf if self.budget_ms is None else self.received_s + self.budget_ms / 1000.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartedEvent:
@@ -84,6 +89,13 @@ class FailedEvent:
 
 
 Event = StartedEvent | TokensEvent | EndedEvent | FailedEvent
+
+
+def make_stopped_error() -> ApiError:
+    """Create the error of a backend that is not alive."""
+    return ApiError(
+        503, "the engine has stopped; use another server", code="engine_stopped", retry_after_s=5.0
+    )
 
 
 class ServingBackend(Protocol):

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from sparseflow.adaptive.engine.requests.request import (
     RequestOutput,
     RequestRejected,
     SupportsPreparation,
-    SupportsReplanning,
 )
 from sparseflow.adaptive.predictor.features import LatencyQuery
 from sparseflow.adaptive.profile.memory import select_fitting_tiers
@@ -39,6 +38,7 @@ from sparseflow.adaptive.serve.backend import (
     FailedEvent,
     StartedEvent,
     TokensEvent,
+    make_stopped_error,
 )
 from sparseflow.errors import InputError
 
@@ -57,14 +57,6 @@ _STARVATION_S, _STARVATION_QUERIES = 2.0, 8
 """Time and number of queries of an idle engine, without a completion, after which the correction decays."""
 _DECAY_FRACTION = 0.5
 """Fraction of the correction that a decay removes."""
-
-
-def _zero_load() -> float:
-    return 0.0
-
-
-def _never_idle() -> bool:
-    return False
 
 
 class LatencyForecast(Protocol):
@@ -109,8 +101,8 @@ class PredictorForecast:
         predictor: PlanLatencyPredictor,
         plans: Sequence[Plan],
         *,
-        load: Callable[[], float] = _zero_load,
-        idle: Callable[[], bool] = _never_idle,
+        load: Callable[[], float] = lambda: 0.0,
+        idle: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
         max_batch: int | None = None,
         max_tokens: int | None = None,
@@ -194,16 +186,12 @@ class PredictorForecast:
 
     def _mask_fitting_plans(self, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
         """Return a mask of plans whose context fits the request, bool [num_plans]; all True if none fits."""
-        tiers = (
-            ()
-            if self._max_tokens is None
-            else select_fitting_tiers(
-                prompt.vision,
-                text_tokens=prompt.text_tokens,
-                new_tokens=max_new_tokens,
+        tiers: Collection[Tier | None] = ()
+        if self._max_tokens is not None:
+            tiers = select_fitting_tiers(
+                prompt.vision, text_tokens=prompt.text_tokens, new_tokens=max_new_tokens,
                 max_tokens=self._max_tokens,
-            )
-        )
+            )  # fmt: skip
         mask = np.array([tier in tiers for tier in self._tiers])
         return mask if mask.any() else ~mask
 
@@ -252,10 +240,6 @@ class EngineBackend:
             at `job.target_end_s`.
         forecast: Forecast for admission and for the predicted times in responses.
         stop: IDs of stop tokens.
-        slots: Maximum number of running requests; by default the engine's maximum batch size.
-
-    Raises:
-        InputError: `slots` exceeds the engine's maximum batch size.
     """
 
     def __init__(
@@ -265,14 +249,8 @@ class EngineBackend:
         decider: Callable[[BackendJob], PlanDecider],
         forecast: LatencyForecast,
         stop: Iterable[int],
-        slots: int | None = None,
     ) -> None:
-        self.slots = engine.max_batch if slots is None else slots
-        if not 1 <= self.slots <= engine.max_batch:
-            raise InputError(
-                f"`slots` (={slots}) must be 1 to {engine.max_batch}, the maximum batch size of the engine"
-            )
-        self.context = engine.max_tokens
+        self.slots, self.context = engine.max_batch, engine.max_tokens
         self._engine = engine
         self._decider = decider
         self._forecast = forecast
@@ -291,29 +269,26 @@ class EngineBackend:
         """See `ServingBackend`."""
         # The observation at the end is for the load at which the plan was selected.
         job = replace(job, load=self._engine.load)
-        running_job = _RunningJob(job=job, emit=emit, forecast=self._forecast, stop=self._stop)
         try:
-            request = GenerationRequest(
-                inputs=job.prompt.inputs,
-                decide=_wrap_decider(self._decider(job), running_job),
-                max_new_tokens=job.max_new_tokens,
-                budget_ms=job.budget_ms,
-                received_s=job.received_s,
-                sampling=job.sampling,
-                stop=self._stop,
-                id=job.id,
+            running_job = _RunningJob(
+                job=job, emit=emit, decider=self._decider(job), forecast=self._forecast, stop=self._stop
             )
+            request = GenerationRequest(
+                inputs=job.prompt.inputs, decide=running_job, max_new_tokens=job.max_new_tokens,
+                budget_ms=job.budget_ms, received_s=job.received_s, sampling=job.sampling, stop=self._stop,
+                id=job.id,
+            )  # fmt: skip
             handle = self._engine.submit(request)
         except Exception as error:
-            refusal = (
-                _make_overloaded_error(error)
-                if isinstance(error, RequestRejected)
-                else _make_api_error(error, job)
-            )
+            if isinstance(error, RequestRejected):
+                message = f"the engine is full: {error}; retry"
+                refusal = ApiError(429, message, code="overloaded", retry_after_s=1.0)
+            else:
+                refusal = _make_api_error(error, job)
             # Events, including errors, follow the return of `submit`.
-            running_job.loop.call_soon(emit, FailedEvent(refusal))
+            asyncio.get_running_loop().call_soon(emit, FailedEvent(refusal))
             return lambda: None
-        running_job.attach(handle)
+        handle.add_listener(lambda: running_job.call_on_loop(running_job.poll, handle))
 
         def cancel() -> None:
             if not running_job.ended:
@@ -329,10 +304,15 @@ class EngineBackend:
 
 @dataclass(kw_only=True, eq=False)
 class _RunningJob:
-    """Passes the events of one job from the engine's thread to the event loop."""
+    """One job on the engine.
+
+    As the plan decider of its request, it limits the remaining time to the target end. It passes the selected
+    plan, new tokens and the end from the engine's thread to the event loop.
+    """
 
     job: BackendJob
     emit: Callable[[Event], None]
+    decider: PlanDecider
     forecast: LatencyForecast
     stop: frozenset[int]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -340,8 +320,21 @@ class _RunningJob:
     num_sent: int = 0
     ended: bool = False
 
-    def attach(self, handle: RequestHandle) -> None:
-        handle.add_listener(lambda: self.call_on_loop(self._poll, handle))
+    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
+        return self.decider.choose_initial(request, self._limit_to_target(remaining_ms))
+
+    def prepare(self, request: GenerationRequest) -> None:
+        if isinstance(self.decider, SupportsPreparation):
+            self.decider.prepare(request)
+
+    def choose_plan(
+        self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
+    ) -> Plan | PlanDecision:
+        decision = self.decider.choose_plan(latency_token, request, self._limit_to_target(remaining_ms))
+        self.call_on_loop(
+            self._report_plan, decision.plan if isinstance(decision, PlanDecision) else decision
+        )
+        return decision
 
     def call_on_loop(self, function: Callable[..., None], *args: object) -> None:
         """Schedule a call on the loop, from the engine's thread."""
@@ -351,7 +344,10 @@ class _RunningJob:
             # The loop is closed: the server has shut down.
             _LOG.debug("request %s outlived the server", self.job.id)
 
-    def report_plan(self, plan: Plan) -> None:
+    def _limit_to_target(self, remaining_ms: float) -> float:
+        return min(remaining_ms, (self.job.target_end_s - time.perf_counter()) * 1000.0)
+
+    def _report_plan(self, plan: Plan) -> None:
         """Emit the selected plan, on the loop."""
         if self.ended:
             return
@@ -359,7 +355,7 @@ class _RunningJob:
         p50, p99 = self.forecast.predict(plan, self.job)
         self.emit(StartedEvent(plan=plan, p50_ms=waited_ms + p50, p99_ms=waited_ms + p99))
 
-    def _poll(self, handle: RequestHandle) -> None:
+    def poll(self, handle: RequestHandle) -> None:
         """Emit new tokens and the end, on the loop."""
         if self.ended:
             return
@@ -393,10 +389,6 @@ class _RunningJob:
             )
 
 
-def _make_overloaded_error(error: RequestRejected) -> ApiError:
-    return ApiError(429, f"the engine is full: {error}; retry", code="overloaded", retry_after_s=1.0)
-
-
 def _make_api_error(error: Exception, job: BackendJob) -> ApiError:
     if isinstance(error, RequestRejected):
         extra = {} if error.least_ms is None else {"least_feasible_ms": math.ceil(error.least_ms)}
@@ -413,51 +405,8 @@ def _make_api_error(error: Exception, job: BackendJob) -> ApiError:
             code="out_of_memory", retry_after_s=1.0,
         )  # fmt: skip
     if isinstance(error, EngineStopped):
-        return ApiError(
-            503, "the engine has stopped; use another server", code="engine_stopped", retry_after_s=5.0
-        )
+        return make_stopped_error()
     if isinstance(error, InputError):
         return invalid(f"the model cannot process this request: {error}")
     _LOG.error("request %s failed", job.id, exc_info=error)
     return ApiError(500, f"the model failed on this request (id {job.id})", code="engine_failed")
-
-
-def _wrap_decider(inner: PlanDecider, running_job: _RunningJob) -> PlanDecider:
-    """Wrap a decider: report its plans, and limit the remaining time to the target end."""
-    return (
-        _ReplanningJobPolicy(inner, running_job)
-        if isinstance(inner, SupportsReplanning)
-        else _JobPolicy(inner, running_job)
-    )
-
-
-class _JobPolicy:
-    def __init__(self, inner: PlanDecider, running_job: _RunningJob) -> None:
-        self._inner = inner
-        self._running_job = running_job
-
-    def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
-        return self._inner.choose_initial(request, self._limit_to_target(remaining_ms))
-
-    def prepare(self, request: GenerationRequest) -> None:
-        if isinstance(self._inner, SupportsPreparation):
-            self._inner.prepare(request)
-
-    def choose_plan(
-        self, latency_token: Tensor, request: GenerationRequest, remaining_ms: float
-    ) -> Plan | PlanDecision:
-        decision = self._inner.choose_plan(latency_token, request, self._limit_to_target(remaining_ms))
-        self._running_job.call_on_loop(
-            self._running_job.report_plan, decision.plan if isinstance(decision, PlanDecision) else decision
-        )
-        return decision
-
-    def _limit_to_target(self, remaining_ms: float) -> float:
-        return min(remaining_ms, (self._running_job.job.target_end_s - time.perf_counter()) * 1000.0)
-
-
-class _ReplanningJobPolicy(_JobPolicy):
-    _inner: Any
-
-    def replan(self, request: GenerationRequest, choice: InitialDecision, remaining_ms: float) -> int:
-        return self._inner.replan(request, choice, self._limit_to_target(remaining_ms))

@@ -14,12 +14,12 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sparseflow.adaptive.prompts.messages import ApiError
+from sparseflow.core.checks import check_between, check_non_negative
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, RunError
 
@@ -149,11 +149,10 @@ class Server:
         require("fastapi", "adaptive")
         from fastapi import FastAPI
 
-        if not drain_s >= 0.0:
-            raise InputError(f"`drain_s` (={drain_s}) must not be negative")
+        check_non_negative(drain_s=drain_s)
         self._create_app = (lambda: app) if isinstance(app, FastAPI) else app
         self._drain_s = drain_s
-        self._announce = announce or _print_line
+        self._announce = announce
         self._socket = _bind_socket(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         self._stop: Callable[[], object] | None = None
@@ -230,15 +229,7 @@ class Server:
     async def _announce_when_started(self, server: Any, model: str) -> None:
         while not server.started:
             await asyncio.sleep(0.01)
-        line = {
-            "event": "listening",
-            "url": f"http://{_format_host(self.host)}:{self.port}",
-            "host": self.host,
-            "port": self.port,
-            "model": model,
-            "pid": os.getpid(),
-        }
-        self._announce(json.dumps(line))
+        announce_listening(self._announce, self.host, self.port, model=model)
 
 
 def run_server(
@@ -251,8 +242,7 @@ def run_server(
 
 def _bind_socket(host: str, port: int) -> socket.socket:
     """Bind a socket that does not listen yet, so that early clients are refused."""
-    if not 0 <= port <= 65535:
-        raise InputError(f"`port` (={port}) must be between 0 and 65535; 0 selects a free port")
+    check_between(0, 65535, port=port)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -281,9 +271,14 @@ def _describe_bind_errors(host: str, port: int) -> Iterator[None]:
         ) from error
 
 
-def _format_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def format_url(host: str, port: int) -> str:
+    """Format the URL of a server; IPv6 addresses get brackets."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _print_line(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
+def announce_listening(
+    announce: Callable[[str], None] | None, host: str, port: int, **fields: object
+) -> None:
+    """Pass the address of a server as a line of JSON to `announce`; by default print it."""
+    line = {"event": "listening", "url": format_url(host, port), "host": host, "port": port, **fields}
+    (announce or functools.partial(print, flush=True))(json.dumps({**line, "pid": os.getpid()}))

@@ -142,11 +142,6 @@ class ServerMetrics:
             self._ratio.observe(measured_ms / predicted_ms[0])
             self._p99_results.labels("held" if measured_ms <= predicted_ms[1] else "exceeded").inc()
 
-    def read(self, name: str, **labels: str) -> float:
-        """Return the current value of a metric, named without prefix; 0 if nothing was counted."""
-        value = self.registry.get_sample_value(f"sparseflow_{name}", labels)
-        return 0.0 if value is None else float(value)
-
     def export(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus' text format, and its content type."""
         source = self if self.replica else self.registry

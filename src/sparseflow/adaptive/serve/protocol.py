@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -82,38 +82,23 @@ class ChatRequest(RequestModel):
         return self
 
 
-def _is_absent(value: object) -> bool:
-    return value is None
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or value == [] or value == {}
-
-
-def _accept_any(*harmless: object) -> Callable[[object], bool]:
-    # In Python True == 1, so types are compared as well.
-    return lambda value: (
-        value is None or any(type(value) is type(allowed) and value == allowed for allowed in harmless)
-    )
-
-
-_UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "n": (_accept_any(1), "only one choice per request is supported; send n requests"),
-    "tools": (_is_empty, "tool calls are not implemented"),
-    "tool_choice": (_accept_any("none", "auto"), "tool calls are not implemented"),
-    "functions": (_is_empty, "function calls are not implemented"),
-    "function_call": (_accept_any("none", "auto"), "function calls are not implemented"),
-    "audio": (_is_absent, "audio is not implemented"),
-    "modalities": (_accept_any([], ["text"]), "only text is generated"),
-    "logprobs": (_accept_any(False), "log probabilities are not implemented"),
-    "top_logprobs": (_accept_any(0), "log probabilities are not implemented"),
-    "logit_bias": (_is_empty, "logit bias is not implemented"),
-    "response_format": (_accept_any({"type": "text"}), "only plain text is generated"),
-    "frequency_penalty": (_accept_any(0, 0.0), "penalties are not implemented; use 0"),
-    "presence_penalty": (_accept_any(0, 0.0), "penalties are not implemented; use 0"),
-    "web_search_options": (_is_absent, "web search is not implemented"),
+_UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "only one choice per request is supported; send n requests"),
+    "tools": (([], {}), "tool calls are not implemented"),
+    "tool_choice": (("none", "auto"), "tool calls are not implemented"),
+    "functions": (([], {}), "function calls are not implemented"),
+    "function_call": (("none", "auto"), "function calls are not implemented"),
+    "audio": ((), "audio is not implemented"),
+    "modalities": (([], ["text"]), "only text is generated"),
+    "logprobs": ((False,), "log probabilities are not implemented"),
+    "top_logprobs": ((0,), "log probabilities are not implemented"),
+    "logit_bias": (([], {}), "logit bias is not implemented"),
+    "response_format": (({"type": "text"},), "only plain text is generated"),
+    "frequency_penalty": ((0, 0.0), "penalties are not implemented; use 0"),
+    "presence_penalty": ((0, 0.0), "penalties are not implemented; use 0"),
+    "web_search_options": ((), "web search is not implemented"),
 }
-"""Field -> predicate of values without effect, and the reason for refusing other values."""
+"""Field -> values without effect besides null, and the reason for refusing other values."""
 
 _PART_KIND_INDEX = 4
 """Index of the kind of a content part in an error location: messages, 0, content, 0, text, …"""
@@ -140,7 +125,9 @@ def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
             f"the body must be a JSON object, not {_describe_json_type(content)}", code="invalid_json"
         )
     for name, (harmless, reason) in _UNSUPPORTED.items():
-        if not harmless(content.get(name)):
+        value = content.get(name)
+        # In Python True == 1, so types are compared as well.
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             raise invalid(f"`{name}` is not supported: {reason}", name, code="unsupported_parameter")
     for name in content:
         if name not in ChatRequest.model_fields and _BUDGET_LIKE.search(name):
@@ -241,11 +228,6 @@ def make_last_chunks(answer: AnswerStream, model: str, *, usage: bool) -> list[d
 def encode_event(content: dict[str, Any]) -> bytes:
     """Encode a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
-
-
-def encode_error_event(error: ApiError) -> bytes:
-    """Encode an error inside a stream, in OpenAI's format."""
-    return encode_event(error.body)
 
 
 def _make_header(answer: AnswerStream, model: str, kind: str) -> dict[str, Any]:

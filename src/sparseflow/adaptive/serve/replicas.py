@@ -9,18 +9,17 @@ replica, so Ray's proxy adds a few ms. One replica answers `/metrics`, `/health`
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from sparseflow.adaptive.serve.lifecycle import announce_listening, format_url
+from sparseflow.core.checks import check_at_least, check_non_negative
 from sparseflow.core.extras import require
-from sparseflow.errors import DeviceError, InputError, MissingExtraError, RunError
+from sparseflow.errors import DeviceError, MissingExtraError, RunError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -68,11 +67,10 @@ class Replicas:
         cluster: str | None = None,
         drain_s: float = 30.0,
     ) -> None:
-        if replicas < 1 or cpus_per_replica < 0.0 or gpus_per_replica < 0.0 or not drain_s >= 0.0:
-            raise InputError(
-                f"`replicas` (={replicas}) must be at least 1; `cpus_per_replica` (={cpus_per_replica}), "
-                f"`gpus_per_replica` (={gpus_per_replica}) and `drain_s` (={drain_s}) must not be negative"
-            )
+        check_at_least(1, replicas=replicas)
+        check_non_negative(
+            cpus_per_replica=cpus_per_replica, gpus_per_replica=gpus_per_replica, drain_s=drain_s
+        )
         ray, self._serve = _import_ray_serve()
         self._ray = ray
         self._drain_s = drain_s
@@ -86,7 +84,7 @@ class Replicas:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise DeviceError(f"no Ray cluster at {cluster!r}: {error}") from error
         self.host, self.port = host, port or _find_free_port(host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.url = format_url(host, self.port)
         try:
             self._serve.start(http_options={"host": host, "port": self.port})
             options = {
@@ -161,8 +159,7 @@ def serve_replicas(
         # Set after Ray has started: Ray's own handler ends everything immediately.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
-        line = {"event": "listening", "url": running.url, "host": running.host, "port": running.port}
-        (announce or _print_line)(json.dumps({**line, "replicas": replicas, "pid": os.getpid()}))
+        announce_listening(announce, running.host, running.port, replicas=replicas)
         stopped.wait()
 
 
@@ -206,7 +203,3 @@ def _find_free_port(host: str) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)

@@ -11,6 +11,7 @@ import math
 import secrets
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, Prompt, RequestLimits, invalid
 from sparseflow.adaptive.serve.admission import AdmissionQueue, Ticket
 from sparseflow.adaptive.serve.answer import AnswerSpec, AnswerStream, StreamingText, classify_outcome
-from sparseflow.adaptive.serve.backend import ServingBackend
+from sparseflow.adaptive.serve.backend import BackendJob, ServingBackend, make_stopped_error
 from sparseflow.adaptive.serve.lifecycle import DrainManager
 from sparseflow.adaptive.serve.metrics import ServerMetrics
 from sparseflow.adaptive.serve.protocol import ChatRequest, parse_request
@@ -161,12 +162,7 @@ class Service:
         try:
             self.drain.check()
             if not self.backend.alive:
-                raise ApiError(
-                    503,
-                    "the engine has stopped; use another server",
-                    code="engine_stopped",
-                    retry_after_s=5.0,
-                )
+                raise make_stopped_error()
             # Reserved before the body is read, so that the number of bodies in memory is bounded.
             ticket = self.queue.reserve()
             answer = self._admit(await self._prepare(read_body, headers), ticket, received_s)
@@ -272,13 +268,16 @@ class Service:
             has_guarantee = False
             self.queue.enqueue(ticket, min_service_ms=service_ms)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
-        spec = AnswerSpec(
-            prompt=prompt, max_new_tokens=new_tokens, shortened=new_tokens < prepared.max_new_tokens,
+        job = BackendJob(
+            id=f"chatcmpl-{uuid.uuid4().hex}", prompt=prompt, max_new_tokens=new_tokens,
             sampling=SamplingParams(
                 temperature=self._temperature if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p, seed=seed,
             ),
-            received_s=received_s, budget_ms=budget_ms, on_infeasible=mode, has_guarantee=has_guarantee,
+            received_s=received_s, budget_ms=budget_ms, on_infeasible=mode,
+        )  # fmt: skip
+        spec = AnswerSpec(
+            job=job, shortened=new_tokens < prepared.max_new_tokens, has_guarantee=has_guarantee,
             stream=bool(request.stream), include_usage=request.include_usage,
         )  # fmt: skip
         answer = AnswerStream(

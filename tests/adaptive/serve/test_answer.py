@@ -39,7 +39,7 @@ def truncate_at_stop(text: str, stops: list[str]) -> str:
     return text
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(TEXTS, STOPS, st.lists(st.integers(0, 99)))
 def test_push_any_grouping_returns_text_before_stop(
     full_text: str, stops: list[str], cuts: list[int]
@@ -129,7 +129,7 @@ def make_sentencepiece() -> Any:
     return tokenizer
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 261), max_size=12), st.lists(st.integers(0, 99), max_size=6))
 def test_push_real_tokenizers_matches_full_decode(ids: list[int], cuts: list[int]) -> None:
     for tokenizer, vocab_size in ((make_byte_level_bpe(), 262), (make_word_tokenizer(), 34)):
@@ -138,7 +138,7 @@ def test_push_real_tokenizers_matches_full_decode(ids: list[int], cuts: list[int
         assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from(["▁", "▁the", "▁cat", "a", "s", "<eos>", "😀", "é"]), max_size=12))
 def test_push_sentencepiece_keeps_spaces(pieces: list[str]) -> None:
     tokenizer = make_sentencepiece()
