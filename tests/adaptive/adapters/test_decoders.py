@@ -1,4 +1,4 @@
-"""Text-only models: every kind that is registered, and what is refused."""
+"""Text-only models: registered model types and refused ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 EXACT = {"deepseek_v3": 1e-5}
-"""Of those that compute in float32 whatever the model: others to 1e-10."""
+"""Tolerance of models that compute in float32 internally; 1e-10 for others."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def build_decoder(kind: str, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(set(ROUTERS) - {"qwen3_vl_moe_text"}))
-def test_every_registered_kind_runs_plans(kind: str) -> None:
+def test_registered_model_types_run_plans(kind: str) -> None:
     model = build_decoder(kind)
     adapter = get_adapter(model)
     assert adapter.geometry == ModelGeometry(depth=4, top_k=4, tiers=())
@@ -87,7 +87,7 @@ def test_every_registered_kind_runs_plans(kind: str) -> None:
     assert (model(input_ids=ids).logits - expected).abs().max() > 1e-3
 
 
-def test_a_stack_without_a_head() -> None:
+def test_model_without_head_runs_plan() -> None:
     model = tiny.build_olmoe()
     inner = model.model
     adapter = get_adapter(inner)
@@ -102,7 +102,7 @@ def test_a_stack_without_a_head() -> None:
         assert torch.equal(model.lm_head(inner(**inputs).last_hidden_state), expected)
 
 
-def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
+def test_sliding_window_model_runs_plan() -> None:
     model = build_decoder("mixtral", sliding_window=4)
     adapter = get_adapter(model)
     ids = tiny.make_text_prompt(tokens=12)["input_ids"]
@@ -117,18 +117,18 @@ def test_blocks_keep_a_window_of_attention_and_the_cache_its_lengths() -> None:
     assert adapter.get_kv_lengths(output.past_key_values) == {0: 12, 2: 12, 3: 12}
 
 
-def test_embeddings_positions_and_tiers() -> None:
+def test_embeddings_positions_and_tiers_of_text_model() -> None:
     model = tiny.build_mixtral()
     adapter = get_adapter(model)
     inputs = tiny.make_text_prompt(rows=2)
     assert torch.equal(adapter.embed(inputs["input_ids"]), model.model.embed_tokens(inputs["input_ids"]))
     assert adapter.count_vision_tokens(inputs) == 0
-    same = adapter.reduce_to_tier(inputs, None)
-    assert same == inputs and same is not inputs
+    reduced = adapter.reduce_to_tier(inputs, None)
+    assert reduced == inputs and reduced is not inputs
     for refuse in (adapter.reduce_to_tier, adapter.check_tier):
         with pytest.raises(PlanError):
             refuse(inputs, "low")
-    # Padding on the left, as generation has it.
+    # Left padding, as for generation.
     inputs["attention_mask"][1, :3] = 0
     positions, after = adapter.compute_positions(inputs)
     assert positions[1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] and after.tolist() == [9, 6]
@@ -137,10 +137,7 @@ def test_embeddings_positions_and_tiers() -> None:
     assert adapter.compute_positions({"input_ids": inputs["input_ids"]})[1].tolist() == [9, 9]
 
 
-# What is refused.
-
-
-def test_unknown_architectures() -> None:
+def test_get_adapter_unknown_model_is_refused() -> None:
     with pytest.raises(ModelError):
         get_adapter(nn.Linear(2, 2))
     model: Any = nn.Linear(2, 2)
@@ -156,7 +153,7 @@ def test_unknown_architectures() -> None:
         del _ADAPTERS["llama"]
 
 
-def test_a_model_that_is_not_what_its_configuration_says() -> None:
+def test_model_that_differs_from_config_is_refused() -> None:
     model: Any = nn.Linear(2, 2)
     model.config = SimpleNamespace(model_type="olmoe")
     with pytest.raises(ModelError):
@@ -175,21 +172,21 @@ def test_a_model_that_is_not_what_its_configuration_says() -> None:
         get_adapter(unlike)
 
 
-def test_mixed_kinds_of_attention() -> None:
+def test_mixed_attention_types_are_refused() -> None:
     model = tiny.build_olmoe()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 3
     with pytest.raises(ModelError):
         get_adapter(model)
 
 
-def test_experts_that_are_not_known() -> None:
+def test_unknown_experts_are_refused() -> None:
     model = tiny.build_olmoe()
     model.config.model_type = "someones_moe"
     with pytest.raises(ModelError):
         DecoderAdapter(model)
 
 
-def test_a_cache_that_does_not_tell() -> None:
+def test_kv_lengths_are_read_from_cache() -> None:
     adapter = get_adapter(tiny.build_olmoe())
     for cache in (((), ()), SimpleNamespace(layers=[object()])):
         with pytest.raises(ModelError):
@@ -200,13 +197,13 @@ def test_a_cache_that_does_not_tell() -> None:
     assert adapter.get_kv_lengths(SimpleNamespace(layers=[fake_cache, none, plain])) == {0: 3, 2: 4}
 
 
-def test_a_router_without_a_top_k() -> None:
+def test_router_without_top_k_is_refused() -> None:
     adapter = get_adapter(tiny.build_olmoe())
     with pytest.raises(ModelError, match="`top_k`"):
         adapter.with_top_k(nn.Linear(2, 2), 1)
 
 
-def test_a_narrowed_router_shares_its_weights() -> None:
+def test_narrowed_router_shares_weights() -> None:
     model = tiny.build_olmoe()
     adapter = get_adapter(model)
     router: Any = adapter.router(adapter.blocks[0])

@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE: tiers are resolutions, as the model's own processor would have made them."""
+"""Qwen3-VL-MoE adapter: tiers are image resolutions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -36,27 +36,26 @@ def without_gradients() -> Iterator[None]:
 
 
 def pixels(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """An image of so many tokens down and across, normalised."""
+    """Normalized image of `rows` x `columns` tokens."""
     shape = (3, rows * MERGED, columns * MERGED)
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def patchified(image: Tensor) -> Tensor:
-    """Patches of an image, one by one: tokens row by row, in each its patches row by row, each of them
-    [channels, 2 frames, height, width]."""
-    side, actual = tiny.PATCH, []
+    """Patches of an image: tokens row by row, their patches row by row, each [channels, 2, height, width]."""
+    side, patches = tiny.PATCH, []
     for top in range(0, image.shape[1], MERGED):
         for column in range(0, image.shape[2], MERGED):
             for down in (0, side):
                 for across in (0, side):
                     y, x = top + down, column + across
                     patch = image[:, y : y + side, x : x + side]
-                    actual.append(torch.stack([patch, patch], 1).flatten())
-    return torch.stack(actual)
+                    patches.append(torch.stack([patch, patch], 1).flatten())
+    return torch.stack(patches)
 
 
 def inputs_of(rows: list[list[Tensor]], text: int = 4) -> dict[str, Tensor]:
-    """Inputs of rows of images, made by hand."""
+    """Inputs of rows of images, built independently of the adapter."""
     ids = []
     for images in rows:
         ids.append([7])
@@ -75,23 +74,24 @@ def inputs_of(rows: list[list[Tensor]], text: int = 4) -> dict[str, Tensor]:
     }
 
 
-def scale_grid(image: Tensor, tier: Tier) -> Tensor:
-    """An image as it is at a tier."""
+def resize_to_tier(image: Tensor, tier: Tier) -> Tensor:
+    """Image at the resolution of a tier."""
     size = tuple(max(1, int(side // MERGED * SCALES[tier] + 0.5)) * MERGED for side in image.shape[1:])
     if size == tuple(image.shape[1:]):
         return image
-    scaled_grid = functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+    resized = functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
     low, high = image.amin((1, 2), keepdim=True), image.amax((1, 2), keepdim=True)
-    return scaled_grid.clamp(low, high)
+    return resized.clamp(low, high)
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=3), st.integers(1, 2), st.sampled_from(TIERS))
-def test_a_tier_is_what_would_have_been_made_for_it(shapes: Any, rows: int, tier: Tier) -> None:
+def test_reduce_to_tier_matches_inputs_made_for_tier(shapes: Any, rows: int, tier: Tier) -> None:
     images = [pixels(*shape, seed=index) for index, shape in enumerate(shapes)]
     high = inputs_of([images] * rows)
     before = {name: value.clone() for name, value in high.items()}
     reduced = ADAPTER.reduce_to_tier(high, tier)
-    expected = inputs_of([[scale_grid(image, tier) for image in images]] * rows)
+    expected = inputs_of([[resize_to_tier(image, tier) for image in images]] * rows)
     assert list(reduced) == list(expected)
     for name, value in expected.items():
         assert torch.equal(reduced[name], value), name
@@ -100,18 +100,18 @@ def test_a_tier_is_what_would_have_been_made_for_it(shapes: Any, rows: int, tier
     ADAPTER.check_tier(reduced, tier)
 
 
-def test_shares_of_tokens() -> None:
+def test_tiers_have_quarter_half_and_all_tokens() -> None:
     high = inputs_of([[pixels(16, 24)]])
     counts = {tier: ADAPTER.count_vision_tokens(ADAPTER.reduce_to_tier(high, tier)) for tier in TIERS}
     assert counts == {"low": 96, "medium": 187, "high": 384}
 
 
-def test_one_token_stays() -> None:
+def test_image_of_one_token_is_not_reduced() -> None:
     high = inputs_of([[pixels(1, 1)]])
     assert all(torch.equal(value, high[name]) for name, value in ADAPTER.reduce_to_tier(high, "low").items())
 
 
-def test_what_the_models_own_processor_makes() -> None:
+def test_reduced_inputs_match_processor_of_transformers() -> None:
     picture = pytest.importorskip("PIL.Image")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -120,7 +120,7 @@ def test_what_the_models_own_processor_makes() -> None:
     processor = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 1, "longest_edge": 10**6}, image_mean=mean, image_std=std, **arguments
     )
-    # Waves, so that nothing overshoots what bytes hold.
+    # Smooth waves do not overshoot the byte range.
     index = torch.arange(96)
     waves = 128 + 60 * torch.sin(index[None, :, None] / 7 + torch.arange(3)) * torch.cos(
         index[:64, None, None] / 9
@@ -144,13 +144,13 @@ def test_what_the_models_own_processor_makes() -> None:
         expected = make_inputs(full_image.resize(size, picture.Resampling.BICUBIC))
         for name in ("input_ids", "mm_token_type_ids", "image_grid_thw"):
             assert torch.equal(reduced[name], expected[name])
-        # Pillow rounds to whole steps, twice.
+        # Pillow rounds to integers twice.
         difference = (reduced["pixel_values"] - expected["pixel_values"]).abs() * min(std)
         assert float(difference.max()) <= 1.6 / 255.0
     assert np.prod(high["image_grid_thw"][0].tolist()) == len(high["pixel_values"])
 
 
-def test_dtypes_of_pixels_are_kept() -> None:
+def test_reduced_pixels_keep_dtype() -> None:
     high = inputs_of([[pixels(4, 6)]])
     for dtype in (torch.float32, torch.bfloat16):
         case = high | {"pixel_values": high["pixel_values"].to(dtype)}
@@ -162,7 +162,7 @@ def test_dtypes_of_pixels_are_kept() -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_positions_are_those_of_the_model(tier: Tier) -> None:
+def test_positions_match_model(tier: Tier) -> None:
     model = copy.deepcopy(MODEL)
     adapter = get_adapter(model)
     rows = [[pixels(3, 5), pixels(4, 2)], [pixels(4, 2), pixels(3, 5)]]
@@ -177,7 +177,7 @@ def test_positions_are_those_of_the_model(tier: Tier) -> None:
     assert torch.equal(outputs.logits, follows)
 
 
-def test_positions_of_text_and_of_padded_rows() -> None:
+def test_positions_of_text_and_padded_rows_match_model() -> None:
     words = tiny.make_text_prompt(rows=2)
     positions, after = ADAPTER.compute_positions(words)
     assert positions.shape == (3, 2, 9) and after.tolist() == [9, 9]
@@ -192,7 +192,7 @@ def test_positions_of_text_and_of_padded_rows() -> None:
     assert torch.equal(positions[:, :, 3:], expected) and torch.equal(after, then)
 
 
-def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
+def test_request_keeps_rope_offsets_across_other_requests() -> None:
     model = tiny.build_qwen3_vl_moe(seed=2)
     runtime = PlanRuntime(get_adapter(model))
     assert isinstance(runtime.adapter, Qwen3VLMoeAdapter)
@@ -211,32 +211,29 @@ def test_a_request_keeps_its_rope_offsets_whatever_runs_between() -> None:
         assert torch.equal(model(input_ids=token, past_key_values=copied_cache).logits, expected)
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(
     ("change", "expected_text"),
     [
         ({"pixel_values": None}, "`pixel_values`"),
-        ({"image_grid_thw": None}, ""),
-        ({"image_grid_thw": torch.tensor([[1, 8, 8]])}, ""),
-        ({"image_grid_thw": torch.tensor([[1, 8, 12], [1, 8, 12]])}, ""),
-        ({"image_grid_thw": torch.tensor([[2, 8, 6]])}, ""),
-        ({"image_grid_thw": torch.tensor([[1, 96, 1]])}, ""),
-        ({"pixel_values": torch.zeros(95, 96)}, ""),
-        ({"input_ids": torch.full((1, 31), 9)}, ""),
-        ({"video_grid_thw": torch.tensor([[1, 2, 2]])}, ""),
-        ({"position_ids": torch.zeros(3, 1, 31)}, ""),
+        ({"image_grid_thw": None}, None),
+        ({"image_grid_thw": torch.tensor([[1, 8, 8]])}, None),
+        ({"image_grid_thw": torch.tensor([[1, 8, 12], [1, 8, 12]])}, None),
+        ({"image_grid_thw": torch.tensor([[2, 8, 6]])}, None),
+        ({"image_grid_thw": torch.tensor([[1, 96, 1]])}, None),
+        ({"pixel_values": torch.zeros(95, 96)}, None),
+        ({"input_ids": torch.full((1, 31), 9)}, None),
+        ({"video_grid_thw": torch.tensor([[1, 2, 2]])}, None),
+        ({"position_ids": torch.zeros(3, 1, 31)}, None),
     ],
 )
-def test_inputs_that_cannot_be_reduced(change: dict[str, Any], expected_text: str) -> None:
+def test_reduce_to_tier_invalid_inputs_are_refused(change: dict[str, Any], expected_text: str | None) -> None:
     high = inputs_of([[pixels(4, 6)]])
-    with pytest.raises(PlanError, match=expected_text or None):
+    with pytest.raises(PlanError, match=expected_text):
         ADAPTER.reduce_to_tier(high | change, "low")
 
 
-def test_rows_that_shrink_by_unlike_counts() -> None:
-    # 4 and 6 tokens, of which 1 and 2 stay; as many in all by one more of text.
+def test_rows_of_different_reduced_length_are_refused() -> None:
+    # 4 and 6 vision tokens, reduced to 1 and 2; further text makes the rows equally long.
     high = inputs_of([[pixels(1, 3), pixels(1, 3)], [pixels(2, 3), pixels(1, 3)]][:1])
     wide = inputs_of([[pixels(2, 3)]], text=4 + 2)
     both = {name: torch.cat([high[name], wide[name]]) for name in high}
@@ -245,13 +242,13 @@ def test_rows_that_shrink_by_unlike_counts() -> None:
         ADAPTER.reduce_to_tier(both, "low")
 
 
-def test_a_call_of_inputs_that_were_not_reduced() -> None:
+def test_check_tier_inputs_that_were_not_reduced_are_refused() -> None:
     model = tiny.build_qwen3_vl_moe(seed=3)
     adapter, high = get_adapter(model), inputs_of([[pixels(4, 6)]])
     with pytest.raises(PlanError):
         adapter.check_tier(high, "low")
     low = adapter.reduce_to_tier(high, "low")
-    # Whichever adapter of the model made them.
+    # Another adapter of the same model knows them.
     get_adapter(model).check_tier(low, "low")
     adapter.check_tier(high, "high")
     with pytest.raises(PlanError):

@@ -1,4 +1,4 @@
-"""Budgets as vectors: nearby ones alike, far ones not, all of them different."""
+"""Encoding of latency budgets as vectors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def cosine(first: float, other: float) -> float:
     return float(cosine_similarity(a, b, dim=0))
 
 
-def test_budgets_that_the_original_could_not_tell_apart() -> None:
+def test_similarity_separates_close_and_distant_budgets() -> None:
     assert cosine(170, 171) > 0.999
     assert cosine(170, 180) < 0.96
     assert cosine(170, 380) < 0.5
 
 
-def test_shape_dtype_and_length() -> None:
+def test_encoding_has_shape_dtype_and_norm() -> None:
     encoding = encode_budget(torch.tensor([1.0, 33.3, 1e6]))
     assert encoding.shape == (3, 256) and encoding.dtype == torch.float32
     torch.testing.assert_close(encoding.norm(dim=1), torch.full((3,), 16.0))
     assert encode_budget(torch.tensor([5]), dim=8).shape == (1, 8)
 
 
-def test_against_the_formula_written_out() -> None:
+def test_encoding_matches_formula() -> None:
     x = math.pi * math.log(180) / math.log(1e6)
     weights = [(4 - j) / j for j in (1, 2, 3)]
     scale = 6 / sum(weights)
@@ -44,37 +44,37 @@ def test_against_the_formula_written_out() -> None:
 
 
 @given(BUDGETS, st.floats(1.001, 1e6), st.floats(1.001, 1e6))
-def test_similarity_falls_with_distance(first: float, nearby: float, further: float) -> None:
+def test_similarity_decreases_with_distance(first: float, nearby: float, further: float) -> None:
     second, third = first * nearby, first * nearby * further
-    # Numbers of four bytes do not tell vectors at the far end apart.
+    # float32 does not separate vectors at the far end.
     if third <= 1e6 and third / first <= 9e5:
         assert cosine(first, second) > cosine(first, third)
         assert cosine(third, second) > cosine(third, first)
 
 
 @given(st.lists(BUDGETS, min_size=1, max_size=20))
-def test_finite_everywhere(budgets: list[float]) -> None:
+def test_encoding_is_finite(budgets: list[float]) -> None:
     assert bool(encode_budget(torch.tensor(budgets, dtype=torch.float64)).isfinite().all())
 
 
-def test_every_step_of_a_thousandth_is_another_vector() -> None:
+def test_budgets_one_permille_apart_differ() -> None:
     encoding = encode_budget(torch.logspace(0, 6, 13_817, dtype=torch.float64))
     assert len(encoding.unique(dim=0)) == 13_817
 
 
-def test_beyond_the_ends_counts_as_the_end() -> None:
+def test_budgets_out_of_range_are_clamped() -> None:
     encoding = encode_budget(torch.tensor([0.1, 1.0, 1e6, 1e9, math.inf]))
     assert torch.equal(encoding[0], encoding[1])
     assert torch.equal(encoding[2], encoding[3]) and torch.equal(encoding[2], encoding[4])
 
 
 @pytest.mark.parametrize("wrong", [math.nan, 0.0, -1.0, -math.inf])
-def test_no_budget_is_refused(wrong: float) -> None:
+def test_invalid_budget_is_refused(wrong: float) -> None:
     with pytest.raises(InputError):
         encode_budget(torch.tensor([100.0, wrong]))
 
 
-def test_shapes_that_are_refused() -> None:
+def test_invalid_shape_or_dim_is_refused() -> None:
     with pytest.raises(InputError):
         encode_budget(torch.ones(2, 2))
     for dim in (0, 1, 255):

@@ -1,4 +1,4 @@
-"""Controllers on the host choose what the controllers choose."""
+"""CPU inference of the controllers, compared with the controllers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sparseflow.adaptive.controllers.cpu_policy import CpuControllers, CpuWordEm
 from sparseflow.adaptive.controllers.language_features import mean_text_embedding
 from sparseflow.adaptive.plan.space import ModelGeometry, PlanSpace
 from sparseflow.errors import InputError, RunError
+from tests.adaptive.controllers.stages import choose_stage1, choose_stage2
 
 WIDTH = 24
 GEOMETRIES = (
@@ -25,7 +26,7 @@ GEOMETRIES = (
 
 
 def controllers(geometry: ModelGeometry = GEOMETRIES[0], seed: int = 0) -> Controllers:
-    """Some that have opinions, and features that are not on one scale."""
+    """Random controllers, fitted to features with an offset and a scale."""
     space = PlanSpace.from_importance(geometry, [1.0 / (1 + block) for block in range(geometry.depth)])
     controllers = Controllers(space, width=WIDTH, model_id="m", seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -40,7 +41,7 @@ def controllers(geometry: ModelGeometry = GEOMETRIES[0], seed: int = 0) -> Contr
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=["225 plans", "small", "text"])
 @pytest.mark.parametrize("seed", range(3))
-def test_they_choose_the_same(geometry: ModelGeometry, seed: int) -> None:
+def test_cpu_controllers_match_controllers(geometry: ModelGeometry, seed: int) -> None:
     slow = controllers(geometry, seed)
     quick, random = CpuControllers(slow), np.random.default_rng(seed)
     plans: set[int] = set()
@@ -50,19 +51,19 @@ def test_they_choose_the_same(geometry: ModelGeometry, seed: int) -> None:
         budget_ms = float(np.exp(random.uniform(np.log(0.5), np.log(2e6))))
         language, token = random.normal(2.0, 1.0, (2, WIDTH)).astype(np.float32)
         allowed, budgets = torch.from_numpy(fits)[None], torch.tensor([budget_ms])
-        expected = slow.choose_stage1(torch.from_numpy(language)[None], budgets, allowed=allowed)
+        expected = choose_stage1(slow, torch.from_numpy(language)[None], budgets, allowed=allowed)
         stage1_output = quick.choose_stage1(language, budget_ms, fits)
         assert [stage1_output.tier, stage1_output.position] == expected[0].tolist()
         assert fits[stage1_output.plan]
         action = slow.space.action(slow.space.plans[stage1_output.plan])
         assert (action.tier, action.position) == (stage1_output.tier, stage1_output.position)
-        plan = slow.choose_stage2(torch.from_numpy(token)[None], budgets, expected, allowed=allowed)
+        plan = choose_stage2(slow, torch.from_numpy(token)[None], budgets, expected, allowed=allowed)
         assert quick.choose_stage2(token, stage1_output, fits) == int(plan)
         plans.add(int(plan))
-    assert len(plans) > 5, "a policy that always chooses the same would prove nothing"
+    assert len(plans) > 5, "too few different plans for a comparison"
 
 
-def test_of_equal_choices_the_first_is_taken() -> None:
+def test_ties_select_first_choice() -> None:
     slow = controllers()
     with torch.no_grad():
         for head in (slow.stage1.tier, slow.stage1.insertion, slow.stage2.top_k, slow.stage2.option):
@@ -74,12 +75,12 @@ def test_of_equal_choices_the_first_is_taken() -> None:
     stage1_output = quick.choose_stage1(vector, 50.0, fits)
     assert (stage1_output.tier, stage1_output.position) == (0, 0)
     allowed, budgets = torch.from_numpy(fits)[None], torch.tensor([50.0])
-    expected = slow.choose_stage2(torch.ones(1, WIDTH), budgets, torch.tensor([[0, 0]]), allowed=allowed)
+    expected = choose_stage2(slow, torch.ones(1, WIDTH), budgets, torch.tensor([[0, 0]]), allowed=allowed)
     assert quick.choose_stage2(vector, stage1_output, fits) == int(expected)
 
 
 @pytest.mark.parametrize("budget_ms", [0.2, 1.0, 37.5, 180.0, 1e6, 1e9])
-def test_budgets_are_told_alike(budget_ms: float) -> None:
+def test_budget_encoding_matches_encode_budget(budget_ms: float) -> None:
     slow = controllers()
     stage1_output = CpuControllers(slow).choose_stage1(
         np.ones(WIDTH, np.float32), budget_ms, np.ones(len(slow.space), bool)
@@ -88,7 +89,7 @@ def test_budgets_are_told_alike(budget_ms: float) -> None:
     np.testing.assert_allclose(stage1_output.budget, expected, rtol=0, atol=1e-6)
 
 
-def test_what_cannot_be_decided_is_told() -> None:
+def test_invalid_arguments_are_refused() -> None:
     slow = controllers()
     quick, vector = CpuControllers(slow), np.ones(WIDTH, np.float32)
     indices = np.ones(len(slow.space), dtype=bool)
@@ -116,7 +117,7 @@ def test_what_cannot_be_decided_is_told() -> None:
 
 
 class Table:
-    """Word embeddings that note what is fetched."""
+    """Word embeddings that record requested rows."""
 
     def __init__(self) -> None:
         self.inner, self.requested_rows = torch.nn.Embedding(40, WIDTH), []
@@ -129,7 +130,7 @@ class Table:
         return self.inner(ids)
 
 
-def test_small_tables_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_embedding_table_is_copied_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparseflow.adaptive.controllers.cpu_policy._CHUNK", 16)
     for limit, fetched in ((40 * WIDTH * 4, [16, 16, 8]), (40 * WIDTH * 4 - 1, [])):
         monkeypatch.setattr("sparseflow.adaptive.controllers.cpu_policy._TABLE_BYTES", limit)
@@ -147,14 +148,14 @@ def test_small_tables_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         for unknown in (-1, 40) if fetched else (-1,):
             with pytest.raises(InputError, match="`input_ids`"):
                 words.compute_feature(torch.tensor([[3, unknown]]))
-        # Nothing is lost by it, and ids of any kind will do.
+        # The table is still complete; ids may have any dtype and strides.
         table.requested_rows.clear()
         repeated = words.compute_feature(token_ids.repeat(2, 1).int().T.contiguous().T[:1])
         np.testing.assert_allclose(repeated, expected, rtol=1e-6, atol=1e-6)
         assert not table.requested_rows and words.width == (WIDTH if fetched else None)
 
 
-def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_large_table_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table()
     words = CpuWordEmbeddings(table.adapter)
     for ids in ([39, 39, 3, 4, 3], [4, 3], [5, 39, 3]):
@@ -167,7 +168,7 @@ def test_words_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert table.requested_rows in ([[3, 4]], [], [[5]])
     with pytest.raises(InputError):
         words.compute_feature(torch.tensor([[39]]))
-    # Where there are too many, it begins anew.
+    # A full cache is cleared.
     monkeypatch.setattr("sparseflow.adaptive.controllers.cpu_policy._MAX_CACHED_WORDS", 1)
     words.compute_feature(torch.tensor([[7]]))
     assert table.requested_rows[-1] == [7]

@@ -1,4 +1,4 @@
-"""Language features: text tokens only, whatever else is in the prompt."""
+"""Language features of prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGE = 50
 
 
 class Words:
-    """As much of an adapter as is needed."""
+    """Adapter with word embeddings only."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, **config: Any) -> None:
         self.table = nn.Embedding(20, 4, dtype=dtype)
@@ -35,7 +35,7 @@ def features(words: Words, *rows: list[int], mask: list[list[int]] | None = None
     )
 
 
-def test_the_mean_of_the_words() -> None:
+def test_feature_is_mean_word_embedding() -> None:
     words = Words()
     feature = features(words, [1, 2, 3], [4, 4, 7])
     torch.testing.assert_close(
@@ -44,8 +44,8 @@ def test_the_mean_of_the_words() -> None:
     assert feature.dtype == torch.float32 and not feature.requires_grad
 
 
-def test_images_and_padding_change_nothing() -> None:
-    # The image's token is beyond the table, as some models have it.
+def test_placeholders_and_padding_are_ignored() -> None:
+    # The image token may be outside the embedding table.
     words = Words(image_token_id=IMAGE)
     plain = features(words, [1, 2, 3])
     torch.testing.assert_close(features(words, [IMAGE, 1, IMAGE, 2, 3]), plain)
@@ -59,14 +59,14 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(feature[0], words.table.weight[1].float())
 
 
-def test_placeholders_of_configurations() -> None:
+def test_placeholder_tokens_are_read_from_config() -> None:
     assert get_placeholder_tokens(
         SimpleNamespace(image_token_index=3, image_token_id=3, video_token_id=4)
     ) == (3, 4)
     assert get_placeholder_tokens(SimpleNamespace(image_token_id=None)) == ()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_prompts_are_refused() -> None:
     words = Words(image_token_id=IMAGE)
     with pytest.raises(InputError):
         features(words, [1, 2], [IMAGE, IMAGE])

@@ -1,4 +1,4 @@
-"""Every expert for every token against the reference in float64, in Triton's interpreter or on a GPU."""
+"""Dense experts against the float64 reference, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflow.adaptive.kernels.experts.reference import experts as reference
 from tests.adaptive.kernels.test_experts import SHAPES, make_inputs
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Largest error over the largest output: what lies between the products is rounded, too."""
+"""Largest error relative to the largest output; intermediate results are rounded as well."""
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empty"),
@@ -36,16 +36,18 @@ DISTINCT = [(n, min(k, e), e, d, f) for n, k, e, d, f in SHAPES]
 
 @pytest.mark.parametrize("shape", DISTINCT)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_matches_float64(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def test_dense_experts_match_float64_reference(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
     check(shape, dtype)
 
 
-def test_loops_over_wide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_experts_wider_than_tile_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "TILE", 16)
     check((3, 2, 3, 8, 50), torch.float32)
 
 
-def test_an_expert_that_was_not_chosen_may_overflow() -> None:
+def test_unselected_expert_may_overflow() -> None:
     x, expert_ids, weights, gate_up, down = make_inputs(2, 1, 3, 8, 4, torch.float32)
     expert_ids = torch.zeros_like(expert_ids)
     gate_up[2] = float("inf")
@@ -53,7 +55,7 @@ def test_an_expert_that_was_not_chosen_may_overflow() -> None:
     torch.testing.assert_close(output, reference(x, expert_ids, weights, gate_up, down), rtol=1e-5, atol=1e-6)
 
 
-def test_it_pays_for_small_experts_only() -> None:
+def test_is_profitable_for_small_experts_only() -> None:
     small, large = torch.empty(16, 96, 160), torch.empty(64, 2048, 2048, device="meta")
     assert is_profitable(3600, 8, small) and not is_profitable(2_000_000, 8, small)
     assert not is_profitable(432, 8, large) and is_profitable(10**4, 64, torch.empty(64, 8, 8))
@@ -61,6 +63,6 @@ def test_it_pays_for_small_experts_only() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_sizes_of_a_real_model(dtype: torch.dtype) -> None:
+def test_dense_experts_at_real_sizes_match(dtype: torch.dtype) -> None:
     check((300, 8, 16, 160, 48), dtype)
     check((20, 4, 60, 512, 256), dtype)

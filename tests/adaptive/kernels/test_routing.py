@@ -1,4 +1,4 @@
-"""The kernel that chooses experts against the reference, in Triton's interpreter or on a GPU."""
+"""Routing kernel against the reference, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def check(logits: Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "experts", "k"), [(1, 1, 1), (1, 8, 3), (3, 5, 5), (20, 16, 8), (2, 130, 6)])
-def test_matches(n: int, experts: int, k: int, dtype: torch.dtype) -> None:
+def test_top_experts_match_reference(n: int, experts: int, k: int, dtype: torch.dtype) -> None:
     check(make_logits(n, experts, dtype), k)
 
 
-def test_ties_strides_and_extremes() -> None:
+def test_top_experts_with_ties_strides_and_extremes_match() -> None:
     check(torch.zeros(3, 7, device=DEVICE), 4)
     check(make_logits(6, 8)[::2], 2)
     check(1e4 * make_logits(4, 8), 2)
@@ -45,7 +45,7 @@ def test_ties_strides_and_extremes() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("experts", [5, 8])
-def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None:
+def test_top_experts_with_nan_return_valid_indices(experts: int) -> None:
     logits = make_logits(4, experts)
     logits[0], logits[1, 2], logits[2, 1] = float("nan"), float("nan"), float("inf")
     weights, expert_ids = top_experts(logits, 3, normalized=False)
@@ -55,7 +55,7 @@ def test_what_is_not_a_number_names_experts_that_there_are(experts: int) -> None
     )
 
 
-def test_what_fits() -> None:
+def test_fits_rejects_unsupported_inputs() -> None:
     logits = make_logits(2, 8)
     assert fits(logits, 8) and fits(logits.half(), 1)
     assert not fits(logits, 9) and not fits(logits, 0) and not fits(logits.double(), 2)
@@ -64,11 +64,11 @@ def test_what_fits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_sizes_of_real_models(dtype: torch.dtype) -> None:
+def test_top_experts_at_real_sizes_match(dtype: torch.dtype) -> None:
     for n, experts, k in ((1, 64, 8), (2000, 64, 8), (33, 128, 8), (5, 8, 2)):
         logits = make_logits(n, experts, torch.float32).to(dtype)
         weights, expert_ids = top_experts(logits, k, normalized=False)
         expected, _ = reference(logits, k, normalized=False)
-        # In 16 bits many are equally likely; which of them is chosen must not matter.
+        # In 16 bits many experts tie, so only the weights are compared.
         torch.testing.assert_close(weights, expected, rtol=TOLERANCE[dtype], atol=1e-7)
         assert all(len(set(row)) == k for row in expert_ids.tolist())

@@ -1,4 +1,4 @@
-"""The protocol: an adapter of a model that is like nothing in transformers, as remote code may be."""
+"""Adapter protocol, with a model unlike those of transformers, and entry points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, EXPERTS = 8, 5
 
 
 class Mixture(nn.Module):
-    """Routes by itself, with its own top-k, and returns no choice."""
+    """Mixture that contains its router and does not return the selected experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """Gives hidden states and what it keeps, as older models do."""
+    """Block that returns hidden states and its cache, as older models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class SimpleCache:
-    """Keys and values of each block, and nothing that transformers knows."""
+    """Keys and values per block, without the interface of transformers."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Any] = {}
@@ -95,7 +95,7 @@ class Remote(nn.Module):
 
 
 class RemoteAdapter(Adapter):
-    """All that has to be said of it."""
+    """Adapter of `Remote`."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -115,9 +115,9 @@ class RemoteAdapter(Adapter):
         return block.get_submodule("mixture")
 
     def measure_top_k(self, router: nn.Module) -> int:
-        actual: Any = router
-        actual(torch.zeros(1, WIDTH, dtype=torch.float64))
-        return actual.requested_experts.pop()
+        mixture: Any = router
+        mixture(torch.zeros(1, WIDTH, dtype=torch.float64))
+        return mixture.requested_experts.pop()
 
     def get_hidden_states(self, output: Any) -> Tensor:
         return output[0]
@@ -147,40 +147,40 @@ def remote() -> Iterator[tuple[Any, PlanRuntime]]:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package that brings two adapters, one of which cannot be imported."""
+    """Installed package with two adapter entry points, one of which cannot be imported."""
     metadata_dir = tmp_path / "remote_moe-1.0.dist-info"
     metadata_dir.mkdir()
     (metadata_dir / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-moe\nVersion: 1.0\n")
     (metadata_dir / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\nplugged_moe = remote_moe:made\nbroken_moe = remote_moe.nowhere:made\n"
+        f"[{ENTRY_POINT_GROUP}]\nplugged_moe = remote_moe:create\nbroken_moe = remote_moe.nowhere:create\n"
     )
-    (tmp_path / "remote_moe.py").write_text("def made(model):\n    return model, 'made'\n")
+    (tmp_path / "remote_moe.py").write_text("def create(model):\n    return model, 'created'\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
     _ADAPTERS.pop("plugged_moe", None)
     sys.modules.pop("remote_moe", None)
 
 
-def of_type(model_type: str) -> Any:
+def make_model_of_type(model_type: str) -> Any:
     model: Any = nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type=model_type)
     return model
 
 
 @pytest.mark.usefixtures("package")
-def test_adapters_of_installed_packages_are_found() -> None:
-    model = of_type("plugged_moe")
-    assert get_adapter(model) == (model, "made")
+def test_get_adapter_loads_entry_points() -> None:
+    model = make_model_of_type("plugged_moe")
+    assert get_adapter(model) == (model, "created")
     with pytest.raises(ModelError):
-        get_adapter(of_type("broken_moe"))
+        get_adapter(make_model_of_type("broken_moe"))
 
 
 @pytest.mark.usefixtures("package")
-def test_a_package_comes_in_before_its_model_is_read(tmp_path: Path) -> None:
+def test_open_folder_loads_entry_point_first(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "plugged_moe"}')
-    with pytest.raises(FileFormatError):  # transformers was told nothing of it
+    with pytest.raises(FileFormatError):  # transformers does not know the model type
         open_folder(folder)
     assert "plugged_moe" in _ADAPTERS
     (folder / "config.json").write_text("[]")
@@ -188,15 +188,15 @@ def test_a_package_comes_in_before_its_model_is_read(tmp_path: Path) -> None:
         open_folder(folder)
 
 
-def test_an_architecture_without_adapter() -> None:
+def test_get_adapter_unknown_model_type_is_refused() -> None:
     with pytest.raises(ModelError, match="`model_type`"):
-        get_adapter(of_type("plugged_moe"))
+        get_adapter(make_model_of_type("plugged_moe"))
 
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
-def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
+def test_remote_model_runs_plan(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 3))
     with runtime.use_plan(plan) as running:
@@ -218,7 +218,7 @@ def test_plans_run_on_it(remote: tuple[Any, PlanRuntime]) -> None:
         model(IDS[:, :1], past_key_values=output.past_key_values)
 
 
-def test_the_second_controller_sees_hidden_states(remote: tuple[Any, PlanRuntime]) -> None:
+def test_decide_receives_hidden_states_of_remote_model(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     plan = Plan(tier=None, insertion_position=2, top_k=1, blocks=(0, 1, 4))
     observed = []
@@ -229,7 +229,7 @@ def test_the_second_controller_sees_hidden_states(remote: tuple[Any, PlanRuntime
     assert observed[0].shape == (1, 8, WIDTH)
 
 
-def test_a_cache_that_cannot_remember_is_refused(remote: tuple[Any, PlanRuntime]) -> None:
+def test_cache_without_attributes_is_refused(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     runtime.adapter.get_cache = lambda arguments: tuple(arguments[1].entries.values())  # type: ignore[method-assign]
     runtime.adapter.get_kv_lengths = lambda cache: {
@@ -242,7 +242,7 @@ def test_a_cache_that_cannot_remember_is_refused(remote: tuple[Any, PlanRuntime]
         model(IDS)
 
 
-def test_embeddings_and_what_is_left_out(remote: tuple[Any, PlanRuntime]) -> None:
+def test_adapter_defaults_are_for_text_models(remote: tuple[Any, PlanRuntime]) -> None:
     model, runtime = remote
     adapter = runtime.adapter
     assert torch.equal(adapter.embed(IDS), model.words(IDS))

@@ -1,4 +1,4 @@
-"""Knobs: what runs is the plan, exactly, and nothing else of a model changes."""
+"""Running of plans by forward hooks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.adaptive import tiny
 from tests.adaptive.counting import count_calls
 
 EXACT = 1e-10
-SOME = 11
-"""Every so manieth plan is run; all of them in benchmarks/adaptive/exact.py."""
+PLAN_STRIDE = 17
+"""Every n-th plan is run; benchmarks/adaptive/exact.py runs all."""
 
 
 @cache
@@ -43,7 +43,7 @@ def without_gradients() -> Iterator[None]:
 
 @contextmanager
 def attached(model: Any) -> Iterator[PlanRuntime]:
-    """Knobs that are taken away whatever happens, as models are shared by tests."""
+    """Plan runtime of a model, removed at the end because tests share models."""
     runtime = PlanRuntime(get_adapter(model))
     try:
         yield runtime
@@ -74,7 +74,7 @@ def run_model(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def one_by_one(model: Any, inputs: dict[str, Tensor], last: int = 5) -> tuple[Tensor, Any]:
-    """Logits of a prompt without its last tokens, and then of these, one after the other; and the cache."""
+    """Logits of a prompt whose last tokens are decoded one by one, and the cache."""
     ids = inputs["input_ids"]
     count = ids.shape[1] - last
     prompt_tokens = {
@@ -89,7 +89,7 @@ def one_by_one(model: Any, inputs: dict[str, Tensor], last: int = 5) -> tuple[Te
 
 
 def grown(inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """A prompt with more text behind it."""
+    """Prompt extended by more text."""
     more = ids.shape[1] - inputs["input_ids"].shape[1]
     collected = {**inputs, "input_ids": ids}
     for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
@@ -99,13 +99,13 @@ def grown(inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_cached_and_uncached_agree_and_what_ran_is_the_plan(family: str) -> None:
+def test_plans_run_their_blocks_and_cached_matches_uncached(family: str) -> None:
     model = _model(family)
     adapter = get_adapter(model)
     full_inputs = tiny.make_prompt(model, images=2, rows=2)
-    full = run_model(model, full_inputs)
+    full_logits = run_model(model, full_inputs)
     with attached(model) as runtime:
-        for current_plan in space_of(adapter).plans[::SOME]:
+        for current_plan in space_of(adapter).plans[::PLAN_STRIDE]:
             inputs = adapter.reduce_to_tier(full_inputs, current_plan.tier)
             with runtime.use_plan(current_plan) as running, count_calls(adapter.blocks) as counts:
                 expected = run_model(model, inputs)
@@ -119,20 +119,19 @@ def test_cached_and_uncached_agree_and_what_ran_is_the_plan(family: str) -> None
                 assert running.executed_blocks == list(
                     current_plan.blocks
                 ) and running.executed_routers == set(current_plan.blocks)
-                actual, caches = one_by_one(model, inputs)
-            assert (actual - expected).abs().max() < EXACT
+                logits, caches = one_by_one(model, inputs)
+            assert (logits - expected).abs().max() < EXACT
             lengths = adapter.get_kv_lengths(caches)
             assert lengths == dict.fromkeys(current_plan.blocks, inputs["input_ids"].shape[1])
-            same = (
-                current_plan.tier in (None, "high")
-                and current_plan.top_k == 6
-                and len(current_plan.blocks) == 6
+            is_full = (
+                current_plan.tier in (None, "high") and len(current_plan.blocks) == current_plan.top_k == 6
             )
-            assert same == (actual.shape == full.shape and bool(((actual - full).abs() < EXACT).all()))
+            same_shape = logits.shape == full_logits.shape
+            assert is_full == (same_shape and bool(((logits - full_logits).abs() < EXACT).all()))
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
-def test_skipping_is_a_model_of_the_kept_blocks(family: str) -> None:
+def test_skipped_blocks_match_model_of_kept_blocks(family: str) -> None:
     model, inputs = _model(family), tiny.make_text_prompt(tokens=12, rows=2)
     kept_blocks = (0, 1, 3, 5)
     smaller = tiny.FAMILIES[family](depth=len(kept_blocks))
@@ -147,35 +146,34 @@ def test_skipping_is_a_model_of_the_kept_blocks(family: str) -> None:
     smaller.load_state_dict(weights)
     with attached(model) as runtime, runtime.use_plan(plan("0135", position=2)):
         assert torch.equal(run_model(model, inputs), run_model(smaller, inputs))
-        actual, expected = one_by_one(model, inputs)[0], one_by_one(smaller, inputs)[0]
-        assert torch.equal(actual, expected)
+        assert torch.equal(one_by_one(model, inputs)[0], one_by_one(smaller, inputs)[0])
 
 
-class _Nothing(nn.Module):
+class _Identity(nn.Module):
     def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
         return hidden_states
 
 
 @pytest.mark.parametrize("family", ["llava_siglip", "llava_clip", "qwen3_vl_moe"])
-def test_skipping_is_a_model_with_nothing_in_these_places(family: str) -> None:
+def test_skipped_blocks_match_model_with_identity_blocks(family: str) -> None:
     model = _model(family)
     inputs = tiny.make_prompt(model)
     emptied = copy.deepcopy(model)
     layers: Any = get_adapter(emptied).decoder.layers
-    # Early blocks of Qwen3-VL have pixels added behind them, whether they run or not.
-    layers[1], layers[4] = _Nothing(), _Nothing()
+    # Qwen3-VL adds visual features after early blocks, even if those are skipped.
+    layers[1], layers[4] = _Identity(), _Identity()
     with attached(model) as runtime, runtime.use_plan(plan("0235", tier="high")):
         assert torch.equal(run_model(model, inputs), run_model(emptied, inputs))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("top_k", [2, 5])
-def test_narrower_is_a_model_configured_so(family: str, top_k: int) -> None:
+def test_narrow_top_k_matches_model_with_that_top_k(family: str, top_k: int) -> None:
     model, narrow = _model(family), tiny.FAMILIES[family](top_k=top_k)
     narrow.load_state_dict(model.state_dict())
     decoder, inputs = get_adapter(narrow), tiny.make_prompt(model)
     tier = "high" if "pixel_values" in inputs else None
-    # Blocks before the insertion keep the model's own.
+    # Blocks before the insertion keep the model's top-k.
     for block in (0, 1):
         router: Any = decoder.router(decoder.blocks[block])
         router.top_k = 6
@@ -183,14 +181,14 @@ def test_narrower_is_a_model_configured_so(family: str, top_k: int) -> None:
         assert torch.equal(run_model(model, inputs), run_model(narrow, inputs))
 
 
-def test_changing_only_the_configuration_changes_nothing_so_the_live_router_counts() -> None:
+def test_geometry_reads_top_k_of_live_routers() -> None:
     model = tiny.build_olmoe()
     model.config.num_experts_per_tok = 2
     assert get_adapter(model).geometry.top_k == 6
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
-def test_experts_run_alike_by_either_implementation(experts: str) -> None:
+def test_plan_with_other_expert_implementation_matches(experts: str) -> None:
     model = _model("olmoe")
     inputs = tiny.make_text_prompt(rows=2)
     with attached(model) as runtime, runtime.use_plan(plan("01345", top_k=3)):
@@ -202,17 +200,14 @@ def test_experts_run_alike_by_either_implementation(experts: str) -> None:
             model.set_experts_implementation("eager")
 
 
-# Nothing else changes.
-
-
 def _insides(model: nn.Module) -> dict[str, Any]:
-    """All there is of all modules, by identity where it is no plain value."""
+    """Attributes of all modules, by identity unless plain values."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, dict):
-            return [(key, describe(item)) for key, item in value.items()]
+            return [(key, describe(inner)) for key, inner in value.items()]
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            # Qwen3-VL itself keeps a new one at each forward.
+            # Qwen3-VL stores a new tensor at each forward.
             return value.tolist()
         return value if isinstance(value, int | float | str | bool | None) else id(value)
 
@@ -220,7 +215,7 @@ def _insides(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_removing_leaves_the_model_as_it_was(family: str) -> None:
+def test_remove_restores_model(family: str) -> None:
     model = tiny.FAMILIES[family]()
     adapter = get_adapter(model)
     inputs = tiny.make_prompt(model)
@@ -253,7 +248,7 @@ def test_removing_leaves_the_model_as_it_was(family: str) -> None:
     second_runtime.remove()
 
 
-def test_a_forward_that_stood_there_stands_there_again() -> None:
+def test_remove_restores_instance_forward() -> None:
     model = tiny.build_olmoe()
     calls = []
     block = model.model.layers[3]
@@ -275,7 +270,7 @@ def test_a_forward_that_stood_there_stands_there_again() -> None:
     assert _insides(model) == insides and block.forward is watched
 
 
-def test_a_forward_that_was_put_on_top_is_not_lost(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_remove_with_replaced_forward_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     block = model.model.layers[3]
     hooked_forward = block.forward
@@ -288,7 +283,7 @@ def test_a_forward_that_was_put_on_top_is_not_lost(olmoe: tuple[Any, PlanRuntime
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_vl_moe"])
-def test_a_copy_and_a_pickle_have_no_knobs_and_their_own_weights(family: str) -> None:
+def test_copy_and_pickle_have_no_runtime_and_own_weights(family: str) -> None:
     model = _model(family)
     inputs = tiny.make_text_prompt()
     before = run_model(model, inputs)
@@ -306,7 +301,7 @@ def test_a_copy_and_a_pickle_have_no_knobs_and_their_own_weights(family: str) ->
             assert torch.equal(run_model(model, inputs), before)
 
 
-def test_weights_that_are_loaded_anew_are_those_of_narrowed_routers() -> None:
+def test_narrowed_routers_use_reloaded_weights() -> None:
     model, other, inputs = tiny.build_olmoe(), tiny.build_olmoe(seed=1), tiny.make_text_prompt()
     with attached(model) as runtime, runtime.use_plan(plan(top_k=3)):
         before = run_model(model, inputs)
@@ -319,7 +314,7 @@ def test_weights_that_are_loaded_anew_are_those_of_narrowed_routers() -> None:
         assert torch.equal(run_model(other, inputs), after)
 
 
-def test_knobs_and_model_are_freed_together() -> None:
+def test_runtime_and_model_are_freed_together() -> None:
     model = tiny.build_olmoe()
     runtime = PlanRuntime(get_adapter(model))
     model_ref = weakref.ref(model)
@@ -328,10 +323,7 @@ def test_knobs_and_model_are_freed_together() -> None:
     assert model_ref() is None
 
 
-# A plan is frozen for a request's life.
-
-
-def test_a_change_within_a_request_is_a_typed_error(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_plan_change_within_request_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     ids = tiny.make_text_prompt()["input_ids"]
     first, other = plan("0134", top_k=4), plan("0124", top_k=4)
@@ -346,7 +338,7 @@ def test_a_change_within_a_request_is_a_typed_error(olmoe: tuple[Any, PlanRuntim
         model(input_ids=ids[:, :1], past_key_values=cache)
     with pytest.raises(PlanError):
         model(input_ids=ids[:, :1], past_key_values=cache)
-    # Nothing was lost.
+    # The cache is still usable.
     with runtime.use_plan(first):
         model(input_ids=ids[:, :1], past_key_values=cache)
     assert runtime.adapter.get_kv_lengths(cache) == dict.fromkeys(first.blocks, 10)
@@ -355,7 +347,7 @@ def test_a_change_within_a_request_is_a_typed_error(olmoe: tuple[Any, PlanRuntim
         model(input_ids=ids, past_key_values=without)
 
 
-def test_block_0_is_never_skipped(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_use_plan_invalid_plan_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     with pytest.raises(PlanError):
         plan("12345")
     _, runtime = olmoe
@@ -364,11 +356,11 @@ def test_block_0_is_never_skipped(olmoe: tuple[Any, PlanRuntime]) -> None:
         (plan("0126"), "6"),
         (plan(tier="low"), "tier"),
     ):
-        with pytest.raises(PlanError, match=expected_text or None), runtime.use_plan(wrong):
+        with pytest.raises(PlanError, match=expected_text), runtime.use_plan(wrong):
             pass
 
 
-def test_a_copied_cache_remembers_its_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_copied_cache_keeps_its_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     ids, selected_plan = tiny.make_text_prompt()["input_ids"], plan("0145", top_k=3)
     with runtime.use_plan(selected_plan):
@@ -380,7 +372,7 @@ def test_a_copied_cache_remembers_its_plan(olmoe: tuple[Any, PlanRuntime]) -> No
         model(input_ids=ids, past_key_values=branches[0])
 
 
-def test_an_emptied_cache_may_be_begun_anew(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_reset_cache_accepts_other_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     from transformers import DynamicCache, StaticCache
 
     model, runtime = olmoe
@@ -397,7 +389,7 @@ def test_an_emptied_cache_may_be_begun_anew(olmoe: tuple[Any, PlanRuntime]) -> N
     model(**inputs, past_key_values=cache)
 
 
-def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_cache_of_failed_forward_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     from transformers import DynamicCache
 
     model, runtime = olmoe
@@ -421,11 +413,11 @@ def test_a_forward_that_breaks_off_leaves_a_cache_that_is_refused(olmoe: tuple[A
             model(input_ids=ids[:, :1], past_key_values=cache)
         with pytest.raises(PlanError):
             model(**inputs, past_key_values=fresh)
-        # Other requests are unharmed.
+        # Other requests are unaffected.
         assert run_model(model, inputs).isfinite().all() and running.executed_blocks == [0, 1, 2, 3, 5]
 
 
-def test_a_cache_that_something_else_wrote_to_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_modified_or_offloaded_cache_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     ids = tiny.make_text_prompt()["input_ids"]
     with runtime.use_plan(plan("0135")):
@@ -439,7 +431,7 @@ def test_a_cache_that_something_else_wrote_to_is_refused(olmoe: tuple[Any, PlanR
             model(input_ids=ids, past_key_values=offloaded)
 
 
-def test_nothing_is_read_while_a_graph_is_recorded(
+def test_cache_lengths_are_not_read_during_capture(
     olmoe: tuple[Any, PlanRuntime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, runtime = olmoe
@@ -452,17 +444,14 @@ def test_nothing_is_read_while_a_graph_is_recorded(
             patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             patched.setattr(type(runtime.adapter), "get_kv_lengths", None)
             assert torch.equal(model(input_ids=ids[:, :1], past_key_values=cache).logits, expected)
-        # What it was begun with is still known.
+        # The cache still knows its plan.
         model(input_ids=ids[:, :1], past_key_values=cache)
     with runtime.use_plan(plan()), pytest.raises(PlanError):
         model(input_ids=ids[:, :1], past_key_values=cache)
 
 
-# The second controller.
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
+def test_decided_plan_runs_from_insertion(family: str) -> None:
     model = _model(family)
     inputs = tiny.make_prompt(model, rows=2)
     tier = "high" if "pixel_values" in inputs else None
@@ -481,11 +470,11 @@ def test_what_is_decided_at_the_insertion_runs_from_there(family: str) -> None:
             assert running.plan is None
             assert torch.equal(one_by_one(model, inputs)[0], logits)
             assert running.plan == selected_plan and len(observed) == 1
-    # The latency token is that of text, so nothing is added to it behind the block.
+    # Qwen3-VL adds nothing to text tokens after a block.
     assert (observed[0][:, -1] - expected[:, -6]).abs().max() < EXACT
 
 
-def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_inconsistent_decision_is_refused(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     for decided, expected_text in (
@@ -503,16 +492,13 @@ def test_decisions_that_do_not_fit(olmoe: tuple[Any, PlanRuntime]) -> None:
         with pytest.raises(PlanError), runtime.use_decided_plan(tier, position, lambda hidden: plan()):  # type: ignore[arg-type]
             pass
 
-    # A controller that fails fails the call, and no other.
+    # A failing policy fails only its call.
     def broken(hidden: Tensor) -> Plan:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), runtime.use_decided_plan(None, 2, broken):
         run_model(model, inputs)
     assert run_model(model, inputs).isfinite().all()
-
-
-# Calls do not meet.
 
 
 def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
@@ -536,7 +522,7 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
         collected[index].extend(run(plans[index]) for _ in range(3))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(plans))]
-    # Also from within a plan: it is not inherited.
+    # Threads do not inherit the plan of this context.
     with runtime.use_plan(plans[1]):  # type: ignore[arg-type]
         for thread in threads:
             thread.start()
@@ -548,7 +534,7 @@ def test_threads_run_their_own_plans(olmoe: tuple[Any, PlanRuntime]) -> None:
         )
 
 
-def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_nested_plans_and_errors_restore_outer_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     bare = run_model(model, inputs)
@@ -561,7 +547,7 @@ def test_plans_within_plans_and_after_errors(olmoe: tuple[Any, PlanRuntime]) -> 
     assert torch.equal(run_model(model, inputs), bare)
 
 
-def test_two_models_in_one_context() -> None:
+def test_runtimes_of_two_models_are_independent() -> None:
     first, second, inputs = _model("olmoe"), tiny.build_olmoe(seed=3), tiny.make_text_prompt()
     bare = run_model(second, inputs)
     runtime, other_runtime = PlanRuntime(get_adapter(first)), PlanRuntime(get_adapter(second))
@@ -574,11 +560,8 @@ def test_two_models_in_one_context() -> None:
     other_runtime.remove()
 
 
-# What transformers does with a model.
-
-
-def can_roll_back() -> None:
-    """Skip where this release of transformers cannot take tokens from a cache with an empty block."""
+def skip_without_cache_crop() -> None:
+    """Skip if this release of transformers cannot crop a cache with an empty block."""
     from transformers.cache_utils import DynamicLayer
 
     try:
@@ -601,10 +584,10 @@ def can_roll_back() -> None:
     ids=lambda generation_options: "-".join(generation_options) or "greedy",
 )
 @pytest.mark.parametrize("family", ["olmoe", "llava_siglip", "qwen3_vl_moe"])
-def test_generation_runs_the_plan(family: str, generation_options: dict[str, Any]) -> None:
+def test_transformers_generate_runs_plan(family: str, generation_options: dict[str, Any]) -> None:
     model = _model(family)
     if "prompt_lookup_num_tokens" in generation_options:
-        can_roll_back()
+        skip_without_cache_crop()
     adapter = get_adapter(model)
     inputs = tiny.make_prompt(model)
     selected_plan = plan("0235", top_k=3, position=1, tier="low" if "pixel_values" in inputs else None)
@@ -616,7 +599,7 @@ def test_generation_runs_the_plan(family: str, generation_options: dict[str, Any
         torch.random.fork_rng(devices=[]),
     ):
         torch.manual_seed(0)
-        # A placeholder in an answer would be an image without pixels.
+        # A generated placeholder would be an image without pixels.
         special = list(range(60, tiny.VOCABULARY))
         result = model.generate(**small, max_new_tokens=5, suppress_tokens=special, **generation_options)
         assert set(counts.attention) == set(selected_plan.blocks)
@@ -629,7 +612,7 @@ def test_generation_runs_the_plan(family: str, generation_options: dict[str, Any
                 )
 
 
-def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_recorded_outputs_of_skipped_blocks_keep_index(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     with runtime.use_plan(plan("0135", top_k=3)):
@@ -648,7 +631,7 @@ def test_recorded_outputs_keep_their_places(olmoe: tuple[Any, PlanRuntime]) -> N
         assert runtime.adapter.get_kv_lengths(cache) == dict.fromkeys((0, 1, 3, 5), 9)
 
 
-def test_gradients_are_those_of_the_kept_blocks_and_chosen_experts() -> None:
+def test_gradients_reach_only_executed_blocks() -> None:
     model, inputs = tiny.build_olmoe(), tiny.make_text_prompt()
     runtime = PlanRuntime(get_adapter(model))
     with torch.enable_grad(), runtime.use_plan(plan("0135", top_k=2)):
@@ -675,7 +658,7 @@ def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
         model(**inputs, use_cache=False).logits.sum().backward()
 
 
-def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_router_with_foreign_forward_is_refused_except_accelerate(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     runtime.remove()
     router = model.model.layers[2].mlp.gate
@@ -683,35 +666,32 @@ def test_an_aligned_router_is_moved_past_and_another_forward_is_not(olmoe: tuple
     router.forward = partial(model_forward)
     with pytest.raises(ModelError):
         PlanRuntime(get_adapter(model))
-    # As accelerate leaves it, where a model is spread over devices.
+    # As accelerate leaves it on a model spread over devices.
     router._hf_hook = object()
-    second_logits = PlanRuntime(get_adapter(model))
-    with second_logits.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
+    other_runtime = PlanRuntime(get_adapter(model))
+    with other_runtime.use_plan(plan(top_k=2)), count_calls(model.model.layers) as counts:
         run_model(model, tiny.make_text_prompt())
         assert counts.experts_per_token()[2] == 2.0
-    second_logits.remove()
+    other_runtime.remove()
     assert isinstance(router.forward, partial)
     del router.forward, router._hf_hook
 
 
 @pytest.mark.slow
-def test_compiled_models_run_the_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
+def test_compiled_model_runs_plan(olmoe: tuple[Any, PlanRuntime]) -> None:
     model, runtime = olmoe
     inputs = tiny.make_text_prompt()
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
     bare = run_model(model, inputs)
     assert (run_model(compiled, inputs) - bare).abs().max() < EXACT
-    for item in (plan("0123", top_k=2), plan("0145", top_k=4)):
-        with runtime.use_plan(item) as running:
+    for compiled_plan in (plan("0123", top_k=2), plan("0145", top_k=4)):
+        with runtime.use_plan(compiled_plan) as running:
             expected = run_model(model, inputs)
             assert (run_model(compiled, inputs) - expected).abs().max() < EXACT
-            assert running.executed_blocks == list(item.blocks)
+            assert running.executed_blocks == list(compiled_plan.blocks)
     assert (run_model(compiled, inputs) - bare).abs().max() < EXACT
     torch._dynamo.reset()
-
-
-# Adapters that would have a knob do nothing.
 
 
 class _NoRouters(DecoderAdapter):
@@ -722,7 +702,7 @@ class _NoRouters(DecoderAdapter):
         return 6
 
 
-class _Deaf(DecoderAdapter):
+class _IgnoresTopK(DecoderAdapter):
     def with_top_k(self, router: nn.Module, top_k: int) -> nn.Module:
         return copy.copy(router)
 
@@ -746,35 +726,26 @@ class _FewBlocks(DecoderAdapter):
         return self._blocks[:-1]
 
 
-@pytest.mark.parametrize(
-    ("adapter", "expected_text"),
-    [
-        (_NoRouters, ""),
-        (_Deaf, ""),
-        (_FewBlocks, ""),
-    ],
-)
-def test_knobs_that_would_do_nothing_are_refused_when_they_are_attached(
-    adapter: Any, expected_text: str
-) -> None:
+@pytest.mark.parametrize("adapter", [_NoRouters, _IgnoresTopK, _FewBlocks])
+def test_adapter_without_effect_is_refused_on_installation(adapter: Any) -> None:
     model = tiny.build_olmoe()
     insides = _insides(model)
-    with pytest.raises(ModelError, match=expected_text or None):
+    with pytest.raises(ModelError):
         PlanRuntime(adapter(model))
     assert _insides(model) == insides
 
 
-@pytest.mark.parametrize(("adapter", "expected_text"), [(_WrongBlocks, ""), (_WrongRouters, "")])
-def test_knobs_that_do_nothing_are_an_error_at_the_call(adapter: Any, expected_text: str) -> None:
+@pytest.mark.parametrize("adapter", [_WrongBlocks, _WrongRouters])
+def test_adapter_without_effect_is_refused_at_call(adapter: Any) -> None:
     model = tiny.build_olmoe()
     with (
         PlanRuntime(adapter(model)).use_plan(plan("0134")),
-        pytest.raises(ModelError, match=expected_text or None),
+        pytest.raises(ModelError),
     ):
         run_model(model, tiny.make_text_prompt())
 
 
-def test_fewer_experts_where_no_block_has_any_is_refused() -> None:
+def test_top_k_without_experts_after_insertion_is_refused() -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config: dict[str, Any] = tiny.make_text_config(depth=4, top_k=3, experts=4) | {"mlp_only_layers": [1, 3]}
@@ -790,13 +761,13 @@ def test_fewer_experts_where_no_block_has_any_is_refused() -> None:
         pass
 
 
-def test_models_without_weights_are_refused() -> None:
+def test_model_without_weights_is_refused() -> None:
     model = tiny.build_olmoe().to("meta")
     with pytest.raises(ModelError, match="`meta`"):
         PlanRuntime(get_adapter(model))
 
 
-def test_a_call_of_another_tier_is_refused() -> None:
+def test_inputs_of_other_tier_are_refused() -> None:
     for family in ("llava_siglip", "qwen3_vl_moe"):
         model = _model(family)
         adapter = get_adapter(model)
@@ -818,18 +789,18 @@ def test_a_call_of_another_tier_is_refused() -> None:
                     run_model(model, inputs)
 
 
-def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
+def test_interleaved_requests_keep_their_model_state() -> None:
     model = _model("qwen3_vl_moe")
     adapter = get_adapter(model)
     with attached(model) as runtime:
         plans = [plan("0134", tier="low"), plan("01345", top_k=3, tier="high"), plan("0123")]
         requests = [
-            adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), item.tier)
-            for count, item in zip((1, 3, 0), plans, strict=True)
+            adapter.reduce_to_tier(tiny.make_prompt(model, images=count, seed=count), request_plan.tier)
+            for count, request_plan in zip((1, 3, 0), plans, strict=True)
         ]
         single, batched, caches = [], [], []
-        for item, inputs in zip(plans, requests, strict=True):
-            with runtime.use_plan(item):
+        for request_plan, inputs in zip(plans, requests, strict=True):
+            with runtime.use_plan(request_plan):
                 single.append(one_by_one(model, inputs)[0][:, -5:])
                 prompt_tokens = {
                     name: value[:, :-5] if value.shape[:2] == inputs["input_ids"].shape else value
@@ -837,9 +808,9 @@ def test_requests_of_a_model_that_keeps_state_may_take_turns() -> None:
                 }
                 caches.append(model(**prompt_tokens, use_cache=True).past_key_values)
         for index in range(-5, 0):
-            for item, inputs, past in zip(plans, requests, caches, strict=True):
+            for request_plan, inputs, past in zip(plans, requests, caches, strict=True):
                 ids = inputs["input_ids"]
-                with runtime.use_plan(item):
+                with runtime.use_plan(request_plan):
                     token = ids[:, ids.shape[1] + index][:, None]
                     batched.append(model(input_ids=token, past_key_values=past).logits)
         for index, expected in enumerate(single):

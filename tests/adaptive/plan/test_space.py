@@ -1,4 +1,4 @@
-"""Plans: the option table of the document, spaces of any depth, and what is refused."""
+"""Plans, model geometries and plan spaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflow.adaptive.plan.space import (
@@ -34,7 +34,7 @@ geometries = st.builds(
 )
 
 
-def test_the_option_table_of_the_document() -> None:
+def test_geometry_of_16_blocks_has_documented_options() -> None:
     assert MOLMOE.positions == (1, 2, 3, 4, 5)
     assert MOLMOE.top_ks == (4, 5, 6, 7, 8)
     assert {position: MOLMOE.block_counts(position) for position in POSITIONS} == {
@@ -46,7 +46,7 @@ def test_the_option_table_of_the_document() -> None:
     }
 
 
-def test_there_are_225_plans_and_invalid_options_are_masked() -> None:
+def test_space_of_16_blocks_has_225_plans_and_masks_invalid_options() -> None:
     space = PlanSpace.from_importance(MOLMOE, [0.5] + [0.1] * 15)
     assert (
         len(space)
@@ -72,10 +72,10 @@ def test_there_are_225_plans_and_invalid_options_are_masked() -> None:
                     space.plan(action)
 
 
-def test_blocks_of_least_importance_go_first_and_never_those_before_the_insertion() -> None:
+def test_least_important_blocks_after_insertion_are_skipped_first() -> None:
     importance = [0.0, 0.9, 0.1, 0.2, 0.05, 0.3, 0.05, 0.4, 0.5, 0.6, 0.7, 0.8, 0.15, 0.25, 0.35, 0.45]
     space = PlanSpace.from_importance(MOLMOE, importance)
-    # Of the two of 0.05, the earlier is kept longer.
+    # Of two equally important blocks, the earlier is kept longer.
     assert set(range(16)) - set(space.sets[1, 15]) == {6}
     assert set(range(16)) - set(space.sets[1, 12]) == {6, 4, 2, 12}
     assert set(range(16)) - set(space.sets[3, 14]) == {6, 4}
@@ -83,18 +83,19 @@ def test_blocks_of_least_importance_go_first_and_never_those_before_the_insertio
 
 
 @given(geometries)
-def test_totals_of_any_depth(geometry: ModelGeometry) -> None:
+def test_block_counts_of_any_depth_are_proportional(geometry: ModelGeometry) -> None:
     for position in geometry.positions:
         totals = geometry.block_counts(position)
         assert list(totals) == sorted(set(totals)) and totals[-1] == geometry.depth
         assert 1 <= len(totals) <= OPTIONS and totals[0] >= position
-        # As large a share as of 16 blocks, to half a block.
+        # The skipped fraction is that of 16 blocks, within half a block.
         assert abs((geometry.depth - totals[0]) - (5 - position) * geometry.depth / 16) <= 0.5
     assert geometry.top_ks == tuple(range(max(1, geometry.top_k - 4), geometry.top_k + 1))
 
 
+@settings(deadline=None, max_examples=30)
 @given(geometries, st.randoms(use_true_random=False))
-def test_every_plan_of_any_space_can_be_run_and_found_again(geometry: ModelGeometry, random: Any) -> None:
+def test_plans_of_any_space_are_valid_and_round_trip(geometry: ModelGeometry, random: Any) -> None:
     space = PlanSpace.from_importance(geometry, [random.random() for _ in range(geometry.depth)])
     counts = sum(len(geometry.block_counts(position)) for position in geometry.positions)
     assert len(space) == max(1, len(geometry.tiers)) * len(geometry.top_ks) * counts
@@ -105,13 +106,14 @@ def test_every_plan_of_any_space_can_be_run_and_found_again(geometry: ModelGeome
         assert set(range(plan.insertion_position)) <= set(plan.blocks)
     reloaded = PlanSpace.from_dict(json.loads(json.dumps(space.to_dict())))
     assert reloaded.plans == space.plans and reloaded.geometry == geometry
-    # The tiers come one after the other, from the smallest.
+    # Plans are sorted by tier, smallest first.
     ranks = [0 if plan.tier is None else TIERS.index(plan.tier) for plan in space.plans]
     assert ranks == sorted(ranks)
 
 
+@settings(deadline=None, max_examples=30)
 @given(geometries, st.lists(st.floats(0.0, 1.0), min_size=70, max_size=70))
-def test_sets_against_all_others(geometry: ModelGeometry, values: list[float]) -> None:
+def test_kept_blocks_are_most_important(geometry: ModelGeometry, values: list[float]) -> None:
     importance = values[: geometry.depth]
     space = PlanSpace.from_importance(geometry, importance)
     for (position, total), kept_blocks in space.sets.items():
@@ -126,7 +128,7 @@ def test_sets_against_all_others(geometry: ModelGeometry, values: list[float]) -
         st.none() | st.booleans() | st.integers() | st.text(), lambda child: st.lists(child), max_leaves=5
     )
 )
-def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
+def test_from_dict_of_junk_is_refused(junk: Any) -> None:
     record = {"tier": "high", "insertion_position": 1, "top_k": 1, "blocks": [0, 1]}
     for name in record:
         if junk != record[name]:
@@ -140,49 +142,49 @@ def test_what_is_no_plan_is_a_file_error(junk: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "expected_text"),
+    "change",
     [
-        ({"tier": "huge"}, ""),
-        ({"tier": 3}, ""),
-        ({"insertion_position": 0}, ""),
-        ({"insertion_position": 6}, ""),
-        ({"insertion_position": 2.0}, ""),
-        ({"insertion_position": True}, ""),
-        ({"top_k": 0}, ""),
-        ({"top_k": "8"}, ""),
-        ({"blocks": (0, 1, 3, 2)}, ""),
-        ({"blocks": (0, 1, 1)}, ""),
-        ({"blocks": (-1, 0, 1)}, ""),
-        ({"blocks": (0, 1, 2.0)}, ""),
-        ({"blocks": 3}, ""),
-        ({"blocks": (1, 2, 3)}, ""),
-        ({"blocks": ()}, ""),
-        ({"blocks": (0, 2, 3)}, ""),
+        {"tier": "huge"},
+        {"tier": 3},
+        {"insertion_position": 0},
+        {"insertion_position": 6},
+        {"insertion_position": 2.0},
+        {"insertion_position": True},
+        {"top_k": 0},
+        {"top_k": "8"},
+        {"blocks": (0, 1, 3, 2)},
+        {"blocks": (0, 1, 1)},
+        {"blocks": (-1, 0, 1)},
+        {"blocks": (0, 1, 2.0)},
+        {"blocks": 3},
+        {"blocks": (1, 2, 3)},
+        {"blocks": ()},
+        {"blocks": (0, 2, 3)},
     ],
 )
-def test_plans_that_no_model_could_run(change: dict[str, Any], expected_text: str) -> None:
-    with pytest.raises(PlanError, match=expected_text or None):
+def test_invalid_plan_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(PlanError):
         Plan(**(WHOLE | change))
 
 
 @pytest.mark.parametrize(
-    ("change", "expected_text"),
+    "change",
     [
-        ({"tier": "low"}, ""),
-        ({"top_k": 9}, ""),
-        ({"blocks": (0, 1, 2, 4)}, ""),
-        ({"insertion_position": 4}, ""),
+        {"tier": "low"},
+        {"top_k": 9},
+        {"blocks": (0, 1, 2, 4)},
+        {"insertion_position": 4},
     ],
 )
-def test_plans_that_this_model_cannot_run(change: dict[str, Any], expected_text: str) -> None:
+def test_geometry_check_plan_out_of_range_is_refused(change: dict[str, Any]) -> None:
     geometry = ModelGeometry(depth=4, top_k=8, tiers=("medium", "high"))
     geometry.check(Plan(**WHOLE))
     geometry.check(Plan(**WHOLE_TEXT))
-    with pytest.raises(PlanError, match=expected_text or None):
+    with pytest.raises(PlanError):
         geometry.check(Plan(**(WHOLE | change)))
 
 
-def test_a_model_without_images_has_no_tiers() -> None:
+def test_text_model_has_no_tiers() -> None:
     with pytest.raises(PlanError):
         ModelGeometry(depth=4, top_k=8, tiers=()).check(Plan(**WHOLE))
     assert ModelGeometry(depth=4, top_k=8, tiers=()).full_plan().tier is None
@@ -190,7 +192,7 @@ def test_a_model_without_images_has_no_tiers() -> None:
     assert MOLMOE.full_plan().blocks == tuple(range(16)) and MOLMOE.full_plan().top_k == 8
 
 
-def test_calls_of_experts_are_counted_before_and_after_the_insertion() -> None:
+def test_expert_calls_count_blocks_before_and_after_insertion() -> None:
     assert MOLMOE.expert_calls(MOLMOE.full_plan()) == 16 * 8
     plan = Plan(tier="low", insertion_position=2, top_k=5, blocks=(0, 1, 4, 7))
     assert MOLMOE.expert_calls(plan) == 2 * 8 + 2 * 5
@@ -207,13 +209,13 @@ def test_calls_of_experts_are_counted_before_and_after_the_insertion() -> None:
         {"tiers": ("vast",)},
     ],
 )
-def test_geometries_that_are_none(change: dict[str, Any]) -> None:
+def test_invalid_geometry_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         arguments: dict[str, Any] = {"depth": 4, "top_k": 2} | change
         ModelGeometry(**arguments)
 
 
-def test_spaces_that_are_none() -> None:
+def test_invalid_space_or_action_is_refused() -> None:
     with pytest.raises(InputError):
         PlanSpace.from_importance(MOLMOE, [0.0] * 15)
     with pytest.raises(InputError):
@@ -235,14 +237,14 @@ def test_spaces_that_are_none() -> None:
                 )
 
 
-def test_names_of_plans() -> None:
+def test_plan_ids_are_stable() -> None:
     assert Plan(**WHOLE).id == "high-p2-k8-b0.1.2.3"
     assert Plan(**WHOLE_TEXT).id == "text-p2-k8-b0.1.2.3"
     listed: dict[str, Any] = WHOLE | {"blocks": [0, 1, 2, 3]}
     assert Plan(**listed) == Plan(**WHOLE)
 
 
-def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
+def test_default_importance_skips_every_second_late_block() -> None:
     space = PlanSpace.from_importance(MOLMOE)
     removed_blocks = {
         key: tuple(sorted(set(range(16)) - set(kept_blocks))) for key, kept_blocks in space.sets.items()
@@ -256,12 +258,12 @@ def test_without_importance_every_second_block_of_the_later_half_goes() -> None:
 
 
 @given(geometries)
-def test_without_importance_first_and_last_blocks_are_kept(geometry: ModelGeometry) -> None:
+def test_default_importance_keeps_first_and_last_block(geometry: ModelGeometry) -> None:
     depth = geometry.depth
     for (position, _), kept_blocks in PlanSpace.from_importance(geometry).sets.items():
         removed_blocks = sorted(set(range(depth)) - set(kept_blocks))
         assert 0 in kept_blocks and (depth - 1 in kept_blocks or position == depth - 1)
         if depth >= 12:
             assert all(block >= depth // 2 for block in removed_blocks)
-            # A quarter is skipped at most, to half a block: there may be one between two others.
+            # At most a quarter is skipped, within half a block, so two skipped blocks may be adjacent.
             assert sum(later - sooner < 2 for sooner, later in pairwise(removed_blocks)) <= 2

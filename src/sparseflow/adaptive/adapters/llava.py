@@ -7,20 +7,14 @@ each image and their placeholders.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sparseflow.adaptive.adapters.crops import CROPS
-from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.placeholders import (
-    PlaceholderSpans,
-    Span,
-    check_presence,
-    get_input_ids,
-    shorten_inputs,
-)
+from sparseflow.adaptive.adapters.placeholders import ImageAdapter, check_presence, shorten_inputs
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import ModelError, PlanError
@@ -34,7 +28,7 @@ _CLASS_TOKENS: MappingProxyType[str, int] = MappingProxyType(
 """Vision tower -> number of tokens that do not belong to a patch."""
 
 
-class LlavaAdapter(DecoderAdapter):
+class LlavaAdapter(ImageAdapter):
     """Adapter of `LlavaForConditionalGeneration`.
 
     Args:
@@ -47,7 +41,7 @@ class LlavaAdapter(DecoderAdapter):
         ModelError: The vision tower is of an unknown type.
     """
 
-    tiers = TIERS
+    image_token_field = "image_token_index"
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -61,12 +55,7 @@ class LlavaAdapter(DecoderAdapter):
         patches = (vision.image_size // vision.patch_size) ** 2
         # Like the model, which drops the first token even if it belongs to a patch.
         dropped = config.vision_feature_select_strategy == "default"
-        self._spans = PlaceholderSpans()
         self.tokens_per_crop = patches + _CLASS_TOKENS[vision.model_type] - dropped
-
-    def count_vision_tokens(self, inputs: Inputs) -> int:
-        """Number of vision tokens in all rows of an input."""
-        return sum(length for _, _, length in self._images(inputs))
 
     def reduce_to_tier(self, inputs: Inputs, tier: Tier | None) -> dict[str, Any]:
         """Keep the first crops of each image.
@@ -83,7 +72,7 @@ class LlavaAdapter(DecoderAdapter):
             PlanError: Images are missing, not of the highest tier, or do not match the placeholders, or rows
                 would differ in length.
         """
-        images, pixels = self._images(inputs), inputs.get("pixel_values")
+        images, pixels = self.find_images(inputs), inputs.get("pixel_values")
         check_presence(inputs, images, tier)
         if tier is None:
             return dict(inputs)
@@ -99,27 +88,14 @@ class LlavaAdapter(DecoderAdapter):
         reduced["pixel_values"] = pixels.unflatten(0, (len(images), -1))[:, : CROPS[tier]].flatten(0, 1)
         return reduced
 
-    def check_tier(self, inputs: Inputs, tier: Tier | None) -> None:
-        """Check that each image has the placeholders of a tier.
-
-        Raises:
-            PlanError: An image has another number, or tier and images do not match.
-        """
-        images = self._images(inputs)
-        check_presence(inputs, images, tier)
-        if tier is None:
-            return
+    def _check_lengths(self, lengths: Sequence[int], tier: Tier) -> None:
         size = self.tokens_per_crop
-        wrong = next((length for _, _, length in images if length != CROPS[tier] * size), None)
+        wrong = next((length for length in lengths if length != CROPS[tier] * size), None)
         if wrong is not None:
             raise PlanError(
                 f"an image has {wrong} placeholders; at tier {tier!r} it has {CROPS[tier]} crops of "
                 f"{size} tokens, {CROPS[tier] * size} in total. {self._suggest_fix(wrong, tier)}"
             )
-
-    def _images(self, inputs: Inputs) -> list[Span]:
-        config: Any = self.model.config
-        return self._spans.find(get_input_ids(inputs), config.image_token_index)
 
     def _suggest_fix(self, length: int, tier: Tier) -> str:
         crops, remainder = divmod(length, self.tokens_per_crop)

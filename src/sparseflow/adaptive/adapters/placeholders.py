@@ -1,17 +1,22 @@
-"""Image placeholders in prompts: finding and shortening them."""
+"""Image placeholders in prompts, and the base class of adapters of models that take images."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflow.adaptive.adapters.decoders import DecoderAdapter
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import PlanError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Span = tuple[int, int, int]
 """(row, start, length) of a run of placeholders."""
@@ -64,6 +69,44 @@ class PlaceholderSpans:
         # One assignment, for thread safety.
         self._known = ((input_ids, cache_key, result), *self._known[:1])
         return list(result)
+
+
+class ImageAdapter(DecoderAdapter):
+    """Adapter of a model whose prompts have a run of placeholders for each image.
+
+    Attributes:
+        image_token_field: Field of the model's config with the placeholder token.
+    """
+
+    tiers = TIERS
+    image_token_field: str
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._spans = PlaceholderSpans()
+
+    def find_images(self, inputs: Inputs) -> list[Span]:
+        """Find the placeholders of each image."""
+        return self._spans.find(get_input_ids(inputs), getattr(self.model.config, self.image_token_field))
+
+    def count_vision_tokens(self, inputs: Inputs) -> int:
+        """Number of vision tokens in all rows of an input."""
+        return sum(length for _, _, length in self.find_images(inputs))
+
+    def check_tier(self, inputs: Inputs, tier: Tier | None) -> None:
+        """Check that every image has the vision tokens of a tier.
+
+        Raises:
+            PlanError: An image has another number, or tier and images do not match.
+        """
+        images = self.find_images(inputs)
+        check_presence(inputs, images, tier)
+        if tier is not None:
+            self._check_lengths([length for _, _, length in images], tier)
+
+    @abstractmethod
+    def _check_lengths(self, lengths: Sequence[int], tier: Tier) -> None:
+        """Check the vision tokens of each image."""
 
 
 def check_presence(inputs: Inputs, images: Sequence[Span], tier: Tier | None) -> None:

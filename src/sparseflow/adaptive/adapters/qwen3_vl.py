@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparseflow.adaptive.adapters.decoders import DecoderAdapter
-from sparseflow.adaptive.adapters.placeholders import (
-    PlaceholderSpans,
-    Span,
-    check_presence,
-    get_input_ids,
-    shorten_inputs,
-)
+from sparseflow.adaptive.adapters.placeholders import ImageAdapter, check_presence, shorten_inputs
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.errors import PlanError
@@ -41,7 +34,7 @@ _REDUCED_TOKENS: WeakKeyDictionary[nn.Module, dict[Tier, set[int]]] = WeakKeyDic
 """Model -> tier -> token counts of images reduced to it; inputs alone do not determine their tier."""
 
 
-class Qwen3VLMoeAdapter(DecoderAdapter):
+class Qwen3VLMoeAdapter(ImageAdapter):
     """Adapter of `Qwen3VLMoeForConditionalGeneration`.
 
     Inputs do not determine their tier, so the adapter remembers the token counts of reduced images: prefills
@@ -51,11 +44,10 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         model: The model.
     """
 
-    tiers = TIERS
+    image_token_field = "image_token_id"
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._spans = PlaceholderSpans()
         self._reduced_tokens = _REDUCED_TOKENS.setdefault(model, {tier: set() for tier in TIERS})
 
     @property
@@ -75,10 +67,6 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         )
         return position_ids, super().compute_positions(inputs)[1] + deltas[:, 0]
 
-    def count_vision_tokens(self, inputs: Inputs) -> int:
-        """Number of vision tokens in all rows of an input."""
-        return sum(length for _, _, length in self._images(inputs))
-
     def reduce_to_tier(self, inputs: Inputs, tier: Tier | None) -> dict[str, Any]:
         """Resize images to fewer pixels.
 
@@ -95,13 +83,14 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
             PlanError: Images are missing, there are videos, images do not match the placeholders, or rows
                 would differ in length.
         """
-        check_presence(inputs, self._images(inputs), tier)
+        images = self.find_images(inputs)
+        check_presence(inputs, images, tier)
         if tier is None:
             return dict(inputs)
         grids, merge = self._grids(inputs, tier), self._vision.spatial_merge_size
         smaller = [scale_grid(grid, SCALES[tier], merge) for grid in grids]
         counts = [rows * columns // merge**2 for rows, columns in smaller]
-        reduced = shorten_inputs(inputs, self._images(inputs), counts)
+        reduced = shorten_inputs(inputs, images, counts)
         self._reduced_tokens[tier].update(counts)
         pixels: Tensor = inputs["pixel_values"]
         parts = pixels.split([rows * columns for rows, columns in grids])
@@ -117,17 +106,8 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         )
         return reduced
 
-    def check_tier(self, inputs: Inputs, tier: Tier | None) -> None:
-        """Check that images were reduced to a tier.
-
-        Raises:
-            PlanError: An image was not, or tier and images do not match.
-        """
-        images = self._images(inputs)
-        check_presence(inputs, images, tier)
-        if tier is None:
-            return
-        other = next((length for _, _, length in images if length not in self._reduced_tokens[tier]), None)
+    def _check_lengths(self, lengths: Sequence[int], tier: Tier) -> None:
+        other = next((length for length in lengths if length not in self._reduced_tokens[tier]), None)
         if other is not None and tier != TIERS[-1]:
             raise PlanError(
                 f"an image of {other} tokens was not reduced to tier {tier!r}; pass the inputs of "
@@ -139,13 +119,9 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         config: Any = self.model.config
         return config.vision_config
 
-    def _images(self, inputs: Inputs) -> list[Span]:
-        config: Any = self.model.config
-        return self._spans.find(get_input_ids(inputs), config.image_token_id)
-
     def _grids(self, inputs: Inputs, tier: Tier) -> list[Grid]:
         """Rows and columns of patches of each image, checked against the prompt."""
-        images, pixels, grid = self._images(inputs), inputs.get("pixel_values"), inputs.get("image_grid_thw")
+        pixels, grid = inputs.get("pixel_values"), inputs.get("image_grid_thw")
         if inputs.get("pixel_values_videos") is not None or inputs.get("video_grid_thw") is not None:
             raise PlanError(f"videos have no tier {tier!r}; pass images only")
         if pixels is None or grid is None:
@@ -153,13 +129,12 @@ class Qwen3VLMoeAdapter(DecoderAdapter):
         sizes = [tuple(size) for size in grid.tolist()]
         merge = self._vision.spatial_merge_size
         expected_tokens = [time * rows * columns // merge**2 for time, rows, columns in sizes]
-        if [length for _, _, length in images] != expected_tokens or len(pixels) != sum(
-            expected_tokens
-        ) * merge**2:
+        lengths = [length for _, _, length in self.find_images(inputs)]
+        patches = sum(expected_tokens) * merge**2
+        if lengths != expected_tokens or len(pixels) != patches:
             raise PlanError(
-                f"`image_grid_thw` {sizes} needs {expected_tokens} placeholders and "
-                f"{sum(expected_tokens) * merge**2} patches, but there are "
-                f"{[length for _, _, length in images]} and {len(pixels)}"
+                f"`image_grid_thw` {sizes} needs {expected_tokens} placeholders and {patches} patches, but "
+                f"there are {lengths} and {len(pixels)}"
             )
         if any(time != 1 or rows % merge or columns % merge for time, rows, columns in sizes):
             raise PlanError(
@@ -205,6 +180,5 @@ def _resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize frames, clamped to their original value range because bicubic weights overshoot at edges."""
     wide = frames if frames.dtype == torch.float64 else frames.float()
     resized = functional.interpolate(wide, size=size, mode="bicubic", antialias=True)
-    of_channel = (0, 2, 3)
-    low, high = wide.amin(of_channel, keepdim=True), wide.amax(of_channel, keepdim=True)
+    low, high = wide.amin((0, 2, 3), keepdim=True), wide.amax((0, 2, 3), keepdim=True)
     return resized.clamp(low, high).to(frames.dtype)

@@ -15,9 +15,8 @@ from sparseflow.adaptive.controllers.networks import Stage1, Stage2
 from sparseflow.adaptive.controllers.plan_distribution import PlanDistribution, PlanPath
 from sparseflow.adaptive.plan.space import POSITIONS, TIERS, PlanSpace
 from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import FileFormatError, InputError
-
-__all__ = ["Controllers", "LatencyTokens", "SampledPlans", "Stage1", "Stage2"]
 
 _MARK = {"sparseflow": "adaptive-controllers", "version": "2"}
 
@@ -62,8 +61,7 @@ class Controllers(nn.Module):
 
     def __init__(self, space: PlanSpace, *, width: int, model_id: str, seed: int = 0) -> None:
         super().__init__()
-        if width < 1:
-            raise InputError(f"`width` (={width}) must be at least 1")
+        check_at_least(1, width=width)
         self.space, self.width, self.model_id = space, width, model_id
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -97,58 +95,6 @@ class Controllers(nn.Module):
         missing = by_position[-1:].expand(len(POSITIONS) - positions, -1, -1)
         self.stage2.latency_token.fit(torch.cat([by_position, missing]))
 
-    def choose_stage1(self, language: Tensor, budget_ms: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """Choose the most probable tier and insertion position.
-
-        Args:
-            language: Language features, [b, d].
-            budget_ms: Budgets, [b].
-            allowed: Plans that may follow, [b, plans] bool; default: all.
-
-        Returns:
-            Indices of tier and position, [b, 2] int64.
-
-        Raises:
-            InputError: A budget is NaN or not above 0, or a row allows no plan.
-        """
-        with torch.no_grad():
-            path = self._make_path(len(language), allowed)
-            for logits in self._stage1_logits(language, encode_budget(budget_ms.to(self.device))):
-                path.append_argmax(logits)
-            return torch.stack(path.choices, 1)
-
-    def choose_stage2(
-        self,
-        latency_token: Tensor,
-        budget_ms: Tensor,
-        stage1_output: Tensor,
-        *,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
-        """Choose the most probable top-k and block count.
-
-        Args:
-            latency_token: Latency tokens, [b, d].
-            budget_ms: Budgets, [b].
-            stage1_output: Result of `choose_stage1`, [b, 2].
-            allowed: Plans that may follow, [b, plans] bool; at least one with that tier and position.
-
-        Returns:
-            Plan numbers, [b] int64.
-
-        Raises:
-            InputError: A budget is NaN or not above 0, or no allowed plan has that tier and position.
-        """
-        with torch.no_grad():
-            path = self._make_path(len(stage1_output), allowed)
-            for choice in stage1_output.to(self.device).T:
-                path.append(choice)
-            for logits in self._stage2_logits(
-                latency_token, encode_budget(budget_ms.to(self.device)), path.choices[1]
-            ):
-                path.append_argmax(logits)
-            return self._distribution.plans(torch.stack(path.choices, 1))
-
     def choose(
         self,
         language: Tensor,
@@ -178,15 +124,14 @@ class Controllers(nn.Module):
         """
         budget = encode_budget(budget_ms.to(self.device))
         path = self._make_path(len(language), allowed, group)
-        for step, logits in enumerate(self._stage1_logits(language, budget)):
+        for step, logits in enumerate(self.stage1(language, budget)):
             path.step(logits.repeat_interleave(group, 0), **_select_column(step, uniform, action))
         tier, position = path.choices
         row = torch.arange(len(language), device=self.device).repeat_interleave(group)
         unique_rows, inverse = _find_unique((row * len(TIERS) + tier) * len(POSITIONS) + position)
         token = tokens(unique_rows, tier[unique_rows], position[unique_rows]).to(self.device)
-        for step, logits in enumerate(
-            self._stage2_logits(token, budget[row[unique_rows]], position[unique_rows]), start=2
-        ):
+        stage2_logits = self.stage2(token, budget[row[unique_rows]], position[unique_rows] + 1)
+        for step, logits in enumerate(stage2_logits, start=2):
             path.step(logits[inverse], **_select_column(step, uniform, action))
         actions = torch.stack(path.choices, 1)
         assert isinstance(path.log_prob, Tensor) and isinstance(path.entropy, Tensor)
@@ -253,14 +198,6 @@ class Controllers(nn.Module):
         row = torch.arange(rows, device=self.device).repeat_interleave(group)
         # Without `allowed` all rows share one mask.
         return PlanPath(masks, row if allowed is not None else torch.zeros_like(row))
-
-    def _stage1_logits(self, language: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
-        heads = self.stage1(language.to(self.device), budget)
-        return heads["tier_logits"], heads["insertion_logits"]
-
-    def _stage2_logits(self, token: Tensor, budget: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        heads = self.stage2(token.to(self.device), budget, position + 1)
-        return heads["top_k_logits"], heads["option_logits"]
 
 
 def _find_unique(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 A request takes milliseconds, so choosing its plan may take tens of microseconds, while one small operation of
 torch or on a GPU takes several. The weights are copied once, normalization is folded into the following
 product, and each stage is one compiled function (`kernels/policy_inference`). Later changes of the
-controllers are not visible here.
+controllers have no effect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,8 @@ class CpuControllers:
         self.width = controllers.width
         self._shapes = (controllers.width,), (len(controllers.space),)
         space, first, second = controllers.space, controllers.stage1, controllers.stage2
-        actions = [space.action(plan) for plan in space.plans]
-        self._stage1_choices, self._stage2_choices = (
-            np.array(values).T.copy()
-            for values in (
-                [(action.tier, action.position) for action in actions],
-                [(action.top_k, action.option) for action in actions],
-            )
-        )
+        actions = np.array([astuple(space.action(plan)) for plan in space.plans])
+        self._stage1_choices, self._stage2_choices = actions[:, :2].T.copy(), actions[:, 2:].T.copy()
         self._kernels = policy_inference.load_kernels()
         self._first = _StageWeights(first.language, first.budget, first.fuse, (first.tier, first.insertion))
         self._second = _StageWeights(
@@ -107,22 +101,11 @@ class CpuControllers:
             math.pi / math.log(MAX_BUDGET_MS)
         )
         budget = self._kernels.encode_budget(angle, self._frequency, self._amplitude)
-        weights = self._first
+        stage1, weights = self._stage1_choices, self._first
         plan = self._kernels.run_stage(
-            language,
-            weights.center[0],
-            weights.scale[0],
-            weights.epsilon,
-            weights.weights,
-            budget,
-            self._no_position,
-            self._stage1_choices,
-            len(TIERS),
-            fits,
-            self._stage1_choices,
-            -1,
-            -1,
-        )
+            language, weights.center[0], weights.scale[0], weights.epsilon, weights.weights, budget,
+            self._no_position, stage1, len(TIERS), fits, stage1, -1, -1,
+        )  # fmt: skip
         self._check_result(plan, "`fits` allows no plan; allow at least the cheapest")
         tier, position = self._stage1_choices[:, plan].tolist()
         return CpuStage1Output(tier=tier, position=position, budget=budget, plan=plan)
@@ -144,20 +127,10 @@ class CpuControllers:
         self._check_shapes(latency_token, fits)
         weights, position = self._second, stage1_output.position
         plan = self._kernels.run_stage(
-            latency_token,
-            weights.center[position],
-            weights.scale[position],
-            weights.epsilon,
-            weights.weights,
-            stage1_output.budget,
-            self._position[position],
-            self._stage2_choices,
-            TOP_KS,
-            fits,
-            self._stage1_choices,
-            stage1_output.tier,
-            position,
-        )
+            latency_token, weights.center[position], weights.scale[position], weights.epsilon,
+            weights.weights, stage1_output.budget, self._position[position], self._stage2_choices, TOP_KS,
+            fits, self._stage1_choices, stage1_output.tier, position,
+        )  # fmt: skip
         self._check_result(plan, "no plan that fits begins with this tier and position")
         return plan
 

@@ -7,7 +7,7 @@ Notation: b rows, d hidden size of the model, 256 that of the controllers.
 2. The model runs its vision encoder at that tier and the blocks before the insertion.
 3. Stage 2 maps the latency token (hidden state of the last prompt token after these blocks, [b, d], which has
    attended to image and question), the budget and the position to logits of top-k [b, 5] and of the block
-   count [b, 5], of which each position has as many as it has counts.
+   count [b, 5]; a position uses as many of these as it has block counts.
 
 Models with fewer tiers, positions, top-k values or counts use the first logits; the others are masked.
 Features are standardized by mean and deviation over the training data and normalized per row, so neither the
@@ -77,7 +77,7 @@ class Stage1(nn.Module):
         self.tier, self.insertion = nn.Linear(WIDTH, len(TIERS)), nn.Linear(WIDTH, len(POSITIONS))
         _shrink_heads(self.tier, self.insertion)
 
-    def forward(self, language: Tensor, budget: Tensor) -> dict[str, Tensor]:
+    def forward(self, language: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """Compute logits.
 
         Args:
@@ -85,11 +85,11 @@ class Stage1(nn.Module):
             budget: Encoded budgets, [b, 256].
 
         Returns:
-            `"tier_logits"` [b, 3] and `"insertion_logits"` [b, 5], not masked.
+            Logits of the tier [b, 3] and of the insertion position [b, 5], not masked.
         """
         parts = torch.cat([self.language(language), functional.gelu(self.budget(budget))], 1)
         fused = functional.gelu(self.fuse(parts))
-        return {"tier_logits": self.tier(fused), "insertion_logits": self.insertion(fused)}
+        return self.tier(fused), self.insertion(fused)
 
 
 class Stage2(nn.Module):
@@ -112,7 +112,9 @@ class Stage2(nn.Module):
         _shrink_heads(self.top_k, self.option)
         self.register_buffer("options", torch.tensor(options), persistent=False)
 
-    def forward(self, latency_token: Tensor, budget: Tensor, insertion_position: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, latency_token: Tensor, budget: Tensor, insertion_position: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute logits.
 
         Args:
@@ -121,7 +123,7 @@ class Stage2(nn.Module):
             insertion_position: Positions from 1, [b] int64.
 
         Returns:
-            `"top_k_logits"` [b, 5] and `"option_logits"` [b, 5]; missing block counts are minus infinity.
+            Logits of top-k [b, 5] and of the block count [b, 5]; missing block counts are minus infinity.
 
         Raises:
             InputError: A position is out of range.
@@ -135,7 +137,7 @@ class Stage2(nn.Module):
         parts = torch.cat([token, functional.gelu(self.budget(budget)), self.position(index)], 1)
         fused = functional.gelu(self.fuse(parts))
         option = self.option(fused).masked_fill(~self.options[index], float("-inf"))
-        return {"top_k_logits": self.top_k(fused), "option_logits": option}
+        return self.top_k(fused), option
 
 
 def _shrink_heads(*heads: nn.Linear) -> None:

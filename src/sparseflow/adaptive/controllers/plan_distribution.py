@@ -7,6 +7,8 @@ ends at an allowed plan, and its probability is the product of the four masked p
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,6 @@ def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, float("-inf"))
 
 
-def masked_log_softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Log-probabilities; shapes and errors as for `mask_logits`."""
-    return mask_logits(logits, allowed).log_softmax(-1)
-
-
 def compute_entropy(log_prob: Tensor) -> Tensor:
     """Entropy in nats over the last dimension; masked choices add 0 and have gradient 0."""
     # Avoids 0 · (−inf) = NaN.
@@ -63,11 +60,6 @@ def sample_categorical(log_prob: Tensor, uniform: Tensor) -> Tensor:
     return (below <= threshold[:, None]).sum(-1)
 
 
-def gather_choice(values: Tensor, choice: Tensor) -> Tensor:
-    """Values of the choices: [rows, choices] and [rows] -> [rows]."""
-    return values.gather(-1, choice[:, None])[:, 0]
-
-
 SHAPE = (len(TIERS), len(POSITIONS), TOP_KS, OPTIONS)
 
 
@@ -83,15 +75,9 @@ class PlanDistribution:
     """
 
     def __init__(self, space: PlanSpace) -> None:
-        actions = [space.action(plan) for plan in space.plans]
-        self.actions = torch.tensor(
-            [
-                [plan_action.tier, plan_action.position, plan_action.top_k, plan_action.option]
-                for plan_action in actions
-            ]
-        )
+        self.actions = torch.tensor([astuple(space.action(plan)) for plan in space.plans])
         self.grid = torch.full(SHAPE, -1)
-        self.grid[tuple(self.actions.T)] = torch.arange(len(actions))
+        self.grid[tuple(self.actions.T)] = torch.arange(len(self.actions))
 
     def to(self, device: torch.device) -> PlanDistribution:
         """Move to a device."""
@@ -145,7 +131,7 @@ class PlanPath:
         rows: Row of the masks for each path, [n] int64.
 
     Attributes:
-        choices: Choices made, each [n] int64.
+        choices: Choices made, each [n] int64; given choices are appended directly.
         log_prob: Their joint log-probability, [n].
         entropy: Sum of the entropies of the steps in nats, [n].
     """
@@ -155,18 +141,6 @@ class PlanPath:
         self.choices: list[Tensor] = []
         self.log_prob: Tensor | float = 0.0
         self.entropy: Tensor | float = 0.0
-
-    def append(self, choice: Tensor) -> None:
-        """Append a given choice without computing its probability."""
-        self.choices.append(choice)
-
-    def append_argmax(self, logits: Tensor) -> None:
-        """Append the most probable choice without computing its probability.
-
-        Args:
-            logits: [n, choices]; ties take the first.
-        """
-        self.choices.append(mask_logits(logits, self._allowed()).argmax(-1))
 
     def step(self, logits: Tensor, *, choice: Tensor | None = None, uniform: Tensor | None = None) -> None:
         """Append a choice and its log-probability.
@@ -181,7 +155,7 @@ class PlanPath:
         log_probs = scores.log_softmax(-1)
         if choice is None:
             choice = scores.argmax(-1) if uniform is None else sample_categorical(log_probs, uniform)
-        self.log_prob = self.log_prob + gather_choice(log_probs, choice)
+        self.log_prob = self.log_prob + log_probs.gather(-1, choice[:, None])[:, 0]
         self.entropy = self.entropy + compute_entropy(log_probs)
         self.choices.append(choice)
 

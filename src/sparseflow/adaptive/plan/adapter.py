@@ -1,4 +1,4 @@
-"""Adapter protocol: what an architecture must define so that plans can run on it.
+"""Adapter protocol: the interface that an architecture implements so that plans can run on it.
 
 To support another architecture, such as remote code from a hub, subclass `Adapter`:
 

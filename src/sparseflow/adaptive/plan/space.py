@@ -16,10 +16,11 @@ five values of top-k, times three tiers: 225 plans. Models of other depths skip 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from typing import Any, Literal, get_args
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import FileFormatError, InputError, PlanError
 
 Tier = Literal["low", "medium", "high"]
@@ -62,17 +63,18 @@ class Plan:
             raise PlanError(
                 f"`tier` (={self.tier!r}) must be one of {', '.join(TIERS)}, or None without images"
             )
-        for name in ("insertion_position", "top_k"):
-            if type(getattr(self, name)) is not int:
-                raise PlanError(f"`{name}` (={getattr(self, name)!r}) must be an integer")
-        if self.insertion_position not in POSITIONS:
-            raise PlanError(f"`insertion_position` (={self.insertion_position}) must be from 1 to 5")
-        if self.top_k < 1:
-            raise PlanError(f"`top_k` (={self.top_k}) must be at least 1")
-        if any(type(block) is not int for block in self.blocks):
-            raise PlanError(f"`blocks` (={self.blocks!r}) must be integers")
-        if list(self.blocks) != sorted(set(self.blocks)) or min(self.blocks, default=0) < 0:
-            raise PlanError(f"`blocks` (={self.blocks}) must be ascending, unique and not negative")
+        if type(self.insertion_position) is not int or self.insertion_position not in POSITIONS:
+            raise PlanError(
+                f"`insertion_position` (={self.insertion_position!r}) must be an integer from 1 to 5"
+            )
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise PlanError(f"`top_k` (={self.top_k!r}) must be an integer of at least 1")
+        if any(type(block) is not int or block < 0 for block in self.blocks) or (
+            list(self.blocks) != sorted(set(self.blocks))
+        ):
+            raise PlanError(
+                f"`blocks` (={self.blocks!r}) must be integers of at least 0, ascending and unique"
+            )
         missing = sorted(set(range(self.insertion_position)) - set(self.blocks))
         if missing:
             reason = (
@@ -95,12 +97,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data."""
-        return {
-            "tier": self.tier,
-            "insertion_position": self.insertion_position,
-            "top_k": self.top_k,
-            "blocks": list(self.blocks),
-        }
+        return {**asdict(self), "blocks": list(self.blocks)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Plan:
@@ -110,11 +107,7 @@ class Plan:
             FileFormatError: The data is not a plan.
         """
         try:
-            blocks = tuple(record["blocks"])
-            return cls(
-                tier=record["tier"], insertion_position=record["insertion_position"], top_k=record["top_k"],
-                blocks=blocks,
-            )  # fmt: skip
+            return cls(**{field.name: record[field.name] for field in fields(cls)})
         except (KeyError, TypeError, PlanError) as error:
             raise FileFormatError(f"invalid plan {record!r}: {error}") from error
 
@@ -135,13 +128,9 @@ class ModelGeometry:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
-        for name in ("depth", "top_k"):
-            if type(getattr(self, name)) is not int:
-                raise InputError(f"`{name}` (={getattr(self, name)!r}) must be an integer")
-        if self.depth < 2:
-            raise InputError(f"`depth` (={self.depth}) must be at least 2: block 0 cannot be skipped")
-        if self.top_k < 1:
-            raise InputError(f"`top_k` (={self.top_k}) must be at least 1")
+        # Block 0 cannot be skipped.
+        check_at_least(2, depth=self.depth)
+        check_at_least(1, top_k=self.top_k)
         if list(self.tiers) != [tier for tier in TIERS if tier in self.tiers]:
             raise InputError(f"`tiers` (={self.tiers}) must be a subset of {', '.join(TIERS)}, in this order")
 
@@ -204,7 +193,7 @@ class ModelGeometry:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data."""
-        return {"depth": self.depth, "top_k": self.top_k, "tiers": list(self.tiers)}
+        return {**asdict(self), "tiers": list(self.tiers)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ModelGeometry:
@@ -214,7 +203,7 @@ class ModelGeometry:
             FileFormatError: The data is not a geometry.
         """
         try:
-            return cls(depth=record["depth"], top_k=record["top_k"], tiers=tuple(record["tiers"]))
+            return cls(**{field.name: record[field.name] for field in fields(cls)})
         except (KeyError, TypeError, InputError) as error:
             raise FileFormatError(f"invalid model geometry {record!r}: {error}") from error
 
