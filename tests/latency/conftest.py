@@ -44,10 +44,12 @@ class MadeUp:
 
 @contextmanager
 def few_tries() -> Iterator[None]:
-    """Reduce the parameter grid of contention models."""
+    """Reduce the parameter grid of contention models and the number of boosted trees."""
+    from sparseflow.core.costmodel import trees
     from sparseflow.latency.model import contention
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(trees._NUM_ROUNDS, trees.BOOSTED, 150)
         patch.setattr(contention, "_SLICES_MS", (1.0,))
         patch.setattr(contention, "_CYCLES_MS", (50.0, 100.0))
         yield

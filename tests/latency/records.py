@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import create_model
@@ -12,12 +13,16 @@ from sparseflow.core.artifact import Artifact
 T = TypeVar("T")
 
 
+@cache
+def make_model(cls: type) -> Any:
+    """Create an artifact with one field of this class."""
+    return create_model("Record", __base__=Artifact, value=(cls, ...))
+
+
 def to_record(value: object) -> Any:
-    model: Any = create_model("Record", __base__=Artifact, value=(type(value), ...))
-    record = model(value=value)
+    record = make_model(type(value))(value=value)
     return json.loads(json.dumps(record.model_dump(mode="json")["value"], allow_nan=False))
 
 
 def from_record(cls: type[T], record: object) -> T:
-    model: Any = create_model("Record", __base__=Artifact, value=(cls, ...))
-    return model.model_validate({"value": record}).value
+    return make_model(cls).model_validate({"value": record}).value

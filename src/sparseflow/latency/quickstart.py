@@ -29,8 +29,11 @@ NOTE = (
     "decrease with more than four networks."
 )
 
-_END_OF_STEP = {"export": 0.12, "extract": 0.20, "idle": 0.45, "load": 0.75, "train": 0.85, "evaluate": 1.0}
-"""Step -> fraction of the total time at its end."""
+_STEPS = {
+    "export": (0.0, 0.12), "extract": (0.12, 0.20), "idle": (0.20, 0.45), "load": (0.45, 0.75),
+    "train": (0.75, 0.85), "evaluate": (0.85, 1.0),
+}  # fmt: skip
+"""Step -> fraction of the total time at its start and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,4 @@ def _prepare_models(
 
 
 def _get_step_progress(progress: Progress | None, step: str) -> Progress | None:
-    names = list(_END_OF_STEP)
-    index = names.index(step)
-    start = _END_OF_STEP[names[index - 1]] if index else 0.0
-    return subrange(progress, start, _END_OF_STEP[step], f"{step}: ")
+    return subrange(progress, *_STEPS[step], f"{step}: ")

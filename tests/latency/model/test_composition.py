@@ -20,6 +20,7 @@ from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.overlap import CRITICAL_PATH, SUM
+from sparseflow.latency.model import composition as composition_module
 from sparseflow.latency.model.composition import (
     MIN_SHARE,
     QUEUE,
@@ -117,14 +118,14 @@ def networks(true: CompositionModel, count: int = 12) -> tuple[list[Graph], dict
 
 @pytest.mark.parametrize("mode", [SUM, CRITICAL_PATH])
 @pytest.mark.parametrize("per_kernel", [-0.2, 0.3])
-def test_fit_recovers_costs(mode: str, per_kernel: float) -> None:
+def test_fit_recovers_costs(mode: str, per_kernel: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition_module, "_REGULARIZATION", 1e-3)
     true = composition(
         mode=mode, per_kernel_ms=per_kernel, per_view_ms=0.05, per_weight_ms=0.4, per_activation_ms=0.1
     )
     graphs, isolated_ms, measured = networks(true)
-    # Enough models to make the regularization negligible.
-    fitted = to_record(CompositionModel.fit(1000 * list(graphs), isolated_ms, 1000 * list(measured), mode))
-    assert (fitted.pop("models"), fitted.pop("mode")) == (12_000, mode)
+    fitted = to_record(CompositionModel.fit(graphs, isolated_ms, measured, mode))
+    assert (fitted.pop("models"), fitted.pop("mode")) == (12, mode)
     assert fitted == pytest.approx({name: to_record(true)[name] for name in fitted}, rel=0.01)
 
 
@@ -132,7 +133,7 @@ def test_fit_few_models_is_regularized() -> None:
     true = composition(per_kernel_ms=-0.2, per_view_ms=0.05, per_weight_ms=0.4, per_activation_ms=0.1)
     graphs, isolated_ms, measured = networks(true)
     few_models = CompositionModel.fit(graphs[:3], isolated_ms, measured[:3])
-    many_models = CompositionModel.fit(1000 * list(graphs[:3]), isolated_ms, 1000 * list(measured[:3]))
+    many_models = CompositionModel.fit(100 * graphs[:3], isolated_ms, 100 * measured[:3])
     assert abs(few_models.per_kernel_ms) < abs(many_models.per_kernel_ms)
 
 

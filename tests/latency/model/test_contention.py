@@ -18,6 +18,7 @@ pytest.importorskip("scipy")
 
 from sparseflow.errors import DeviceError
 from sparseflow.latency.measure.runner import quantile
+from sparseflow.latency.model import contention
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
 from tests.latency.records import from_record, to_record
 
@@ -146,6 +147,14 @@ def test_fit_recovers_device(
     assert max(errors(fitted, observed(true, [left_out], seed=5))) < 0.01
 
 
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce the grid of the fit to values around the true ones."""
+    monkeypatch.setattr(contention, "_SLICES_MS", (0.5, 1.5, 2.0, 2.5, 6.0))
+    monkeypatch.setattr(contention, "_CYCLES_MS", (50.0, 100.0, 200.0))
+
+
+@pytest.mark.usefixtures("small_grid")
 @DEVICES
 @LEFT_OUT
 def test_fit_noisy_predicts_held_out_level(
@@ -159,6 +168,7 @@ def test_fit_noisy_predicts_held_out_level(
     assert statistics.fmean(errors(fitted, observed(true, [left_out], seed=5))) < 0.05
 
 
+@pytest.mark.usefixtures("small_grid")
 @DEVICES
 def test_fit_biased_readings_interpolates_level(
     device: ContentionModel,
@@ -170,6 +180,7 @@ def test_fit_biased_readings_interpolates_level(
     assert max(errors(fitted, observed(device, [0.6], seed=5))) < 0.10
 
 
+@pytest.mark.usefixtures("small_grid")
 @DEVICES
 def test_fit_recovers_quantiles(device: ContentionModel) -> None:
     fitted = ContentionModel.fit(observed(device, (0.4, 0.8)), device.metric, device.idle_load, device.jitter)

@@ -275,6 +275,7 @@ def test_queue_held_out_data_unused(queued: MadeUp) -> None:
     assert after["net0"].predict(other).mean_ms != before["net0"].predict(other).mean_ms
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", ["ratio", "xgboost", "random_forest"])
 def test_queue_views_not_evaluated(queued: MadeUp, kind: str) -> None:
     data = queued.data

@@ -69,15 +69,15 @@ def predicted(predictions: list[HeldOutPrediction], network: str = NET) -> list[
 def test_held_out_network_does_not_affect_prediction(data: LatencyDataset, strict: bool) -> None:
     models = validation.list_cases(data, NET)
     exclusive, all_of_it = validation.find_exclusive_kernels(data, NET), validation.list_kernels(data, models)
-    assert exclusive < all_of_it, "a kernel that another network runs too is needed here"
+    assert exclusive < all_of_it, "the networks must share a kernel"
     other = spoiled(data, {*models, *(all_of_it if strict else exclusive)})
     before, after = (
         validation.fit_without_each_network(measurement, RATIO, strict=strict)
         for measurement in (data, other)
     )
-    for judge in (validation.predict_idle, validation.predict_under_load):
-        assert predicted(judge(data, before)) == predicted(judge(data, after))
-        assert predicted(judge(data, before), "net0") != predicted(judge(data, after), "net0")
+    for predict in (validation.predict_idle, validation.predict_under_load):
+        assert predicted(predict(data, before)) == predicted(predict(data, after))
+        assert predicted(predict(data, before), "net0") != predicted(predict(data, after), "net0")
 
 
 def test_strict_excludes_shared_kernels(data: LatencyDataset) -> None:

@@ -1,4 +1,4 @@
-"""Kernels: what a runtime executes as one unit, with an identity and a canonical name.
+"""Kernels: the units that a runtime executes, with an identity and a canonical name.
 
 Two nodes have the same kernel if everything that can change their latency is equal: operator, domain,
 version, attributes, shapes and types of inputs and outputs, which inputs are weights, and the values of small

@@ -14,7 +14,6 @@ onnxruntime and compared with torch.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import tempfile
 import warnings
@@ -28,7 +27,7 @@ import pydantic
 
 from sparseflow.core.config import StrictModel, load_config
 from sparseflow.core.extras import get_version, require
-from sparseflow.core.files import read_json, sync_dir, write_json
+from sparseflow.core.files import read_json, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import ModelError, RunError, SparseFlowError
 from sparseflow.latency.graph import networks, onnx_file, session
@@ -284,22 +283,25 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
         expected = expected[0] if expected else None
     if expected is None:
         raise ModelError(f"{case.name} returns no tensor")
-    with _replace_on_success(path) as model_file, _replace_on_success(optimized) as optimized_file:
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as temporary:
+        model_file, optimized_file = Path(temporary) / path.name, Path(temporary) / f"optimized-{path.name}"
         _export_onnx(model, images, model_file, case)
         try:
             onnx.checker.check_model(str(model_file))
         except onnx.checker.ValidationError as error:
             raise RunError(f"torch exported a {case.name} that onnx rejects: {error}") from error
-        settings = {"optimized_model_filepath": str(optimized_file)}
         # The comparison with torch needs float32; the default on a GPU is TF32.
-        options = session.make_provider_options(provider, use_tf32="0")
         runtime_session = session.open_session(
-            model_file, provider, "all", settings=settings, provider_options=options
+            model_file,
+            provider,
+            settings={"optimized_model_filepath": str(optimized_file)},
+            provider_options=session.make_provider_options(provider, use_tf32="0"),
         )
-        output = session.run(
-            runtime_session, [runtime_session.get_outputs()[0].name], {_INPUT: images.numpy()}
-        )[0]
+        output_name = runtime_session.get_outputs()[0].name
+        output = session.run(runtime_session, [output_name], {_INPUT: images.numpy()})[0]
         _check_output(case, output, expected.numpy())
+        model_file.replace(path)
+        optimized_file.replace(optimized)
 
 
 def _check_output(case: ZooCase, output: Any, expected: Any) -> None:
@@ -349,20 +351,3 @@ def _silence_logger(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _replace_on_success(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path` when the block ends, and is removed if it raises."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".onnx", dir=path.parent)
-    os.close(handle)
-    temporary_path = Path(name)
-    try:
-        yield temporary_path
-        temporary_path.chmod(0o644)
-        with temporary_path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary_path.replace(path)
-        sync_dir(path.parent)
-    finally:
-        temporary_path.unlink(missing_ok=True)

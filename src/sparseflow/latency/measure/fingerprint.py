@@ -1,4 +1,4 @@
-"""Device and settings of a measurement or predictor; results are valid only for equal ones."""
+"""Device and settings of a measurement or predictor, which do not transfer to others."""
 
 from __future__ import annotations
 

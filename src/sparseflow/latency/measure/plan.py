@@ -5,7 +5,7 @@ in random order, and the reference at its start, at its end and in between. Drif
 all levels equally, and the reference shows its size.
 
 The plan is created once from the seed and stored with the digest of every measured file. A resumed collection
-completes the same plan, or reports what differs.
+completes the same plan, or reports the differences.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ Levels that were not measured interpolate or extrapolate, since no parameter bel
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.extras import require
-from sparseflow.core.metrics import quantile
 from sparseflow.core.telemetry.schema import METRICS
 from sparseflow.errors import DeviceError
 
@@ -134,7 +134,9 @@ class ContentionModel:
             jitter: Idle samples of full models over their idle latency.
             seed: Random seed.
         """
-        points = [n / (_JITTER_POINTS - 1) for n in range(_JITTER_POINTS)]
+        import numpy as np
+
+        points = np.linspace(0.0, 1.0, _JITTER_POINTS)
         no_effect = cls(
             metric=metric,
             idle_load=idle_load,
@@ -145,7 +147,7 @@ class ContentionModel:
             slice_ms=1.0,
             yields_device=False,
             cycle_ms=100.0,
-            jitter=tuple(quantile(list(jitter), q) for q in points) if jitter else (1.0,) * _JITTER_POINTS,
+            jitter=tuple(np.quantile(jitter, points).tolist()) if jitter else (1.0,) * _JITTER_POINTS,
         )
         if not samples:
             return no_effect
@@ -158,15 +160,7 @@ class ContentionModel:
             ]
         best = min(candidates, key=lambda entry: entry[1])[0]
         model_samples = [sample for sample in samples if sample.is_model and sample.ratios]
-        if not model_samples:
-            return best
-        slices_ms = (best.slice_ms,) if best.yields_device else _SLICES_MS
-        grid = [
-            replace(best, cycle_ms=cycle_ms, slice_ms=slice_ms)
-            for cycle_ms in _CYCLES_MS
-            for slice_ms in slices_ms
-        ]
-        return min(grid, key=lambda model: model._compute_quantile_error(model_samples, seed))
+        return _fit_quantiles(best, model_samples, seed) if model_samples else best
 
     def get_load(self, shares: Mapping[str, float]) -> float:
         """Return the load metric of a reading.
@@ -253,15 +247,6 @@ class ContentionModel:
             generator, active_runs_ms, idle_runs_ms, load_active, remaining, share, self.cycle_ms
         )
 
-    def _compute_quantile_error(self, samples: Sequence[ContentionSample], seed: int) -> float:
-        total = 0.0
-        for sample in samples:
-            delay = self.compute_delay_ms(sample.idle_ms, sample.bottleneck_shares)
-            runs_ms = self.sample_runs(sample.idle_ms, delay, sample.load, num_runs=1000, seed=seed)
-            ratios = (runs_ms / sample.idle_ms).tolist()
-            total += sum(abs(math.log(quantile(ratios, q) / quantile(sample.ratios, q))) for q in (0.5, 0.95))
-        return total
-
 
 def _smooth_step(slices: float) -> float:
     return 1.0 / (1.0 + math.exp(-slices / (_SLICE_SPREAD / 2.0)))
@@ -343,3 +328,26 @@ def _fit_means(
         diff_step=1e-3,
     )
     return make_model(solved.x), float(solved.cost)
+
+
+def _fit_quantiles(
+    initial: ContentionModel, samples: Sequence[ContentionSample], seed: int
+) -> ContentionModel:
+    """Fit the length of a cycle, and of a slice unless it is known, to the median and 95th percentile."""
+    import numpy as np
+
+    fractions = (0.5, 0.95)
+    measured = [np.quantile(sample.ratios, fractions) * sample.idle_ms for sample in samples]
+
+    def compute_error(model: ContentionModel) -> float:
+        error = 0.0
+        for sample, quantiles_ms in zip(samples, measured, strict=True):
+            delay_ms = model.compute_delay_ms(sample.idle_ms, sample.bottleneck_shares)
+            runs_ms = model.sample_runs(sample.idle_ms, delay_ms, sample.load, num_runs=1000, seed=seed)
+            error += float(np.abs(np.log(np.quantile(runs_ms, fractions) / quantiles_ms)).sum())
+        return error
+
+    slices_ms = (initial.slice_ms,) if initial.yields_device else _SLICES_MS
+    grid = itertools.product(_CYCLES_MS, slices_ms)
+    candidates = [replace(initial, cycle_ms=cycle_ms, slice_ms=slice_ms) for cycle_ms, slice_ms in grid]
+    return min(candidates, key=compute_error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -93,20 +94,18 @@ def _evaluate_kernels(
     splits = {"by_kernel": validation.predict_by_kernel, "leaky": validation.predict_leaky}
     if len(validation.list_networks(data)) > 1:
         splits["by_network"] = validation.predict_by_network
-    kernel_scores: dict[str, Any] = {}
+    scores: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     predictions: dict[str, list[validation.HeldOutPrediction]] = {}
-    for kind in KINDS:
-        kernel_scores[kind] = {}
-        for split, predict_held_out in splits.items():
-            if progress is not None:
-                fraction = (len(kernel_scores) - 1 + len(kernel_scores[kind]) / 3) / len(KINDS)
-                progress(f"{kind}: {split.replace('_', ' ')}", fraction)
-            result = predict_held_out(data, kind, seed)
-            if result:
-                kernel_scores[kind][split] = validation.compute_scores(result)
-            if split == "by_kernel":
-                predictions[kind] = result
-    return kernel_scores, predictions
+    cases = list(itertools.product(KINDS, splits))
+    for index, (kind, split) in enumerate(cases):
+        if progress is not None:
+            progress(f"{kind}: {split.replace('_', ' ')}", index / len(cases))
+        result = splits[split](data, kind, seed)
+        if result:
+            scores[kind][split] = validation.compute_scores(result)
+        if split == "by_kernel":
+            predictions[kind] = result
+    return scores, predictions
 
 
 def _evaluate_models(

@@ -1,8 +1,8 @@
 """Errors of predictors on held-out kernels, networks and levels.
 
-Nothing that is predicted was learned: neither other measurements of the kernel, nor, of a network, any
-measurement of its cases or of kernels that only it has. The `leaky` split is shown for comparison: it splits
-rows, so that other measurements of the same kernel reveal the answer.
+A predicted kernel was not learned from any measurement. A predicted network was learned neither from its
+cases nor from kernels that only it has. The `leaky` split is shown for comparison: it splits rows, so that
+other measurements of the same kernel reveal the answer.
 """
 
 from __future__ import annotations
