@@ -45,9 +45,8 @@ def awake(ast: dict[str, Any] | None = None, *, seed: int = 0, **arguments: Any)
 
 def clips(model: VideoViT, batch: int = 2, *, seed: int = 0) -> Tensor:
     """Random clips for a model in its dtype, [B, T, C, H, W]."""
-    config, g = model.config, torch.Generator().manual_seed(seed)
-    shape = (batch, config.num_frames, config.in_chans, config.img_size, config.img_size)
-    return torch.randn(shape, generator=g).to(model.head.weight)
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn((batch, *model.config.clip_shape), generator=g).to(model.head.weight)
 
 
 def far(actual: Tensor, other: Tensor) -> float:

@@ -314,8 +314,7 @@ def open_layered_model(path: Path | None, config: Mapping[str, Any], *, seed: in
 def make_random_clips(model: LayeredModel, count: int, *, seed: int = 0) -> torch.Tensor:
     """Make random clips for a `LayeredVideoViT`, [count, frames, channels, height, width]."""
     assert isinstance(model, LayeredVideoViT)
-    config = model.model.config
-    shape = (count, config.num_frames, config.in_chans, config.img_size, config.img_size)
+    shape = (count, *model.model.config.clip_shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

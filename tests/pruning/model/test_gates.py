@@ -211,8 +211,8 @@ def test_gradients_match_finite_differences() -> None:
             )
 
 
-STRENGTHS = (0.0, 0.1, 1.0, 10.0, 100.0)
-KEEPS = (0.3, 0.5, 0.75)
+STRENGTHS = (0.0, 1.0, 10.0, 100.0)
+KEEPS = (0.3, 0.75)
 
 
 @cache

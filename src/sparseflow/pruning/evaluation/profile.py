@@ -131,10 +131,8 @@ def _make_calls(
     training: Collection[str] = (),
 ) -> dict[str, Callable[[], Tensor]]:
     """Calls of copies of the models on the same clips; models in `training` run in training mode."""
-    config = next(iter(models.values())).config
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch_size, config.num_frames, config.in_chans, config.img_size, config.img_size)
-    clips = torch.randn(shape, generator=generator).to(device, dtype)
+    shape = (batch_size, *next(iter(models.values())).config.clip_shape)
+    clips = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     calls: dict[str, Callable[[], Tensor]] = {}
     for name, model in models.items():
         model_copy = copy.deepcopy(model).to(device, dtype).train(name in training)

@@ -78,6 +78,11 @@ class VideoViTConfig:
         check_one_of(("factored", "joint"), position=self.position)
 
     @property
+    def clip_shape(self) -> tuple[int, int, int, int]:
+        """Frames, channels, height and width of a clip."""
+        return self.num_frames, self.in_chans, self.img_size, self.img_size
+
+    @property
     def grid(self) -> tuple[int, int, int]:
         """Tokens in time, rows and columns."""
         side = self.img_size // self.patch_size

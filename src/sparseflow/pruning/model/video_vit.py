@@ -218,7 +218,7 @@ class VideoViT(nn.Module):
         shape = tuple(x.shape)
         if layout == "BCTHW" and x.ndim == 5:
             x = x.transpose(1, 2)
-        expected = (config.num_frames, config.in_chans, config.img_size, config.img_size)
+        expected = config.clip_shape
         if x.ndim != 5 or tuple(x.shape[1:]) != expected:
             sizes = dict(zip("TCHW", expected, strict=True))
             axes = ", ".join(f"{axis}={sizes[axis]}" for axis in layout[1:])
