@@ -46,8 +46,8 @@ def resolve_provider(provider: str) -> str:
 
 def get_device_type(provider: str) -> str:
     """Return the device type of a provider: `cpu` or `cuda`."""
-    full = resolve_provider(provider)
-    return next(short for short, name in PROVIDERS.items() if name == full)
+    name = resolve_provider(provider)
+    return next(device_type for device_type, full_name in PROVIDERS.items() if full_name == name)
 
 
 def get_memory_device(provider: str, gpu: int = 0) -> tuple[str, int]:

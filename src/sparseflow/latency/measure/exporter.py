@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from http import HTTPStatus
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -92,12 +92,7 @@ class Exporter:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stopping.set()
         self._server.shutdown()
         self._server.server_close()
@@ -121,36 +116,30 @@ class Exporter:
     def _serve_request(
         self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], Any]
     ) -> list[bytes]:
-        content_type = "text/plain; charset=utf-8"
-        if environ["PATH_INFO"] != "/metrics":
-            status, text = "404 Not Found", "the metrics are at /metrics\n"
-        else:
+        code, text = 404, "the metrics are at /metrics\n"
+        if environ["PATH_INFO"] == "/metrics":
             code, text = self.scrape()
-            status = "200 OK" if code == 200 else "503 Service Unavailable"
-            content_type = CONTENT_TYPE if code == 200 else content_type
+        content_type = CONTENT_TYPE if code == 200 else "text/plain; charset=utf-8"
         body = text.encode()
-        start_response(status, [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
+        start_response(f"{code} {HTTPStatus(code).phrase}", headers)
         return [body]
 
     def _read_continuously(self) -> None:
-        last_error = ""
         while not self._stopping.is_set():
             try:
                 recording = self._reader.start()
                 if self._stopping.wait(self._interval_s):
                     return
                 reading: LoadReading | str = recording.stop()
-                last_error = ""
-            except SparseFlowError as error:
-                reading = str(error)
             except Exception as error:
                 # A scrape must report any error instead of returning the last value forever.
-                reading = f"{type(error).__name__}: {error}"
-            self._latest = (time.monotonic(), reading)
+                prefix = "" if isinstance(error, SparseFlowError) else f"{type(error).__name__}: "
+                reading = f"{prefix}{error}"
+            previous, self._latest = self._latest, (time.monotonic(), reading)
             if isinstance(reading, str):
-                if reading != last_error:
+                if previous is None or previous[1] != reading:
                     logger.warning("no reading: %s", reading)
-                last_error = reading
                 self._stopping.wait(self._interval_s)
 
 
@@ -162,11 +151,8 @@ def serve(exporter: Exporter, *, ready: Callable[[str], None] = lambda url: None
         ready: Receives the URL once the port is open.
     """
     stop = threading.Event()
-
-    def handle_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    previous = {number: signal.signal(number, handle_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     try:
         with exporter:
             ready(exporter.url)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Protocol
 
 from sparseflow.core.extras import require
@@ -79,9 +78,7 @@ class LocalInstruments:
     def __enter__(self) -> LocalInstruments:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._get_runner.cache_clear()
         self._stop_load()
         self._stack.close()
