@@ -129,13 +129,13 @@ def load_questions(args: argparse.Namespace, service: Service) -> list[Question]
 
     words = service.prompts.tokenizer
     if (args.model / SETTINGS).is_file():
-        from sparseflow.adaptive.grid_vqa.config import parse_vqa_config
+        from sparseflow.adaptive.grid_vqa.config import VqaConfig
         from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
         from sparseflow.adaptive.grid_vqa.task import locate_archives
 
         record = json.loads((args.model / SETTINGS).read_text("utf-8"))
         data = VqaDataset(
-            locate_archives(parse_vqa_config(record["settings"], SETTINGS), args.archives, args.model)
+            locate_archives(VqaConfig.model_validate(record["settings"]), args.archives, args.model)
         )
         samples = list(data.iterate_samples("test", args.questions))
         longest: dict[str, int] = {}

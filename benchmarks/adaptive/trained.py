@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, device_suffix, record_claims
-from sparseflow.adaptive.grid_vqa.report import REPORT_FILE, load_report
+from sparseflow.adaptive.grid_vqa.train import REPORT_FILE, load_report
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 

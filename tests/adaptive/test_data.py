@@ -21,7 +21,7 @@ from sparseflow.adaptive.data import (
     list_pretrained,
     resolve_model_dir,
 )
-from sparseflow.adaptive.grid_vqa.config import parse_vqa_config
+from sparseflow.adaptive.grid_vqa.config import VqaConfig
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import check_answers
 from sparseflow.adaptive.grid_vqa.images import DIGITS, load_image_bank
@@ -97,7 +97,7 @@ def test_packed_images_are_not_training_images(archive: Path) -> None:
         names = tar.getnames()
     # Names as in CIFAR-10's test archive, which was not used in training.
     assert all(name.split("/")[0] == "test" for name in names) and len(set(names)) == len(names)
-    images = parse_vqa_config({"images": {"archives": [archive]}}).images
+    images = VqaConfig.model_validate({"images": {"archives": [archive]}}).images
     packed, digits = (
         load_image_bank(digits=True, archives=archives, seed=images.seed)
         for archives in (images.archives, ())
@@ -113,7 +113,7 @@ def test_packed_images_are_not_training_images(archive: Path) -> None:
 def test_placed_archives_argument_precedes_directory_and_settings(
     tmp_path: Path,
 ) -> None:
-    settings = parse_vqa_config({"images": {"archives": ["of-training.tar"]}})
+    settings = VqaConfig.model_validate({"images": {"archives": ["of-training.tar"]}})
     assert locate_archives(settings, (), tmp_path) is settings
     (tmp_path / IMAGES).touch()
     assert locate_archives(settings, None, tmp_path).images.archives == (tmp_path / IMAGES,)

@@ -1,4 +1,4 @@
-"""A task, a bank and a training that take a second."""
+"""Small configuration, images and models for tests of Grid-VQA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseflow.adaptive.grid_vqa.config import VqaConfig, parse_vqa_config
+from sparseflow.adaptive.grid_vqa.config import VqaConfig
 from sparseflow.adaptive.grid_vqa.images import SPLITS, ImageBank
 from sparseflow.core.config import apply_overrides
 
@@ -23,16 +23,16 @@ QUICK: dict[str, Any] = {
     },
     "test_samples": 12,
 }  # fmt: skip
-"""8 steps: the vision tower's are the first three."""
+"""Configuration of 8 steps, of which three train the vision tower."""
 
 
 def quick(**changes: Any) -> VqaConfig:
-    """These settings with some changed: `quick(**{"train.steps": 2})`."""
-    return parse_vqa_config(apply_overrides(QUICK, changes))
+    """`QUICK` with overrides: `quick(**{"train.steps": 2})`."""
+    return VqaConfig.model_validate(apply_overrides(QUICK, changes))
 
 
 def bank(names: int = 4, images_per_name: int = 6, side: int = 32, seed: int = 0) -> ImageBank:
-    """Noise by name, two images of each in every split; the first name may be mirrored."""
+    """Random images, equally many of each name in every split."""
     random = np.random.default_rng(seed)
     positions = np.arange(names * images_per_name).reshape(names, len(SPLITS), -1)
     return ImageBank(
@@ -45,7 +45,7 @@ def bank(names: int = 4, images_per_name: int = 6, side: int = 32, seed: int = 0
 
 
 def untrained(folder: Path, settings: VqaConfig) -> Path:
-    """Write a model of random weights into a folder; the folder."""
+    """Write a model with random weights into a directory and return it."""
     import torch
 
     from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
@@ -58,7 +58,7 @@ def untrained(folder: Path, settings: VqaConfig) -> Path:
 
 
 def loud(model: Any, seed: int = 0) -> Any:
-    """A model of float64 with weights so large that every block, expert and pixel tells."""
+    """Convert to float64 with large weights, so that every block, expert and pixel affects the output."""
     import torch
 
     random = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ def assert_same(first: Any, other: Any) -> None:
         assert torch.equal(getattr(first, field.name), getattr(other, field.name)), field.name
 
 
-def test_a_step_and_a_process_say_all_of_a_batch() -> None:
+def test_train_batch_depends_on_step_and_rank_only() -> None:
     reloaded = VqaDataset(quick(), bank=bank())
     for created in ("make_train_batch", "make_naming_batch"):
         first = [getattr(DATA, created)(step, rank) for step in (0, 1) for rank in (0, 1)]
@@ -39,14 +39,14 @@ def test_a_step_and_a_process_say_all_of_a_batch() -> None:
     assert not torch.equal(other.make_train_batch(0).crops, DATA.make_train_batch(0).crops)
 
 
-def test_crops_of_a_tier_are_the_first_ones() -> None:
+def test_train_batch_of_tier_has_first_crops() -> None:
     full = DATA.make_train_batch(2)
     for tier, count in CROPS.items():
         subset = DATA.make_train_batch(2, tier=tier)
         assert torch.equal(subset.crops, full.crops[:, :count]) and torch.equal(subset.text, full.text)
 
 
-def test_the_global_generators_are_left_alone() -> None:
+def test_dataset_does_not_use_global_generators() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def test_the_global_generators_are_left_alone() -> None:
     assert np.array_equal(after[1], state[1])
 
 
-def test_what_a_batch_holds() -> None:
+def test_batch_contains_questions_and_answers() -> None:
     batch = DATA.make_train_batch(3)
     assert len(batch) == 4 and batch.crops.shape == (4, 14, 3, 8, 8)
     assert batch.crops.min() >= -1.0 and batch.crops.max() <= 1.0
@@ -74,7 +74,7 @@ def test_what_a_batch_holds() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) -> None:
+def test_samples_do_not_depend_on_batch_size(split: Any) -> None:
     first = list(DATA.iterate_batches(split, CHUNK + 20, batch_size=100))
     assert [len(batch) for batch in first] == [100, 100, 56, 20]
     other = list(DATA.iterate_batches(split, CHUNK + 5))
@@ -89,12 +89,12 @@ def test_samples_of_a_split_do_not_depend_on_how_they_are_asked_for(split: Any) 
     )
 
 
-def test_splits_differ() -> None:
+def test_samples_of_splits_differ() -> None:
     crops = {split: next(DATA.iterate_batches(split, 4)).crops for split in SPLITS}
     assert not torch.equal(crops["val"], crops["test"]) and not torch.equal(crops["train"], crops["test"])
 
 
-def test_samples_are_the_same_as_batches() -> None:
+def test_iterate_samples_equals_batches() -> None:
     (batch,) = DATA.iterate_batches("test", 10)
     image, words = DATA.vocabulary.image, DATA.vocabulary
     for index, sample in enumerate(DATA.iterate_samples("test", 10)):
@@ -109,7 +109,7 @@ def test_samples_are_the_same_as_batches() -> None:
         assert sample.canvas.shape == (24, 24, 3) and sample.canvas.dtype == np.uint8
 
 
-def test_cells_to_name_are_those_of_the_scene() -> None:
+def test_naming_batch_cells_are_those_of_scene() -> None:
     (batch,) = DATA.iterate_batches("test", 200)
     questions = next(DATA.iterate_questions("test", 200))
     names, small = questions.scenes.names, questions.scenes.small
@@ -117,7 +117,7 @@ def test_cells_to_name_are_those_of_the_scene() -> None:
     assert np.array_equal(batch.cells.numpy(), expected) and set(expected.ravel()) >= {0, 1, 2, 3, 5, 6, 8}
 
 
-def test_blends_of_named_cells() -> None:
+def test_naming_batch_blends_fraction_of_cells() -> None:
     named = VqaDataset(quick(**{"train.batch_size": 100, "train.mix": 0.5}), bank=bank()).make_naming_batch(0)
     mixed = named.fractions < 1.0
     assert 0.2 < mixed.float().mean() < 0.5
@@ -129,7 +129,7 @@ def test_blends_of_named_cells() -> None:
     assert torch.equal(plain.cells, plain.blended_cells) and (plain.fractions == 1.0).all()
 
 
-def test_names_come_as_often_as_their_weights_say() -> None:
+def test_naming_batch_follows_name_weights() -> None:
     messages = {"batch_size": 500, "vision_weights": {"cat": 5.0, "two": 0.0}, "vision_small": 0.2}
     settings = quick(**{f"train.{name}": value for name, value in messages.items()})
     cells = VqaDataset(settings, bank=bank()).make_naming_batch(0).cells.flatten()
@@ -138,7 +138,7 @@ def test_names_come_as_often_as_their_weights_say() -> None:
     assert 0.17 < ((cells >= 4) & (cells < 8)).float().mean() < 0.23
 
 
-def test_names_that_are_not_there() -> None:
+def test_dataset_with_unknown_names_raises() -> None:
     with pytest.raises(InputError, match="no images of 'pig'"):
         VqaDataset(quick(**{"images.question_names": ["cat", "one", "pig"]}), bank=bank())
     with pytest.raises(InputError, match=r"`train\.vision_weights` .*'pig'"):
@@ -148,5 +148,5 @@ def test_names_that_are_not_there() -> None:
         VqaDataset(quick(**{"train.vision_weights": empty}), bank=bank())
 
 
-def test_batch_type() -> None:
+def test_train_batch_type() -> None:
     assert isinstance(DATA.make_train_batch(0), VqaBatch)

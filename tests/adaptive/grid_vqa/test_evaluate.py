@@ -1,7 +1,10 @@
-"""Judging: one forward says what greedy decoding gives, for every plan; and sharing changes nothing."""
+"""Evaluation of plans against greedy decoding, and the blind baseline."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,15 +12,18 @@ pytest.importorskip("transformers")
 
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.language_features import mean_text_embedding
-from sparseflow.adaptive.grid_vqa.config import KINDS
+from sparseflow.adaptive.grid_vqa import evaluate
+from sparseflow.adaptive.grid_vqa.config import KINDS, Kind
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.evaluate import (
     VqaScorer,
     check_answers,
     evaluate_plans,
+    measure_blind_baseline,
     measure_block_drops,
 )
 from sparseflow.adaptive.grid_vqa.learner import VqaLearner
+from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, sample_questions
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.core.training.distributed import init_distributed
@@ -38,7 +44,7 @@ PLANS = (
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    """A model that has learnt a little: it answers yes or no, and ends answers."""
+    """A model after a short training: it answers yes or no and ends its answers."""
     settings = SETTINGS.model_copy(
         update={
             "train": SETTINGS.train.model_copy(
@@ -53,7 +59,7 @@ def model() -> torch.nn.Module:
     return run.model.eval()
 
 
-def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
+def test_evaluate_plans_matches_greedy_decoding(model) -> None:
     outcomes = evaluate_plans(model, DATA, PLANS, split="test", count=12, batch_size=5)
     adapter = get_adapter(model)
     runtime = PlanRuntime(adapter)
@@ -66,15 +72,15 @@ def test_right_answers_are_those_that_greedy_decoding_gives(model) -> None:
                 with torch.no_grad(), runtime.use_plan(plan):
                     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
                 answer = ids[0, inputs["input_ids"].shape[1] :].tolist()
-                full = answer and answer[-1] == DATA.vocabulary.eos
-                expected[index, number] = bool(full) and DATA.vocabulary.text(answer) == sample.answer
+                has_end = bool(answer) and answer[-1] == DATA.vocabulary.eos
+                expected[index, number] = has_end and DATA.vocabulary.text(answer) == sample.answer
     finally:
         runtime.remove()
     assert torch.equal(outcomes.correct, expected)
-    assert 0.1 < expected.mean() < 0.9, "a test of use has both"
+    assert 0.1 < expected.mean() < 0.9
 
 
-def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
+def test_evaluate_plans_features_match_requests(model) -> None:
     outcomes = evaluate_plans(model, DATA, PLANS, split="test", count=6, batch_size=4)
     adapter = get_adapter(model)
     assert outcomes.tokens.shape == (6, 3, 3, 16) and outcomes.language.shape == (6, 16)
@@ -83,19 +89,19 @@ def test_latency_tokens_and_language_are_those_of_a_request(model) -> None:
         torch.testing.assert_close(outcomes.language[index], language[0])
         for number, tier in enumerate(("low", "medium", "high")):
             with torch.no_grad():
-                actual = model(
+                hidden_states = model(
                     **adapter.reduce_to_tier(sample.inputs, tier), output_hidden_states=True
                 ).hidden_states
             for position in (1, 2, 3):
                 torch.testing.assert_close(
                     outcomes.tokens[index, number, position - 1],
-                    actual[position][0, -1],
+                    hidden_states[position][0, -1],
                     rtol=1e-4,
                     atol=1e-5,
                 )
 
 
-def test_plans_alone_and_together_are_the_same(model) -> None:
+def test_check_answers_does_not_depend_on_other_plans(model) -> None:
     combined = check_answers(model, DATA, PLANS, split="val", count=40)
     single = [check_answers(model, DATA, [plan], split="val", count=40, batch_size=7) for plan in PLANS]
     assert torch.equal(combined, torch.cat(single, 1))
@@ -104,20 +110,20 @@ def test_plans_alone_and_together_are_the_same(model) -> None:
     scorer = VqaScorer(model, DATA, split="val", count=40, batch_size=13)
     assert torch.equal(torch.cat([scorer([plan]) for plan in PLANS], 1), combined)
     kinds = outcomes.accuracy_by_kind(0, KINDS)
-    shares = {kind: float((outcomes.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
+    fractions = {kind: float((outcomes.kinds == KINDS.index(kind)).float().mean()) for kind in kinds}
     assert set(kinds) == {"left", "list"}
-    assert sum(kinds[kind] * shares[kind] for kind in kinds) == pytest.approx(float(combined[:, 0].mean()))
+    assert sum(kinds[kind] * fractions[kind] for kind in kinds) == pytest.approx(float(combined[:, 0].mean()))
 
 
-def test_the_whole_space(model) -> None:
-    lost = measure_block_drops(model, DATA, count=16)
-    assert len(lost) == 4 and lost[0] == 1.0
+def test_measure_block_drops_and_evaluate_full_space(model) -> None:
+    drops = measure_block_drops(model, DATA, count=16)
+    assert len(drops) == 4 and drops[0] == 1.0
     full = check_answers(model, DATA, [PLANS[0]], split="val", count=16).mean()
     without = Plan(tier="high", insertion_position=1, top_k=3, blocks=(0, 1, 3))
-    assert lost[2] == pytest.approx(
+    assert drops[2] == pytest.approx(
         float(full - check_answers(model, DATA, [without], split="val", count=16).mean())
     )
-    space = PlanSpace.from_importance(get_adapter(model).geometry, lost)
+    space = PlanSpace.from_importance(get_adapter(model).geometry, drops)
     messages: list[float] = []
     outcomes = evaluate_plans(
         model, DATA, space, count=16, batch_size=8, progress=lambda _, share: messages.append(share)
@@ -129,14 +135,14 @@ def test_the_whole_space(model) -> None:
     )
 
 
-def test_the_model_is_as_before(model) -> None:
+def test_check_answers_restores_training_mode(model) -> None:
     model.train()
     check_answers(model, DATA, PLANS[:1], split="val", count=2)
     assert model.training
     model.eval()
 
 
-def test_what_cannot_be_judged(model) -> None:
+def test_evaluate_plans_with_invalid_arguments_raises(model) -> None:
     with pytest.raises(InputError, match="0 plans and 3 samples"):
         evaluate_plans(model, DATA, [], count=3)
     with pytest.raises(InputError, match="1 plans and 0 samples"):
@@ -145,3 +151,33 @@ def test_what_cannot_be_judged(model) -> None:
         evaluate_plans(model, DATA, [Plan(tier=None, insertion_position=1, top_k=3, blocks=(0,))], count=1)
     with pytest.raises(PlanError):
         evaluate_plans(model, DATA, [Plan(tier="low", insertion_position=1, top_k=4, blocks=(0,))], count=1)
+
+
+BLIND_DATA = VqaDataset(quick(**{"scene.grid": 3}), bank=bank(6))
+
+
+def test_blind_baseline_is_at_chance() -> None:
+    baseline = measure_blind_baseline(BLIND_DATA, count=20_000)
+    num_answers: dict[Kind, int] = {"at": 6, "count": 4, "where": 3, "left": 2, "small": 4}
+    for kind, count in num_answers.items():
+        # Four standard deviations of the number of guesses of a kind.
+        assert baseline.by_kind[kind] == pytest.approx(1 / count, abs=0.035), kind
+    assert baseline.by_kind["list"] < 0.01
+    assert baseline.accuracy == pytest.approx(baseline.chance, abs=0.02)
+    shares = BLIND_DATA.config.test_shares
+    assert baseline.chance == pytest.approx(
+        sum(shares[kind] / count for kind, count in num_answers.items()), abs=0.01
+    )
+
+
+def test_blind_baseline_detects_leaked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leak_answers(*args: Any) -> QuestionBatch:
+        sampled = sample_questions(*args)
+        index = sampled.kinds == KINDS.index("at")
+        sampled.slots[index, 0] = sampled.text[np.arange(len(sampled)), sampled.prompts][index]
+        return sampled
+
+    monkeypatch.setattr(evaluate, "sample_questions", leak_answers)
+    monkeypatch.setattr("sparseflow.adaptive.grid_vqa.dataset.sample_questions", leak_answers)
+    baseline = measure_blind_baseline(VqaDataset(quick(), bank=bank()), count=2000)
+    assert baseline.by_kind["at"] == 1.0 and baseline.accuracy > baseline.chance + 0.1

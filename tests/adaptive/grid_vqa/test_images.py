@@ -55,7 +55,7 @@ def assert_split(bank: ImageBank) -> None:
     assert not pixels["val"] & pixels["test"]
 
 
-def test_digits() -> None:
+def test_load_image_bank_of_digits() -> None:
     bank = load_image_bank(digits=True)
     assert bank.images.shape == (1797, 3, 32, 32) and bank.images.dtype == np.uint8
     assert bank.names == tuple(sorted(DIGITS)) and not any(bank.flips)
@@ -69,7 +69,7 @@ def test_digits() -> None:
     )
 
 
-def test_folders_of_images_keep_their_authors_test_images(tmp_path: Path) -> None:
+def test_read_archives_keeps_official_test_images(tmp_path: Path) -> None:
     train, test = noise(20), noise(6, seed=1)
     first = archive(
         tmp_path / "train.tar.gz",
@@ -90,14 +90,14 @@ def test_folders_of_images_keep_their_authors_test_images(tmp_path: Path) -> Non
     assert_split(load_image_bank(digits=True, archives=[first]))
 
 
-def test_an_image_that_comes_twice_is_kept_once(tmp_path: Path) -> None:
+def test_load_image_bank_removes_duplicates(tmp_path: Path) -> None:
     files = {f"cat/{index}.png": png(x) for index, x in enumerate(np.concatenate([noise(12), noise(12)]))}
     bank = load_image_bank(digits=False, archives=[archive(tmp_path / "cats.tar", files, "w")])
     assert len(bank.images) == 12
     assert_split(bank)
 
 
-def test_other_sizes_and_modes_are_made_alike(tmp_path: Path) -> None:
+def test_read_archives_converts_sizes_and_modes(tmp_path: Path) -> None:
     grey = np.full((40, 20), 7, np.uint8)
     bank = read_archives(
         [archive(tmp_path / "a.tar", {"cat/a.png": png(grey), "cat/readme.txt": b"no", "b.png": b"no"}, "w")]
@@ -105,7 +105,7 @@ def test_other_sizes_and_modes_are_made_alike(tmp_path: Path) -> None:
     assert bank.images.shape == (1, 3, 32, 32) and (bank.images == 7).all()
 
 
-def test_the_binary_version(tmp_path: Path) -> None:
+def test_read_archives_of_binary_cifar(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 3072), np.uint8)
     labels = np.arange(40, dtype=np.uint8)[:, None] % 2
     rows = np.concatenate([labels, pixels], axis=1)
@@ -131,14 +131,14 @@ class Trap:
         return (setattr, (Trap, "sprung", True))  # type: ignore[return-value]
 
 
-def test_pickles_are_refused_and_not_read(tmp_path: Path) -> None:
+def test_read_archives_with_pickles_raises(tmp_path: Path) -> None:
     path = archive(tmp_path / "p.tar.gz", {"cifar-10-batches-py/data_batch_1": pickle.dumps(Trap())})
     with pytest.raises(InputError, match="pickles"):
         read_archives([path])
     assert not Trap.sprung
 
 
-def test_archives_of_no_use(tmp_path: Path) -> None:
+def test_read_archives_of_invalid_file_raises(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none.tar"):
         load_image_bank(digits=False, archives=[tmp_path / "none.tar"])
     with pytest.raises(InputError, match="there are no images"):
@@ -165,7 +165,9 @@ def test_archives_of_no_use(tmp_path: Path) -> None:
 
 
 @given(content=st.binary(max_size=600))
-def test_any_bytes_are_read_or_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_read_archives_of_any_bytes_reads_or_raises(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("any") / "any.tar"
     path.write_bytes(content)
     with pytest.raises((FileFormatError, InputError)):

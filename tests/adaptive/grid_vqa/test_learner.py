@@ -33,7 +33,7 @@ def weights(run: VqaLearner) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
-def test_drawn_plans_cover_what_there_is() -> None:
+def test_sample_plan_covers_all_settings() -> None:
     geometry = ModelGeometry(depth=16, top_k=8)
     random = np.random.default_rng(0)
     plans = [sample_plan(geometry, tier, random) for _ in range(1000) for tier in TIERS]
@@ -50,7 +50,7 @@ def test_drawn_plans_cover_what_there_is() -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_drawn_plans_of_a_stage(count: int, tier: Tier) -> None:
+def test_sampled_plans_of_stage_have_its_tiers(count: int, tier: Tier) -> None:
     run = learning()
     stage = VqaStageConfig(share=1.0, tier=tier, drawn_plans=count)
     sampled = [run._sample_plans(stage, np.random.default_rng(seed)) for seed in range(100)]
@@ -61,7 +61,7 @@ def test_drawn_plans_of_a_stage(count: int, tier: Tier) -> None:
     assert 0.25 * len(all_items) <= len(smallest) <= 0.6 * len(all_items)
 
 
-def test_stages_follow_one_another_by_their_shares() -> None:
+def test_get_stage_follows_shares() -> None:
     shares = {"low": 2.0, "medium": 1.0, "high": 1.0}
     stages = [{"share": share, "tier": tier, "drawn_plans": 0} for tier, share in shares.items()]
     run = learning(**{"train.stages": stages, "train.steps": 8})
@@ -78,7 +78,7 @@ def test_stages_follow_one_another_by_their_shares() -> None:
     assert crops == [14, 14, 14, 1, 1, 1, 1, 5, 5, 14, 14]
 
 
-def test_a_stage_has_its_own_batch_size() -> None:
+def test_stage_overrides_batch_size() -> None:
     stages = [{"share": 0.5, "tier": "low"}, {"share": 0.5, "tier": "high", "batch_size": 2}]
     run = learning(**{"train.stages": stages, "train.steps": 4})
     assert [len(run._get_batch(step).crops) for step in range(3, 7)] == [4, 4, 2, 2]
@@ -86,7 +86,7 @@ def test_a_stage_has_its_own_batch_size() -> None:
         run.train_step()
 
 
-def test_the_vision_tower_learns_from_some_crops() -> None:
+def test_vision_part_trains_on_sampled_crops() -> None:
     run = learning(**{"train.vision_crops": [1, 1, 2]})
     features, see = [], run.stack.encode_crops
     run.stack.encode_crops = lambda crops: (features.append(crops.shape[1]), see(crops))[1]  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ def test_the_vision_tower_learns_from_some_crops() -> None:
     assert features == [4, 4, 4, 1]
 
 
-def test_the_vision_tower_learns_alone_at_first() -> None:
+def test_vision_part_changes_vision_tower_only() -> None:
     run = learning()
     before = weights(run)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_the_vision_tower_learns_alone_at_first() -> None:
     assert all("post_layernorm" in name for name in still)
 
 
-def test_gradients_are_those_of_the_whole_loss() -> None:
+def test_gradients_equal_those_of_total_loss() -> None:
     """Plans go backward one by one; here they do at once."""
     run = learning(**{"train.vision_steps": 0})
     batch = run.data.make_train_batch(0)
@@ -163,7 +163,7 @@ def test_gradients_are_those_of_the_whole_loss() -> None:
     assert float(losses["loss"].detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
 
 
-def test_a_state_says_all() -> None:
+def test_load_state_dict_resumes_exactly() -> None:
     first, two = learning(), learning(**{"train.seed": 0})
     for _ in range(4):
         first.train_step()
@@ -183,7 +183,7 @@ def torch_copy(value: Any) -> Any:
     return [torch_copy(tensor) for tensor in value] if isinstance(value, list) else value
 
 
-def test_the_average_follows_the_model() -> None:
+def test_average_follows_model() -> None:
     run = learning(**{"train.ema": 0.5, "train.vision_steps": 0})
     expected = {name: value.clone() for name, value in run.average.named_parameters()}
     for step in range(1, 4):
@@ -215,7 +215,7 @@ def test_rates_rise_and_fall_in_each_part() -> None:
     )
 
 
-def test_the_vision_tower_rests_below_the_highest_tier() -> None:
+def test_vision_tower_is_frozen_below_highest_tier() -> None:
     run = learning(**{"train.vision_steps": 0})
     while run.step < run.num_steps:
         rests, before = run.get_stage(run.step).tier != "high", weights(run)
@@ -228,7 +228,7 @@ def test_the_vision_tower_rests_below_the_highest_tier() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(
+def test_train_step_with_non_finite_loss_raises_and_keeps_weights(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = learning()
@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_finite_leaves_the_model_as_it_was(
 
 
 @pytest.mark.slow
-def test_a_small_model_learns_to_look() -> None:
+def test_small_model_learns_to_answer() -> None:
     """Four noises on a grid of two by two: which is where, by the full plan and by the least ones."""
     run = learning(
         **{

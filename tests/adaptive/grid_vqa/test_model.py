@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_transformers_reads_the_folder(folder: Path) -> None:
+def test_saved_directory_loads_with_transformers(folder: Path) -> None:
     plain = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
     assert plain.dtype == torch.bfloat16 and get_adapter(plain).geometry.depth == 4
     model, tokenizer, settings = load_vqa_model(folder)
@@ -43,7 +43,7 @@ def test_transformers_reads_the_folder(folder: Path) -> None:
         assert torch.equal(first.float(), other), name
 
 
-def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
+def test_served_request_equals_sample_inputs(folder: Path) -> None:
     model, tokenizer, settings = load_vqa_model(folder)
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     for sample in DATA.iterate_samples("test", 3):
@@ -69,7 +69,7 @@ def test_a_request_as_servers_make_it_is_the_task_s(folder: Path) -> None:
         assert answer.shape[1] <= ids.shape[1] + 3
 
 
-def test_folders_of_no_use(folder: Path, tmp_path: Path) -> None:
+def test_load_vqa_model_of_invalid_directory_raises(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"grid_vqa\.json"):
         load_vqa_model(tmp_path)
     (tmp_path / SETTINGS).write_text("{}")

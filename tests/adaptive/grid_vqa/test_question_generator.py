@@ -68,7 +68,7 @@ def truth(kind: Kind, question: str, cells: list[str | None], small: list[bool],
 
 @settings(max_examples=20, deadline=None)
 @given(grid=st.sampled_from([2, 3]), seed=st.integers(0, 2**32), few_names=st.booleans())
-def test_answers_are_true(grid: int, seed: int, few_names: bool) -> None:
+def test_answers_are_correct(grid: int, seed: int, few_names: bool) -> None:
     domain = world(grid, ("dog", "cat", "three") if few_names else NAMES)
     batch = sample_questions(domain, EVEN, 60, np.random.default_rng(seed))
     for index in range(len(batch)):
@@ -81,14 +81,14 @@ def test_answers_are_true(grid: int, seed: int, few_names: bool) -> None:
         assert truth(kind, question, cells, small, grid) == answer
 
 
-def test_nothing_but_the_generator_decides() -> None:
+def test_sample_questions_depends_on_generator_only() -> None:
     first, two = (sample_questions(world(), EVEN, 100, np.random.default_rng(3)) for _ in range(2))
     assert np.array_equal(first.text, two.text) and np.array_equal(first.scenes.names, two.scenes.names)
     other = sample_questions(world(), EVEN, 100, np.random.default_rng(4))
     assert first.text.shape != other.text.shape or not np.array_equal(first.text, other.text)
 
 
-def test_answers_are_as_likely_whatever_the_question() -> None:
+def test_answers_are_uniform_and_independent_of_question() -> None:
     domain = world()
     batch = sample_questions(
         domain, {kind: 1.0 for kind in KINDS if kind != "list"}, 50_000, np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_answers_are_as_likely_whatever_the_question() -> None:
         assert difference < ways - 1 + 5.0 * np.sqrt(2 * (ways - 1)), (key, actual)
 
 
-def test_all_wordings_and_slots_come() -> None:
+def test_all_templates_and_slots_occur() -> None:
     domain = world()
     batch = sample_questions(domain, EVEN, 6000, np.random.default_rng(0))
     config = {texts(domain, batch, index)[0] for index in range(len(batch))}
@@ -122,7 +122,7 @@ def test_all_wordings_and_slots_come() -> None:
     assert batch.slots[batch.kinds == 0][:, 2:].min() == 1 and batch.slots[batch.kinds == 0][:, 2:].max() == 3
 
 
-def test_small_items_are_digits_where_there_are_any() -> None:
+def test_small_items_are_digits_if_available() -> None:
     assert world().small_names == ("four", "one", "three", "two")
     assert QuestionDomain(
         names=(*NAMES, "pig"), question_names=("cat", "dog", "pig"), grid=2
@@ -133,14 +133,14 @@ def test_small_items_are_digits_where_there_are_any() -> None:
     )
 
 
-def test_long_answers_have_all_lengths() -> None:
+def test_list_answers_have_all_lengths() -> None:
     batch = sample_questions(world(), {"list": 1.0}, 2000, np.random.default_rng(0))
     lengths = batch.lengths - batch.prompts
     # Two to five items, two signs between rows, "nothing" for each empty row, and the end.
     assert lengths.min() == 3 + 2 + 1 and lengths.max() == 5 + 1 + 2 + 1
 
 
-def test_a_part_is_what_it_was() -> None:
+def test_select_keeps_questions() -> None:
     domain = world()
     batch = sample_questions(domain, EVEN, 50, np.random.default_rng(0))
     part = batch.select(10, 30)
@@ -150,7 +150,7 @@ def test_a_part_is_what_it_was() -> None:
     ]
 
 
-def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
+def test_sample_scenes_covers_names_sizes_and_empty_cells() -> None:
     often = np.array([0.1, 0.1, 0.4, 0.1, 0.2, 0.1])
     batch = sample_scenes(
         world(question_names=("cat", "dog", "one")), often, 0.4, 2000, np.random.default_rng(0)
@@ -161,7 +161,7 @@ def test_scenes_to_name_have_all_names_and_some_small_and_empty() -> None:
     assert 0.08 < (batch.names == NOTHING).mean() < 0.12 and 0.38 < batch.small.mean() < 0.42
 
 
-def test_worlds_of_no_use() -> None:
+def test_domain_with_invalid_names_raises() -> None:
     with pytest.raises(InputError, match="'pig'"):
         QuestionDomain(names=NAMES, question_names=("cat", "dog", "pig"), grid=3)
     with pytest.raises(InputError, match=r"three.*cat, dog"):
@@ -170,7 +170,7 @@ def test_worlds_of_no_use() -> None:
         QuestionDomain(names=NAMES, question_names=("cat", "dog", "dog", "one"), grid=3)
 
 
-def test_what_can_be_counted_fits_the_grid() -> None:
+def test_max_count_fits_grid() -> None:
     for grid in (2, 3):
         batch = sample_questions(world(grid), {"count": 1.0}, 500, np.random.default_rng(0))
         existing = (batch.scenes.names != NOTHING).sum(1)

@@ -40,7 +40,7 @@ def sample_looks(
     return sample_appearance(scene_batch, BANK, split, config, np.random.default_rng(seed), augment=augment)
 
 
-def test_an_item_that_fills_its_cell_is_its_image() -> None:
+def test_render_of_full_cell_is_image() -> None:
     scene_batch = replace(scenes(), small=np.zeros((50, 4), bool))
     appearance = sample_looks(WHOLE, scene_batch)
     canvases = render(appearance, IMAGES, WHOLE)
@@ -61,13 +61,13 @@ def test_an_item_that_fills_its_cell_is_its_image() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_images_are_of_the_split(split: Split) -> None:
+def test_sampled_images_belong_to_split(split: Split) -> None:
     appearance = sample_looks(WHOLE, scenes(), split)
     assert set(appearance.images.ravel()) <= set(np.concatenate(BANK.splits[split]))
     assert set(appearance.images.ravel()) == set(np.concatenate(BANK.splits[split])), "all of them come"
 
 
-def test_items_stay_in_their_cells_and_small_ones_are_small() -> None:
+def test_boxes_stay_in_cells() -> None:
     config = VqaSceneConfig(grid=2, cell_px=40, item=(0.5, 0.9), small=(0.2, 0.3))
     scene_batch = scenes()
     appearance = sample_looks(config, scene_batch)
@@ -84,7 +84,7 @@ def test_items_stay_in_their_cells_and_small_ones_are_small() -> None:
     assert np.abs(np.sqrt(covered) - np.sqrt(expected)).max() <= 1.0, "a side is off by less than a pixel"
 
 
-def test_without_augmentation_images_are_not_changed() -> None:
+def test_appearance_without_augmentation_is_neutral() -> None:
     appearance = sample_looks(WHOLE, scenes())
     assert (
         (appearance.tones == [0.0, 1.0, 1.0]).all()
@@ -101,7 +101,7 @@ def replace_item(config: VqaSceneConfig, item: tuple[float, float]) -> VqaSceneC
     return config.model_copy(update={"item": item})
 
 
-def test_augmentation_changes_what_it_may() -> None:
+def test_augmentation_changes_appearance() -> None:
     scene_batch = scenes(400)
     appearance = sample_looks(WHOLE, scene_batch, augment=1.0)
     names = scene_batch.names.ravel()[appearance.cells]
@@ -112,7 +112,7 @@ def test_augmentation_changes_what_it_may() -> None:
     assert render(appearance, IMAGES, WHOLE).shape == (400, 3, 64, 64)
 
 
-def test_blends_are_of_both_images() -> None:
+def test_render_blends_two_images() -> None:
     scene_batch = SceneBatch(names=np.zeros((30, 4), np.int64), small=np.zeros((30, 4), bool))
     blend = np.where(np.arange(4) % 2, 1, NOTHING)[None].repeat(30, 0)
     appearance = sample_appearance(scene_batch, BANK, "train", WHOLE, np.random.default_rng(0), blend=blend)
@@ -128,7 +128,7 @@ def test_blends_are_of_both_images() -> None:
     assert (canvas - (two + (first - two) * appearance.fractions[1])).abs().max() <= 1.0
 
 
-def test_a_part_is_painted_alike() -> None:
+def test_render_of_selection_equals_part() -> None:
     appearance = sample_looks(WHOLE, scenes(), augment=1.0)
     full = render(appearance, IMAGES, WHOLE)
     parts = [
@@ -137,6 +137,6 @@ def test_a_part_is_painted_alike() -> None:
     assert torch.equal(torch.cat(parts), full)
 
 
-def test_canvases_without_items() -> None:
+def test_render_without_items_is_background() -> None:
     scene_batch = SceneBatch(names=np.full((2, 4), NOTHING), small=np.zeros((2, 4), bool))
     assert render(sample_looks(WHOLE, scene_batch), IMAGES, WHOLE).shape == (2, 3, 64, 64)

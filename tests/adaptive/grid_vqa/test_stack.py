@@ -35,7 +35,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
     ],
     ids=lambda plan: plan.id,
 )
-def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
+def test_logits_equal_model_with_plan_runtime(plan: Plan) -> None:
     torch.manual_seed(0)
     model = loud(build_vqa_model(DATA.config, DATA.vocabulary))
     adapter, stack = get_adapter(model), ModelStack(model)
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_model_with_knobs(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> None:
+def test_compiled_layers_give_same_values_and_gradients(device: str) -> None:
     torch.manual_seed(0)
     data = VqaDataset(quick(), device, bank=bank())
     model = loud(build_vqa_model(data.config, data.vocabulary)).to(device).train()
@@ -82,7 +82,7 @@ def test_compiled_layers_give_the_same_and_the_same_gradients(device: str) -> No
         torch.testing.assert_close(gradients[1][name], value, rtol=0.0, atol=close, msg=name)
 
 
-def test_padding_on_the_right_changes_nothing() -> None:
+def test_right_padding_does_not_change_logits() -> None:
     torch.manual_seed(0)
     stack = ModelStack(loud(build_vqa_model(DATA.config, DATA.vocabulary)))
     batch = DATA.make_train_batch(0)
@@ -99,7 +99,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
             torch.testing.assert_close(full[index, : length - 1], single[0], **TOLERANCE)
 
 
-def test_balance_is_least_where_every_expert_gets_as_much() -> None:
+def test_balance_loss_is_minimal_for_uniform_routing() -> None:
     torch.manual_seed(0)
     stack = ModelStack(build_vqa_model(DATA.config, DATA.vocabulary))
     image, text = torch.randn(2, 56, 16), torch.zeros(2, 3, dtype=torch.int64)
@@ -114,12 +114,12 @@ def test_balance_is_least_where_every_expert_gets_as_much() -> None:
     assert float(collected[0]) == pytest.approx(1.0) and float(collected[1]) > 1.1
 
 
-def test_steps_of_a_plan() -> None:
+def test_get_block_steps_uses_top_k_after_insertion() -> None:
     plan = Plan(tier="low", insertion_position=2, top_k=1, blocks=(0, 1, 3))
     assert get_block_steps(plan, 3) == ((0, 3), (1, 3), (3, 1))
 
 
-def test_other_models_are_refused() -> None:
+def test_stack_of_other_model_raises() -> None:
     torch.manual_seed(0)
     model = build_vqa_model(DATA.config, DATA.vocabulary)
     model.config.text_config.norm_topk_prob = True

@@ -18,7 +18,7 @@ WORLD = QuestionDomain(names=("cat", "one", "two", "dog"), question_names=("cat"
 TEXT = "what is at row 2 column 3 ?"
 
 
-def test_words_are_numbered_alike_whatever_their_order() -> None:
+def test_ids_do_not_depend_on_word_order() -> None:
     first, two = Vocabulary(["b", "a", "?", "a"]), Vocabulary(["?", "a", "b"])
     assert first.words == two.words == (*SPECIALS, "?", "a", "b")
     assert first.ids("b ?").tolist() == [8, 6] and first.text([1, 8, 6, 0]) == "b ?"
@@ -27,12 +27,12 @@ def test_words_are_numbered_alike_whatever_their_order() -> None:
 
 
 @pytest.mark.parametrize("word", ["two words", "Big", "", " ", "<pad>", "a-b", "??"])
-def test_words_of_no_use(word: str) -> None:
+def test_vocabulary_with_invalid_word_raises(word: str) -> None:
     with pytest.raises(InputError, match="lower-case word"):
         Vocabulary(["fine", word])
 
 
-def test_the_tokenizer_agrees_and_survives_its_folder(tmp_path: Path) -> None:
+def test_tokenizer_equals_vocabulary_after_reload(tmp_path: Path) -> None:
     vocabulary = WORLD.vocabulary
     vocabulary.tokenizer.save_pretrained(tmp_path)
     for tokenizer in (vocabulary.tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
@@ -52,7 +52,7 @@ def test_the_tokenizer_agrees_and_survives_its_folder(tmp_path: Path) -> None:
         assert tokenizer.image_token == "<image>"
 
 
-def test_the_chat_template_asks_as_training_does() -> None:
+def test_chat_template_matches_training_prompt() -> None:
     vocabulary = WORLD.vocabulary
     content = [{"type": "text", "text": "what is at row 2 column 3?"}, {"type": "image"}]
     messages = vocabulary.tokenizer.apply_chat_template(

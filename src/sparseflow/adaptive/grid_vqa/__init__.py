@@ -2,8 +2,6 @@
 answers them.
 
 One to nine images are placed on a grid. Answers follow from the canvas only, never from the question. Some
-items
-are so small that only the finest crops resolve them, and some answers are long. `train.train` makes a model
-in the
-transformers directory layout; `evaluate` measures how often each plan answers correctly.
+items are so small that only the finest crops resolve them, and some answers are long. `train.train` makes a
+model in the transformers directory layout; `evaluate` measures how often each plan answers correctly.
 """

@@ -1,13 +1,10 @@
 """Auxiliary heads that supervise the vision tower and the first decoder blocks, in training only.
 
 `NamingHead` names the content of each cell from vision tokens. `GroundingHead` teaches two things that
-answers alone
-teach slowly: which cell a vision token shows, and which cells contain what a word of the question names. It
-reads
-hidden states after a few decoder blocks. A question has one or two names, which is little supervision, so all
-names
-and the words for small items are appended to the text (`append_quiz`); causal attention hides them from the
-answer.
+answers alone teach slowly: which cell a vision token shows, and which cells contain what a word of the
+question names. It reads hidden states after a few decoder blocks. A question has one or two names, which is
+little supervision, so all names and the words for small items are appended to the text (`append_quiz`);
+causal attention hides them from the answer.
 
 Shapes: B samples, n vision tokens, T text tokens, S cells, d the decoder's width.
 """
@@ -77,8 +74,7 @@ class GroundingHead(nn.Module):
 
         Returns:
             Mean cross entropies, [3]: which cells a vision token shows, what they contain, and which cells
-            contain what
-            a name or size word describes, or that none does.
+            contain what a name or size word describes, or that none does.
         """
         count = hidden.shape[1] - 1 - text.shape[1]
         normed = functional.rms_norm(hidden, hidden.shape[-1:])

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sparseflow.adaptive.plan.space import TIERS, Tier
-from sparseflow.core.config import (
-    StrictModel,
-    apply_overrides,
-    list_configs,
-    read_config_file,
-    validate_config,
-)
-from sparseflow.errors import InputError
+from sparseflow.core.config import StrictModel, load_config
 
 _PACKAGE = "sparseflow.adaptive.grid_vqa"
 
 Kind = Literal["at", "count", "where", "left", "small", "list"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Kinds of questions: the item at a position, a count, the column of an item, whether it is left of another,
-which item
-is small, or a list of all items.
-"""
+which item is small, or a list of all items."""
+
+
+_NonNegative = Annotated[float, Field(ge=0.0)]
+_Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class VqaImageConfig(StrictModel):
@@ -49,18 +44,14 @@ class VqaSceneConfig(StrictModel):
     """Rows and columns."""
     cell_px: int = Field(default=32, ge=12)
     """Side of a cell; the side of the canvas is `grid` times that."""
-    item: tuple[float, float] = (0.8, 1.0)
+    item: tuple[_Fraction, _Fraction] = (0.8, 1.0)
     """Minimum and maximum side of an item, relative to a cell."""
-    small: tuple[float, float] = (0.3, 0.4)
+    small: tuple[_Fraction, _Fraction] = (0.3, 0.4)
     """Minimum and maximum side of a small item, relative to a cell."""
 
     @property
     def cells(self) -> int:
         return self.grid**2
-
-    @property
-    def canvas_px(self) -> int:
-        return self.grid * self.cell_px
 
 
 class VqaModelConfig(StrictModel):
@@ -108,9 +99,13 @@ class VqaTrainConfig(StrictModel):
     """Steps of the second part."""
     batch_size: int = Field(default=256, ge=1)
     """Batch size of each process."""
-    vision_crops: tuple[int, int, int] = (1, 4, 9)
+    vision_crops: tuple[
+        Annotated[int, Field(ge=1, le=1)],
+        Annotated[int, Field(ge=1, le=4)],
+        Annotated[int, Field(ge=1, le=9)],
+    ] = (1, 4, 9)
     """Random crops of each level in a step of the first part."""
-    vision_weights: dict[str, float] = Field(default_factory=dict)
+    vision_weights: dict[str, _NonNegative] = Field(default_factory=dict)
     """Relative frequency of each name in the first part; 1 by default."""
     vision_small: float = Field(default=0.4, ge=0.0, le=0.9)
     """Fraction of cells with a small item in the first part."""
@@ -147,7 +142,7 @@ class VqaTrainConfig(StrictModel):
     """Strength of the image augmentation; 0 disables it."""
     mix: float = Field(default=0.5, ge=0.0, le=1.0)
     """Fraction of items that blend two images, in the first part."""
-    shares: dict[Kind, float] = Field(
+    shares: dict[Kind, _NonNegative] = Field(
         default_factory=lambda: {
             "at": 0.25, "count": 0.15, "where": 0.15, "left": 0.15, "small": 0.2, "list": 0.1,
         }
@@ -173,7 +168,7 @@ class VqaConfig(StrictModel):
     scene: VqaSceneConfig = Field(default_factory=VqaSceneConfig)
     model: VqaModelConfig = Field(default_factory=VqaModelConfig)
     train: VqaTrainConfig = Field(default_factory=VqaTrainConfig)
-    test_shares: dict[Kind, float] = Field(
+    test_shares: dict[Kind, _NonNegative] = Field(
         default_factory=lambda: {
             "at": 0.25, "count": 0.2, "where": 0.1, "left": 0.15, "small": 0.2, "list": 0.1,
         }
@@ -184,10 +179,16 @@ class VqaConfig(StrictModel):
     plan_samples: int = Field(default=500, ge=1)
     """Number of these, from the first, on which all plans are evaluated."""
 
-
-def list_vqa_configs() -> list[str]:
-    """Names of the shipped configurations."""
-    return list_configs(_PACKAGE)
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        _check_sizes(self.scene, self.model)
+        _check_training(self.train, self.model.depth)
+        if not self.images.digits and not self.images.archives:
+            raise ValueError("there are no images: set `images.digits`, or pass `images.archives`")
+        for name, shares in (("train.shares", self.train.shares), ("test_shares", self.test_shares)):
+            if not sum(shares.values()):
+                raise ValueError(f"`{name}` (={shares}) must not all be 0")
+        return self
 
 
 def load_vqa_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> VqaConfig:
@@ -202,60 +203,33 @@ def load_vqa_config(source: Path | str, overrides: Mapping[str, Any] | None = No
         FileFormatError: The file is not YAML.
         MissingExtraError: PyYAML is missing.
     """
-    content = read_config_file(source, package=_PACKAGE, extra="adaptive")
-    return parse_vqa_config(apply_overrides(content, overrides or {}), str(source))
+    return load_config(VqaConfig, source, extra="adaptive", package=_PACKAGE, overrides=overrides)
 
 
-def parse_vqa_config(content: Mapping[str, Any], source: str = "the configuration") -> VqaConfig:
-    """Validate the content of a configuration.
-
-    Raises:
-        InputError: A setting is unknown or invalid.
-    """
-    config = validate_config(VqaConfig, content, source)
-    _check_sizes(config)
-    _check_training(config.train, config.model.depth)
-    if not config.images.digits and not config.images.archives:
-        raise InputError("there are no images: set `images.digits`, or pass `images.archives`")
-    for name, shares in (("train.shares", config.train.shares), ("test_shares", config.test_shares)):
-        if min(shares.values(), default=0.0) < 0.0 or sum(shares.values()) <= 0.0:
-            raise InputError(f"`{name}` (={shares}) must be at least 0, and not all 0")
-    return config
-
-
-def _check_sizes(config: VqaConfig) -> None:
-    scene, model = config.scene, config.model
+def _check_sizes(scene: VqaSceneConfig, model: VqaModelConfig) -> None:
     for name, (low, high) in (("scene.item", scene.item), ("scene.small", scene.small)):
-        if not 0.0 < low <= high <= 1.0:
-            raise InputError(f"`{name}` (={low}, {high}) must be two ascending fractions of a cell")
-    if model.crop_px % model.patch_px:
-        raise InputError(f"`crop_px` (={model.crop_px}) must be divisible by `patch_px` (={model.patch_px})")
-    for width, heads in (("vision_width", "vision_heads"), ("width", "heads")):
-        if getattr(model, width) % getattr(model, heads):
-            raise InputError(
-                f"`{width}` (={getattr(model, width)}) must be divisible by `{heads}` "
-                f"(={getattr(model, heads)})"
+        if low > high:
+            raise ValueError(f"`{name}` (={low}, {high}) must be two ascending fractions of a cell")
+    for name, divisor in (("crop_px", "patch_px"), ("vision_width", "vision_heads"), ("width", "heads")):
+        if getattr(model, name) % getattr(model, divisor):
+            raise ValueError(
+                f"`{name}` (={getattr(model, name)}) must be divisible by `{divisor}` "
+                f"(={getattr(model, divisor)})"
             )
     if model.width // model.heads % 2:
-        raise InputError(
+        raise ValueError(
             f"`width` (={model.width}) / `heads` (={model.heads}) must be even for rotary embeddings"
         )
     if model.top_k > model.experts:
-        raise InputError(f"`top_k` (={model.top_k}) must not exceed `experts` (={model.experts})")
+        raise ValueError(f"`top_k` (={model.top_k}) must not exceed `experts` (={model.experts})")
 
 
 def _check_training(train: VqaTrainConfig, depth: int) -> None:
     tiers = [TIERS.index(stage.tier) for stage in train.stages]
     if not tiers or tiers != sorted(tiers) or tiers[-1] != len(TIERS) - 1:
         names = ", ".join(stage.tier for stage in train.stages) or "none"
-        raise InputError(f"`train.stages` (={names}) must have ascending tiers and end with high")
+        raise ValueError(f"`train.stages` (={names}) must have ascending tiers and end with high")
     if train.warm_up + train.cool_down > 1.0:
-        raise InputError(f"`warm_up` (={train.warm_up}) + `cool_down` (={train.cool_down}) must not exceed 1")
-    if not all(1 <= count <= limit for count, limit in zip(train.vision_crops, (1, 4, 9), strict=True)):
-        raise InputError(
-            f"`train.vision_crops` (={train.vision_crops}) must be at least 1, 1, 1 and at most 1, 4, 9"
-        )
-    if not all(weight >= 0.0 for weight in train.vision_weights.values()):
-        raise InputError(f"`train.vision_weights` (={train.vision_weights}) must be at least 0")
+        raise ValueError(f"`warm_up` (={train.warm_up}) + `cool_down` (={train.cool_down}) must not exceed 1")
     if train.ground_blocks > depth:
-        raise InputError(f"`ground_blocks` (={train.ground_blocks}) must not exceed `depth` (={depth})")
+        raise ValueError(f"`ground_blocks` (={train.ground_blocks}) must not exceed `depth` (={depth})")

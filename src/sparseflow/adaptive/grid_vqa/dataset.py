@@ -1,10 +1,8 @@
 """Batches of Grid-VQA, generated on demand.
 
 A training batch is a function of (seed, step, process), a chunk of another split of its index. Any process
-can
-generate any of them in any order. Only small arrays are sampled on the CPU; canvases and crops are rendered
-on the
-device that computes.
+can generate any of them in any order. Only small arrays are sampled on the CPU; canvases and crops are
+rendered on the device that computes.
 """
 
 from __future__ import annotations
@@ -102,9 +100,8 @@ class VqaSample:
         question: Text of the question.
         answer: Text of the answer.
         canvas: [side, side, 3] uint8.
-        inputs: Inputs of the model at the highest tier, batch size 1: `input_ids` and `attention_mask` [1,
-            tokens]
-            int64, `pixel_values` [14, 3, crop, crop] float32.
+        inputs: Inputs of the model at the highest tier, batch size 1: `input_ids` and `attention_mask`
+            [1, tokens] int64, `pixel_values` [14, 3, crop, crop] float32.
     """
 
     kind: Kind

@@ -1,25 +1,29 @@
-"""Accuracy of plans, and the inputs of controllers.
+"""Accuracy of plans and of guesses without the image, and the inputs of controllers.
 
 An answer is correct if greedy decoding gives it word for word, including its end. That is the case exactly
-if,
-given the correct answer as input, every token of it is the most likely one. One forward pass therefore
-evaluates a
-plan, independent of the length of answers. Plans that start with the same blocks and experts share them.
+if every token of the correct answer is the most likely one, given the tokens before it. One forward pass
+therefore evaluates a plan, independent of the length of answers. Plans that start with the same blocks and
+experts share them.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.controllers.language_features import mean_text_embedding
+from sparseflow.adaptive.grid_vqa.config import KINDS, Kind
 from sparseflow.adaptive.grid_vqa.dataset import VqaBatch, VqaDataset
+from sparseflow.adaptive.grid_vqa.question_generator import QuestionBatch, sample_questions
 from sparseflow.adaptive.grid_vqa.stack import BlockStep, ModelStack, Rotary, get_block_steps
 from sparseflow.adaptive.plan.space import TIERS, Plan, PlanSpace, Tier
 from sparseflow.adaptive.questions.task import PlanOutcomes, Split
@@ -79,7 +83,7 @@ def evaluate_plans(
             lengths = (text_tokens.sum(1), batch.lengths - batch.prompts)
             parts.append([value.cpu() for value in (correct, batch.kinds, language, tokens, *lengths)])
             if progress is not None:
-                progress(f"judged {num_done} of {count} samples", num_done / count)
+                progress(f"evaluated {num_done} of {count} samples", num_done / count)
     correct, kinds, language, tokens, text_tokens, new_tokens = (
         torch.cat(value) for value in zip(*parts, strict=True)
     )
@@ -134,14 +138,9 @@ def measure_block_drops(
     """Loss of accuracy without each block, at the highest tier; 1 for block 0, which always runs."""
     geometry = get_adapter(model).geometry
     blocks = range(geometry.depth)
+    full = replace(geometry.full_plan(), insertion_position=1)
     without = [
-        Plan(
-            tier="high",
-            insertion_position=1,
-            top_k=geometry.top_k,
-            blocks=tuple(b for b in blocks if b != removed),
-        )
-        for removed in blocks[1:]
+        replace(full, blocks=tuple(block for block in blocks if block != removed)) for removed in blocks[1:]
     ]
     scores = check_answers(model, data, [geometry.full_plan(), *without], split=split, count=count).mean(0)
     return (1.0, *(float(scores[0] - score) for score in scores[1:]))
@@ -208,3 +207,58 @@ def _compute_latency_tokens(stack: ModelStack, batch: VqaBatch, vision: Tensor, 
         hidden = stack.run_block((block, stack.top_k), hidden, rotary)
         tokens.append(hidden[torch.arange(len(hidden), device=hidden.device), last])
     return torch.stack(tokens, dim=1)
+
+
+_NUM_COUNTED = 50_000
+_BLIND_SEED = 0xB11D
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindBaseline:
+    """Accuracy without the image.
+
+    Attributes:
+        accuracy: Accuracy on all samples.
+        by_kind: Accuracy on each kind of question.
+        chance: Expected accuracy of a random guess among the answers of each question.
+    """
+
+    accuracy: float
+    by_kind: dict[str, float]
+    chance: float
+
+
+def measure_blind_baseline(
+    data: VqaDataset, *, split: Split = "test", count: int, counted: int = _NUM_COUNTED
+) -> BlindBaseline:
+    """Answer the first samples of a split by the most frequent training answer of the same question.
+
+    Args:
+        data: Questions.
+        split: Split.
+        count: Number of samples.
+        counted: Training questions whose answers are counted, with the frequencies of kinds of the test.
+    """
+    answers: defaultdict[tuple[int, ...], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    generator = np.random.default_rng([_BLIND_SEED, data.config.train.seed])
+    train_questions = sample_questions(data.domain, data.config.test_shares, counted, generator)
+    for key, answer in _list_keys_and_answers(train_questions):
+        answers[key][answer] += 1
+    likeliest = {key: counter.most_common(1)[0][0] for key, counter in answers.items()}
+    correct: dict[Kind, list[bool]] = {kind: [] for kind in KINDS}
+    for questions in data.iterate_questions(split, count):
+        for key, answer in _list_keys_and_answers(questions):
+            correct[KINDS[key[0]]].append(likeliest.get(key) == answer)
+    num_answers = {kind: data.domain.count_answers(kind) for kind in KINDS}
+    return BlindBaseline(
+        accuracy=sum(map(sum, correct.values())) / count,
+        by_kind={kind: fmean(hits) for kind, hits in correct.items() if hits},
+        chance=sum(len(correct[kind]) / number for kind, number in num_answers.items() if number) / count,
+    )
+
+
+def _list_keys_and_answers(questions: QuestionBatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Kind and slots, and the answer, of each question."""
+    keys = np.concatenate([questions.kinds[:, None], questions.slots], axis=1).tolist()
+    ends = zip(questions.text.tolist(), questions.prompts.tolist(), questions.lengths.tolist(), strict=True)
+    return [(tuple(key), tuple(row[first:last])) for key, (row, first, last) in zip(keys, ends, strict=True)]

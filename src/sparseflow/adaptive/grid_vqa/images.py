@@ -1,10 +1,8 @@
 """Banks of small real images by name, from scikit-learn's digits and image archives, in disjoint splits.
 
 Archives are `.tar` files, optionally compressed. They contain images as `…/<class>/<name>.png` (or `.jpg`),
-or
-CIFAR-10's binary version: `data_batch_1.bin` to `5`, `test_batch.bin` and `batches.meta.txt`. Nothing is
-unpacked to
-disk and nothing is unpickled; CIFAR-10's Python version, which consists of pickles, is refused.
+or CIFAR-10's binary version: `data_batch_1.bin` to `5`, `test_batch.bin` and `batches.meta.txt`. Nothing is
+unpacked to disk and nothing is unpickled; CIFAR-10's Python version, which consists of pickles, is refused.
 """
 
 from __future__ import annotations

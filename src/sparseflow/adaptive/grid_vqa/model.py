@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sparseflow.adaptive.adapters.crops import CROPS
-from sparseflow.adaptive.grid_vqa.config import VqaConfig, parse_vqa_config
+from sparseflow.adaptive.grid_vqa.config import VqaConfig
 from sparseflow.adaptive.grid_vqa.dataset import MEAN, STD
 from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
+from sparseflow.core.config import validate_config
 from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError
@@ -118,7 +119,7 @@ def load_vqa_model(
         raise InputError(f"{root} is not a Grid-VQA model: {SETTINGS} is missing; train one")
     try:
         record: dict[str, Any] = json.loads((root / SETTINGS).read_text("utf-8"))
-        config = parse_vqa_config(record["settings"], f"{root / SETTINGS}")
+        config = validate_config(VqaConfig, record["settings"], str(root / SETTINGS))
         model = transformers.LlavaForConditionalGeneration.from_pretrained(
             root, dtype=dtype, local_files_only=True, use_safetensors=True
         )

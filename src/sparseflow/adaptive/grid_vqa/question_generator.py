@@ -1,8 +1,8 @@
 """Random questions with matching scenes, such that a question alone reveals nothing about its answer.
 
 Each kind of question samples its answer first, uniformly and independent of the wording, and then a scene for
-which
-it is correct. The accuracy of guessing is therefore one over the number of answers; see `BlindBaseline`.
+which it is correct. The accuracy of guessing is therefore one over the number of answers; see
+`evaluate.BlindBaseline`.
 
 All functions are batched: B scenes of S cells; token ids are those of `Vocabulary`.
 """
@@ -218,17 +218,17 @@ def sample_scenes(
 class _KindBatch:
     """Scenes and answers of one kind of question, with one method per kind."""
 
-    def __init__(self, world: QuestionDomain, count: int, random: np.random.Generator) -> None:
-        self.domain, self.count, self.generator = world, count, random
-        self.names = np.full((count, world.cells), NOTHING)
-        self.small = np.zeros((count, world.cells), bool)
+    def __init__(self, domain: QuestionDomain, count: int, generator: np.random.Generator) -> None:
+        self.domain, self.count, self.generator = domain, count, generator
+        self.names = np.full((count, domain.cells), NOTHING)
+        self.small = np.zeros((count, domain.cells), bool)
         self.slots = np.full((count, len(_SLOTS)), _NO_SLOT)
         self.answers = np.zeros((count, 0), np.int64)
         self._rows = np.arange(count)
-        self._question_labels = np.array([world.names.index(name) for name in world.question_names])
-        self._words = world.vocabulary.ids(world.names)
+        self._question_labels = np.array([domain.names.index(name) for name in domain.question_names])
+        self._words = domain.vocabulary.ids(domain.names)
         # Random order of the cells of each scene.
-        self._order = random.random((count, world.cells)).argsort(1)
+        self._order = generator.random((count, domain.cells)).argsort(1)
 
     def draw_at(self) -> None:
         self._place_items(
@@ -242,10 +242,7 @@ class _KindBatch:
         counts = self.generator.integers(0, MAX_COUNT + 1, self.count)
         num_distractors = self.generator.integers(1, self.domain.cells - MAX_COUNT + 1, self.count)
         target = self.generator.integers(0, len(self._question_labels), (self.count, 1))
-        distractors = self.generator.integers(
-            0, len(self._question_labels) - 1, (self.count, self.domain.cells)
-        )
-        distractors += distractors >= target
+        distractors = self._sample_distractors(target)
         first = np.arange(self.domain.cells) < counts[:, None]
         self._place_items(
             counts + num_distractors, self._question_labels[np.where(first, target, distractors)]
@@ -259,10 +256,7 @@ class _KindBatch:
         grid = self.domain.grid
         row, column = self.generator.integers(0, grid, (2, self.count))
         target = self.generator.integers(0, len(self._question_labels), (self.count, 1))
-        distractors = self.generator.integers(
-            0, len(self._question_labels) - 1, (self.count, self.domain.cells)
-        )
-        distractors += distractors >= target
+        distractors = self._sample_distractors(target)
         self._place_items(self._sample_count(self.domain.cells - 2), self._question_labels[distractors])
         self.names[self._rows, row * grid + column] = self._question_labels[target[:, 0]]
         self.slots[:, 0] = self._question_labels[target[:, 0]]
@@ -276,12 +270,7 @@ class _KindBatch:
             0, [len(self._question_labels), len(self._question_labels) - 1], (self.count, 2)
         )
         pair[:, 1] += pair[:, 1] >= pair[:, 0]
-        low, high = np.sort(pair, 1).T[:, :, None]
-        distractors = self.generator.integers(
-            0, len(self._question_labels) - 2, (self.count, self.domain.cells)
-        )
-        distractors += distractors >= low
-        distractors += distractors >= high
+        distractors = self._sample_distractors(pair)
         self._place_items(self._sample_count(self.domain.cells - 2) - 1, self._question_labels[distractors])
         for index in (0, 1):
             self.names[self._rows, rows[:, index] * grid + columns[:, index]] = self._question_labels[
@@ -310,14 +299,22 @@ class _KindBatch:
         occupied = self.names != NOTHING
         words = np.where(occupied, self._words[self.names], vocabulary.pad).reshape(self.count, grid, grid)
         empty, following = vocabulary.ids([EMPTY, NEXT])
-        bare = np.where(occupied.reshape(self.count, grid, grid).any(2), vocabulary.pad, empty)
+        empty_rows = np.where(occupied.reshape(self.count, grid, grid).any(2), vocabulary.pad, empty)
         ends = np.full((self.count, grid), following)
         ends[:, -1] = vocabulary.pad
-        rows = np.concatenate([words, bare[:, :, None], ends[:, :, None]], axis=2)
+        rows = np.concatenate([words, empty_rows[:, :, None], ends[:, :, None]], axis=2)
         # A row has its items or "nothing", so a list has at most cells plus separators tokens.
         self.answers = _remove_padding(rows.reshape(self.count, grid * (grid + 2)), vocabulary.pad)[
             :, : self.domain.cells + grid - 1
         ]
+
+    def _sample_distractors(self, targets: np.ndarray) -> np.ndarray:
+        """Indices of question names other than the `targets` of each scene: [B, any] -> [B, S]."""
+        num_others = len(self._question_labels) - targets.shape[1]
+        distractors = self.generator.integers(0, num_others, (self.count, self.domain.cells))
+        for target in np.sort(targets, axis=1).T:
+            distractors += distractors >= target[:, None]
+        return distractors
 
     def _sample_names(self, shape: tuple[int, ...]) -> np.ndarray:
         return self._question_labels[self.generator.integers(0, len(self._question_labels), shape)]
@@ -328,31 +325,31 @@ class _KindBatch:
 
     def _place_items(self, counts: np.ndarray, names: np.ndarray) -> None:
         """Place the first `counts` of `names`, [B, S], into the first cells of each scene's random order."""
-        laid = np.where(np.arange(self.domain.cells) < counts[:, None], names, NOTHING)
-        np.put_along_axis(self.names, self._order, laid, axis=1)
+        placed = np.where(np.arange(self.domain.cells) < counts[:, None], names, NOTHING)
+        np.put_along_axis(self.names, self._order, placed, axis=1)
 
     def _set_answers(self, words: np.ndarray) -> None:
         self.answers = words[:, None]
 
 
 def _phrase_questions(
-    world: QuestionDomain, kinds: np.ndarray, slots: np.ndarray, random: np.random.Generator
+    domain: QuestionDomain, kinds: np.ndarray, slots: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
     """Questions in a random wording of their kind: [B, tokens], padded on the right."""
-    wordings, first = _encode_templates(world)
+    wordings, first = _encode_templates(domain)
     counts = np.array([len(TEMPLATES[kind]) for kind in KINDS])
-    templates = wordings[first[kinds] + (random.random(len(kinds)) * counts[kinds]).astype(np.int64)]
-    vocabulary = world.vocabulary
-    named = vocabulary.ids(world.names)[slots[:, :2]]
-    numbers = vocabulary.ids([str(number) for number in range(world.grid + 1)])
+    templates = wordings[first[kinds] + (generator.random(len(kinds)) * counts[kinds]).astype(np.int64)]
+    vocabulary = domain.vocabulary
+    words = vocabulary.ids(domain.names)[slots[:, :2]]
+    numbers = vocabulary.ids([str(number) for number in range(domain.grid + 1)])
     # -1 (no such slot) selects an arbitrary word, which no template of that kind uses.
-    filled = np.concatenate([named, numbers[slots[:, 2:]]], axis=1)
+    filled = np.concatenate([words, numbers[slots[:, 2:]]], axis=1)
     return np.where(
         templates < 0, np.take_along_axis(filled, np.maximum(-templates - 1, 0), axis=1), templates
     )
 
 
-def _encode_templates(world: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
+def _encode_templates(domain: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
     """All wordings, [n, tokens], with slot i as -1 - i, and the index of the first wording of each kind."""
     rows: list[list[int]] = []
     first: list[int] = []
@@ -362,11 +359,11 @@ def _encode_templates(world: QuestionDomain) -> tuple[np.ndarray, np.ndarray]:
             words = template.split()
             rows.append(
                 [
-                    -1 - _SLOTS.index(word[1:-1]) if word[0] == "{" else int(world.vocabulary.ids(word)[0])
+                    -1 - _SLOTS.index(word[1:-1]) if word[0] == "{" else int(domain.vocabulary.ids(word)[0])
                     for word in words
                 ]
             )
-    padded = np.full((len(rows), max(map(len, rows))), world.vocabulary.pad)
+    padded = np.full((len(rows), max(map(len, rows))), domain.vocabulary.pad)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return padded, np.array(first)

@@ -1,8 +1,7 @@
 """Scenes and canvases: images placed on a grid.
 
 `question_generator` samples the content of scenes. This module samples their appearance with NumPy, and
-renders
-batches of canvases with torch on any device.
+renders batches of canvases with torch on any device.
 
 Shapes: B canvases, S cells (grid × grid, row by row), N items in all of them, c the side of a cell.
 """

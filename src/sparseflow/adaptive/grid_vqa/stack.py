@@ -1,13 +1,10 @@
 """Grid-VQA model in parts, to run many plans on one batch: vision once, then blocks one by one.
 
 Each block takes its top-k as an argument, so a plan is a list of (block, top-k). The experts of a block are
-computed
-for every token and weighted by the router, with weight 0 for experts that are not selected: two large matrix
-products
-instead of sort, gather and sixteen small products. It is the same sum in another order, and faster if half of
-the
-experts are selected. The logits equal those of the model's own forward with a `PlanRuntime`, as a test
-checks.
+computed for every token and weighted by the router, with weight 0 for experts that are not selected: two
+large matrix products instead of sort, gather and sixteen small products. It is the same sum in another order,
+and faster if half of the experts are selected. The logits equal those of the model's own forward with a
+`PlanRuntime`, as a test checks.
 
 Shapes: B samples, T tokens, d the decoder's width, E experts of width m.
 """
@@ -191,8 +188,7 @@ def _run_vision_layer(
     Args:
         hidden: Input.
         weights: Weights and biases of the first norm, the query, key, value and output projections, the
-            second norm,
-            and the two MLP layers.
+            second norm, and the two MLP layers.
         heads: Attention heads.
         epsilon: Epsilon of norms.
         drop: Attention dropout.
@@ -220,8 +216,7 @@ def _run_attention(
         hidden: [B, T, d].
         rotary: Rotary embeddings of `ModelStack.embed`.
         weights: Weights of the norm before, the query projection and its norm, the key projection and its
-            norm, the
-            value and output projections, and the norm after.
+            norm, the value and output projections, and the norm after.
         head: Width of an attention head.
         scale: Scale of attention scores.
         epsilon: Epsilon of norms.

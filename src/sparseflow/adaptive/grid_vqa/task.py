@@ -1,10 +1,8 @@
 """Grid-VQA as the task of a study.
 
 Controllers are not trained on the model's training split, where the model knows part of the answers and cheap
-plans
-look too good. They are trained on the first samples of the validation split, calibrated on the samples after
-them,
-and evaluated on the test split.
+plans look too good. They are trained on the first samples of the validation split, calibrated on the samples
+after them, and evaluated on the test split.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ class GridVqaTask:
     kinds: Sequence[str] = KINDS
     chunk_size: int = CHUNK
     description: str = (
-        "Right is an answer that greedy decoding gives word for word. What was learnt from and matched on "
-        "are questions about images that the model had not learnt from; the test has images of its own."
+        "An answer is correct if greedy decoding gives it word for word. Controllers were trained and "
+        "calibrated on images that the model was not trained on; the test has other images."
     )
 
     @classmethod
@@ -107,15 +105,14 @@ class GridVqaTask:
         """Evaluate plans; a chunk is fast, so progress is not reported."""
         return evaluate_plans(self.model, self.data, space, split=split, first=first, count=count)
 
-    def make_scorer(self, count: int) -> Callable[[tuple[int, ...]], np.ndarray]:
-        """Make the score function of block importance, at the highest tier, from the first validation
-        samples."""
-        right = VqaScorer(self.model, self.data, split="val", count=count)
+    def make_scorer(self, max_samples: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+        """Make the score function of block importance: the first validation samples at the highest tier."""
+        scorer = VqaScorer(self.model, self.data, split="val", count=max_samples)
         geometry = get_adapter(self.model).geometry
 
         def score(blocks: tuple[int, ...]) -> np.ndarray:
             plan = Plan(tier=TIERS[-1], insertion_position=1, top_k=geometry.top_k, blocks=blocks)
-            return right([plan])[:, 0].numpy()
+            return scorer([plan])[:, 0].numpy()
 
         return score
 

@@ -6,26 +6,30 @@ See `core.training.loop` for the exact resume.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparseflow.adaptive.grid_vqa.config import VqaConfig
-from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
+from sparseflow.adaptive.adapters.crops import CROPS
+from sparseflow.adaptive.grid_vqa.config import KINDS, VqaConfig, VqaModelConfig
+from sparseflow.adaptive.grid_vqa.dataset import CHUNK, VqaDataset
+from sparseflow.adaptive.grid_vqa.evaluate import evaluate_plans, measure_blind_baseline, measure_block_drops
 from sparseflow.adaptive.grid_vqa.images import ImageBank
 from sparseflow.adaptive.grid_vqa.learner import VqaLearner
 from sparseflow.adaptive.grid_vqa.model import load_vqa_model, save_vqa_model
-from sparseflow.adaptive.grid_vqa.report import load_report, make_report, save_report
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan, PlanSpace
+from sparseflow.adaptive.questions.task import PlanOutcomes
 from sparseflow.core.environment import collect_environment
+from sparseflow.core.files import read_json, write_json
+from sparseflow.core.metrics import pareto_front
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.distributed import DistributedContext
-from sparseflow.core.training.loop import SETTINGS_FILE, fit
+from sparseflow.core.training.loop import fit
+from sparseflow.errors import FileFormatError
 
-__all__ = ["MODEL_DIR", "SETTINGS_FILE", "VqaTrainResult", "train"]
-
-MODEL_DIR = "model"
+MODEL_DIR, REPORT_FILE = "model", "report.json"
 
 _TRAINING_DONE = 0.95
 """Fraction of the progress after which the model is evaluated."""
@@ -134,4 +138,88 @@ class _VqaTraining(VqaLearner):
             "train_seconds": round(self.elapsed_s, 1),
             "environment": collect_environment(device, seed=self.config.train.seed),
         }
-        save_report(out_dir, self.report)
+        write_json(out_dir / REPORT_FILE, self.report, indent=1)
+
+
+def make_report(model: Any, data: VqaDataset, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Evaluate a model on test samples: the full plan on all of them, all plans on the first ones.
+
+    Args:
+        model: Model, on the device of `data`.
+        data: Samples; their numbers are those of its config.
+        progress: Called with (message, fraction done).
+    """
+    config = data.config
+    geometry = ModelGeometry(depth=config.model.depth, top_k=config.model.top_k)
+    block_drops = measure_block_drops(model, data, count=config.train.eval_samples)
+    space = PlanSpace.from_importance(geometry, block_drops)
+    full = evaluate_plans(model, data, [geometry.full_plan()], count=config.test_samples)
+    plan_samples = min(config.plan_samples, config.test_samples)
+    plan_outcomes = evaluate_plans(model, data, space, count=plan_samples, progress=progress)
+    text_tokens = round(float(next(data.iterate_questions("val", CHUNK)).prompts.mean()))
+    rows = _make_plan_rows(plan_outcomes, config.model, text_tokens)
+    return {
+        "samples": config.test_samples,
+        "plan_samples": plan_samples,
+        "names": list(data.domain.question_names),
+        "accuracy": float(full.correct.mean()),
+        "by_kind": full.accuracy_by_kind(0, KINDS),
+        "blind": asdict(measure_blind_baseline(data, count=config.test_samples)),
+        "importance": list(block_drops),
+        "text_tokens": text_tokens,
+        "pareto_plans": sum(row["pareto"] for row in rows),
+        "plans": rows,
+    }
+
+
+def load_report(out_dir: Path | str) -> dict[str, Any] | None:
+    """Read the report of a training's directory; None if there is none yet.
+
+    Raises:
+        FileFormatError: It is damaged.
+    """
+    path = Path(out_dir) / REPORT_FILE
+    if not path.is_file():
+        return None
+    report = read_json(path)
+    if not isinstance(report, dict) or "accuracy" not in report:
+        raise FileFormatError(f"{path} is not a report of a training; remove it")
+    return report
+
+
+def count_multiply_adds(config: VqaModelConfig, plan: Plan, text_tokens: int) -> int:
+    """Multiply-adds of a prefill with an image: vision tower, attention and selected experts.
+
+    Args:
+        config: Sizes of the model.
+        plan: Plan with a tier.
+        text_tokens: Prompt tokens that do not belong to the image.
+    """
+    assert plan.tier is not None
+    crops, tokens = CROPS[plan.tier], config.crop_tokens
+    wide = config.vision_width
+    layer = wide * (4 * wide + 2 * round(wide * config.vision_mlp)) + 2 * tokens * wide
+    patch = 3 * config.patch_px**2 * wide
+    project = wide * config.width + config.width**2
+    vision = crops * tokens * (patch + config.vision_depth * layer + project)
+    length = 1 + crops * tokens + text_tokens
+    attention = 4 * config.width**2 + length * config.width
+    expert = 3 * config.width * config.expert_width
+    blocks = 0
+    for block in plan.blocks:
+        top_k = config.top_k if block < plan.insertion_position else plan.top_k
+        blocks += length * (attention + config.experts * config.width + top_k * expert)
+    return vision + blocks
+
+
+def _make_plan_rows(outcomes: PlanOutcomes, config: VqaModelConfig, text_tokens: int) -> list[dict[str, Any]]:
+    accuracy = outcomes.correct.mean(0).tolist()
+    cost = [count_multiply_adds(config, plan, text_tokens) for plan in outcomes.plans]
+    front = set(pareto_front(list(zip(cost, accuracy, strict=True)), maximize=(False, True)))
+    return [
+        {
+            "plan": plan.id, "accuracy": accuracy[index], "multiply_adds": cost[index],
+            "pareto": index in front,
+        }
+        for index, plan in enumerate(outcomes.plans)
+    ]  # fmt: skip
