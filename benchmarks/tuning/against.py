@@ -1,13 +1,13 @@
-"""TuneResult kernels against MKL, scipy and CSR with sums in registers, on files of matrices (line 3).
+"""Tuned kernels against MKL, scipy and CSR with sums in registers, on files of matrices (line 3).
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/tuning/against.py matrices/*.mtx.gz --mkl libmkl_rt.so.3 --out runs/against.jsonl
 
-Every matrix is tuned for each of `--problems`, and the winner is then timed in turn with each baseline, pair
-by pair, on as many threads or on one, whichever is faster (scipy has one). What was measured is kept; the
-same command goes on with what was stopped. `python -m benchmarks.claims record` makes its claims.
+Every matrix is tuned for each of `--problems`. The kernel is then timed in pairs with each baseline on one
+thread or on as many as the kernel, whichever is faster; scipy has one thread. The same command resumes an
+interrupted run. `python -m benchmarks.claims record` makes the claims.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search.session import TuningSession
 
 REGISTERS = {"spmm": ("tiled_csr",), "spmv": ("csr", "csr_gathered")}
-"""Operator -> the presets that keep a row's sums in registers."""
+"""Operator -> presets that keep the sums of a row in registers."""
 
 PAIRS = 30
 PROCESSES = 6
-"""Each with arrays elsewhere in memory, which makes a kernel some percent faster or slower."""
+"""Processes of a comparison; the memory layout of a process changes the time of a kernel by some percent."""
 
 TRIES = 2
-"""How many times as many processes there may be where others disturb some."""
+"""Maximum number of processes relative to `PROCESSES`, if some are disturbed."""
 
 
 def checker(problem: SparseProblem, inputs: tuple[np.ndarray, ...]) -> Callable[[np.ndarray], bool]:
-    """What tells whether an output is what scipy computes in float64, but for rounding."""
+    """Create a function that compares an output with scipy's result in float64."""
     expected = problem.compute_reference(inputs)
     scale = float(np.abs(expected).max(initial=0.0)) or 1.0
 
@@ -64,9 +64,9 @@ def checker(problem: SparseProblem, inputs: tuple[np.ndarray, ...]) -> Callable[
 def slower(
     baseline: KernelJob, tuned: KernelJob, right: Callable[[np.ndarray], bool], processes: int = PROCESSES
 ) -> dict[str, Any]:
-    """The baseline's time over the tuned kernel's: the median over processes of the median over pairs.
+    """Measure the time of a baseline over the tuned kernel's: median over processes of medians over pairs.
 
-    Whose arrays are loaded first has the better pages now and then: the two take turns in that.
+    The two kernels take turns in loading their arrays first, because the first arrays may get better pages.
     """
     result: list[tuple[KernelTiming, list[float]]] = []
     attempts = 0
@@ -100,14 +100,14 @@ def slower(
 def strongest(
     baselines: Mapping[str, KernelJob], tuned: KernelJob, right: Callable[[np.ndarray], bool]
 ) -> dict[str, Any]:
-    """`slower` of the fastest of some forms of a baseline; ratios from two processes chose it."""
+    """Measure the fastest form of a baseline; two processes select it."""
     result = {name: slower(job, tuned, right, 2)["ratio"] for name, job in baselines.items()}
     best = min(result, key=lambda name: result[name])
     return slower(baselines[best], tuned, right) | {"form": best, "forms": result}
 
 
 def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> dict[str, Any]:
-    """Likewise scipy, which is called from Python, as the tuned kernel is here."""
+    """Measure scipy against the tuned kernel, both called from Python."""
     library = LibraryKernel(kernel.problem)
     calls = [library.compute, kernel.compute]
     samples: list[list[float]] = [[], []]
@@ -127,7 +127,7 @@ def slower_library(kernel: CompiledKernel, inputs: tuple[np.ndarray, ...]) -> di
 
 
 def compare(name: str, matrix: CooMatrix, label: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Tune one problem and time what was result."""
+    """Tune one problem and measure the kernel against the baselines."""
     kind, _, width = label.partition(":")
     problem = SparseProblem(operator=get_operator(kind), matrix=matrix, n_cols=int(width) if width else None)
     result = TuningSession(
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("matrices", type=Path, nargs="+")
     parser.add_argument("--mkl", type=Path, required=True, help="libmkl_rt.so, from `pip install mkl`")
     parser.add_argument("--problems", nargs="+", default=["spmm:64", "spmm:256", "spmv"])
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds to tune one")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to tune each problem")
     parser.add_argument("--method", default="evolutionary")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Coarsen and embed a synthetic pattern, and say how long that takes and how much memory (line 6).
+"""Time and memory of coarsening and embedding a synthetic pattern (line 6).
 
 ::
 
@@ -6,9 +6,9 @@
     python benchmarks/tuning/embed.py --threads 2 --out results/tuning/embed-cpu.json
     python benchmarks/tuning/embed.py --device cuda --out results/tuning/embed-cuda.json
 
-The pattern has rows whose lengths follow a power law, in any order, and elements all over them. It is made
-and embedded in a process of its own; memory is the most that this process ever held, torch and the network
-included, less the coordinates themselves. The network has random weights: they change nothing here.
+Row lengths follow a power law in random order, and columns are uniform. The pattern is created and embedded
+in a separate process. Memory is the peak of this process, with torch and the network, minus the coordinates.
+The network has random weights, which do not change the time.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
 EACH = 10
-"""Elements of a row, on average."""
+"""Mean number of elements of a row."""
 
 EXPONENT = 0.7
-"""Of the power law: the row at place n has in proportion to n**-EXPONENT."""
+"""The row of rank n has a length proportional to n**-EXPONENT."""
 
 ROWS_AT_ONCE = 2**16
 
 
 def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Sorted coordinates, int64, and the shape; made in place, so that little else is ever held."""
+    """Create sorted int64 coordinates and the shape; works in place to save memory."""
     side = max(1, nnz // EACH)
     generator = np.random.default_rng(seed)
     share = np.arange(1, side + 1) ** -EXPONENT
@@ -63,7 +63,7 @@ def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int,
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever held."""
+    """Return the peak memory of this process."""
     # Not getrusage: its peak is inherited from whoever started the process.
     result = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert result
@@ -71,7 +71,7 @@ def peak_bytes() -> int:
 
 
 def embed_task(nnz: int, device: str, threads: int, repeats: int) -> dict[str, Any]:
-    """Make a pattern and embed it, in the process that this is called in."""
+    """Create a pattern and embed it in this process."""
     rows, cols, shape = pattern(nnz)
     made_bytes = peak_bytes()
 
@@ -142,10 +142,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nnz", type=int, default=10_000_000, help="elements of the pattern, about")
+    parser.add_argument("--nnz", type=int, default=10_000_000, help="approximate number of elements")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7, help="the first one warms up, and is kept, too")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats; the first warms up")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")

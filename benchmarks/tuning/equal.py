@@ -1,12 +1,12 @@
-"""Random schedules against scipy: compiled, run in a process of their own by the runner, compared (line 2).
+"""Results of random compiled schedules against scipy (line 2).
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/tuning/equal.py --out results/tuning/equal.json
 
-Matrices are small, since what is asked is whether the code is right; their shapes are odd on purpose, so that
-blocks reach over their ends.
+Matrices are small, because only the results matter. Their extents are odd, so that the last blocks are
+partial.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def matrix(shape: tuple[int, int, float], dtype: str, seed: int) -> CooMatrix:
 
 
 def try_some(task: tuple[str, int, int], cache: Path | None) -> list[dict[str, Any]]:
-    """Draw and try schedules `first` to `last` of an operator."""
+    """Sample and run schedules `first` to `last` of an operator."""
     name, first, last = task
     return [try_one(name, number, cache) for number in range(first, last)]
 

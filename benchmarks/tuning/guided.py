@@ -1,18 +1,18 @@
-"""Searches that a cost model guides against a long one without it, on files of matrices (line 4).
+"""Short guided searches against a long search without a cost model, on files of matrices (line 4).
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/tuning/guided.py matrices/*.mtx.gz --out runs/guided/guided.jsonl
 
-For every matrix and problem there is one search of `--long` schedules without a model, and then for each
-seed one with a model and, as a control, one without, of `--short` schedules. Schedules written by hand are
-measured first in all of them, and count. So do measurements that are done again because a schedule looked
-best: with them a short search has at most a tenth of the measurements of the long one, as its row tells. What
-a short search chose is then timed in turn with what the long one chose, pair by pair, in several processes.
+For every matrix and problem there is one search of `--long` schedules without a model. For each seed there
+is a search of `--short` schedules with a model and, as a control, one without. Presets and repeated
+measurements of the best schedules count. With them a short search has at most a tenth of the measurements of
+the long search, which its row records. The selected schedules of short and long search are then timed in
+pairs in several processes.
 
-A search that is done is a row of `--out`, and each of its measurements is kept in a folder beside it: the
-same command continues. `python -m benchmarks.claims record` makes its claims.
+A finished search is a row of `--out`, and its trials are in a directory next to it. The same command resumes
+an interrupted run. `python -m benchmarks.claims record` makes the claims.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search.session import GUIDED_PREFIX, TuneResult, TuningSession
 
 WITHIN = 1.05
-"""As fast as the long search: at most this many times its winner's time."""
+"""Largest time relative to the schedule of the long search that counts as equally fast."""
 
 
 def against(problem: SparseProblem, schedule: Schedule, other: Schedule) -> dict[str, Any]:
-    """The time of a schedule over another's, in pairs."""
+    """Measure the time of a schedule over another's, in pairs."""
     if schedule == other:
         return {"ratio": 1.0, "pairs": [], "disturbed": 0, "attempts": 0}
     inputs = problem.generate_inputs(0)
@@ -59,7 +59,7 @@ def against(problem: SparseProblem, schedule: Schedule, other: Schedule) -> dict
 
 
 def curve(trials: Iterable[Trial]) -> list[list[float]]:
-    """Wherever a search found a better one: measurements, seconds of measuring so far, its ratio."""
+    """List each improvement of a search: number of measurements, measuring time in seconds, ratio."""
     points: list[list[float]] = []
     seconds = 0.0
     for number, trial in enumerate(trials, start=1):
@@ -70,7 +70,7 @@ def curve(trials: Iterable[Trial]) -> list[list[float]]:
 
 
 def row_of(result: TuneResult) -> dict[str, Any]:
-    """A search as it is kept."""
+    """Summarize a search for its row."""
     if result.kernel.schedule is None:
         raise RunError("scipy was the fastest; there is no schedule to compare")
     return {
@@ -84,9 +84,9 @@ def row_of(result: TuneResult) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each way to search and operator: its winners' times over the long search's.
+    """Summarize the times of each method and operator relative to the long search.
 
-    The median over seeds of each problem, then the median over problems.
+    The summary is the median over problems of the medians over seeds.
     """
     messages = []
     short = [row for row in rows if "against" in row]
@@ -168,11 +168,11 @@ def main() -> int:
     parser.add_argument("matrices", type=Path, nargs="+")
     parser.add_argument("--problems", nargs="+", default=["spmm:64", "spmv"])
     parser.add_argument("--long", type=int, default=1000, help="schedules of the long search")
-    parser.add_argument("--short", type=int, default=80, help="schedules of a short one")
-    parser.add_argument("--long-method", default="evolutionary", help="how the long search is done")
+    parser.add_argument("--short", type=int, default=80, help="schedules of a short search")
+    parser.add_argument("--long-method", default="evolutionary", help="method of the long search")
     parser.add_argument("--methods", nargs="+", default=["guided-evolutionary", "evolutionary"])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--net", type=Path, help="what guided searches begin with; by default what they do")
+    parser.add_argument("--net", type=Path, help="network of the guided searches; by default the shipped one")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     args = parser.parse_args()
@@ -203,7 +203,7 @@ def compare(
     rows: Sequence[dict[str, Any]],
     journal: Journal[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """All searches of one problem that are not among the rows yet."""
+    """Run the searches of one problem that have no row yet."""
     completed = {(row["method"], row["seed"], row["asked"]): row
             for row in rows if (row["matrix"], row["problem"]) == (name, label)}  # fmt: skip
     expected = [(args.long_method, 0, args.long)]

@@ -1,11 +1,11 @@
-"""Read every schedule of label files, write it again, and say which could not run and why (line 1).
+"""Round trip and validity of every schedule in label files (line 1).
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/tuning/lines.py labels/spmm.tsv.gz labels/spmv.tsv.gz --out results/tuning/lines.json
 
-A label file has the columns matrix, schedule and latency_ms, tab separated; its name holds its operator.
+A label file has the tab-separated columns matrix, schedule and latency_ms; its name contains the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.schedule import Schedule
 
 PARSED = 10_000
-"""Schedules whose parsing is timed at once."""
+"""Number of schedules in a timing of the parser."""
 
 TIMES = 15
 
@@ -41,7 +41,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What came of one file."""
+    """Parse all schedules of one file and time the parser."""
     operator = next(item for name, item in OPERATORS.items() if name in path.name)
     lines = lines_of(path)
     refused: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Intel MKL as a job for the runner: a baseline that the package itself does not need."""
+"""Intel MKL as a job for the runner; the package does not need it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 
 
 def mkl_job(problem: SparseProblem, inputs: tuple[np.ndarray, ...], library: Path, threads: int) -> KernelJob:
-    """SpMM or SpMV by MKL's inspector and executor.
+    """Create a job of SpMM or SpMV with MKL's inspector-executor interface.
 
     Args:
-        problem: What is computed.
+        problem: Problem.
         inputs: B or x.
-        library: `libmkl_rt.so`, such as `pip install mkl` brings.
-        threads: Threads to use.
+        library: `libmkl_rt.so`, for example of `pip install mkl`.
+        threads: Number of threads.
     """
     if problem.operator.sparse_output:
         raise InputError("MKL has no SDDMM")

@@ -1,4 +1,4 @@
-"""Score random schedules of a problem with a network, and say how long that takes (line 6).
+"""Time of scoring random schedules of a problem with a network (line 6).
 
 ::
 
@@ -6,9 +6,9 @@
     python benchmarks/tuning/score.py --threads 2 --out results/tuning/score-cpu.json
     python benchmarks/tuning/score.py --device cuda --out results/tuning/score-cuda.json
 
-Schedules are drawn and encoded once; how long encoding takes is told beside. Scoring begins with the encoded
-schedules and ends with numbers in the CPU's memory. The pattern has been embedded before, as in a search. The
-network has random weights unless `--net` names one: they change nothing here.
+Schedules are sampled and encoded once, and the time of encoding is recorded. Scoring starts with encoded
+schedules and ends with scores in CPU memory. The pattern is embedded before, as in a search. The network has
+random weights without `--net`; weights do not change the time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--n-cols", type=int, default=256, help="for all operators but spmv")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=20, help="the first one warms up, and is kept, too")
+    parser.add_argument("--repeats", type=int, default=20, help="repeats; the first warms up")
     parser.add_argument("--net", type=Path, help="network to score with")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()

@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def labels(tmp_path: Path) -> Path:
     """Labels of three matrices with the patterns of two, and the settings of a small network."""
-    net = SMALL.to_dict()
+    net = SMALL.model_dump()
     sampling = {"schedules": 6, "matrices": 2}
     settings = {"net": net, "steps": 4, "validate_every": 2, "sampling": sampling}
     (tmp_path / "small.json").write_text(json.dumps(settings))

@@ -196,3 +196,10 @@ def test_patterns_are_written_once_and_checked(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InputError, match=digest):
         read_pattern(tmp_path, digest)
+
+
+def test_read_unsorted_pattern_raises(tmp_path: Path) -> None:
+    unsorted = SparsityPattern(rows=PATTERN.rows[::-1].copy(), cols=PATTERN.cols[::-1].copy(), shape=(2, 3))
+    digest = write_pattern(tmp_path, unsorted)
+    with pytest.raises(FileFormatError, match=digest):
+        read_pattern(tmp_path, digest)

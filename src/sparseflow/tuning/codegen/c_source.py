@@ -145,7 +145,7 @@ class _SourceWriter:
         elif index == nest.region and self.sums is None and not self.in_array:
             self.write_region(index, env)
         elif index == len(nest.loops):
-            self.write_product(env)
+            self.write_addition(env, self.format_product(env))
         else:
             self.write_step(nest.loops[index], index, env)
 
@@ -283,10 +283,6 @@ class _SourceWriter:
                 index + 1,
                 env.with_coordinate(loop, str(full_steps)).with_extent(self.get_inner_axis(loop), tail),
             )
-
-    def write_product(self, env: _Env) -> None:
-        """Add one product to its result."""
-        self.write_addition(env, self.format_product(env))
 
     def write_simd_sum(self, env: _Env) -> None:
         """Write the innermost loop as a SIMD reduction."""

@@ -87,7 +87,10 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types; times are None if it failed."""
-        return TypeAdapter(Trial).dump_python(self, mode="json")
+        return _TRIAL_TYPE.dump_python(self, mode="json")
+
+
+_TRIAL_TYPE = TypeAdapter(Trial)
 
 
 def make_job(

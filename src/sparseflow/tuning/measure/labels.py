@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 LABELS_FILE = "labels.parquet"
 PATTERNS_DIR = "patterns"
 
-_TEXT_COLUMNS = ("operator", "matrix", "family", "dtype", "device", "pattern", "schedule", "error")
 _COUNT_COLUMNS = ("rows", "cols", "nnz", "n_cols", "threads")
 _TIME_COLUMNS = ("latency_ms", "ratio")
 _TASK_COLUMNS = (
@@ -238,16 +237,11 @@ def write_labels(out_dir: Path | str, measurements: Iterable[tuple[TuningTask, S
     """
     import pyarrow as pa
 
-    names = [field.name for field in fields(ScheduleMeasurement)]
-    columns: dict[str, list[Any]] = {name: [] for name in (*_TASK_COLUMNS, *names)}
-    for task, measurement in measurements:
-        for name in _TASK_COLUMNS:
-            columns[name].append(
-                task.shape[name == "cols"] if name in ("rows", "cols") else getattr(task, name)
-            )
-        for name in names:
-            columns[name].append(getattr(measurement, name))
-    LabelHeader().save_table(Path(out_dir) / LABELS_FILE, pa.table(columns, schema=_schema()))
+    rows = [
+        {**vars(task), **vars(measurement), "rows": task.shape[0], "cols": task.shape[1]}
+        for task, measurement in measurements
+    ]
+    LabelHeader().save_table(Path(out_dir) / LABELS_FILE, pa.Table.from_pylist(rows, schema=_schema()))
 
 
 def write_pattern(out_dir: Path | str, pattern: SparsityPattern) -> str:
@@ -272,12 +266,11 @@ def read_pattern(folder: Path | str, digest: str) -> SparsityPattern:
     path = _pattern_path(folder, digest)
     header, tensors = PatternHeader.load_tensors(path)
     try:
-        pattern = SparsityPattern(
-            rows=tensors["rows"].numpy(), cols=tensors["cols"].numpy(), shape=header.shape
-        )
-    except KeyError as error:
-        raise FileFormatError(f"{path} is damaged: {error} is missing; {header.HINT}") from error
-    if not pattern.rows.dtype == pattern.cols.dtype == np.int32 or pattern.digest() != digest:
+        # Unsorted or repeated coordinates change the digest.
+        pattern = SparsityPattern.from_coords(tensors["rows"].numpy(), tensors["cols"].numpy(), header.shape)
+    except (KeyError, ValueError) as error:
+        raise FileFormatError(f"{path} is damaged: {error}; {header.HINT}") from error
+    if pattern.digest() != digest:
         raise FileFormatError(f"{path} is damaged: its pattern has another digest; {header.HINT}")
     return pattern
 
@@ -289,14 +282,13 @@ def _pattern_path(folder: Path | str, digest: str) -> Path:
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
-    kinds = {
-        **dict.fromkeys(_TEXT_COLUMNS, pa.dictionary(pa.int32(), pa.string())),
-        **dict.fromkeys(_COUNT_COLUMNS, pa.int64()),
-        **dict.fromkeys(_TIME_COLUMNS, pa.float64()),
-        "disturbed": pa.bool_(),
-    }
+    text = pa.dictionary(pa.int32(), pa.string())
+    kinds = dict.fromkeys(_COUNT_COLUMNS, pa.int64()) | dict.fromkeys(_TIME_COLUMNS, pa.float64())
+    kinds["disturbed"] = pa.bool_()
     order = (*_TASK_COLUMNS, *(field.name for field in fields(ScheduleMeasurement)))
-    return pa.schema([pa.field(name, kinds[name], nullable=name in _NULLABLE_COLUMNS) for name in order])
+    return pa.schema(
+        [pa.field(name, kinds.get(name, text), nullable=name in _NULLABLE_COLUMNS) for name in order]
+    )
 
 
 def _check_outcomes(table: pa.Table) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
@@ -275,7 +275,7 @@ class MeasurementSession:
                 process = subprocess_runner.run_process(
                     [str(self._harness), *map(str, (report, output, *numbers)), *kernels],
                     timeout_s=timeout_s,
-                    environment=_build_environment(os.environ),
+                    environment=_inherit_environment() | OPENMP_ENVIRONMENT | {"LC_ALL": "C"},
                     pass_fds=(report, output, *files.file_descriptors),
                 )
             except OSError as error:
@@ -310,9 +310,8 @@ def _format_arguments(job: KernelJob, files: ShmTransport) -> list[str]:
     return words
 
 
-def _build_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    variables = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED_PREFIXES)}
-    return {**variables, **OPENMP_ENVIRONMENT, "LC_ALL": "C"}
+def _inherit_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)}
 
 
 def _check_memory(jobs: Sequence[KernelJob]) -> None:

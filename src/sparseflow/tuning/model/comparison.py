@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from sparseflow.core.checks import check_between
 from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.core.journal import read_journal
 from sparseflow.core.progress import Progress
@@ -167,8 +168,7 @@ def assign_folds(data: RankingDataset, count: int) -> list[tuple[str, ...]]:
         family = group.task.family
         sizes[family] = sizes.get(family, 0) + len(group)
         known[family] = known.get(family, False) or group.task.pattern is not None
-    if not 2 <= count <= len(sizes):
-        raise InputError(f"`folds` (={count}) must be from 2 to {len(sizes)}, the number of families")
+    check_between(2, len(sizes), folds=count)
     folds: list[list[str]] = [[] for _ in range(count)]
     fold_sizes = [(0, 0)] * count
     for family in sorted(sizes, key=lambda name: (not known[name], -sizes[name], name)):

@@ -247,12 +247,10 @@ def _extract_coo(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
             raise InputError(f"expected a 2-D tensor, got {type(matrix).__name__}")
         coalesced = matrix.detach().cpu().to_sparse_coo().coalesce()
         rows, cols = coalesced.indices().numpy()
-        return (
-            rows,
-            cols,
-            coalesced.values().to(_numpy_compatible_dtype(coalesced.dtype)).numpy(),
-            tuple(coalesced.shape),
-        )
+        values = coalesced.values()
+        # numpy has no bfloat16, and float16 is not computed with.
+        values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+        return rows, cols, values.numpy(), tuple(coalesced.shape)
     if isinstance(matrix, np.ndarray):
         if matrix.ndim != 2:
             raise InputError(f"expected a 2-D array, got shape {matrix.shape}")
@@ -264,10 +262,3 @@ def _extract_coo(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
     raise InputError(
         f"expected a scipy.sparse matrix, a sparse torch tensor or a 2-D array, got {type(matrix).__name__}"
     )
-
-
-def _numpy_compatible_dtype(dtype: Any) -> Any:
-    """Map dtypes that numpy lacks (bfloat16) and float16 to float32."""
-    import torch
-
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

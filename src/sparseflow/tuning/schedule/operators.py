@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 
 
@@ -87,7 +87,7 @@ SDDMM = Operator(
     tensors=("A", "D"),
 )
 
-OPERATORS: Mapping[str, Operator] = MappingProxyType({op.name: op for op in (SPMM, SPMV, SDDMM)})
+OPERATORS: Mapping[str, Operator] = {op.name: op for op in (SPMM, SPMV, SDDMM)}
 """Operators by name."""
 
 DENSE_INPUTS: Mapping[str, tuple[tuple[str, tuple[str, str] | tuple[str]], ...]] = {
@@ -126,7 +126,5 @@ def get_operator(name: str) -> Operator:
     Raises:
         InputError: The operator is unknown.
     """
-    try:
-        return OPERATORS[name]
-    except KeyError:
-        raise InputError(f"unknown operator {name!r}; choose one of: {', '.join(OPERATORS)}") from None
+    check_one_of(OPERATORS, operator=name)
+    return OPERATORS[name]

@@ -146,11 +146,8 @@ class ScheduleSpace:
         unroll, factor = self._choose_unroll(rng, legal, owner, parents.get("unroll"))
         threads = chunk = 1
         if parallel is not None:
-            keep, keep_chunk = parents.get("threads"), parents.get("chunk")
-            keeps_threads = keep is not None and keep.threads > 1
-            threads = keep.threads if keeps_threads else choices.sample_option(rng, self._thread_options)
-            keeps_chunk = keep_chunk is not None and keep_chunk.threads > 1
-            chunk = keep_chunk.chunk if keeps_chunk else choices.sample_option(rng, choices.CHUNK_OPTIONS)
+            threads = _keep_number(rng, parents.get("threads"), "threads", self._thread_options)
+            chunk = _keep_number(rng, parents.get("chunk"), "chunk", choices.CHUNK_OPTIONS)
 
         modes = tuple(FormatLevel(axis=axis, mode=mode[axis]) for axis in order)
         return Schedule(
@@ -166,14 +163,11 @@ class ScheduleSpace:
             chunk=chunk,
         )
 
-    def _make_split(self, axis: str, inner: int) -> AxisSplit:
-        return AxisSplit.from_inner_size(axis, self.shape[axis], inner)
-
     def _choose_split(self, rng: np.random.Generator, axis: str, keep: Schedule | None) -> AxisSplit | None:
         if keep is not None:
             return next((split for split in keep.fsplit + keep.lsplit if split.axis == axis), None)
         inner = choices.sample_option(rng, self._inner_sizes[axis])
-        return None if inner is None else self._make_split(axis, inner)
+        return None if inner is None else AxisSplit.from_inner_size(axis, self.shape[axis], inner)
 
     def _choose_order(
         self, rng: np.random.Generator, parts: Mapping[str, tuple[str, ...]], keep: Schedule | None
@@ -293,6 +287,15 @@ def _keep_or_sample(
     if keep is not None and any(keep[0] == choice for choice, _ in legal):
         return keep[0]
     return choices.sample_option(rng, legal)
+
+
+def _keep_number(
+    rng: np.random.Generator, parent: Schedule | None, name: str, options: choices.WeightedOptions[int]
+) -> int:
+    """Return the number of a parallel parent, or sample it."""
+    if parent is not None and parent.threads > 1:
+        return getattr(parent, name)
+    return choices.sample_option(rng, options)
 
 
 def _collect_splits(splits: Mapping[str, AxisSplit | None], axes: tuple[str, ...]) -> tuple[AxisSplit, ...]:

@@ -1,4 +1,4 @@
-"""Interface of search strategies."""
+"""Interface of search strategies, and random search."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ class Strategy(ABC):
     @abstractmethod
     def observe(self, trial: Trial) -> None:
         """Learn from a trial; smaller `ratio` is better."""
+
+
+class RandomSearch(Strategy):
+    """Proposes independent samples of the space."""
+
+    def propose(self) -> Schedule:
+        return self.space.sample(self.rng)
+
+    def observe(self, trial: Trial) -> None:
+        pass

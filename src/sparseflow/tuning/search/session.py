@@ -32,11 +32,10 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 from sparseflow.tuning.search.annealing import SimulatedAnnealing
-from sparseflow.tuning.search.base import Strategy
+from sparseflow.tuning.search.base import RandomSearch, Strategy
 from sparseflow.tuning.search.evolutionary import EvolutionarySearch
 from sparseflow.tuning.search.guided import GuidedSearch
 from sparseflow.tuning.search.qlearning import QLearningSearch
-from sparseflow.tuning.search.random import RandomSearch
 from sparseflow.tuning.search.rerank import rerank_schedules
 
 Prior = Callable[[SparseProblem, int], ScheduleScorer]

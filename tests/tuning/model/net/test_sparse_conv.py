@@ -119,20 +119,6 @@ def test_pool_mean_and_maximum() -> None:
     assert result.tolist() == [[2.0, -3.0, 3.0, -2.0], [0.0] * 4, [-5.0, 7.0, -5.0, 7.0]]
 
 
-@pytest.mark.parametrize(
-    ("coords", "grid", "words"),
-    [
-        ([[0, 1], [0, 0]], (2, 2), ""),
-        ([[0, 1], [0, 1]], (2, 2), ""),
-        ([[0, 2]], (3, 2), ""),
-        ([[0, 0]], (2**32, 2**31), ""),
-    ],
-)
-def test_invalid_sites_raise(coords: list[list[int]], grid: tuple[int, int], words: str) -> None:
-    with pytest.raises(InputError, match=words or None):
-        ActiveSites.from_coords(torch.tensor(coords), grid)
-
-
 def test_empty_batch_raises() -> None:
     with pytest.raises(InputError):
         SiteBatch([])

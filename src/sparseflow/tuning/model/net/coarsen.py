@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError
 
 MAX_CELLS = 2**14
@@ -103,11 +104,11 @@ def coarsen(
         Active cells; empty for an empty pattern.
 
     Raises:
-        InputError: Coordinates are not integers, out of bounds, unsorted or duplicated; `max_cells` is below
-            1; the shape is empty or needs more than 62 bits.
+        InputError: `max_cells` is below 1, or the shape needs more than 62 bits.
     """
-    if max_cells < 1:
-        raise InputError(f"`max_cells` (={max_cells}) must be at least 1")
+    check_at_least(1, max_cells=max_cells)
+    if sum((extent - 1).bit_length() for extent in shape) > 62:
+        raise InputError(f"`shape` (={shape}) needs more than 62 bits for row and column")
     elements = _Elements(rows=rows, cols=cols, shape=shape, device=torch.device(device))
     keys, level = _find_active_cells(elements, max_cells)
     a, b = elements.shifts(level)
@@ -119,27 +120,12 @@ def coarsen(
 
 @dataclass(frozen=True, kw_only=True)
 class _Elements:
-    """Validated coordinates and their packing."""
+    """Coordinates and their packing."""
 
     rows: np.ndarray
     cols: np.ndarray
     shape: tuple[int, int]
     device: torch.device
-
-    def __post_init__(self) -> None:
-        for name, array in (("rows", self.rows), ("cols", self.cols)):
-            if array.ndim != 1 or array.dtype.kind not in "iu":
-                raise InputError(
-                    f"`{name}` has dtype {array.dtype} and shape {array.shape}; expected 1-D integers"
-                )
-        if len(self.rows) != len(self.cols):
-            raise InputError(
-                f"`rows` and `cols` have different lengths: {len(self.rows)} and {len(self.cols)}"
-            )
-        if min(self.shape) < 1:
-            raise InputError(f"`shape` (={self.shape}) must have extents of at least 1")
-        if sum((extent - 1).bit_length() for extent in self.shape) > 62:
-            raise InputError(f"`shape` (={self.shape}) needs more than 62 bits for row and column")
 
     @property
     def bits(self) -> int:
@@ -181,11 +167,7 @@ def _find_active_cells(elements: _Elements, max_cells: int) -> tuple[Tensor, int
     bits, mask = elements.bits, elements.mask
     level = max(0, (max(elements.shape) - 1).bit_length() - _GRID_BITS)
     keys = torch.empty(0, dtype=torch.int64, device=elements.device)
-    last_packed = keys
     for rows, cols in elements.slices():
-        packed = (rows << bits) | cols
-        _check_order(torch.cat([last_packed, packed]), rows, cols, elements.shape)
-        last_packed = packed[-1:]
         a, b = elements.shifts(level)
         keys = _unique(torch.cat([keys, (rows >> a << bits) | (cols >> b)]))
         while len(keys) > max_cells:
@@ -194,16 +176,6 @@ def _find_active_cells(elements: _Elements, max_cells: int) -> tuple[Tensor, int
             keys = _unique((keys >> bits >> wider[0] - a << bits) | ((keys & mask) >> wider[1] - b))
             a, b = wider
     return keys, level
-
-
-def _check_order(packed: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int]) -> None:
-    for name, array, extent in (("row", rows, shape[0]), ("column", cols, shape[1])):
-        smallest, largest = (int(value) for value in torch.aminmax(array))
-        if smallest < 0 or largest >= extent:
-            wrong = smallest if smallest < 0 else largest
-            raise InputError(f"{name} {wrong} is outside of the shape {shape}")
-    if not bool((packed[1:] > packed[:-1]).all()):
-        raise InputError("elements must be sorted by row and column, without duplicates")
 
 
 def _unique(keys: Tensor) -> Tensor:

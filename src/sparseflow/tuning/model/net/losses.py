@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 
 LossKind = Literal["margin", "rank", "lambda"]
@@ -54,8 +55,7 @@ def ranking_loss(kind: LossKind, scores: Tensor, labels: Tensor, weights: Tensor
     Raises:
         InputError: The loss is unknown, or the shapes differ.
     """
-    if kind not in LOSSES:
-        raise InputError(f"`kind` (={kind!r}) must be one of: {', '.join(LOSSES)}")
+    check_one_of(LOSSES, kind=kind)
     weights = torch.ones_like(scores) if weights is None else weights.to(scores.dtype)
     if scores.ndim != 2 or not scores.shape == labels.shape == weights.shape:
         raise InputError(

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError
 
 _GATHER_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -96,19 +97,9 @@ class ActiveSites:
 
         Args:
             coords: Rows and columns, sorted, without duplicates, shape [n, 2], int64.
-            grid: Rows and columns of the grid.
-
-        Raises:
-            InputError: Coordinates are unsorted or outside the grid, or the grid is too large.
+            grid: Rows and columns of the grid; their product is below 2**63.
         """
-        rows, cols = grid
-        if rows * cols >= 2**63:
-            raise InputError(f"a grid of {rows}x{cols} is too large; use larger cells")
-        outside = (coords < 0) | (coords >= torch.tensor(grid, device=coords.device))
-        keys = coords[:, 0] * cols + coords[:, 1]
-        if outside.any() or not (keys[1:] > keys[:-1]).all():
-            raise InputError(f"coordinates are unsorted, duplicated or outside of the grid {grid}")
-        return cls(keys, grid)
+        return cls(coords[:, 0] * grid[1] + coords[:, 1], grid)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -318,8 +309,7 @@ class SubmanifoldConv2d(_Conv2d):
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, dilation: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel)
-        if dilation < 1:
-            raise InputError(f"`dilation` (={dilation}) must be at least 1")
+        check_at_least(1, dilation=dilation)
         self.dilation = dilation
 
     def forward(self, features: Tensor, batch: SiteBatch) -> Tensor:

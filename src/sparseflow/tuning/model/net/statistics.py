@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_one_of
 from sparseflow.tuning.schedule.operators import OPERATORS
 
 LOG2_SCALE = 16.0
@@ -122,8 +122,7 @@ def compute_task_statistics(
     Raises:
         InputError: The operator is unknown.
     """
-    if operator not in OPERATORS:
-        raise InputError(f"unknown operator {operator!r}; choose one of: {', '.join(OPERATORS)}")
+    check_one_of(OPERATORS, operator=operator)
     rows, cols = shape
     task_values = [
         _scale_log2(rows), _scale_log2(cols),
