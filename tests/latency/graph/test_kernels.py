@@ -89,7 +89,7 @@ def conv(**changes: Any) -> KernelSpec:
         flops=1.0,
         bytes_moved=2.0,
     )
-    return KernelSpec(**dict(kernel) | changes | {"id": ""})
+    return KernelSpec.model_validate(dict(kernel) | changes | {"id": ""})
 
 
 def change_tensor(tensor: TensorSpec, **changes: Any) -> TensorSpec:
