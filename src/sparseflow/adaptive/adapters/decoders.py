@@ -45,7 +45,8 @@ class DecoderAdapter(Adapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._decoder = self._find_decoder()
+        inner = getattr(model, "model", model)
+        self._decoder: nn.Module = getattr(inner, "language_model", inner)
         blocks = getattr(self._decoder, "layers", None)
         if not isinstance(blocks, nn.ModuleList):
             raise ModelError(f"{type(model).__name__} has no `layers`")
@@ -86,10 +87,6 @@ class DecoderAdapter(Adapter):
         for name in self._path.split("."):
             module = getattr(module, name, None)
         return module if isinstance(getattr(module, "top_k", None), int) else None
-
-    def _find_decoder(self) -> nn.Module:
-        inner = getattr(self.model, "model", self.model)
-        return getattr(inner, "language_model", inner)
 
     def _top_k(self) -> int:
         """Top-k that all routers share; 1 for a model without experts."""

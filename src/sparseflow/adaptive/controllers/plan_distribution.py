@@ -151,14 +151,10 @@ class PlanPath:
             uniform: Uniform numbers in [0, 1) to sample with, [n]; without either, the most probable choice
                 is made.
         """
-        scores = mask_logits(logits, self._allowed())
+        scores = mask_logits(logits, self._masks[len(self.choices)][(self._rows, *self.choices)])
         log_probs = scores.log_softmax(-1)
         if choice is None:
             choice = scores.argmax(-1) if uniform is None else sample_categorical(log_probs, uniform)
         self.log_prob = self.log_prob + log_probs.gather(-1, choice[:, None])[:, 0]
         self.entropy = self.entropy + compute_entropy(log_probs)
         self.choices.append(choice)
-
-    def _allowed(self) -> Tensor:
-        """Allowed next choices, [n, choices] bool."""
-        return self._masks[len(self.choices)][(self._rows, *self.choices)]

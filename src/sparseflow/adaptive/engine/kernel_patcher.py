@@ -213,7 +213,7 @@ class KernelPatcher:
     def _check_module(self, module: nn.Module, replacement: Forward) -> bool:
         """Whether a replacement reproduces a module."""
         generator = torch.Generator().manual_seed(0)
-        width = _input_width(module)
+        width = module.get_parameter("gate_up_proj" if _is_stacked(module) else "weight").shape[-1]
         x = torch.randn(2, width, generator=generator).to(self._device, self._dtype)
         args: tuple[Any, ...] = (x,)
         if _is_stacked(module):
@@ -249,11 +249,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
         and isinstance(getattr(module, "variance_epsilon", None), float)
         and isinstance(getattr(module, "weight", None), nn.Parameter)
     )
-
-
-def _input_width(module: nn.Module) -> int:
-    name = "gate_up_proj" if _is_stacked(module) else "weight"
-    return module.get_parameter(name).shape[-1]
 
 
 def _expert_bytes_per_token(module: nn.Module) -> int:

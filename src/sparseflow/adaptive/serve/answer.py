@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from sparseflow.adaptive.plan.space import Plan
@@ -114,73 +114,54 @@ def _count_overlap(text: str, stop: str) -> int:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AnswerSpec:
-    """Parameters of an answer.
+@dataclass(kw_only=True, eq=False)
+class AnswerStream:
+    """An answer while it is queued, generated and read.
 
     Attributes:
-        job: Request to the backend; its conditions are set at the start.
+        job: Request to the backend; `start` adds its conditions.
         shortened: Whether the budget reduced `job.max_new_tokens`.
         has_guarantee: Whether the request was admitted with a guaranteed deadline.
         stream: Whether the text is sent as it is generated.
         include_usage: Whether a stream ends with token counts.
-    """
-
-    job: BackendJob
-    shortened: bool
-    has_guarantee: bool
-    stream: bool = False
-    include_usage: bool = False
-
-
-class AnswerStream:
-    """An answer while it is queued, generated and read.
-
-    Args:
-        spec: Parameters of the answer.
         text: Detokenizer.
         ticket: Ticket of the admission queue.
         backend: Backend that runs the request.
         metrics: Metrics of the server.
         on_end: Called once at the end, with whether the request ran to completion.
-
-    Attributes:
-        id: Completion ID.
         created_s: Creation time, seconds since 1970.
         finish_reason: OpenAI finish reason; None before the end.
     """
 
-    def __init__(
-        self,
-        spec: AnswerSpec,
-        *,
-        text: StreamingText,
-        ticket: Ticket,
-        backend: ServingBackend,
-        metrics: ServerMetrics,
-        on_end: Callable[[bool], None],
-    ) -> None:
-        self.id = spec.job.id
-        self.created_s = int(time.time())
-        self.finish_reason: Literal["stop", "length"] | None = None
-        self.spec = spec
-        self._text = text
-        self._ticket = ticket
-        self._backend = backend
-        self._metrics = metrics
-        self._on_end = on_end
-        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._first_event = asyncio.Event()
-        self._error: ApiError | None = None
-        self._ended = False
-        self._truncated = False
-        self._plan: Plan | None = None
-        self._predicted_ms: tuple[float, float] | None = None
-        self._queued_ms = 0.0
-        self._first_token_ms: float | None = None
-        self._measured_ms = 0.0
-        self._cancel_job: Callable[[], None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    job: BackendJob
+    shortened: bool
+    has_guarantee: bool
+    stream: bool
+    include_usage: bool
+    text: StreamingText
+    ticket: Ticket
+    backend: ServingBackend
+    metrics: ServerMetrics
+    on_end: Callable[[bool], None]
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    finish_reason: Literal["stop", "length"] | None = None
+    _pieces: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+    _first_event: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: ApiError | None = None
+    _ended: bool = False
+    _truncated: bool = False
+    _plan: Plan | None = None
+    _predicted_ms: tuple[float, float] | None = None
+    _queued_ms: float = 0.0
+    _first_token_ms: float | None = None
+    _measured_ms: float = 0.0
+    _cancel_job: Callable[[], None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> str:
+        """Completion ID."""
+        return self.job.id
 
     async def wait_first_token(self) -> None:
         """Wait for the first token or the end.
@@ -206,7 +187,7 @@ class AnswerStream:
     @property
     def usage(self) -> dict[str, int]:
         """Token counts in OpenAI's format."""
-        prompt, completion_tokens = self.spec.job.prompt, self._text.num_tokens
+        prompt, completion_tokens = self.job.prompt, self.text.num_tokens
         prompt_tokens = prompt.tokens if self._plan is None else prompt.count_tokens(self._plan.tier)
         return {
             "prompt_tokens": prompt_tokens,
@@ -216,7 +197,7 @@ class AnswerStream:
 
     def report(self) -> dict[str, Any]:
         """Report plan, times and budget of an ended request."""
-        plan, budget_ms = self._plan, self.spec.job.budget_ms
+        plan, budget_ms = self._plan, self.job.budget_ms
         predicted = None
         if self._predicted_ms is not None:
             predicted = {
@@ -239,7 +220,7 @@ class AnswerStream:
         Args:
             num_concurrent: Number of other running requests.
         """
-        job, now_s = self.spec.job, time.perf_counter()
+        job, now_s = self.job, time.perf_counter()
         self._queued_ms = (now_s - job.received_s) * 1000.0
         if now_s >= job.deadline_s and job.on_infeasible != "best_effort":
             message = "the latency budget expired in the queue; retry"
@@ -249,10 +230,10 @@ class AnswerStream:
             delay_s = max(job.deadline_s - _RESPONSE_TIME_S - now_s, 0.0)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._finish, "truncated")
         job = replace(
-            job, target_end_s=min(self._ticket.target_end_s, job.deadline_s), num_concurrent=num_concurrent
+            job, target_end_s=min(self.ticket.target_end_s, job.deadline_s), num_concurrent=num_concurrent
         )
         try:
-            self._cancel_job = self._backend.submit(job, self._handle)
+            self._cancel_job = self.backend.submit(job, self._handle)
         except Exception:
             _LOG.exception("request %s could not be submitted", self.id)
             self._fail(
@@ -272,13 +253,13 @@ class AnswerStream:
             return
         if isinstance(event, StartedEvent):
             self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
-            self._ticket.predicted_end_s = self.spec.job.received_s + event.p99_ms / 1000.0
+            self.ticket.predicted_end_s = self.job.received_s + event.p99_ms / 1000.0
         elif isinstance(event, TokensEvent):
             if self._first_token_ms is None:
                 self._first_token_ms = self._elapsed_ms()
                 self._first_event.set()
-            self._put_text(self._text.push(event.ids))
-            if self._text.stopped:
+            self._put_text(self.text.push(event.ids))
+            if self.text.stopped:
                 self._finish("stop")
         elif isinstance(event, EndedEvent):
             self._finish(event.reason)
@@ -286,7 +267,7 @@ class AnswerStream:
             self._fail(event.error)
 
     def _elapsed_ms(self) -> float:
-        return (time.perf_counter() - self.spec.job.received_s) * 1000.0
+        return (time.perf_counter() - self.job.received_s) * 1000.0
 
     def _put_text(self, piece: str) -> None:
         if piece:
@@ -295,18 +276,18 @@ class AnswerStream:
     def _finish(self, reason: Literal["stop", "length", "truncated"]) -> None:
         if self._ended:
             return
-        spec, budget_ms = self.spec, self.spec.job.budget_ms
+        budget_ms = self.job.budget_ms
         self._measured_ms = self._elapsed_ms()
-        self._put_text(self._text.close())
+        self._put_text(self.text.close())
         self.finish_reason = "stop" if reason == "stop" else "length"
-        self._truncated = reason == "truncated" or (reason == "length" and spec.shortened)
-        self._metrics.observe_answer(
-            plan=self._plan, prompt_tokens=self.usage["prompt_tokens"], new_tokens=self._text.num_tokens,
+        self._truncated = reason == "truncated" or (reason == "length" and self.shortened)
+        self.metrics.observe_answer(
+            plan=self._plan, prompt_tokens=self.usage["prompt_tokens"], new_tokens=self.text.num_tokens,
             measured_ms=self._measured_ms, first_token_ms=self._first_token_ms, queued_ms=self._queued_ms,
             predicted_ms=self._predicted_ms,
         )  # fmt: skip
-        if spec.has_guarantee and budget_ms is not None:
-            self._metrics.count_budget(met=self._measured_ms <= budget_ms)
+        if self.has_guarantee and budget_ms is not None:
+            self.metrics.count_budget(met=self._measured_ms <= budget_ms)
         self._end(completed=True)
 
     def _fail(self, error: ApiError) -> None:
@@ -314,9 +295,9 @@ class AnswerStream:
             return
         self._error = error
         outcome = classify_outcome(error)
-        self._metrics.count_end(outcome, error.code)
-        if self.spec.has_guarantee and outcome not in ("cancelled", "cut"):
-            self._metrics.count_budget(met=False)
+        self.metrics.count_end(outcome, error.code)
+        if self.has_guarantee and outcome not in ("cancelled", "cut"):
+            self.metrics.count_budget(met=False)
         self._end(completed=False)
 
     def _end(self, *, completed: bool) -> None:
@@ -328,7 +309,7 @@ class AnswerStream:
             self._cancel_job()
         self._pieces.put_nowait(None)
         self._first_event.set()
-        self._on_end(completed)
+        self.on_end(completed)
 
 
 def classify_outcome(error: ApiError) -> Outcome:

@@ -123,7 +123,7 @@ async def _handle_chat(service: Service, request: Request) -> Response:
         )
         watcher = asyncio.create_task(_watch_disconnect(request.receive, answer))
         await answer.wait_first_token()
-        if answer.spec.stream:
+        if answer.stream:
             response = _EventStreamResponse(answer, service.model, watcher, response_headers)
             # The response owns both now.
             answer, watcher = None, None
@@ -206,7 +206,7 @@ class _EventStreamResponse(Response):
             yield encode_event(make_chunk(answer, model, role="assistant", content=""))
             async for piece in answer.iter_text():
                 yield encode_event(make_chunk(answer, model, content=piece))
-            for chunk in make_last_chunks(answer, model, usage=answer.spec.include_usage):
+            for chunk in make_last_chunks(answer, model, usage=answer.include_usage):
                 yield encode_event(chunk)
             yield DONE
         except ApiError as refusal:

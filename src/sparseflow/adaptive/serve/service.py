@@ -23,7 +23,7 @@ from sparseflow.adaptive.prompts.chat import PromptBuilder, no_images
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, Prompt, RequestLimits, invalid
 from sparseflow.adaptive.serve.admission import AdmissionQueue, Ticket
-from sparseflow.adaptive.serve.answer import AnswerSpec, AnswerStream, StreamingText, classify_outcome
+from sparseflow.adaptive.serve.answer import AnswerStream, StreamingText, classify_outcome
 from sparseflow.adaptive.serve.backend import BackendJob, ServingBackend, make_stopped_error
 from sparseflow.adaptive.serve.lifecycle import DrainManager
 from sparseflow.adaptive.serve.metrics import ServerMetrics
@@ -276,12 +276,12 @@ class Service:
             ),
             received_s=received_s, budget_ms=budget_ms, on_infeasible=mode,
         )  # fmt: skip
-        spec = AnswerSpec(
-            job=job, shortened=new_tokens < prepared.max_new_tokens, has_guarantee=has_guarantee,
-            stream=bool(request.stream), include_usage=request.include_usage,
-        )  # fmt: skip
         answer = AnswerStream(
-            spec,
+            job=job,
+            shortened=new_tokens < prepared.max_new_tokens,
+            has_guarantee=has_guarantee,
+            stream=bool(request.stream),
+            include_usage=request.include_usage,
             text=StreamingText(self.prompts.tokenizer, request.stops),
             ticket=ticket,
             backend=self.backend,
