@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,12 +39,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 EXACT = {"deepseek_v3": 1e-5}
 """Tolerance of models that compute in float32 internally; 1e-10 for others."""
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def build_decoder(kind: str, **overrides: Any) -> Any:

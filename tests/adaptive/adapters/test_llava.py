@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,6 @@ MODELS = {
 SIGLIP: Any = get_adapter(MODELS["siglip"])
 TOKENS = 4
 """Tokens per crop."""
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("kind", MODELS)

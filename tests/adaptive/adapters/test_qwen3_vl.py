@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,6 @@ MERGED = 2 * tiny.PATCH
 """Side of a token, in pixels."""
 
 sides = st.integers(1, 9)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def pixels(rows: int, columns: int, seed: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -31,18 +30,6 @@ from tests.adaptive.engine.serving import (
     request,
     run_until_idle,
 )
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
-    with attached() as both:
-        yield both
 
 
 class TestPolicies:

@@ -156,7 +156,7 @@ def test_slots_in_use_are_always_the_first_ones(moves: list[tuple[str, int]]) ->
 
 def test_copy_from_transformers_cache_fills_slot() -> None:
     plan = Plan(tier=None, insertion_position=2, top_k=3, blocks=(0, 1, 4))
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
 
         def ran(plan: Plan, tokens: int) -> Any:
             with runtime.use_plan(plan):

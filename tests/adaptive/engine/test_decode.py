@@ -60,7 +60,7 @@ def steps_of(
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "llava_siglip", "qwen3_vl_moe"])
 @pytest.mark.parametrize("plan", [DEEP, SHALLOW])
 def test_decode_rows_of_different_length_match_transformers(family: str, plan: Plan) -> None:
-    with attached(family) as (adapter, runtime), torch.no_grad():
+    with attached(family) as (adapter, runtime):
         steps = steps_of(adapter, runtime, contexts=[8, 16])
         cache = SlotCache(
             get_decode_plan(plan, adapter.geometry), 6, slots=4, tokens=40, state=len(adapter.state)
@@ -77,7 +77,7 @@ def test_decode_rows_of_different_length_match_transformers(family: str, plan: P
 
 
 def test_decode_runs_blocks_and_experts_of_plan() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime, rows=2)
         cache = SlotCache(get_decode_plan(SHALLOW, adapter.geometry), 6, slots=2, tokens=40)
         start_request(adapter, runtime, SHALLOW, cache, words(4))
@@ -88,7 +88,7 @@ def test_decode_runs_blocks_and_experts_of_plan() -> None:
 
 
 def test_decode_with_joining_and_leaving_rows_matches_transformers() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(NARROW, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(tokens, seed) for seed, tokens in enumerate((3, 6, 9))]
@@ -112,7 +112,7 @@ def test_decode_with_joining_and_leaving_rows_matches_transformers() -> None:
 
 
 def test_decode_of_later_slots_matches_transformers() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         inputs = [words(4, seed) for seed in range(3)]
@@ -127,7 +127,7 @@ def test_decode_of_later_slots_matches_transformers() -> None:
 
 
 def test_decode_of_some_slots_leaves_others_unchanged() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         # Three rows would be padded to four, but the fourth slot is in use.
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
@@ -143,7 +143,7 @@ def test_decode_of_some_slots_leaves_others_unchanged() -> None:
 
 
 def test_decode_logits_match_model() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime)
         cache = SlotCache(get_decode_plan(DEEP, adapter.geometry), 6, slots=4, tokens=40)
         prompts = [words(tokens, seed)["input_ids"] for seed, tokens in enumerate(PROMPTS)]
@@ -179,7 +179,7 @@ def test_size_selection_pads_to_next_size() -> None:
 
 
 def test_warm_up_leaves_empty_cache() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime, rows=2, tokens=16, contexts=[4])
         cache = SlotCache(DEEP, 6, slots=2, tokens=16)
         work = steps.warm_up(cache)
@@ -190,7 +190,7 @@ def test_warm_up_leaves_empty_cache() -> None:
 
 
 def test_decode_unused_or_full_slot_is_refused() -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         steps = steps_of(adapter, runtime, tokens=6)
         cache = SlotCache(DEEP, 6, slots=2, tokens=6)
         with pytest.raises(InputError):
@@ -221,14 +221,13 @@ def test_decode_with_eager_attention_matches_transformers() -> None:
     model.set_attn_implementation("eager")
     adapter = get_adapter(model)
     runtime = PlanRuntime(adapter)
-    with torch.no_grad():
-        steps = steps_of(adapter, runtime)
-        cache = SlotCache(DEEP, 6, slots=4, tokens=40)
-        inputs = words(5)
-        row = [start_request(adapter, runtime, DEEP, cache, inputs)]
-        for _ in range(5):
-            row += steps.run(cache, [row[-1]])[1]
-        assert row == generated(adapter, runtime, DEEP, inputs, 6)
+    steps = steps_of(adapter, runtime)
+    cache = SlotCache(DEEP, 6, slots=4, tokens=40)
+    inputs = words(5)
+    row = [start_request(adapter, runtime, DEEP, cache, inputs)]
+    for _ in range(5):
+        row += steps.run(cache, [row[-1]])[1]
+    assert row == generated(adapter, runtime, DEEP, inputs, 6)
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -237,18 +236,17 @@ def test_decode_with_kernels_matches_transformers() -> None:
     adapter = get_adapter(tiny.build_olmoe(depth=3, dtype=torch.float32))
     runtime = PlanRuntime(adapter)
     plan = Plan(tier=None, insertion_position=1, top_k=3, blocks=(0, 2))
-    with torch.no_grad():
-        kernel_patcher = KernelPatcher(adapter, kernels=True)
-        steps = steps_of(adapter, runtime, rows=2, kernel_patcher=kernel_patcher)
-        cache = SlotCache(plan, 3, slots=2, tokens=40)
-        inputs = [words(tokens, seed) for seed, tokens in enumerate((5, 3))]
-        generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
-        for _ in range(3):
-            for row, token in zip(
-                generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
-            ):
-                row.append(token)
-        assert generated_tokens == [generated(adapter, runtime, plan, input, 4) for input in inputs]
+    kernel_patcher = KernelPatcher(adapter, kernels=True)
+    steps = steps_of(adapter, runtime, rows=2, kernel_patcher=kernel_patcher)
+    cache = SlotCache(plan, 3, slots=2, tokens=40)
+    inputs = [words(tokens, seed) for seed, tokens in enumerate((5, 3))]
+    generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
+    for _ in range(3):
+        for row, token in zip(
+            generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
+        ):
+            row.append(token)
+    assert generated_tokens == [generated(adapter, runtime, plan, input, 4) for input in inputs]
 
 
 @pytest.mark.gpu
@@ -257,19 +255,16 @@ def test_decode_with_kernels_matches_transformers() -> None:
 def test_captured_decode_on_gpu_matches_transformers(dtype: torch.dtype, plan: Plan) -> None:
     adapter = get_adapter(tiny.build_olmoe(dtype=dtype).cuda())
     runtime = PlanRuntime(adapter)
-    with torch.no_grad():
-        steps = steps_of(adapter, runtime, contexts=[8, 16])
-        cache = SlotCache(get_decode_plan(plan, adapter.geometry), 6, slots=4, tokens=40)
-        inputs = [
-            {"input_ids": words(tokens, seed)["input_ids"].cuda()} for seed, tokens in enumerate(PROMPTS)
-        ]
-        expected = [generated(adapter, runtime, plan, input, 12) for input in inputs]
-        generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
-        for _ in range(11):
-            for row, token in zip(
-                generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
-            ):
-                row.append(token)
-        assert generated_tokens == expected
+    steps = steps_of(adapter, runtime, contexts=[8, 16])
+    cache = SlotCache(get_decode_plan(plan, adapter.geometry), 6, slots=4, tokens=40)
+    inputs = [{"input_ids": words(tokens, seed)["input_ids"].cuda()} for seed, tokens in enumerate(PROMPTS)]
+    expected = [generated(adapter, runtime, plan, input, 12) for input in inputs]
+    generated_tokens = [[start_request(adapter, runtime, plan, cache, input)] for input in inputs]
+    for _ in range(11):
+        for row, token in zip(
+            generated_tokens, steps.run(cache, [row[-1] for row in generated_tokens])[1], strict=True
+        ):
+            row.append(token)
+    assert generated_tokens == expected
     # Contexts of 16 and 40 tokens.
     assert len(steps.graphs.captured) == 2 and not steps.graphs.failures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,18 +40,6 @@ from tests.adaptive.engine.serving import (
     request,
     run_until_idle,
 )
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
-    with attached() as both:
-        yield both
 
 
 class TestOutput:

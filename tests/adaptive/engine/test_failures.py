@@ -21,24 +21,11 @@ from sparseflow.adaptive.engine.requests.request import (
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from tests.adaptive.engine.serving import (
     PLANS,
-    attached,
     generate_alone,
     make_idle_engine,
     request,
     run_until_idle,
 )
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
-    with attached() as both:
-        yield both
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +32,6 @@ def by_transformers(
             **adapter.reduce_to_tier(inputs, plan.tier),
             **({"max_new_tokens": TOKENS, "do_sample": False} | options),
         )
-
-
-@pytest.fixture
-def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
-    with attached() as both:
-        yield both
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))

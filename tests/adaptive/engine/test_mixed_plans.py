@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from sparseflow.adaptive.adapters import Adapter, get_adapter
 from sparseflow.adaptive.engine.engine import Engine
@@ -32,18 +30,6 @@ from tests.adaptive.engine.serving import (
     run_until_idle,
     words,
 )
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
-    with attached() as both:
-        yield both
 
 
 def images(family: str, count: int) -> tuple[list[Any], tuple[Plan, ...]]:

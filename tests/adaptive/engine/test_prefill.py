@@ -86,7 +86,7 @@ def expected(adapter: Adapter, runtime: PlanRuntime, inputs: Any, plan: Plan) ->
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
 @pytest.mark.parametrize("text", [DEEP, LATER, SHALLOW, NARROW])
 def test_prefill_matches_model(mode: str, family: str, text: Plan) -> None:
-    with attached(family) as (adapter, runtime), torch.no_grad():
+    with attached(family) as (adapter, runtime):
         prefill = prefill_of(adapter, runtime, SIZES[mode])
         prompts: list[tuple[Any, Plan]] = [(words(5), text), (words(11, 1), text)]
         if adapter.geometry.tiers:
@@ -114,7 +114,7 @@ def test_prefill_matches_model(mode: str, family: str, text: Plan) -> None:
 
 @pytest.mark.parametrize("mode", SIZES)
 def test_decide_receives_latency_token(mode: str) -> None:
-    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
+    with attached("llava_siglip") as (adapter, runtime):
         plan = replace(SHALLOW, tier="low")
         inputs, observed = tiny.make_prompt(model("llava_siglip")), []
 
@@ -141,7 +141,7 @@ def test_decide_receives_latency_token(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", SIZES)
 def test_inconsistent_decision_is_refused(mode: str) -> None:
-    with attached() as (adapter, runtime), torch.no_grad():
+    with attached() as (adapter, runtime):
         prefill, cache = prefill_of(adapter, runtime, SIZES[mode]), cache_of(adapter, SHALLOW)
         with pytest.raises(PlanError):
             run(prefill, words(4), SHALLOW, cache, decide=lambda _: DEEP)
@@ -154,7 +154,7 @@ def test_inconsistent_decision_is_refused(mode: str) -> None:
 
 
 def test_several_rows_run_in_one_piece() -> None:
-    with attached("llava_siglip") as (adapter, runtime), torch.no_grad():
+    with attached("llava_siglip") as (adapter, runtime):
         plan = replace(SHALLOW, tier="medium")
         inputs = tiny.make_prompt(model("llava_siglip"), rows=2)
         cache = cache_of(adapter, plan)
@@ -169,22 +169,21 @@ def test_several_rows_run_in_one_piece() -> None:
 def test_rope_offset_of_images_is_returned() -> None:
     adapter = get_adapter(tiny.build_qwen3_vl_moe())
     runtime = PlanRuntime(adapter)
-    with torch.no_grad():
-        plan = replace(DEEP, tier="high")
-        module, name = adapter.state[0]
-        result = run(
-            prefill_of(adapter, runtime, None),
-            tiny.make_prompt(model("qwen3_vl_moe")),
-            plan,
-            cache_of(adapter, plan),
-        )
-        # The positions of 12 vision tokens, 3 x 4, span 4.
-        assert result.ropes == (-8,)
-        assert getattr(module, name) is None
+    plan = replace(DEEP, tier="high")
+    module, name = adapter.state[0]
+    result = run(
+        prefill_of(adapter, runtime, None),
+        tiny.make_prompt(model("qwen3_vl_moe")),
+        plan,
+        cache_of(adapter, plan),
+    )
+    # The positions of 12 vision tokens, 3 x 4, span 4.
+    assert result.ropes == (-8,)
+    assert getattr(module, name) is None
 
 
 def test_decoder_with_further_inputs_runs_in_one_piece(caplog: pytest.LogCaptureFixture) -> None:
-    with attached("qwen3_vl_moe") as (adapter, runtime), torch.no_grad():
+    with attached("qwen3_vl_moe") as (adapter, runtime):
         prefill = prefill_of(adapter, runtime, (32, 64))
         inputs, plan = tiny.make_prompt(model("qwen3_vl_moe")), replace(DEEP, tier="high")
         with caplog.at_level(logging.INFO):
@@ -210,7 +209,7 @@ def test_decoder_that_is_more_than_its_blocks_runs_in_one_piece(caplog: pytest.L
 
     adapter.decoder.register_forward_pre_hook(scaled, with_kwargs=True)
     runtime = PlanRuntime(adapter)
-    with torch.no_grad(), caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         prefill = prefill_of(adapter, runtime, (8, 64))
         assert "logits differ by" in caplog.text
         result = run(prefill, words(5), SHALLOW, cache_of(adapter, SHALLOW))
@@ -234,7 +233,7 @@ def make_empty_slots(adapter: Adapter, tokens: int) -> Tensor:
 
 def test_embedder_compares_first_capture_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model = model("llava_siglip")
-    with attached("llava_siglip") as (adapter, _), torch.no_grad():
+    with attached("llava_siglip") as (adapter, _):
         vision = PromptEmbedder(adapter, GraphCache("cpu"), (24, 32, 80), make_empty_slots(adapter, 80))
         mask_calls: list[int] = []
         masks = type(tiny_model.model).get_placeholder_mask
@@ -264,7 +263,7 @@ def test_embedder_with_differing_capture_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_model = model("llava_siglip")
-    with attached("llava_siglip") as (adapter, _), torch.no_grad(), caplog.at_level(logging.WARNING):
+    with attached("llava_siglip") as (adapter, _), caplog.at_level(logging.WARNING):
         inputs = adapter.reduce_to_tier(tiny.make_prompt(tiny_model), "low")
         for wrong, expected_text in ((5, "would differ"), ("token", "TypeError")):
             vision = PromptEmbedder(adapter, GraphCache("cpu"), (32,), make_empty_slots(adapter, 32))
@@ -299,22 +298,20 @@ def test_model_that_returns_all_logits_matches(mode: str) -> None:
     tiny_model.forward = forward
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
-    with torch.no_grad():
-        result = run(prefill_of(adapter, runtime, SIZES[mode]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
-        with runtime.use_plan(SHALLOW):
-            full_output = tiny_model(input_ids=words(5)["input_ids"]).logits[:, -1]
-        torch.testing.assert_close(result.logits, full_output, rtol=0.0, atol=EXACT)
+    result = run(prefill_of(adapter, runtime, SIZES[mode]), words(5), SHALLOW, cache_of(adapter, SHALLOW))
+    with runtime.use_plan(SHALLOW):
+        full_output = tiny_model(input_ids=words(5)["input_ids"]).logits[:, -1]
+    torch.testing.assert_close(result.logits, full_output, rtol=0.0, atol=EXACT)
 
 
 def test_decoder_that_is_not_called_is_refused() -> None:
     tiny_model = tiny.build_llava_siglip()
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
-    with torch.no_grad():
-        prefill = prefill_of(adapter, runtime, (64,))
-        adapter._decoder = torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ModelError):
-            run(prefill, tiny.make_prompt(tiny_model), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
+    prefill = prefill_of(adapter, runtime, (64,))
+    adapter._decoder = torch.nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ModelError):
+        run(prefill, tiny.make_prompt(tiny_model), replace(DEEP, tier="low"), cache_of(adapter, DEEP))
 
 
 @pytest.mark.parametrize("mode", SIZES)
@@ -333,14 +330,13 @@ def test_prefill_leaves_model_unchanged(mode: str) -> None:
         {id(module): vars(module).get("forward") for module in tiny_model.modules()},
     )
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in tiny_model.modules()]
-    with torch.no_grad():
-        prefill = prefill_of(adapter, runtime, SIZES[mode])
-        plan = replace(SHALLOW, tier="low")
-        for task in prefill.warm_up(plan, cache_of(adapter, plan)):
-            task()
-        run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan))
-        with pytest.raises(ZeroDivisionError):
-            run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
+    prefill = prefill_of(adapter, runtime, SIZES[mode])
+    plan = replace(SHALLOW, tier="low")
+    for task in prefill.warm_up(plan, cache_of(adapter, plan)):
+        task()
+    run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan))
+    with pytest.raises(ZeroDivisionError):
+        run(prefill, tiny.make_prompt(tiny_model), plan, cache_of(adapter, plan), decide=lambda _: 1 / 0)  # pyright: ignore[reportArgumentType]
     assert is_unchanged(tiny_model, before)
     assert forwards == {id(module): vars(module).get("forward") for module in tiny_model.modules()}
     assert hooks == [
@@ -360,26 +356,23 @@ def test_meanwhile_is_called_on_gpu_only(device: str, tier: Tier | None) -> None
         order.append("decide")
         return plan
 
-    with torch.no_grad():
-        prefill = prefill_of(adapter, PlanRuntime(adapter), (16, 40, 96))
-        inputs = {name: value.to(device) for name, value in tiny.make_prompt(tiny_model).items()}
-        case = (
-            adapter.reduce_to_tier(inputs, tier)
-            if tier
-            else {"input_ids": torch.ones_like(inputs["input_ids"])}
+    prefill = prefill_of(adapter, PlanRuntime(adapter), (16, 40, 96))
+    inputs = {name: value.to(device) for name, value in tiny.make_prompt(tiny_model).items()}
+    case = (
+        adapter.reduce_to_tier(inputs, tier) if tier else {"input_ids": torch.ones_like(inputs["input_ids"])}
+    )
+    cache = cache_of(adapter, DEEP)
+    for _ in range(2):  # the first image also runs the model's own forward
+        order.clear()
+        prefill.run(
+            case,
+            plan.tier,
+            plan.insertion_position,
+            images=tier is not None,
+            decide=decide,
+            allocate=lambda plan: (cache, [cache.allocate()]),
+            meanwhile=lambda: order.append("meanwhile"),
         )
-        cache = cache_of(adapter, DEEP)
-        for _ in range(2):  # the first image also runs the model's own forward
-            order.clear()
-            prefill.run(
-                case,
-                plan.tier,
-                plan.insertion_position,
-                images=tier is not None,
-                decide=decide,
-                allocate=lambda plan: (cache, [cache.allocate()]),
-                meanwhile=lambda: order.append("meanwhile"),
-            )
     assert order == (["decide"] if device == "cpu" else ["meanwhile", "decide"])
 
 
@@ -390,21 +383,20 @@ def test_captured_prompts_on_gpu_match_model(dtype: torch.dtype) -> None:
     adapter = get_adapter(tiny_model)
     runtime = PlanRuntime(adapter)
     graphs = GraphCache("cuda")
-    with torch.no_grad():
-        prefill = PrefillRunner(
-            adapter, runtime, graphs, kernel_patcher=KernelPatcher(adapter), tokens=96, sizes=(16, 40, 96)
-        )
-        for seed in range(2):
-            for text in (DEEP, SHALLOW, NARROW):
-                cache = cache_of(adapter, text, slots=4)
-                for tier in ("low", "medium", "high", "low"):
-                    plan = replace(text, tier=tier)
-                    inputs = {
-                        name: value.cuda() for name, value in tiny.make_prompt(tiny_model, seed=seed).items()
-                    }
-                    result = run(prefill, inputs, plan, cache)
-                    tolerance = EXACT if dtype == torch.float64 else 1e-3
-                    logits = expected(adapter, runtime, inputs, plan)[0]
-                    torch.testing.assert_close(result.logits, logits, rtol=tolerance, atol=tolerance)
+    prefill = PrefillRunner(
+        adapter, runtime, graphs, kernel_patcher=KernelPatcher(adapter), tokens=96, sizes=(16, 40, 96)
+    )
+    for seed in range(2):
+        for text in (DEEP, SHALLOW, NARROW):
+            cache = cache_of(adapter, text, slots=4)
+            for tier in ("low", "medium", "high", "low"):
+                plan = replace(text, tier=tier)
+                inputs = {
+                    name: value.cuda() for name, value in tiny.make_prompt(tiny_model, seed=seed).items()
+                }
+                result = run(prefill, inputs, plan, cache)
+                tolerance = EXACT if dtype == torch.float64 else 1e-3
+                logits = expected(adapter, runtime, inputs, plan)[0]
+                torch.testing.assert_close(result.logits, logits, rtol=tolerance, atol=tolerance)
     assert not graphs.failures
     assert sum("image" in key for key in graphs.captured if isinstance(key, tuple)) == 3

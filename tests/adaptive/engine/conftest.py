@@ -1,0 +1,26 @@
+"""Fixtures of the engine tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sparseflow.adaptive.adapters import Adapter
+from sparseflow.adaptive.plan.runtime import PlanRuntime
+from tests.adaptive.engine.serving import attached
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    """Run every test without gradients."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
+    """Adapter and plan runtime of a tiny OLMoE."""
+    with attached() as both:
+        yield both
