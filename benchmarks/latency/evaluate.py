@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, record_claims
-from sparseflow.core.costmodel.splits import split_leave_one_group_out
+from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.latency.measure.collection import read_plan
@@ -83,9 +83,8 @@ def evaluate(data: LatencyDataset) -> dict[str, Any]:
 def compute_coverage(predictions: Sequence[HeldOutPrediction]) -> float:
     """Return the share of measurements within intervals that are fitted to the other networks."""
     covered: list[bool] = []
-    for _, (train_indices, test_indices) in split_leave_one_group_out(
-        [validation.get_network(p.name) for p in predictions]
-    ):
+    networks = [validation.get_network(p.name) for p in predictions]
+    for train_indices, test_indices in split_group_k_fold(networks, len(set(networks))):
         compute_bounds = validation.fit_interval([predictions[n] for n in train_indices]).bounds
         for prediction in (predictions[n] for n in test_indices):
             low, high = compute_bounds(prediction.predicted_ms)

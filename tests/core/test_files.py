@@ -85,9 +85,10 @@ def test_parse_json_counts_only_real_brackets_as_nesting() -> None:
     assert parse_json(json.dumps(["[{" * 100, '"[' * 100])) == ["[{" * 100, '"[' * 100]
     assert len(parse_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000
     assert parse_json("1e300") == 1e300 and parse_json("[1e-400]") == [0.0]
-    assert parse_json("[[1]]", max_depth=2) == [[1]]
-    with pytest.raises(ValueError, match="2"):
-        parse_json("[[[1]]]", max_depth=2)
+    depth = files.MAX_JSON_DEPTH
+    assert parse_json("[" * depth + "]" * depth)
+    with pytest.raises(ValueError, match=str(depth)):
+        parse_json("[" * (depth + 1) + "]" * (depth + 1))
 
 
 @settings(max_examples=200)

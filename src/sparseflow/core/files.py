@@ -65,13 +65,12 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
     write_atomic(path, json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH) -> Any:
+def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file that may come from an untrusted source.
 
     Args:
         path: File to read.
         max_bytes: Largest accepted file.
-        max_depth: Deepest accepted nesting of arrays and objects.
 
     Raises:
         InputError: The file does not exist or cannot be read.
@@ -88,12 +87,12 @@ def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES, max_depth: i
     if len(data) > max_bytes:
         raise FileFormatError(f"{file} exceeds the limit of {max_bytes} bytes")
     try:
-        return parse_json(data, max_depth=max_depth)
+        return parse_json(data)
     except ValueError as error:
         raise FileFormatError(f"{file} is not valid JSON: {error}") from error
 
 
-def parse_json(data: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Parse JSON strictly: UTF-8, finite numbers, no duplicate keys, bounded nesting.
 
     Raises:
@@ -101,8 +100,8 @@ def parse_json(data: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """
     raw = data.encode() if isinstance(data, str) else data
     # Brackets within strings do not nest, but few brackets cannot nest deeply in any case.
-    if raw.count(b"[") + raw.count(b"{") > max_depth and _measure_depth(raw) > max_depth:
-        raise ValueError(f"nesting is deeper than {max_depth} levels")
+    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _measure_depth(raw) > MAX_JSON_DEPTH:
+        raise ValueError(f"nesting is deeper than {MAX_JSON_DEPTH} levels")
     # Parsing floats in Python is slow, so it is done only if a literal could overflow to infinity.
     digits = raw.translate(_MASK_DIGITS)
     parse_float = _parse_finite if _OVERFLOW.search(digits) or b"0" * 300 in digits else None

@@ -13,9 +13,6 @@ from sparseflow.errors import InputError
 TOLERANCE = 0.10
 """Default relative error up to which a prediction counts as correct."""
 
-CONFIDENCE = 0.95
-"""Default confidence level of bootstrap intervals."""
-
 _NUM_RESAMPLES = 10_000
 _MAX_DRAWS_IN_MEMORY = 2**22
 
@@ -100,27 +97,22 @@ def bootstrap_mean(
     values: ArrayLike,
     groups: Sequence[Hashable] | None = None,
     *,
-    confidence: float = CONFIDENCE,
-    num_resamples: int = _NUM_RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean, resampling whole groups (Efron 1979).
+    """95 % percentile bootstrap interval of the mean, resampling whole groups (Efron 1979).
 
     Values of one group, such as tasks of one matrix, are correlated and are therefore drawn together.
 
     Args:
         values: Shape [n].
         groups: Group of each value; by default each value is its own group.
-        confidence: Confidence level of the interval.
-        num_resamples: Number of bootstrap resamples.
         seed: Seed of the resampling.
 
     Returns:
         Lower and upper end; both are the mean if there is only one group.
 
     Raises:
-        InputError: There are no values, a value is not finite, the lengths differ, or an argument is out of
-            range.
+        InputError: There are no values, a value is not finite, or the lengths differ.
     """
     array = np.asarray(values, dtype=float).ravel()
     labels = range(len(array)) if groups is None else groups
@@ -129,21 +121,16 @@ def bootstrap_mean(
             f"expected finite values, at least one, and one group per value; got {len(array)} values and "
             f"{len(labels)} groups"
         )
-    if not 0.0 < confidence < 1.0 or num_resamples < 1:
-        raise InputError(
-            f"`confidence` (={confidence}) must lie between 0 and 1, and `num_resamples` (={num_resamples}) "
-            "must be at least 1"
-        )
     index_of = {label: index for index, label in enumerate(dict.fromkeys(labels))}
     group_index = np.array([index_of[label] for label in labels])
     sums, counts = np.bincount(group_index, weights=array), np.bincount(group_index)
     generator = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
+    means = np.empty(_NUM_RESAMPLES)
     step = max(_MAX_DRAWS_IN_MEMORY // len(sums), 1)
-    for start in range(0, num_resamples, step):
-        rows = generator.integers(len(sums), size=(min(step, num_resamples - start), len(sums)))
+    for start in range(0, _NUM_RESAMPLES, step):
+        rows = generator.integers(len(sums), size=(min(step, _NUM_RESAMPLES - start), len(sums)))
         means[start : start + step] = sums[rows].sum(1) / counts[rows].sum(1)
-    low, high = np.quantile(means, [(1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0])
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -73,10 +73,6 @@ class Samples:
         """The `q`-quantile, 0 <= q <= 1, in milliseconds."""
         return quantile(self.times_ms, q)
 
-    def interval_ms(self, *, seed: int = 0) -> Interval:
-        """Median with its 95 % bootstrap confidence interval, in milliseconds."""
-        return bootstrap_median(self.times_ms, seed=seed)
-
     def to_rows(self, **labels: object) -> list[dict[str, object]]:
         """One row per sample, starting with `labels`."""
         return [

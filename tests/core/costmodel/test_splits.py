@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold, split_leave_one_group_out
+from sparseflow.core.costmodel.splits import Fold, split_group_k_fold, split_k_fold
 from sparseflow.errors import InputError
 
 GROUPS = st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40).filter(lambda g: len(set(g)) >= 2)
@@ -33,14 +33,6 @@ def test_split_group_k_fold_validates_each_sample_once_without_leaks(
     assert_partition(groups, folds)
     sizes = [len({groups[i] for i in validation}) for _, validation in folds]
     assert max(sizes) - min(sizes) <= 1
-
-
-@given(GROUPS)
-def test_split_leave_one_group_out_validates_each_group_once(groups: list[str]) -> None:
-    folds = list(split_leave_one_group_out(groups))
-    assert_partition(groups, [fold for _, fold in folds])
-    assert [name for name, _ in folds] == list(dict.fromkeys(groups))
-    assert all({groups[i] for i in validation} == {name} for name, (_, validation) in folds)
 
 
 @given(st.integers(2, 40), st.data())
@@ -76,9 +68,3 @@ def test_split_group_k_fold_with_folds_out_of_range_raises(groups: str, folds: i
 def test_split_k_fold_with_folds_out_of_range_raises(count: int, folds: int) -> None:
     with pytest.raises(InputError, match=rf"`folds` \(={folds}\)"):
         list(split_k_fold(count, folds))
-
-
-@pytest.mark.parametrize("groups", ["", "a", "aaa"])
-def test_split_leave_one_group_out_with_one_group_raises(groups: str) -> None:
-    with pytest.raises(InputError, match=f"got {len(set(groups))}"):
-        list(split_leave_one_group_out(groups))

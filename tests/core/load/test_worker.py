@@ -46,7 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 def make_worker(device: SimulatedDevice, level: float) -> tuple[Worker, list[dict[str, Any]]]:
     reports: list[dict[str, Any]] = []
-    worker = Worker(device, level, 0.1, reports.append, seed=0)
+    worker = Worker(device, level, reports.append, seed=0)
     worker._interrupt.wait = device.wait  # type: ignore[method-assign,assignment]
     return worker, reports
 

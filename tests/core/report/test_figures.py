@@ -24,7 +24,7 @@ def make_figures() -> list[report.Figure]:
             "Right", {"seen": [(1.0, 1.05), (20.0, 15.0)], "new": [(3.0, 3.0)]}
         ),
         report.plot_curves(
-            "Loss", {"a": ([1, 2], [0.5, 0.25]), "b": ([1], [0.4])}, x="step", y="loss", log_y=True
+            "Loss", {"a": ([1, 2], [0.5, 0.25]), "b": ([1], [0.4])}, x="step", y="loss", log_x=True
         ),
         report.plot_stacked_bars(
             "Where", ["with", "without"], {"run": [1.0, 8.0], "compile": [0.5, 2.0]}, unit="s"

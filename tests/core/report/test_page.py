@@ -55,8 +55,8 @@ def build_page() -> Page:
         "One sentence.",
         environment={"device": {"name": "a CPU", "memory_bytes": 2**35}, "seed": 0, "git": None},
         reproduce=REPRODUCE,
-        created=CREATED,
     )
+    page.created = CREATED
     page.headline("1.47×", "End to end", note="1.44 to 1.50", tone="good")
     page.headline("256 / 256", "Predictions identical")
     page.section("Layer by layer", "<script>alert(1)</script>")

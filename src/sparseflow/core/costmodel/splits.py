@@ -43,24 +43,8 @@ def split_group_k_fold(groups: Sequence[Hashable], folds: int, seed: int = 0) ->
     random.Random(seed).shuffle(names)
     fold_of = {name: index % folds for index, name in enumerate(names)}
     for fold in range(folds):
-        yield _split_by_mask([fold_of[group] == fold for group in groups])
-
-
-def split_leave_one_group_out(groups: Sequence[Hashable]) -> Iterator[tuple[Hashable, Fold]]:
-    """Use each group once for validation; yields (group, fold).
-
-    Raises:
-        InputError: There are fewer than two groups.
-    """
-    names = list(dict.fromkeys(groups))
-    if len(names) < 2:
-        raise InputError(f"leave-one-group-out needs at least 2 groups, got {len(names)}")
-    for name in names:
-        yield name, _split_by_mask([group == name for group in groups])
-
-
-def _split_by_mask(is_validation: list[bool]) -> Fold:
-    return (
-        [index for index, validation in enumerate(is_validation) if not validation],
-        [index for index, validation in enumerate(is_validation) if validation],
-    )
+        indices = range(len(groups))
+        yield (
+            [index for index in indices if fold_of[groups[index]] != fold],
+            [index for index in indices if fold_of[groups[index]] == fold],
+        )

@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 
 from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.device.info import list_usable_cpus
-from sparseflow.core.load.workloads import EXIT_NO_DEVICE, KINDS
+from sparseflow.core.load.workloads import EXIT_NO_DEVICE, KINDS, PERIOD_S
 from sparseflow.errors import DeviceError, InputError, RunError
 
-PERIOD_S = 0.1
 TOLERANCE = 0.05
 WINDOW_S = 1.0
 """Averaging window of a share: ten cycles."""
@@ -58,7 +57,6 @@ class Stressor:
         cpus: CPU numbers of a CPU kind; one process is pinned to each. By default all that this process may
             use.
         workers: Number of these CPUs to use; all by default.
-        period_s: Mean length of a cycle of work and idle time, seconds.
         seed: Seed of the cycle lengths.
 
     Raises:
@@ -73,17 +71,14 @@ class Stressor:
         device: str = "cuda",
         cpus: Collection[int] | None = None,
         workers: int | None = None,
-        period_s: float = PERIOD_S,
         seed: int = 0,
     ) -> None:
         check_one_of(KINDS, kind=kind)
-        check_between(0.01, 10.0, period_s=period_s)
         check_between(0.0, 1.0, level=level)
         self.kind = kind
         self.level = float(level)
         self.device = "cpu" if kind.startswith("cpu-") else device
         self.cpus = _select_cpus(cpus, workers) if self.device == "cpu" else ()
-        self._period_s = period_s
         self._seed = seed
         self._processes: list[_Process] = []
         self._command = 0
@@ -186,7 +181,7 @@ class Stressor:
                 return sum(measured) / len(measured)
             if time.monotonic() > end_s:
                 raise RunError(self._describe_timeout(shares, timeout_s))
-            time.sleep(self._period_s / 2.0)
+            time.sleep(PERIOD_S / 2.0)
 
     def measure_share(self, window_s: float = WINDOW_S) -> float:
         """Return the mean share of the device over the last `window_s` seconds, in [0, 1].
@@ -213,7 +208,7 @@ class Stressor:
                 raise RunError(f"the load `{self.kind}` has not finished a cycle yet; try again later")
             last_s = min(max(end_s, process.times_s[1]), process.times_s[-1])
             # At least one full cycle, because within a cycle the share is 1 and then 0.
-            first_s = min(max(start_s, process.times_s[0]), last_s - self._period_s)
+            first_s = min(max(start_s, process.times_s[0]), last_s - PERIOD_S)
             first_s = max(first_s, process.times_s[0])
             busy_s = _interpolate_busy_s(process, last_s) - _interpolate_busy_s(process, first_s)
             shares.append(min(max(busy_s / (last_s - first_s), 0.0), 1.0))
@@ -246,7 +241,7 @@ class Stressor:
         report_file, error_file = folder / f"{index}.jsonl", folder / f"{index}.txt"
         command = [
             sys.executable, "-m", "sparseflow.core.load.worker", "--kind", self.kind,
-            "--level", repr(self.level), "--period", repr(self._period_s), "--report", str(report_file),
+            "--level", repr(self.level), "--report", str(report_file),
             "--parent", str(os.getpid()), "--seed", str(self._seed + index), *target,
         ]  # fmt: skip
         report, errors = report_file.open("x+b"), error_file.open("x+b")
@@ -293,7 +288,7 @@ class Stressor:
         )
         return (
             f"the load `{self.kind}` did not reach level {self.level:.2f} within {timeout_s:g} s: {achieved}"
-            f"; other work uses the device, or it is too slow for cycles of {1e3 * self._period_s:.0f} ms: "
+            f"; other work uses the device, or it is too slow for cycles of {1e3 * PERIOD_S:.0f} ms: "
             "stop the other work, or request a lower level"
         )
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from sparseflow.core.load.workloads import EXIT_NO_DEVICE, CpuWorkload, GpuWorkload, Workload
+from sparseflow.core.load.workloads import EXIT_NO_DEVICE, PERIOD_S, CpuWorkload, GpuWorkload, Workload
 from sparseflow.errors import DeviceError
 
 JITTER = 0.2
@@ -73,7 +73,6 @@ class Worker:
     Args:
         workload: Work that keeps the device busy.
         level: Requested share, in [0, 1].
-        period_s: Mean length of a cycle.
         report: Receives one report per cycle.
         seed: Seed of the cycle lengths.
     """
@@ -82,13 +81,11 @@ class Worker:
         self,
         workload: Workload,
         level: float,
-        period_s: float,
         report: Callable[[dict[str, Any]], None],
         seed: int,
     ) -> None:
         self._workload = workload
         self._controller = DutyController(level)
-        self._period_s = period_s
         self._report = report
         self._random = random.Random(seed)
         self._commands: list[dict[str, Any]] = []
@@ -107,7 +104,7 @@ class Worker:
         while self._commands:
             self._apply(self._commands.pop(0))
         start_s = time.monotonic()
-        period_s = self._period_s * self._random.uniform(1.0 - JITTER, 1.0 + JITTER)
+        period_s = PERIOD_S * self._random.uniform(1.0 - JITTER, 1.0 + JITTER)
         self._workload.run_until(start_s + self._controller.duty * period_s)
         idle_s = start_s + period_s - time.monotonic()
         interrupted = idle_s > 0.0 and self._interrupt.wait(idle_s)
@@ -140,7 +137,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sparseflow.core.load.worker")
     parser.add_argument("--kind", required=True)
     parser.add_argument("--level", type=float, required=True)
-    parser.add_argument("--period", type=float, required=True)
     parser.add_argument("--report", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -158,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_NO_DEVICE
     with open(args.report, "a", encoding="ascii") as file:
-        worker = Worker(workload, args.level, args.period, lambda row: _write(file, row), args.seed)
+        worker = Worker(workload, args.level, lambda row: _write(file, row), args.seed)
         threading.Thread(target=_read_commands, args=(worker,), daemon=True).start()
         while os.getppid() == args.parent:
             worker.run_cycle()

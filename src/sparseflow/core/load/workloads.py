@@ -33,6 +33,9 @@ KINDS: Mapping[str, str] = {
 }
 """Description of each kind of load."""
 
+PERIOD_S = 0.1
+"""Mean length of a cycle of work and idle time."""
+
 EXIT_NO_DEVICE = 3
 """Exit code of a stressor process whose device does not exist or cannot run the workload."""
 

@@ -266,7 +266,6 @@ def plot_curves(
     x: str,
     y: str,
     log_x: bool = False,
-    log_y: bool = False,
     alt: str = "",
     caption: str = "",
 ) -> Figure:
@@ -278,7 +277,6 @@ def plot_curves(
         x: Label of the horizontal axis with its unit.
         y: Label of the vertical axis with its unit.
         log_x: Whether the horizontal axis is logarithmic.
-        log_y: Whether the vertical axis is logarithmic.
         alt: Text alternative; generated from the last values if empty.
         caption: Sentence below the heading.
 
@@ -296,9 +294,6 @@ def plot_curves(
         if log_x:
             axes.set_xscale("log")
             set_plain_log_ticks(axes.xaxis)
-        if log_y:
-            axes.set_yscale("log")
-            set_plain_log_ticks(axes.yaxis)
         axes.grid(axis="y")
         axes.set_xlabel(x)
         axes.set_ylabel(y)

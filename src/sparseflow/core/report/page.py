@@ -39,7 +39,6 @@ class Page:
         environment: Measurement conditions, as `collect_environment` returns them. Nested mappings are
             flattened; None values are left out.
         reproduce: Command line that creates the page again.
-        created: Creation time; now by default.
     """
 
     def __init__(
@@ -49,13 +48,12 @@ class Page:
         *,
         environment: Mapping[str, Any] | None = None,
         reproduce: str = "",
-        created: datetime | None = None,
     ) -> None:
         self.title = title
         self.summary = summary
         self.environment: Mapping[str, Any] = environment or {}
         self.reproduce = reproduce
-        self.created = created or datetime.now(UTC)
+        self.created = datetime.now(UTC)
         self.headlines: list[_Headline] = []
         self.sections: list[_Section] = []
 

@@ -101,25 +101,9 @@ class LoadReading:
         return {name: self[name] for name in names}
 
     def to_row(self, prefix: str = "load_") -> dict[str, str | float]:
-        """Convert to one flat row of a run or of JSON; `from_row` is the inverse."""
+        """Convert to one flat row of a run or of JSON."""
         fields: dict[str, str | float] = {prefix + name: getattr(self, name) for name in _FIELDS}
         return fields | {prefix + name: value for name, value in self.shares.items()}
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, object], prefix: str = "load_") -> LoadReading:
-        """Convert a row, which may have other columns, to a reading; a share of None is absent.
-
-        Raises:
-            InputError: A field is missing or invalid, or a column with `prefix` is unknown.
-        """
-        columns = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-        missing = [prefix + name for name in _FIELDS if columns.get(name) is None]
-        if missing:
-            raise InputError(f"the row has no {', '.join(missing)}")
-        fields = {name: columns.pop(name) for name in _FIELDS}
-        check_metrics(columns)
-        shares = {name: value for name, value in columns.items() if value is not None}
-        return cls(shares=shares, **fields)  # type: ignore[arg-type]
 
 
 class LoadRecording(Protocol):
