@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sparseflow.adaptive.controllers.budget_encoding import encode_budget
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.controllers.networks import Stage1, Stage2
 from sparseflow.adaptive.plan.space import PlanAction, PlanSpace
-from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError, RunError
 from tests.adaptive.controllers.stages import choose_stage1, choose_stage2
 from tests.adaptive.synthetic import WIDTH, make_outcomes, make_space
@@ -244,12 +245,12 @@ def test_load_damaged_file_is_refused(tmp_path: Path) -> None:
             Controllers.load(file)
 
     file.write_bytes(content)
-    header = {"sparseflow": "adaptive-controllers", "version": "2"}
-    metadata, weights = load_tensors(file, header, "controllers")
-    saved_config = json.loads(metadata["config"])
+    with safe_open(file, framework="pt") as stream:
+        record = json.loads(stream.metadata()["sparseflow"])
+    weights = load_file(file)
 
     def written(change: Mapping[str, object], **tensors: torch.Tensor) -> Path:
-        save_tensors(file, weights | tensors, header | {"config": json.dumps(saved_config | dict(change))})
+        save_file(weights | tensors, file, {"sparseflow": json.dumps(record | dict(change))})
         return file
 
     for change in ({"width": 10**12}, {"width": 17}, {"space": {}}, {"width": "x"}):

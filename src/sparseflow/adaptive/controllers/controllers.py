@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from sparseflow.adaptive.controllers.budget_encoding import encode_budget
 from sparseflow.adaptive.controllers.networks import Stage1, Stage2
 from sparseflow.adaptive.controllers.plan_distribution import PlanDistribution, PlanPath
 from sparseflow.adaptive.plan.space import POSITIONS, TIERS, PlanSpace
-from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.artifact import Artifact, DictField
 from sparseflow.core.checks import check_at_least
 from sparseflow.errors import FileFormatError, InputError
-
-_MARK = {"sparseflow": "adaptive-controllers", "version": "2"}
 
 LatencyTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Latency tokens [m, d] for (rows, tiers, positions), each [m]; tiers and positions are indices."""
@@ -41,6 +40,18 @@ class SampledPlans:
     log_prob: Tensor
     entropy: Tensor
     token: Tensor
+
+
+class _Record(Artifact):
+    """Metadata of a file of controllers, whose tensors are the weights."""
+
+    FORMAT: ClassVar[str] = "sparseflow.adaptive.controllers"
+    VERSION: ClassVar[int] = 3
+    HINT: ClassVar[str] = "train them with `sparseflow adaptive train`"
+
+    model_id: str
+    width: PositiveInt
+    space: Annotated[PlanSpace, DictField()]
 
 
 class Controllers(nn.Module):
@@ -149,8 +160,8 @@ class Controllers(nn.Module):
         Raises:
             OSError: The file cannot be written.
         """
-        config = {"model_id": self.model_id, "width": self.width, "space": self.space.to_dict()}
-        save_tensors(path, self.state_dict(), _MARK | {"config": json.dumps(config)})
+        record = _Record(model_id=self.model_id, width=self.width, space=self.space)
+        record.save_tensors(path, self.state_dict())
 
     @classmethod
     def load(
@@ -167,16 +178,13 @@ class Controllers(nn.Module):
             InputError: The file is missing, or belongs to another model.
             FileFormatError: The file is damaged or has another format.
         """
-        metadata, weights = load_tensors(path, _MARK, "controllers")
+        record, weights = _Record.load_tensors(path)
         try:
-            config = json.loads(metadata["config"])
-            if weights["stage1.language.norm.weight"].shape != (config["width"],):
-                raise ValueError(f"the weights do not have width {config['width']}")
-            controllers = cls(
-                PlanSpace.from_dict(config["space"]), width=config["width"], model_id=str(config["model_id"])
-            )
+            if weights["stage1.language.norm.weight"].shape != (record.width,):
+                raise ValueError(f"the weights do not have width {record.width}")
+            controllers = cls(record.space, width=record.width, model_id=record.model_id)
             controllers.load_state_dict(weights)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split()) or repr(error)
             raise FileFormatError(f"{path} does not contain controllers: {text}") from error
         if not all(bool(weight.isfinite().all()) for weight in weights.values()):
