@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("onnx")
@@ -41,7 +41,6 @@ def test_overlap_zero_durations() -> None:
     assert compute_overlap([(1.0, 1.0), (1.0, 1.0)]).mode == SUM
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=12))
 def test_overlap_span_is_union(executions: list[tuple[int, int]]) -> None:
     events = [(float(start), float(start + length)) for start, length in executions]

@@ -265,7 +265,7 @@ def test_blocker_missing_device_raises() -> None:
 # Copies.
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(name=st.sampled_from(sorted(BUILT)), copies=st.integers(0, 40))
 def test_copies_share_inputs_not_outputs(name: str, copies: int) -> None:
     built = BUILT[name]()
@@ -341,7 +341,6 @@ def test_copies_limited_by_time(files: dict[str, Path], arguments: dict[str, Any
     assert timing.copies == copies and {num_copies for _, num_copies in device.requests} == {0, copies}
 
 
-@settings(deadline=None)
 @given(host=st.floats(1e-4, 10.0), copies=st.integers(0, 200), blocker=st.floats(0.1, 10.0))
 def test_copies_reduced_for_slow_host(
     host: float, copies: int, blocker: float, files: dict[str, Path]
@@ -358,7 +357,6 @@ def test_copies_reduced_for_slow_host(
 # Computed times.
 
 
-@settings(deadline=None)
 @given(
     blocker=st.floats(1.0, 50.0),
     device=st.floats(0.0, 0.4),
@@ -397,7 +395,6 @@ class Noisy(Device):
         return self._next("issue", copies, self.max_ms)
 
 
-@settings(deadline=None)
 @given(
     times=st.lists(st.floats(0.001, 100.0), min_size=1, max_size=40),
     max_ms=st.sampled_from([1e-4, 0.5, 100.0]),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("onnx")
@@ -85,7 +85,6 @@ def graphs(draw: Any) -> Graph:
     return make_graph(nodes)
 
 
-@settings(deadline=None)
 @given(graphs(), st.tuples(*[st.floats(0.0, 9.0)] * 3))
 def test_critical_path_is_longest(graph: Graph, latencies_ms: tuple[float, float, float]) -> None:
     ms = dict(zip(MS, latencies_ms, strict=True))
@@ -155,7 +154,6 @@ def test_view_cost_is_bounded() -> None:
     assert [model.predict_kernel_ms(VIEW, ms) for ms in (9.0, 2.0, 0.04)] == [0.1, 0.1, 0.04]
 
 
-@settings(deadline=None)
 @given(
     st.floats(-2.0, 2.0), st.floats(0.0, 1.0), st.floats(1e-3, 10.0), st.sampled_from([SMALL, VIEW]),
     st.integers(0, 2),
@@ -246,7 +244,6 @@ def by_id(times_ms: tuple[float, ...]) -> dict[str, float]:
     return {kernel.id: ms for kernel, ms in zip(KERNELS, times_ms, strict=True)}
 
 
-@settings(deadline=None)
 @given(CHAINS, TIMES, TIMES, COSTS)
 def test_compose_queue_matches_simulation(
     graph: Graph, device: tuple[float, ...], host: tuple[float, ...], costs: dict[str, float]
@@ -273,7 +270,6 @@ def test_compose_queue_matches_simulation(
     assert composed.total_ms - composed_model.call_ms <= sum(hosts) + sum(inside) + 1e-9
 
 
-@settings(deadline=None)
 @given(CHAINS, TIMES, TIMES, st.sampled_from(KERNELS), st.floats(0.0, 5.0), st.booleans())
 def test_compose_queue_monotone(
     graph: Graph,

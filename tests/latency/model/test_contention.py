@@ -54,7 +54,6 @@ sharings = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(sharings, milliseconds, st.floats(0.0, 1e4), st.lists(loads, min_size=2, max_size=6))
 def test_slowdown_monotone_and_at_least_one(
     sharing: ContentionModel, idle_ms: float, delay: float, levels: list[float]
@@ -66,7 +65,6 @@ def test_slowdown_monotone_and_at_least_one(
     assert all(more >= less * (1.0 - 1e-12) for less, more in itertools.pairwise(slowdowns))
 
 
-@settings(deadline=None)
 @given(sharings, milliseconds, st.lists(st.floats(0.0, 50.0), min_size=2, max_size=6), loads)
 def test_latency_grows_with_delay(
     sharing: ContentionModel, idle_ms: float, delays: list[float], load: float
@@ -75,7 +73,7 @@ def test_latency_grows_with_delay(
     assert all(more >= less * (1.0 - 1e-6) for less, more in itertools.pairwise(means_ms))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sharings, st.floats(0.1, 100.0), st.floats(0.0, 1e3), loads)
 def test_runs_not_faster_than_idle(
     sharing: ContentionModel, idle_ms: float, delay: float, load: float
@@ -243,7 +241,6 @@ def test_get_load_missing_metric_raises() -> None:
         CPU.get_load({})
 
 
-@settings(deadline=None)
 @given(sharings)
 def test_contention_round_trip(sharing: ContentionModel) -> None:
     assert from_record(ContentionModel, to_record(sharing)) == sharing

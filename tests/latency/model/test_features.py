@@ -59,7 +59,6 @@ def any_kernels(draw: Any) -> KernelSpec:
     )
 
 
-@settings(deadline=None)
 @given(any_kernels())
 def test_features_same_names_and_finite(kernel: KernelSpec) -> None:
     features_of_kernel = make_features(kernel)
@@ -70,7 +69,6 @@ def test_features_same_names_and_finite(kernel: KernelSpec) -> None:
     assert all(math.isfinite(value) for value in features_of_kernel.values() if not isinstance(value, str))
 
 
-@settings(deadline=None)
 @given(extents, extents, extents, extents, extents, extents)
 def test_convolution_contraction(
     batch: int, groups: int, read: int, written: int, side: int, window: int
@@ -84,7 +82,6 @@ def test_convolution_contraction(
     assert make_features(kernel)["window"] == window * window
 
 
-@settings(deadline=None)
 @given(extents, extents, extents, extents, st.booleans())
 def test_shared_matrix_folds_batch(batch: int, rows: int, depth: int, columns: int, shared: bool) -> None:
     second = (depth, columns) if shared else (batch, depth, columns)

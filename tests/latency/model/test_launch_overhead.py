@@ -92,7 +92,7 @@ def test_predict_unseen_size() -> None:
     assert statistics.fmean(errors) < 0.05
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     times=st.lists(st.floats(-0.1, 10.0), min_size=4, max_size=4),
     seed=st.integers(0, 3),

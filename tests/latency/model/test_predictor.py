@@ -86,7 +86,7 @@ def test_predict_unseen_network(made_up: MadeUp, unseen: Graph) -> None:
 def test_predict_kernels_sum_to_mean(made_up: MadeUp, unmeasured: Graph, unseen: Graph) -> None:
     graphs = [*made_up.graphs, unmeasured, unseen]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(load=SHARES, number=st.integers(0, len(graphs) - 1))
     def holds(load: float, number: int) -> None:
         prediction = made_up.predictor.predict(graphs[number], {"others": load})
@@ -111,7 +111,7 @@ def test_predict_monotone_in_load(made_up: MadeUp, unseen: Graph) -> None:
     idle = made_up.predictor.predict(unseen)
     assert idle.mean_ms == pytest.approx(idle.idle_ms, rel=1e-9) and idle.load == {}
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(loads=st.tuples(SHARES, SHARES))
     def holds(loads: tuple[float, float]) -> None:
         light, heavy = (made_up.predictor.predict(unseen, {"others": load}) for load in sorted(loads))

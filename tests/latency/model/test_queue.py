@@ -382,7 +382,7 @@ def test_queue_unknown_view_has_no_device_time(queued: MadeUp, unseen: Graph) ->
 def test_queue_kernels_and_call_sum_to_mean(queued: MadeUp, unseen: Graph, unmeasured: Graph) -> None:
     graphs = [*queued.graphs, unseen, unmeasured]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(load=st.floats(0.0, 1.0), number=st.integers(0, len(graphs) - 1))
     def holds(load: float, number: int) -> None:
         prediction = queued.predictor.predict(graphs[number], {"others": load})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("onnx")
@@ -59,7 +59,6 @@ def test_fit_bound_holds_for_short_kernels() -> None:
     assert all(roofline.compute_bound_ms(k) <= 1.5 * ms for k, ms in zip(kernels, latencies_ms, strict=True))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=20),
     st.integers(1, 500),

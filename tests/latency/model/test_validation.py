@@ -17,6 +17,7 @@ from benchmarks.latency.evaluate import compute_coverage
 from sparseflow.errors import InputError
 from sparseflow.latency.model import validation
 from sparseflow.latency.model.dataset import LatencyDataset
+from sparseflow.latency.model.fitting import fit_predictor
 from sparseflow.latency.model.kernel_regressor import RATIO
 from sparseflow.latency.model.validation import HeldOutPrediction
 from tests.latency.conftest import MadeUp
@@ -100,9 +101,9 @@ def test_strict_excludes_shared_kernels(data: LatencyDataset) -> None:
 
 def test_held_out_level_predicted(data: LatencyDataset) -> None:
     def predict_level(dataset: LatencyDataset) -> list[HeldOutPrediction]:
-        return validation.predict_under_load(
-            dataset, validation.fit_without_each_network(dataset, RATIO, levels=[0.8])
-        )
+        predictor = fit_predictor(dataset, RATIO, levels=[0.8])
+        predictors = dict.fromkeys(validation.list_networks(dataset), predictor)
+        return validation.predict_under_load(dataset, predictors)
 
     predictions, other_predictions = (
         predict_level(data),

@@ -100,7 +100,6 @@ def fit_without_each_network(
     *,
     mode: str | None = None,
     strict: bool = False,
-    levels: Sequence[float] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Predictor]:
@@ -111,7 +110,6 @@ def fit_without_each_network(
         kind: Regressor, one of `kernel_regressor.KINDS`.
         mode: Composition; by default as `fit_predictor`.
         strict: Also exclude kernels that other networks share with it.
-        levels: Levels of load to learn; by default all.
         seed: Random seed of the trees.
         progress: Receives the network and the fraction done.
     """
@@ -131,7 +129,6 @@ def fit_without_each_network(
             kind,
             kernels=remaining,
             models=set(data.list_models()) - set(list_cases(data, network)),
-            levels=levels,
             mode=mode,
             seed=seed,
         )
