@@ -45,7 +45,7 @@ def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int,
     generator = np.random.default_rng(seed)
     share = np.arange(1, side + 1) ** -EXPONENT
     lengths = np.minimum(side, (share * (nnz / share.sum())).astype(np.int64))
-    # What rounding lost goes to the shortest rows, of which there are most.
+    # The remainder of rounding goes to the shortest rows, the most frequent ones.
     lengths[max(0, side - (nnz - int(lengths.sum()))) :] += 1
     lengths = generator.permutation(np.minimum(side, lengths))
     ends = np.cumsum(lengths)
@@ -64,7 +64,7 @@ def pattern(nnz: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int,
 
 def peak_bytes() -> int:
     """Return the peak memory of this process."""
-    # Not getrusage: its peak is inherited from whoever started the process.
+    # The peak of getrusage would be inherited from the parent process.
     result = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert result
     return 1024 * int(result[1])

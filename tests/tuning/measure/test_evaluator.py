@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.tuning import TuneResult, TuningSession
 from sparseflow.tuning.codegen import program
 from sparseflow.tuning.codegen.c_source import SYMBOL
-from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
@@ -196,3 +199,48 @@ def test_inputs_depend_on_seed(cache: Path) -> None:
 def test_exit_propagates_error(cache: Path) -> None:
     with pytest.raises(KeyError), ScheduleEvaluator(problem_of(), CSR, cache_dir=cache):
         raise KeyError("mine")
+
+
+class FakeCluster:
+    """Replacement of a cluster that runs the last batch first."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+        self.options: dict[str, Any] = {}
+
+    def __call__(
+        self, function: Callable[[Any], Any], items: Sequence[Any], **options: Any
+    ) -> Iterator[tuple[int, Any]]:
+        self.options = options
+        for position in reversed(range(len(items))):
+            sent = pickle.loads(pickle.dumps((function, items[position])))
+            self.batch_sizes.append(len(sent[1].schedules))
+            yield position, pickle.loads(pickle.dumps(sent[0](sent[1])))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    result = FakeCluster()
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator.map_unordered", result)
+    return result
+
+
+def tune_on_cluster(**options: Any) -> TuneResult:
+    matrix = np.eye(9, dtype=np.float32)
+    return TuningSession("spmv", matrix, threads=1, method="random", cluster="10.0.0.1:6379", **options).run()
+
+
+def test_cluster_measures_proposals(cluster: FakeCluster) -> None:
+    tuned = tune_on_cluster(max_trials=BATCH_SIZE + 3, num_machines=2)
+    assert cluster.batch_sizes == [3, BATCH_SIZE], "there is a batch for each machine"
+    assert cluster.options == {"cluster": "10.0.0.1:6379", "cpus_per_task": 1.0}
+    proposals = [trial.schedule for trial in tuned.trials]
+    assert len(proposals) == len(set(proposals)) == len(tuned.baselines) - 1 + BATCH_SIZE + 3
+    assert all(trial.error is None for trial in tuned.trials)
+
+
+def test_cluster_other_processor_raises(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = iter(["ours", "another"])
+    monkeypatch.setattr("sparseflow.tuning.measure.evaluator.describe_cpu", lambda: next(messages))
+    with pytest.raises(DeviceError):
+        tune_on_cluster(max_trials=2, num_machines=1)

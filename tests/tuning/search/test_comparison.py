@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparseflow.errors import FileFormatError
 from sparseflow.tuning.model.cost_model import ScheduleScorer
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search import comparison
 from sparseflow.tuning.search.comparison import SearchRecord, compare_searches
+from tests.conformance import check_artifact_file
 
 
 def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,7 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
         "what is done is not done again"
     )
     (path,) = (tmp_path / "searches").glob("*guided-random*")
-    path.write_text("{}")
-    with pytest.raises(FileFormatError):
-        SearchRecord.load(path)
+    check_artifact_file(SearchRecord.load, path, hint="search again")
 
 
 def test_count_until_goal() -> None:

@@ -91,7 +91,7 @@ class CollectionLog:
         return sum(map(len, self.trials.values()))
 
     def find(self, task: TuningTask) -> Mapping[str, Mapping[Schedule, Trial]]:
-        """Return device -> schedule -> trial of a task, whatever its names and device are."""
+        """Return device -> schedule -> trial of a task; names and device of `task` do not matter."""
         return self._trials_by_key.get(task.key, {})
 
     def append(self, task: TuningTask, trial: Trial) -> None:

@@ -216,25 +216,21 @@ def _group_lines(
     source: Path, matrix: str | None, rejected: list[_Rejection]
 ) -> dict[str, list[_SourceLine]]:
     """Return matrix name -> its lines."""
-    rows = _read_lines(source)
-    header = next(rows, "").split("\t")
-    table = all(name in header for name in _COLUMNS)
-    if table and matrix is not None:
-        raise InputError(f"{source} has matrix names; `matrix` (={matrix!r}) must be None")
-    if not table and matrix is None:
+    rows = enumerate(_read_lines(source), start=1)
+    if matrix is not None:
+        lines = [_SourceLine(number=number, schedule=line, time=None) for number, line in rows]
+        if lines and set(_COLUMNS) <= set(lines[0].schedule.split("\t")):
+            raise InputError(f"{source} has matrix names; `matrix` (={matrix!r}) must be None")
+        return {matrix: lines}
+    header = next(rows, (1, ""))[1].split("\t")
+    if not set(_COLUMNS) <= set(header):
         raise FileFormatError(
-            f"{source} has no tab-separated header with the columns {', '.join(_COLUMNS)}; for "
-            "AutoSparse's lines, pass the name of their matrix (`matrix`)"
+            f"{source} has no tab-separated header with the columns {', '.join(_COLUMNS)}; for AutoSparse's "
+            "lines, pass the name of their matrix (`matrix`)"
         )
     groups: dict[str, list[_SourceLine]] = {}
-    if matrix is not None:
-        numbered_lines = enumerate(_read_lines(source), start=1)
-        groups[matrix] = [
-            _SourceLine(number=number, schedule=line, time=None) for number, line in numbered_lines
-        ]
-        return groups
     name_at, schedule_at, time_at = map(header.index, _COLUMNS)
-    for number, line in enumerate(rows, start=2):
+    for number, line in rows:
         cells = line.split("\t")
         if len(cells) != len(header):
             reason = f"columns: {len(cells)} columns; expected {len(header)}, as in the header"

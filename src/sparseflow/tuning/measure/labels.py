@@ -102,7 +102,7 @@ class TuningTask:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies a task, without names and the device."""
+        """Fields that identify a task; names and the device do not."""
         return self.operator, self.pattern, self.n_cols, self.dtype, self.threads
 
     def extents(self) -> dict[str, int]:
@@ -283,8 +283,8 @@ def _schema() -> pa.Schema:
     import pyarrow as pa
 
     text = pa.dictionary(pa.int32(), pa.string())
-    kinds = dict.fromkeys(_COUNT_COLUMNS, pa.int64()) | dict.fromkeys(_TIME_COLUMNS, pa.float64())
-    kinds["disturbed"] = pa.bool_()
+    kinds: dict[str, pa.DataType] = {"disturbed": pa.bool_()}
+    kinds |= dict.fromkeys(_COUNT_COLUMNS, pa.int64()) | dict.fromkeys(_TIME_COLUMNS, pa.float64())
     order = (*_TASK_COLUMNS, *(field.name for field in fields(ScheduleMeasurement)))
     return pa.schema(
         [pa.field(name, kinds.get(name, text), nullable=name in _NULLABLE_COLUMNS) for name in order]

@@ -88,7 +88,7 @@ def test_shipped_network_is_small_and_cached() -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_shipped_network_ranks_presets(name: str) -> None:
-    """The presets are far faster than most random schedules, whatever the matrix."""
+    """The presets are far faster than most random schedules for every kind of matrix."""
     rng = np.random.default_rng(0)
     above = []
     for kind in PATTERN_KINDS:
