@@ -1,4 +1,4 @@
-"""The optimum by trying all mappings: slow, and plainly right."""
+"""Exhaustive search over all mappings; the reference for the solver."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparseflow.codesign.mapping.problem import MappingProblem
 from sparseflow.errors import InputError
 
 MOST = 2**28
-"""Mappings: some ten seconds."""
+"""Largest number of mappings, about ten seconds."""
 
 
 def exhaust(problem: MappingProblem, goals: Sequence[MappingGoal]) -> list[tuple[float, list[int] | None]]:
-    """The least objective for each goal, ms, and a mapping that has it; inf and None where none can run.
+    """Find the lowest objective for each goal, ms, and its mapping; inf and None without a feasible mapping.
 
     Raises:
         InputError: There are more than `MOST` mappings.
@@ -40,7 +40,7 @@ def exhaust(problem: MappingProblem, goals: Sequence[MappingGoal]) -> list[tuple
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def evaluate(tables: ProblemArrays, slot: np.ndarray, busy: np.ndarray, remaining: np.ndarray) -> bool:
-    """Fill `busy` [S] in ms and `left` [S] in bytes; whether the mapping can run."""
+    """Fill `busy` [S] in ms and `left` [S] in bytes; return whether the mapping is feasible."""
     busy[:] = 0.0
     remaining[:] = tables.limit
     use_fine_split = True
@@ -65,7 +65,7 @@ def search_all(
     best: np.ndarray,
     best_slot: np.ndarray,
 ) -> None:
-    """The best mapping for each of G goals, in one pass over all S^K.
+    """Find the best mapping for each of G goals in one pass over all S^K mappings.
 
     Args:
         tables: The problem.

@@ -1,7 +1,7 @@
-"""What every benchmark here does first and last: its options, its circumstances, its record.
+"""Shared start and end of the benchmarks: options, environment and record.
 
-A benchmark is a script: it prints what it finds, keeps all samples in the file that `--out` names, and ends
-with 1 where something is wrong. The record then says so under `failed`, and no claim is made of it.
+A benchmark is a script. It prints its results, writes all samples to the file of `--out`, and exits with 1 if
+a check fails. The record then lists the failures under `failed`, and no claim is derived from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparseflow.core.files import write_atomic
 def make_parser(
     doc: str | None, *, seed: str | None = None, required: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser that knows `--seed` and `--out`.
+    """Create a parser with `--seed` and `--out`.
 
     Args:
         doc: The benchmark's docstring.
@@ -29,13 +29,13 @@ def make_parser(
         required: Whether there must be a file.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help=seed and f"of {seed}")
-    parser.add_argument("--out", type=Path, required=required, help="JSON file")
+    parser.add_argument("--seed", type=int, default=0, help=seed and f"random seed of {seed}")
+    parser.add_argument("--out", type=Path, required=required, help="output file (JSON)")
     return parser
 
 
 def start_record(args: argparse.Namespace, *, device: str = "cpu") -> dict[str, Any]:
-    """What a record begins with: where and how it is measured. Files and folders are nobody's business."""
+    """Start a record with the environment and the options; paths are omitted."""
     settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     settings.pop("out", None)
     # JSON knows no infinity.
@@ -44,7 +44,7 @@ def start_record(args: argparse.Namespace, *, device: str = "cpu") -> dict[str, 
 
 
 def logits_tolerance(dtype: str, *, split: bool) -> float:
-    """How far logits of a plan may be from the model's, over max(1, the largest), for a dtype of torch.
+    """Largest difference of the logits of a plan, relative to max(1, largest logit), for a torch dtype.
 
     Sums in another order differ by rounding; without splits nothing is summed anew.
     """

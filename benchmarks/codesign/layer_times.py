@@ -1,10 +1,10 @@
-"""What each layer of a model takes within passes over the whole of it.
+"""Times of the layers of a model within passes over the full model.
 
-A layer that is measured alone, over and over (`profile.py`), finds its input where its last call left it. In
-a pass it finds what the layer before has just written, in a cache that is large enough for it; and how long
-its kernels wait to be launched depends on how far the host is ahead. So a plan for a model that is at hand
-is better made from passes: of one batch alone for its latency, and of batches right behind each other, where
-launches hide behind work, for a pipeline's period.
+A layer that is measured alone (`hardware/proxy/profiling.py`) finds its input where its last call left it. In
+a pass it finds the output of the previous layer, in a cache that is large enough for it, and the launch delay
+of its kernels depends on how far the host is ahead. A plan for an existing model is therefore better made
+from passes: passes of one batch for the latency, and passes of consecutive batches, in which launches overlap
+with computation, for the period of a pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layer_times(
     warmup: int = 5,
     behind: bool = False,
 ) -> list[list[float]]:
-    """Time every layer in some passes.
+    """Measure the time of every layer in several passes.
 
     Args:
         model: In evaluation mode, on the device.
@@ -73,7 +73,7 @@ def _between_ms(before: Any, after: Any) -> float:
 
 
 def _record_time(device: torch.device) -> torch.cuda.Event | float:
-    """A point in time; on a GPU when its work so far is done."""
+    """Record a point in time; on a GPU, the end of all work so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

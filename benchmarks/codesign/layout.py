@@ -1,13 +1,15 @@
-"""How close the searches come to the best known costs of QAPLIB, and how many swaps they judge a second.
+"""Quadratic assignment on QAPLIB: gap to the best known costs, and evaluated swaps per second.
+
+::
 
     python benchmarks/codesign/layout.py --qaplib FOLDER --device cpu --out results/codesign/layout-cpu.json
     python benchmarks/codesign/layout.py --qaplib FOLDER --device cuda --out results/codesign/layout-cuda.json
 
-On one core each restart begins with another random permutation and has its own time; scipy's heuristics stand
-beside it. With `--device cuda` the batch is then measured against one core in turns, in the same run and with
-as many moves a restart. A batch is only worth a number if it is right: the cost of every permutation is
-computed anew, in int64 on the CPU, and the first restarts must have found the same permutations as the core
-did. `--warps` tries the batch with other numbers of warps a program.
+On one core each restart starts from another random permutation and is timed separately; SciPy's heuristics
+are the baseline. With `--device cuda` the batched search and one core are measured in alternating rounds of
+the same run, with the same number of moves per restart. The cost of every permutation is recomputed in int64
+on the CPU, and the first restarts must find the same permutations as the core. `--warps` also tries other
+numbers of warps per program.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from sparseflow.codesign.layout import (
 from sparseflow.core.environment import collect_environment
 
 SAME = 4
-"""Restarts of a batch whose permutations are compared with those of the core."""
+"""Number of restarts of a batch whose permutations are compared with those of one core."""
 
 
 def gap(value: float, instance: QapInstance) -> float | None:
-    """Share above the best known cost."""
+    """Relative excess over the best known cost."""
     return None if not instance.best_known else value / instance.best_known - 1.0
 
 
@@ -57,7 +59,7 @@ def summary(
 
 
 def on_core(instance: QapInstance, method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Restarts one by one."""
+    """Run the restarts one by one."""
     result: list[QapAssignment] = [
         assign(
             instance.flow, instance.distance, method=method, restarts=1, seed=args.seed + restart,
@@ -88,7 +90,7 @@ def by_scipy(instance: QapInstance, method: str, args: argparse.Namespace) -> di
 
 
 def against_core(instance: QapInstance, args: argparse.Namespace) -> dict[str, Any]:
-    """The batch and one core in turns, with as many moves a restart."""
+    """Measure the batch and one core in alternating rounds, with the same moves per restart."""
     settings: dict[str, Any] = {"iterations": args.moves, "seed": args.seed}
     pair = (instance.flow, instance.distance)
     core, batch = [], []
@@ -185,17 +187,17 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--qaplib", type=Path, required=True, help="folder with *.qap files")
-    parser.add_argument("--only", nargs="*", help="names of instances; all by default")
+    parser.add_argument("--qaplib", type=Path, required=True, help="directory of *.qap files")
+    parser.add_argument("--only", nargs="*", help="names of the instances; all by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--restarts", type=int, default=5, help="of one core")
+    parser.add_argument("--restarts", type=int, default=5, help="restarts on one core")
     parser.add_argument(
-        "--iterations", type=int, help="of a restart of one core; by default those of `assign`"
+        "--iterations", type=int, help="iterations per restart on one core; by default those of `assign`"
     )
     parser.add_argument("--batch", type=int, default=2112, help="restarts of the batch")
-    parser.add_argument("--moves", type=int, default=20_000, help="of a restart of the batch")
-    parser.add_argument("--rounds", type=int, default=3, help="of the batch against one core")
-    parser.add_argument("--warps", type=int, nargs="*", default=[], help="also try these numbers of warps")
+    parser.add_argument("--moves", type=int, default=20_000, help="moves per restart of the batch")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of batch and one core")
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="additional numbers of warps to try")
     args = parser.parse_args()
     files = sorted(file for file in args.qaplib.glob("*.qap") if not args.only or file.stem in args.only)
     if not files:

@@ -1,4 +1,4 @@
-"""What a link between two processes is worth: messages of several sizes, there and back."""
+"""Latency and bandwidth of the link between two processes, from round trips of several sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def probe(
     repeats: int = 15,
     trips: int = 4,
 ) -> tuple[LinkType, dict[int, list[float]]]:
-    """Measure the link between the first two processes; all that were joined call it, and get the same.
+    """Measure the link between the first two processes; all joined processes call it and get the same result.
 
     On GPUs messages follow each other on the device, as those of a pipeline do; half of a trip there and back
     is one way. Latency and bandwidth are fitted to the medians so that relative errors are small.

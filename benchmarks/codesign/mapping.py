@@ -1,18 +1,18 @@
-r"""Mapping segments to slots: is it the optimum or how near to it, does memory hold, how long does it take?
+"""Mapping of segments to slots: distance from the optimum, memory limits and time.
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/codesign/mapping.py --out results/codesign/mapping-cpu.json
 
-Four parts, on random problems (`synthetic`):
+The benchmark has four parts, on random problems (`random_problem`):
 
-- optimum: `auto` against all mappings tried one by one, up to 12 segments on 4 slots;
-- large: `auto` against CP-SAT, alone and going on from that answer, 24 segments on 8 slots;
-- memory: does each answer fit, and is its bound no higher than it, by a check that shares no code with it;
-- coarse: time of a plan for 12 to 14 segments on 4 to 8 slots, and of the first in a new process.
+- optimum: `auto` against all mappings, up to 12 segments on 4 slots;
+- large: `auto` against CP-SAT, alone and started from that result, 24 segments on 8 slots;
+- memory: whether each mapping fits and its bound is valid, by a check that shares no code with the solver;
+- coarse: time of a plan for 12 to 14 segments on 4 to 8 slots, and of the first plan of a new process.
 
-Times are those of calls, compiling left out, but for the first in a new process.
+Times exclude compilation, except for the first plan of a new process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sparseflow.codesign.mapping import (
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 SAME = 1e-9
-"""Share by which sums of floats may differ."""
+"""Relative difference of float sums that counts as rounding."""
 
 FIRST = """
 import time; begin = time.perf_counter()
@@ -56,7 +56,7 @@ print(time.perf_counter() - begin)
 
 
 def naive(problem: MappingProblem, mapping: Sequence[int], mode: Mode, weight: float) -> float:
-    """The objective from its definition; inf where memory or a slot is not what it must be."""
+    """Compute the objective from its definition; inf if the mapping is infeasible."""
     busy, contents = [0.0] * problem.num_slots, [[] for _ in range(problem.num_slots)]
     for k, s in enumerate(mapping):
         busy[s] += float(problem.latency_ms[k, s])
@@ -78,7 +78,7 @@ def timed(solver: MappingSolver, problem: MappingProblem, **overrides: Any) -> t
 
 
 def optimum(args: argparse.Namespace) -> dict[str, Any]:
-    """Half of the problems are chains; memory is tight in most."""
+    """Create a random problem: half are chains, and most have little free memory."""
     samples = []
     for number in range(args.optimum):
         segments, slots = (12, 4) if number % 10 == 0 else (4 + number % 9, 2 + number % 3)
@@ -261,11 +261,13 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--optimum", type=int, default=100, help="problems, each in both modes")
-    parser.add_argument("--large", type=int, default=10, help="problems")
-    parser.add_argument("--memory", type=int, default=1000, help="problems")
-    parser.add_argument("--repeats", type=int, default=5, help="of each coarse plan")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for CP-SAT")
+    parser.add_argument(
+        "--optimum", type=int, default=100, help="problems against all mappings, each in both modes"
+    )
+    parser.add_argument("--large", type=int, default=10, help="problems against CP-SAT")
+    parser.add_argument("--memory", type=int, default=1000, help="problems of the memory check")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each coarse plan")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of CP-SAT, s")
     parser.add_argument("--workers", type=int, default=2, help="threads of CP-SAT")
     args = parser.parse_args()
     MappingSolver().solve_mapping(random_problem(3, 2, seed=0))

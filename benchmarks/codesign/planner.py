@@ -1,15 +1,15 @@
-r"""Layers are split where that pays and only there (line 2), and what a coarse plan takes.
+"""Layer splits of the planner: accepted only where they pay off, and the time of a coarse plan.
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/codesign/planner.py --instances 200 --threads 1 --out results/codesign/planner.json
 
-Transformers by their figures, on chips of the shipped library. First two cases whose answer is plain: a model
-of equal blocks over a slow link, which must stay whole, and one with a giant perceptron over a fast link,
-which must be split. Then random ones: models, chips, empty slots, links from slow to fast, both modes. Each
-plan is priced anew, from its slots and splits alone, and must not be worth less than the coarse one. All that
-the planner says it considered is kept, with what it would have gained; of the first two all that it tried.
+The instances are descriptions of transformers on chips of the shipped library. Two instances have a known
+answer: equal blocks over a slow link must not be split, and a very large MLP over a fast link must be split.
+The others are random: models, chips, empty slots, links from slow to fast, and both modes. The objective of
+each plan is recomputed from its slots and splits alone and must not exceed that of the coarse plan. The
+record contains all decisions with their gains, and for the first two instances all evaluated splits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerConfig, LayerHwProxy
 from sparseflow.codesign.mapping import MappingSolver, Mode
 from sparseflow.codesign.partition.objective import evaluate_plan, is_feasible
-from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner, evaluations_to_table
+from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner
 from sparseflow.codesign.partition.split_search import PartitionConfig
 from sparseflow.codesign.workload.splits import compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
@@ -41,7 +41,7 @@ LIBRARY = read_library()
 CHIPS = ("npu-s", "npu-m", "npu-l", "memory-m")
 HEAD_DIM, BYTES = 64, 2
 LEAST = 1e-12
-"""Relative; what sums may be off by."""
+"""Relative difference of sums that counts as rounding."""
 
 COLUMNS = (
     "seed", "mode", "chips", "slots", "layers", "giant", "GB/s", "us", "coarse objective", "objective",
@@ -51,12 +51,15 @@ COLUMNS = (
 coarse plan's latency from its bound, `coarse ms` and `plan ms` are what the planner took; `considered` holds
 the best split of each layer in each round, see `CONSIDERED`, and `tried` is how many were evaluated."""
 
+TRIED = ("round", "layer", "sizes", "slots", "segments_moved", "objective_after", "gain_ratio")
+"""Columns of the evaluated splits."""
+
 CONSIDERED = ("layer", "sizes", "slots", "objective before", "objective after", "gain", "accepted")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """What is planned.
+    """A planning problem.
 
     Attributes:
         layers: Of the model.
@@ -117,7 +120,7 @@ def transformer(
 
 
 def plain(*, slow: bool) -> Instance:
-    """A model of equal blocks over the slowest link, or one with a giant perceptron over the fastest."""
+    """Create a model of equal blocks over the slowest link, or with a very large MLP over the fastest one."""
     figures = {} if slow else {"giant": 1, "times": 12}
     return Instance(
         layers=transformer(4, 512, tokens=196, batch=8, **figures), chips=[LIBRARY.get_chip("npu-m")] * 4,
@@ -126,7 +129,7 @@ def plain(*, slow: bool) -> Instance:
 
 
 def draw_instance(seed: int) -> Instance:
-    """A random one."""
+    """Create a random instance."""
     rng = np.random.default_rng(seed)
     blocks = int(rng.integers(1, 7))
     giant = int(rng.integers(blocks)) if rng.random() < 0.5 else None
@@ -149,7 +152,7 @@ def draw_instance(seed: int) -> Instance:
 
 
 def wrong_with(arguments: Instance, result: PartitionPlan) -> list[str]:
-    """What a plan does not keep of what it says, priced anew from its slots and splits alone."""
+    """List the contradictions between a plan and its recomputed cost."""
     planner, rewrite = arguments.planner, result.rewrite_plan
     costs = planner.compute_costs(arguments.layers, arguments.chips, arguments.network)
     splits = {
@@ -180,7 +183,7 @@ def wrong_with(arguments: Instance, result: PartitionPlan) -> list[str]:
 
 
 def coarse_homes(arguments: Instance, result: PartitionPlan) -> Sequence[int]:
-    """Slots of layers in the coarse plan; splits may have moved segments since."""
+    """Return the slots of the layers in the coarse plan; splits may have moved segments."""
     return (
         result.assignment if result.rewrite_plan is None else arguments.plan(use_fine_split=False).assignment
     )
@@ -191,13 +194,13 @@ def short(value: float) -> float:
 
 
 def rounded(table: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """With six digits of each figure."""
+    """Round all numbers to six digits."""
     rows = [[short(item) if isinstance(item, float) else item for item in row] for row in table["rows"]]
     return table | {"rows": rows}
 
 
 def considered(result: PartitionPlan) -> list[list[Any]]:
-    """See `CONSIDERED`."""
+    """Convert a decision to a row of `CONSIDERED`."""
     return [
         [
             decision.layer,
@@ -215,7 +218,7 @@ def considered(result: PartitionPlan) -> list[list[Any]]:
 def row(
     seed: int, arguments: Instance, result: PartitionPlan, coarse: Samples, use_fine_split: Samples
 ) -> list[Any]:
-    """One instance, see `COLUMNS`."""
+    """Convert an instance to a row of `COLUMNS`."""
     names = ["" if chip is None else chip.name for chip in arguments.chips]
     widest = max(layer.mlp_ratio for layer in arguments.layers) / 4
     return [
@@ -239,7 +242,7 @@ def row(
 
 
 def ran(seed: int, arguments: Instance, repeats: int) -> tuple[PartitionPlan, list[Any], list[str]]:
-    """The plan of an instance, its row and what is wrong with it. What is timed was run before."""
+    """Return the plan of an instance, its row and its problems. Timed calls have been run before."""
     plans: list[PartitionPlan] = []
     coarse = measure(lambda: arguments.plan(use_fine_split=False), warmup=1, repeats=repeats)
     timing = measure(lambda: plans.append(arguments.plan()), warmup=0, repeats=1)
@@ -247,7 +250,7 @@ def ran(seed: int, arguments: Instance, repeats: int) -> tuple[PartitionPlan, li
 
 
 def report(rows: list[list[Any]]) -> None:
-    """Print what random instances show."""
+    """Print a summary of the random instances."""
     index = {name: [item[position] for item in rows] for position, name in enumerate(COLUMNS)}
     pairs = list(zip(index["coarse objective"], index["objective"], strict=True))
     gains = [
@@ -304,9 +307,9 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 def main() -> int:
     parser = make_parser(__doc__, seed="the first random instance")
-    parser.add_argument("--instances", type=int, default=200, help="random ones")
-    parser.add_argument("--repeats", type=int, default=3, help="coarse plans that are timed of each")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--instances", type=int, default=200, help="random instances")
+    parser.add_argument("--repeats", type=int, default=3, help="timed coarse plans per instance")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     record = start_record(args) | {
@@ -320,7 +323,8 @@ def main() -> int:
         if (result.rewrite_plan is None) is not slow:
             problems.append("splits" if slow else "splits nothing")
         wrong += [f"{name}: {problem}" for problem in problems]
-        record["tried"][name] = rounded(evaluations_to_table(result.split_evaluations))
+        rows = [[getattr(item, column) for column in TRIED] for item in result.split_evaluations]
+        record["tried"][name] = rounded({"columns": list(TRIED), "rows": rows})
         before, after = result.coarse_stats.objective, result.hw_stats.objective
         print(f"{name}: objective {before:.4g} -> {after:.4g}, {'no splits' if slow else 'split'} expected")
         for decision in result.split_decisions:

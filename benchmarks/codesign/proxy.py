@@ -1,17 +1,17 @@
-r"""How well the hardware proxy predicts layers that it has not seen.
+r"""Prediction error of the hardware proxy on held-out layers.
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/codesign/proxy.py --device cuda --points 720 --out results/codesign/proxy-cuda.json \
-        --keep results/codesign/proxy-cuda.parquet
+        --keep results/codesign/proxy-cuda.jsonl
     python benchmarks/codesign/proxy.py --device cpu --points 150 --threads 1 --tdp-w 65 \
-        --out results/codesign/proxy-cpu.json --keep results/codesign/proxy-cpu.parquet
+        --out results/codesign/proxy-cpu.json --keep results/codesign/proxy-cpu.jsonl
 
-Layers of all types are drawn from a grid and measured, each configuration once; on a GPU as CUDA graphs, in
+Layers of all types are sampled from a grid and measured once per configuration; on a GPU as CUDA graphs, in
 float32 (without TF32), bfloat16 and float16. Every configuration is predicted by a proxy that was fitted
-without it, and by a roofline that was fitted to the same points. All points are kept. Some configurations are
-measured once more at the end: no model can be nearer to a measurement than the next measurement is.
+without it, and by a roofline that was fitted to the same points. The record contains all points. Some
+configurations are measured again at the end: the difference between two measurements limits every model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ LAYERS, DEVICES = 30, 8
 
 
 def collected(args: argparse.Namespace, file: Path) -> tuple[list[LayerPoint], dict[str, Any]]:
-    """Points, and how they were taken."""
+    """Measure the points; return them and the conditions of the measurement."""
     cuda = args.device.startswith("cuda")
     precisions = tuple(args.precisions or (["float32", "bfloat16", "float16"] if cuda else ["float32"]))
     grid = LayerGrid(precisions=precisions) if cuda else LayerGrid.small(precisions)
@@ -57,7 +58,7 @@ def collected(args: argparse.Namespace, file: Path) -> tuple[list[LayerPoint], d
         power_every=args.power_every if cuda else 0,
     )  # fmt: skip
     since = time.monotonic()
-    # A file that is gone on with says what the device is: ceilings differ a little each time.
+    # An existing file determines the specification of the device, because measured ceilings vary.
     points = read_points(file, missing_ok=True).points
     spec = points[0].device if points else measure_device(args.device, tdp_w=args.tdp_w, idle_w=args.idle_w)
     ceilings_s = time.monotonic() - since
@@ -77,22 +78,22 @@ def collected(args: argparse.Namespace, file: Path) -> tuple[list[LayerPoint], d
         "mode": config.mode,
         "precisions": precisions,
         "took": elapsed_ms,
-        "device_spec": spec.to_dict(),
+        "device_spec": asdict(spec) | {"rates": dict(spec.rates)},
     }
     if args.retest:
         with tempfile.TemporaryDirectory() as scratch:
-            repeated = profile_grid(Path(scratch) / "again.parquet", spec, num_points=args.retest, **shared)
+            repeated = profile_grid(Path(scratch) / "again.jsonl", spec, num_points=args.retest, **shared)
         record["retest_ms"] = [[a.lat_ms, b.lat_ms] for a, b in zip(result, repeated, strict=False)]
         record["retest_error"] = median_error(*zip(*record["retest_ms"], strict=True))
     return result, record
 
 
 def table_ms(args: argparse.Namespace, proxy: Any, spec: DeviceSpec) -> float:
-    """Median time of a table of costs."""
+    """Measure the median time of a table of costs."""
     layers = [item.to_node(index) for index, item in enumerate(LayerGrid().sample(LAYERS, args.seed + 1))]
     chips = read_library().chips
     devices = [spec, *(chips[index % len(chips)] for index in range(DEVICES - 1))]
-    return measure(lambda: proxy.table(layers, devices), repeats=50).median_ms
+    return measure(lambda: proxy.predict_table(layers, devices), repeats=50).median_ms
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
@@ -136,23 +137,27 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 def main() -> int:
     parser = make_parser(__doc__, required=True)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--points", type=int, default=150, help="configurations")
-    parser.add_argument("--precisions", nargs="*", help="all three on a GPU, float32 on a CPU by default")
-    parser.add_argument("--mode", choices=("eager", "graph"), help="graph on a GPU by default")
-    parser.add_argument("--repeats", type=int, default=9, help="samples of each configuration")
-    parser.add_argument("--power-every", type=int, default=16, help="one in so many, on a GPU")
-    parser.add_argument("--tdp-w", type=float, help="watts at full load; on a GPU its limit by default")
-    parser.add_argument("--idle-w", type=float, help="watts at rest; on a GPU measured by default")
-    parser.add_argument("--budget-s", type=float, default=math.inf, help="begin nothing after so long")
-    parser.add_argument("--retest", type=int, default=24, help="configurations to measure once more")
+    parser.add_argument("--points", type=int, default=150, help="layer configurations")
+    parser.add_argument("--precisions", nargs="*", help="by default all three on a GPU, float32 on a CPU")
+    parser.add_argument("--mode", choices=("eager", "graph"), help="by default graph on a GPU")
+    parser.add_argument("--repeats", type=int, default=9, help="samples per configuration")
+    parser.add_argument(
+        "--power-every", type=int, default=16, help="on a GPU, measure power of one in this many layers"
+    )
+    parser.add_argument("--tdp-w", type=float, help="power at full load, W; by default the limit of a GPU")
+    parser.add_argument("--idle-w", type=float, help="idle power, W; by default measured on a GPU")
+    parser.add_argument(
+        "--budget-s", type=float, default=math.inf, help="start no measurement after this time, s"
+    )
+    parser.add_argument("--retest", type=int, default=24, help="configurations to measure again")
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--keep", type=Path, help="Parquet file of points, gone on with if it is there")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--keep", type=Path, help="file of points; extended if it exists")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        points, values = collected(args, args.keep or Path(scratch) / "points.parquet")
+        points, values = collected(args, args.keep or Path(scratch) / "points.jsonl")
     since = time.monotonic()
     evaluation = cross_validate(points, num_folds=args.folds, seed=args.seed)
     proxy = fit_proxy(points, num_folds=0, seed=args.seed)

@@ -1,4 +1,4 @@
-"""Plans drawn at random: what executors are tried on."""
+"""Random plans for tests and benchmarks of the executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparseflow.errors import InputError
 def random_plan(
     layers: Sequence[LayerNode], slots: int, *, seed: int, share: float = 0.5, back: bool = False
 ) -> tuple[list[int], RewritePlan]:
-    """A slot for each layer, and splits into uneven groups, units in any order.
+    """Choose a slot for each layer, and splits into uneven groups with units in any order.
 
     Args:
         layers: Of a model, in order.

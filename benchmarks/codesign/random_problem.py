@@ -1,4 +1,4 @@
-"""Random problems for tests and benchmarks: a network's segments on chips of a few types, on a grid."""
+"""Random mapping problems for tests and benchmarks: segments of a network on chips of a few types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_problem(
     types: int = 3,
     refused: float = 0.0,
 ) -> MappingProblem:
-    """A problem that has a solution.
+    """Create a feasible problem.
 
     Limits are set around a hidden mapping, so that one exists however tight they are. Memory is in whole MB:
     sums are exact.

@@ -1,4 +1,4 @@
-r"""A pruned video transformer on several devices, a process each: plans against what is measured (line 6).
+r"""Plans of a pruned video transformer against their execution on several devices, one process per device.
 
 ::
 
@@ -6,11 +6,12 @@ r"""A pruned video transformer on several devices, a process each: plans against
     python benchmarks/codesign/reality.py --device cuda --slots 2 --dtype bfloat16 \
         --out results/codesign/reality-2.json
 
-Layers are measured on one device, in passes over the whole model: of one batch alone, and of batches right
-behind each other, where launches hide behind work. The link between two processes is measured by messages of
-several sizes. From these figures alone come the plans: a pipeline for throughput, by the layers of batches
-behind each other, and a plan for the latency of one batch alone, in which layers are split. Then both run.
-What one batch takes is predicted by the first figures, and how soon the next follows by the second.
+Layers are measured on one device in passes over the full model: passes of one batch, and passes of
+consecutive batches, in which launches overlap with computation. The link between two processes is measured
+with messages of several sizes. Two plans are made from these measurements alone: a pipeline for throughput,
+from the layer times of consecutive batches, and a plan for the latency of one batch, with split layers. Both
+plans are then executed. The latency is predicted from the first kind of passes and the period from the
+second.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Samples = list[list[float]]
 
 
 def make_model(args: argparse.Namespace) -> LayeredVideoViT:
-    """The pruned model, with the same weights in every process, on the CPU."""
+    """Create the pruned model on the CPU, with the same weights in every process."""
     torch.manual_seed(args.seed)
     model = VideoViT(
         args.size, args.frames, 101, args.dim, args.depth, args.heads, 4, 16,
@@ -69,7 +70,7 @@ def clips(args: argparse.Namespace) -> torch.Tensor:
 def layer_costs(
     args: argparse.Namespace, steps: LayeredVideoViT, network: Network, samples_ms: Samples
 ) -> LayerCosts:
-    """Every layer as it was measured on one device; all slots are alike."""
+    """Costs of the layers as measured on one device; all slots are equal."""
     layers = tuple(steps.describe_layers(args.batch))
     latency = np.median(np.array(samples_ms), axis=0)
     return LayerCosts(
@@ -82,7 +83,7 @@ def layer_costs(
 
 
 class Parts:
-    """What parts of a layer take, measured when first asked for.
+    """Measured times of the parts of a layer, cached.
 
     Home also does what of the layer is not split: its norm, what its stage drops, and the sum.
     """
@@ -123,7 +124,7 @@ class Parts:
 def run(
     args: argparse.Namespace, assignment: list[int], plan: PartitionPlan, device: torch.device
 ) -> tuple[PipelineTiming, Any]:
-    """One process: its slot, timed, and the logits where they come out."""
+    """Run and time the slot of this process; return its logits on the last slot."""
     batch = clips(args).to(device)
     with RankExecutor(make_model(args), assignment, plan.rewrite_plan, device=device) as executor:
         outputs = executor.run([batch])
@@ -132,7 +133,7 @@ def run(
 
 
 def reference(args: argparse.Namespace) -> tuple[torch.Tensor, float]:
-    """Logits of the whole model on one device, and what it takes there, ms a batch."""
+    """Return the logits of the full model on one device and its time per batch, ms."""
     device = torch.device(args.device)
     steps = make_model(args)
     moved, batch = (
@@ -144,7 +145,7 @@ def reference(args: argparse.Namespace) -> tuple[torch.Tensor, float]:
 
 
 def priced(plan: PartitionPlan, costs: LayerCosts, parts: Parts) -> PartitionPlan:
-    """The same plan at other costs."""
+    """Evaluate the same plan at other costs."""
     total = {
         layer: (split, parts(costs.layers[layer], split.sizes, split.slots))
         for layer, (split, _) in plan.splits.items()
@@ -163,7 +164,7 @@ def case(
     plan: PartitionPlan,
     expected: torch.Tensor,
 ) -> dict[str, Any]:
-    """A plan's figures beside those of its run.
+    """Compare a plan with its execution.
 
     Args:
         asked: The command's arguments.
@@ -200,7 +201,7 @@ def case(
 
 
 def _rounded(samples_ms: Samples) -> Samples:
-    """To the microsecond, which keeps the file small."""
+    """Round to microseconds, to keep the file small."""
     return [[round(item, 3) for item in row] for row in samples_ms]
 
 

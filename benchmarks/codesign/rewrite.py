@@ -1,13 +1,14 @@
-r"""Rewritten models against the original, over random plans: logits, weights, bytes.
+"""Rewritten models against the original for random plans: logits, weights and bytes.
 
 ::
 
     export PYTHONPATH=src:.
     python benchmarks/codesign/rewrite.py --threads 1 --out results/codesign/rewrite.json
 
-Plans put the layers of a twelve-block VideoViT, dense and compact, on two to four slots and split about half
-of them (heads, channels, columns) into uneven groups in any order. Each is run in its split form, which is
-then undone, and by an executor in one process; some are run by as many processes as there are slots.
+Plans place the layers of a VideoViT with twelve blocks, dense and compact, on two to four slots, and split
+about half of them (heads, channels, columns) into uneven groups in any order. Each plan is executed as a
+rewritten model, which is then undone, and by an executor in one process; some plans are also executed by one
+process per slot.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-"""Largest difference of logits, over the largest of them or 1."""
+"""Largest difference of logits relative to max(1, largest logit)."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -39,13 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 COLUMNS = ("seed", "slots", "back", "splits", "parts", "difference", "local difference", "undone", "bytes")
-"""Of samples: the last two say whether weights and logits came back, and whether bytes were as planned."""
+"""Columns of the samples; the last two state whether undoing restored the model and bytes were as planned."""
 
 RANK_COLUMNS = ("seed", "difference", "bytes")
 
 
 def make_model(kind: str, dtype: str, seed: int) -> LayeredVideoViT:
-    """A model whose weights are large enough that everything in it matters."""
+    """Create a model whose weights are large enough for every layer to affect the logits."""
     ast = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -87,7 +88,7 @@ def planned(
 
 
 def row(steps: LayeredVideoViT, seed: int) -> list[Any]:
-    """One sample, see `COLUMNS`."""
+    """Measure one sample; see `COLUMNS`."""
     slots = 2 + seed % 3
     assignment, plan, back = planned(steps, seed, slots)
     x = clips(steps, seed)
@@ -110,7 +111,7 @@ def row(steps: LayeredVideoViT, seed: int) -> list[Any]:
 
 
 def ranks_job(device: torch.device, *, slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[Any]:
-    """What one process of several does: (scores, bytes that it sent) for each plan, four batches each."""
+    """Run the slot of one process for each plan, four batches each; return logits and sent bytes."""
     steps, record = make_model("compact", dtype, seed), []
     for item in seeds:
         assignment, plan, _ = planned(steps, item, slots)
@@ -121,7 +122,7 @@ def ranks_job(device: torch.device, *, slots: int, seeds: Sequence[int], dtype: 
 
 
 def by_ranks(slots: int, seeds: Sequence[int], dtype: str, seed: int) -> list[list[Any]]:
-    """Samples of plans run by several processes, see `RANK_COLUMNS`."""
+    """Measure plans with several processes; see `RANK_COLUMNS`."""
     ran = launch(partial(ranks_job, slots=slots, seeds=seeds, dtype=dtype, seed=seed), slots)
     steps, rows = make_model("compact", dtype, seed), []
     for index, item in enumerate(seeds):
@@ -192,10 +193,10 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
 
 def main() -> int:
     parser = make_parser(__doc__, seed="weights")
-    parser.add_argument("--plans", type=int, default=200, help="of each model and dtype")
-    parser.add_argument("--rank-plans", type=int, default=8, help="of each number of processes and dtype")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3], help="processes")
-    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--plans", type=int, default=200, help="plans per model and dtype")
+    parser.add_argument("--rank-plans", type=int, default=8, help="plans per number of processes and dtype")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3], help="numbers of processes")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("numba")
 from sparseflow.cli.root import run
 from sparseflow.codesign.design.saved_plan import load_plan
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
+from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.pruning import save_model
 from sparseflow.pruning.config import parse_config
 from tests.codesign.toys import QUICK
@@ -237,7 +239,7 @@ def test_train_verify_report_resume(config: str, capsys: pytest.CaptureFixture[s
 
     # The report shows the design of the run, not those of its baselines.
     page = Path("runs/two-stage-0/report.html").read_text()
-    own_design, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["designs"]
+    own_design, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["extra"]["designs"]
     assert own_design["mode"] == "two-stage" and f"{own_design['energy_delay']:.4g} mJ ms" in page
     assert all(f"{record['energy_delay']:.4g} mJ ms" not in page for record in baselines)
     assert run(["codesign", "verify", "runs/joint-0/trace.jsonl", "--json"]) == 0
@@ -253,7 +255,7 @@ def test_train_verify_report_resume(config: str, capsys: pytest.CaptureFixture[s
     # A changed number is detected.
     trace = Path("runs/joint-0/trace.jsonl")
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    rows[2]["priced"]["objective"] += 1e-9
+    rows[2]["cost"]["objective"] += 1e-9
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["codesign", "verify", "runs/joint-0", "--json"]) == 1
     assert "rows [2]" in read_json(capsys)["error"]["message"]
@@ -308,6 +310,9 @@ def test_profile_resumes_and_refuses_another_tdp(
     small_config = partial(fitting.ProxyTrainingConfig, members=2, hidden=8, steps=30, decays=(0.3, 1.0))
     monkeypatch.setattr(fitting, "ProxyTrainingConfig", small_config)
     monkeypatch.setattr("sparseflow.codesign.hardware.proxy.analytic._ROOFLINE_STEPS", 60)
+    device_module = importlib.import_module("sparseflow.codesign.hardware.proxy.device")
+    ceilings = Ceilings(flops_per_s={"float32": 1e11}, bytes_per_s=1e10)
+    monkeypatch.setattr(device_module, "measure_ceilings", lambda device: ceilings)
     command = ["codesign", "profile", "--out", "profile", "--num-points", "8"]
     assert run([*command, "--json"]) == 0
     result = read_json(capsys)
@@ -319,7 +324,9 @@ def test_profile_resumes_and_refuses_another_tdp(
 
     # The device is not measured again, because its measurements vary.
     proxy = LayerHwProxy.load(result["proxy"])
-    assert result["device"] == proxy.devices[0].to_dict() and proxy.provenance["held_out"]["folds"] == 5
+    device = proxy.devices[0]
+    assert result["device"] == asdict(device) | {"rates": dict(device.rates)}
+    assert proxy.provenance["held_out"]["folds"] == 5
     assert list(proxy.provenance["environments"]) and result["median_error"] >= 0.0
     assert run(["codesign", "profile", "--out", "profile", "--num-points", "9", "--json"]) == 0
     more = read_json(capsys)

@@ -1,15 +1,18 @@
-"""Chains of made-up layers, as a `LayeredModel` lists them: an embedding, blocks, a head."""
+"""Fictitious layers of transformers, as a `LayeredModel` describes them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.core.layers import LayerNode
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number."""
+"""Bytes per number."""
 
 
 def made_layers(
@@ -24,18 +27,18 @@ def made_layers(
 ) -> list[LayerNode]:
     """Layers of a pruned transformer: embed, then attention and mlp for each block, then head.
 
-    Figures follow from sizes as those of a real model do: each layer takes what the one before gives, weights
-    are part of `bytes` and of `memory_bytes`, and a part of a layer is sent all that the layer reads. Heads,
-    channels and tokens that are left differ from block to block; tokens never grow.
+    Costs follow from sizes as in a real model: the input of each layer is the output of the previous one, and
+    weights are part of `bytes` and `memory_bytes`. A part of a layer receives the full input. Heads, channels
+    and tokens differ between blocks; the number of tokens never increases.
 
     Args:
-        blocks: Pairs of an attention and a perceptron.
-        seed: Of what the sizes are.
+        blocks: Number of blocks with attention and MLP.
+        seed: Random seed of the sizes.
         batch: Samples.
-        tokens: Of a sample before anything is dropped; work grows with it and with `head_dim`.
-        head_dim: Width of a head; a token has 2, 4 or 8 times as much.
-        precision: One of `WIDTHS`.
-        splittable: Whether layers of two units or more can be split.
+        tokens: Initial tokens per sample.
+        head_dim: Width of a head; the embedding is 2, 4 or 8 times as wide.
+        precision: A key of `WIDTHS`.
+        splittable: Whether layers with several units can be split.
 
     Returns:
         2 * blocks + 2 layers.
@@ -94,3 +97,12 @@ def made_layers(
         )
         received = removed
     return result
+
+
+def set_chips(slots: ChipSlotConfig, names: Sequence[str | None]) -> None:
+    """Set the logits so that each slot contains the named chip type; None is an empty slot."""
+    with torch.no_grad():
+        slots.logits.zero_()
+        for slot, name in enumerate(names):
+            types = [chip.name for chip in slots.chips]
+            slots.logits[slot, len(types) if name is None else types.index(name)] = 4.0

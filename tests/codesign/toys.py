@@ -1,4 +1,4 @@
-"""A task without data: two gates over a chain of layers. What joint training drives in tests."""
+"""A training task without data, with two gates over a chain of layers, for tests of joint training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.codesign.design.config import CodesignConfig, parse_config
+from sparseflow.codesign.design.config import CodesignConfig
 from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
 from sparseflow.codesign.joint.trace import TRACE_FILE
 from sparseflow.codesign.joint.trainer import DesignResult, JointTrainer, Mode
 from sparseflow.codesign.layout import Wafer, WaferLayout
 from sparseflow.codesign.workload.layers import slice_layer
+from sparseflow.core.config import validate_config
 from sparseflow.core.layers import LayerNode
 from tests.codesign.nodes import made_layers
 
@@ -37,22 +38,26 @@ QUICK: dict[str, Any] = {
     "schedule": {"warmup_epochs": 2, "ramp_epochs": 0, "max_weight": 0.5, "epsilon": 0.02, "good_epochs": 2},
     "joint": {"alpha_steps": 3, "plan_every": 2},
 }
-"""Three slots; the hardware counts from the third epoch on."""
+"""Three slots; the hardware loss starts in the third epoch."""
 
 PAYS: dict[str, Any] = {"hardware": {"link": "ucie"}}
-"""Links over which splits pay."""
+"""Links that are fast enough for splits to pay off."""
 
 GATED = (2, 3)
-"""Places of the layers that have gates: the first perceptron and the second attention."""
+"""Indices of the gated layers: the first MLP and the second attention."""
+
+
+def parse_config(content: Any, source: str = "the config") -> CodesignConfig:
+    return validate_config(CodesignConfig, content, source)
 
 
 def quick(**changes: Any) -> CodesignConfig:
-    """These settings, with parts replaced: `joint={"alpha_steps": 0}` goes into what is there."""
+    """Config `QUICK` with some fields replaced, such as `joint={"alpha_steps": 0}`."""
     return parse_config({name: part | changes.get(name, {}) for name, part in (QUICK | {"loss": {}}).items()})
 
 
 def chain(blocks: int = 2, *, seed: int = 0, **overrides: Any) -> list[LayerNode]:
-    """Layers whose operations, bytes and transfers take times of one order on the shipped chips."""
+    """Layers whose computation, memory access and transfers take similar times on the shipped chips."""
     sizes: dict[str, Any] = {"batch": 8, "tokens": 128, "head_dim": 128}
     return made_layers(blocks, seed=seed, **sizes | overrides)
 
@@ -62,7 +67,7 @@ def hardware(**changes: Any) -> Hardware:
 
 
 class Listed:
-    """A model that lists layers, and cannot be run."""
+    """A model that describes layers and cannot run."""
 
     def __init__(self, layers: Sequence[LayerNode]) -> None:
         self._layers = tuple(layers)
@@ -78,14 +83,14 @@ class Listed:
 
 
 class Toy:
-    """Two gates that the task wants open and the hardware closed; accuracy is how open they are.
+    """A task that opens two gates, which the hardware loss closes; accuracy is the mean of the open gates.
 
     Args:
-        epochs: How many there are.
-        accuracies: Of each epoch, in place of what the gates say.
-        gone_from: Epoch after which the finished model has lost its last block; none by default.
-        grows_at: Epoch after which the finished model no longer fits one chip; none by default.
-        seed: Of the layers.
+        epochs: Number of epochs.
+        accuracies: Accuracy of each epoch; by default that of the gates.
+        gone_from: Epoch after which the exported model lacks its last block; none by default.
+        grows_at: Epoch after which the exported model no longer fits on one chip; none by default.
+        seed: Random seed of the layers.
     """
 
     def __init__(
@@ -176,12 +181,12 @@ class Toy:
 
 
 class Sized(Toy):
-    """A toy whose layers take as much memory as is told.
+    """A toy with layers of given memory.
 
     Args:
-        sizes_mb: Of each layer, before the first epoch and after each.
-        largest_mb: What it says that a layer may come to.
-        accuracies: Of each epoch; by default the same of all.
+        sizes_mb: Memory of each layer, MB, before the first epoch and after each epoch.
+        largest_mb: Memory of each layer with open gates, MB.
+        accuracies: Accuracy of each epoch; by default constant.
     """
 
     def __init__(self, sizes_mb: Sequence[int], largest_mb: int, *, accuracies: Sequence[float] = ()) -> None:
@@ -200,7 +205,7 @@ class Sized(Toy):
 
 
 def wrong_with(hw: Hardware, decision: HardwareDecision) -> tuple[str, ...]:
-    """What is wrong with a decision's places."""
+    """Violations of a decision's positions."""
     wafer = hw.config.wafer
     present = torch.tensor([float(name is not None) for name in decision.chips])
     sizes = [(1.0, 1.0) if chip is None else chip.size_mm for chip in hw.get_chips(decision)]
@@ -221,6 +226,7 @@ def trained(
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The header of a trace and its rows."""
     rows = [json.loads(line) for line in (folder / TRACE_FILE).read_bytes().splitlines()]
     del rows[0]["environment"]
     return rows
@@ -228,5 +234,5 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def make_toy(settings: Mapping[str, Any], seed: int, device: str) -> Any:
-    """What `compare` makes tasks with."""
+    """Task factory for `compare_designs`."""
     yield Toy(settings.get("epochs", 3), seed=seed)

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from sparseflow.codesign.joint.hw_loss import compute_hw_loss
     from sparseflow.codesign.joint.trace import replay
     from sparseflow.codesign.joint.trainer import JointTrainer
-    from sparseflow.codesign.layout import WaferLayout
-    from sparseflow.codesign.mapping import MappingSolver
+    from sparseflow.codesign.layout.wafer import WaferLayout
+    from sparseflow.codesign.mapping.solver import MappingSolver
     from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner
     from sparseflow.codesign.partition.split_search import PartitionConfig
-    from sparseflow.codesign.workload.segments import LayerNode, Segment, SegmentGraph
+    from sparseflow.codesign.workload.segments import Segment, SegmentGraph
     from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
+    from sparseflow.core.layers import LayerNode
 
 __all__ = [
     "ChipLibrary",
@@ -90,8 +91,8 @@ __getattr__, __dir__ = attach(
         "joint.hw_loss": ["compute_hw_loss"],
         "joint.trace": ["replay"],
         "joint.trainer": ["JointTrainer"],
-        "layout": ["WaferLayout"],
-        "mapping": ["MappingSolver"],
+        "layout.wafer": ["WaferLayout"],
+        "mapping.solver": ["MappingSolver"],
         "partition.planner": ["PartitionPlan", "PartitionPlanner"],
         "partition.split_search": ["PartitionConfig"],
         "workload.segments": ["LayerNode", "Segment", "SegmentGraph"],

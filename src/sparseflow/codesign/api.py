@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +14,7 @@ from sparseflow.codesign.design.config import CodesignConfig
 from sparseflow.codesign.design.decision import summarize_cost
 from sparseflow.codesign.design.hardware import Hardware
 from sparseflow.codesign.design.placement import PlacementSearch
-from sparseflow.codesign.design.saved_plan import PLAN_FILE, load_plan, save_plan
+from sparseflow.codesign.design.saved_plan import PLAN_FILE, SavedPlan, load_plan, save_plan
 from sparseflow.codesign.execution.verification import verify
 from sparseflow.codesign.hardware.proxy import LayerGrid, fit_proxy, read_points
 from sparseflow.codesign.hardware.proxy.profiling import (
@@ -27,9 +27,11 @@ from sparseflow.codesign.joint import comparison
 from sparseflow.codesign.joint.comparison import TaskFactory
 from sparseflow.codesign.joint.trace import TRACE_FILE, replay
 from sparseflow.codesign.joint.trainer import MODEL_FILE, MODES, Mode
-from sparseflow.codesign.layout import assign, read_qaplib
+from sparseflow.codesign.layout.qap.assignment import QapAssignment, assign
+from sparseflow.codesign.layout.qap.problem import read_qaplib
 from sparseflow.codesign.report.page import BOUND_KEYS, write_comparison, write_page, write_run_page
 from sparseflow.core.environment import collect_environment
+from sparseflow.core.files import write_json
 from sparseflow.core.layers import LayeredModel
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
@@ -86,7 +88,7 @@ def profile_device(
     kinds = tuple(precisions)
     grid = LayerGrid.small(kinds) if device.type == "cpu" else LayerGrid(precisions=kinds)
     out_dir.mkdir(parents=True, exist_ok=True)
-    points = out_dir / "points.parquet"
+    points = out_dir / "points.jsonl"
     spec = read_device(points, device)
     if spec is None:
         progress("measuring the peak performance of the device", 0.0)
@@ -111,7 +113,9 @@ def profile_device(
     )
     path = out_dir / "proxy.safetensors"
     proxy.save(path)
-    return ProxyResult(proxy=path, device=spec.to_dict(), held_out=proxy.provenance["held_out"])
+    return ProxyResult(
+        proxy=path, device=asdict(spec) | {"rates": dict(spec.rates)}, held_out=proxy.provenance["held_out"]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,25 +168,14 @@ def plan_design(
             layers, decision, use_fine_split=use_fine_split, unit_orders=orders, progress=progress
         )
     decision, extra = hardware.finalize(layers, decision, use_fine_split=use_fine_split, unit_orders=orders)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    plan = save_plan(out_dir, hardware, layers, decision, extra=extra)
-    page = write_page(
-        out_dir,
-        hardware,
-        layers,
-        decision,
-        details=extra,
-        environment=collect_environment("cpu"),
-        command=command,
-    )
-    metrics = summarize_cost(hardware.evaluate_cost(layers, decision)) | {
-        name: extra[name] for name in BOUND_KEYS
-    }
-    metrics |= {
+    metrics = {
+        **summarize_cost(hardware.evaluate_cost(layers, decision)),
+        **{name: extra[name] for name in BOUND_KEYS},
         "layers_split": len(decision.select_splits(layers)),
         "splits_considered": len(extra["considered"]),
     }
-    return PlanResult(metrics=metrics, plan=plan, page=page)
+    saved = SavedPlan(hardware=hardware, layers=list(layers), decision=decision, extra=extra)
+    return _write_plan(out_dir, saved, metrics, command)
 
 
 def place_chips(
@@ -202,22 +195,21 @@ def place_chips(
     candidate = hardware.optimize_placement(layers, saved.decision, search)
     decision = hardware.select_better(layers, saved.decision, candidate)
     directory = file.parent / "layout" if out_dir is None else out_dir
-    directory.mkdir(parents=True, exist_ok=True)
     # The bounds hold only for the placement that they were computed for.
     stale = BOUND_KEYS if decision != saved.decision else ()
     extra = {name: value for name, value in saved.extra.items() if name not in stale}
-    plan = save_plan(directory, hardware, layers, decision, extra=extra)
-    page = write_page(
-        directory,
-        hardware,
-        layers,
-        decision,
-        details=extra,
-        environment=collect_environment("cpu"),
-        command=command,
-    )
-    before, after = (hardware.evaluate_cost(layers, candidate) for candidate in (saved.decision, decision))
+    before, after = (hardware.evaluate_cost(layers, item) for item in (saved.decision, decision))
     metrics = {"layout_before": before.layout, **summarize_cost(after), "layout": after.layout}
+    return _write_plan(directory, replace(saved, decision=decision, extra=extra), metrics, command)
+
+
+def _write_plan(out_dir: Path, saved: SavedPlan, metrics: Mapping[str, Any], command: str) -> PlanResult:
+    hardware, layers, decision = saved.hardware, saved.layers, saved.decision
+    plan = save_plan(out_dir, hardware, layers, decision, extra=saved.extra)
+    page = write_page(
+        out_dir, hardware, layers, decision, details=saved.extra, environment=collect_environment("cpu"),
+        command=command,
+    )  # fmt: skip
     return PlanResult(metrics=metrics, plan=plan, page=page)
 
 
@@ -226,51 +218,32 @@ class AssignmentResult:
     """Solution of a quadratic assignment problem.
 
     Attributes:
-        cost: Cost of the best permutation.
+        assignment: Best permutation of the search.
         best_known: Best known cost in the file; None without one.
-        lower_bound: Lower bound of the cost.
-        gap_to_bound: Relative gap to the bound; None where it is not finite.
-        costs: Cost of each restart.
-        seconds: Duration of the search.
-        finished: Whether all restarts ran within the budget.
-        permutation: Location of each facility.
     """
 
-    cost: float
-    best_known: float | None
-    lower_bound: float
-    gap_to_bound: float | None
-    costs: list[float]
-    seconds: float
-    finished: bool
-    permutation: list[int]
+    assignment: QapAssignment
+    best_known: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return asdict(self)
+        """Convert to JSON types; a gap that is not finite becomes None."""
+        result = self.assignment
+        return {
+            "cost": result.cost, "best_known": self.best_known, "lower_bound": result.lower_bound,
+            "gap_to_bound": result.gap if math.isfinite(result.gap) else None,
+            "costs": list(result.costs), "seconds": result.elapsed_s, "finished": result.finished,
+            "permutation": result.permutation.tolist(),
+        }  # fmt: skip
 
 
 def solve_assignment(path: Path, search: PlacementSearch) -> AssignmentResult:
     """Solve a quadratic assignment problem in QAPLIB's format; 5 restarts and seed 0 by default."""
     instance = read_qaplib(path)
-    result = assign(
-        instance.flow,
-        instance.distance,
-        method=search.method,
-        restarts=search.restarts or 5,
-        budget_s=search.budget_s,
-        seed=search.seed or 0,
-    )
-    return AssignmentResult(
-        cost=result.cost,
-        best_known=instance.best_known,
-        lower_bound=result.lower_bound,
-        gap_to_bound=result.gap if math.isfinite(result.gap) else None,
-        costs=list(result.costs),
-        seconds=result.elapsed_s,
-        finished=result.finished,
-        permutation=result.permutation.tolist(),
-    )
+    assignment = assign(
+        instance.flow, instance.distance, method=search.method, restarts=search.restarts or 5,
+        budget_s=search.budget_s, seed=search.seed or 0,
+    )  # fmt: skip
+    return AssignmentResult(assignment=assignment, best_known=instance.best_known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +305,7 @@ def compare_designs(
         for run_mode in modes:
             write_run_page(out_dir / f"{run_mode}-{seed}", command=command)
     results = comparison.summarize_designs(designs, settings, device=device, command=command)
-    comparison.write_results(out_dir, results)
+    write_json(out_dir / comparison.RESULTS_FILE, results, indent=1)
     page = write_comparison(out_dir, results)
     return DesignComparison(modes=results["modes"], verdict=results["verdict"], page=page)
 

@@ -1,4 +1,4 @@
-"""What benchmarks keep of a run: where and how it was, and that it failed."""
+"""Tests of `benchmarks/codesign/frame.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def frame() -> Any:
 
 
 @pytest.mark.parametrize("wrong", [[], ["a bound is too high", "memory is exceeded"]])
-def test_a_run_that_failed_says_so(frame: Any, wrong: list[str], tmp_path: Path) -> None:
+def test_failed_run_is_recorded(frame: Any, wrong: list[str], tmp_path: Path) -> None:
     parser = frame.make_parser("What it does.", seed="weights")
     parser.add_argument("--budget", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)
@@ -36,7 +36,7 @@ def test_a_run_that_failed_says_so(frame: Any, wrong: list[str], tmp_path: Path)
     assert saved.get("failed") == ("a bound is too high; memory is exceeded" if wrong else None)
 
 
-def test_nothing_is_kept_that_nobody_asked_for(frame: Any, tmp_path: Path) -> None:
+def test_record_omits_paths(frame: Any, tmp_path: Path) -> None:
     args = frame.make_parser(None).parse_args([])
     assert (
         args.out is None and frame.finish_record(args, frame.start_record(args), [], lambda record: []) == 0
@@ -46,6 +46,6 @@ def test_nothing_is_kept_that_nobody_asked_for(frame: Any, tmp_path: Path) -> No
     assert str(FILE.parent) not in sys.path and not list(tmp_path.iterdir())
 
 
-def test_logits_of_plans_without_splits_are_equal(frame: Any) -> None:
+def test_tolerance_without_splits_is_zero(frame: Any) -> None:
     assert frame.logits_tolerance("bfloat16", split=False) == 0.0
     assert 0.0 < frame.logits_tolerance("float64", split=True) < frame.logits_tolerance("float32", split=True)

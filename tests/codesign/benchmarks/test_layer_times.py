@@ -1,4 +1,4 @@
-"""Layers timed within passes over a model."""
+"""Tests of `benchmarks/codesign/layer_times.py`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tests.codesign.hardware.proxy.test_profiling import Tiny
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_every_layer_is_timed_in_every_pass(behind: bool) -> None:
+def test_all_layers_are_timed_in_all_passes(behind: bool) -> None:
     model: LayeredModel = Tiny()
     times = layer_times(model, torch.zeros(2, 12), passes=3, warmup=2, behind=behind)
     assert [len(row) for row in times] == [4, 4, 4] and min(map(min, times)) >= 0.0
     assert isinstance(model, Tiny) and model.ran == [0, 1, 2, 3] * 5
 
 
-def test_counts_are_checked() -> None:
+def test_invalid_counts_are_refused() -> None:
     for passes, warmup in ((0, 1), (1, -1)):
         with pytest.raises(InputError, match="`passes`"):
             layer_times(Tiny(), torch.zeros(2, 12), passes=passes, warmup=warmup)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_passes_behind_each_other_are_timed_too() -> None:
+def test_consecutive_passes_are_timed_on_gpu() -> None:
     model = Tiny()
     for part in model.parts:
         part.to("cuda")

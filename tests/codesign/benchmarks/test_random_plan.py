@@ -1,4 +1,4 @@
-"""Plans drawn at random."""
+"""Tests of `benchmarks/codesign/random_plan.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = made_layers(6, seed=0)
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("slots", [1, 2, 4, 14])
-def test_they_fit(slots: int, back: bool) -> None:
+def test_random_plans_fit(slots: int, back: bool) -> None:
     groups, changes = set(), set()
     for seed in range(20):
         assignment, plan = random_plan(LAYERS, slots, seed=seed, back=back)
@@ -30,12 +30,12 @@ def test_they_fit(slots: int, back: bool) -> None:
     assert back or changes == {slots - 1}
 
 
-def test_all_that_can_be_split() -> None:
+def test_random_plans_cover_splittable_layers() -> None:
     _, plan = random_plan(LAYERS, 2, seed=0, share=1.0)
     assert [split.layer for split in plan.splits] == [layer.id for layer in LAYERS if layer.splittable]
 
 
-def test_a_single_unit_is_not_split() -> None:
+def test_single_unit_is_not_split() -> None:
     layers = [replace(item, units=1) if item.id == 2 else item for item in LAYERS]
     assignment, plan = random_plan(layers, 3, seed=0, share=1.0)
     check_rewrite_plan(layers, plan, assignment)
@@ -43,6 +43,6 @@ def test_a_single_unit_is_not_split() -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 15])
-def test_slots(slots: int) -> None:
+def test_random_plan_slots(slots: int) -> None:
     with pytest.raises(InputError, match="`slots`"):
         random_plan(LAYERS, slots, seed=0)

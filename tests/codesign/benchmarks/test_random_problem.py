@@ -1,4 +1,4 @@
-"""Random problems are what they are said to be."""
+"""Tests of `benchmarks/codesign/random_problem.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflow.errors import InputError
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_there_is_a_mapping_however_tight_memory_is(seed: int) -> None:
+def test_random_problem_is_feasible(seed: int) -> None:
     problem = random_problem(15, 4, seed=seed, slack=1.0, refused=0.3, skips=1.0)
     assert (problem.memory_mb == np.round(problem.memory_mb)).all() and problem.num_edges == 14 + 15
     pytest.importorskip("ortools")
@@ -23,19 +23,19 @@ def test_there_is_a_mapping_however_tight_memory_is(seed: int) -> None:
     )
 
 
-def test_a_seed_makes_it_the_same_again() -> None:
+def test_random_problem_is_deterministic_for_a_seed() -> None:
     first, two, three = (random_problem(6, 3, seed=seed) for seed in (4, 4, 5))
     assert np.array_equal(first.latency_ms, two.latency_ms) and np.array_equal(first.fixed_ms, two.fixed_ms)
     assert not np.array_equal(first.latency_ms, three.latency_ms)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4), (2, 1), (2, 3)])
-def test_the_smallest(sizes: tuple[int, int]) -> None:
+def test_smallest_problem(sizes: tuple[int, int]) -> None:
     problem = random_problem(*sizes, seed=0, skips=1.0)
     assert (problem.num_segments, problem.num_slots) == sizes
 
 
-def test_sizes_and_shares_are_checked() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(InputError, match="1"):
         random_problem(0, 3, seed=0)
     with pytest.raises(InputError, match="`slack`"):

@@ -1,4 +1,4 @@
-"""Settings: what ships can be used, what is wrong is named, and what is written comes back."""
+"""Tests of `codesign.design.config`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from sparseflow.codesign.design.config import (
     CodesignConfig,
     HwLossSchedule,
     Lambdas,
-    list_shipped_configs,
-    parse_config,
     read_config,
 )
 from sparseflow.codesign.design.hardware import Hardware
@@ -23,45 +21,44 @@ from sparseflow.codesign.joint.trainer import JointTrainer
 from sparseflow.codesign.partition.split_search import PartitionConfig
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.config import parse_config as settings_of_task
-from tests.codesign.toys import QUICK, Toy, hardware, quick
+from tests.codesign.toys import QUICK, Toy, hardware, parse_config, quick
 
 
-def test_what_ships_can_be_used() -> None:
-    assert list_shipped_configs() == ["version_c"]
+def test_shipped_config_builds_hardware() -> None:
     config = read_config("version_c")
     task = settings_of_task(config.task, "`task`")
     hw = Hardware(config)
     assert hw.initial_chip.name == "npu-m" and hw.num_slots == 8 and len(hw.chips) == 4
     # The hardware's batch can be trained, and every phase of the schedule is reached.
-    schedule = config.build_schedule()
+    schedule = config.schedule
     assert schedule.warmup_epochs + schedule.ramp_epochs < task.train.epochs
     assert {item.name for item in hw.chips} < {chip.name for chip in read_library().chips}
 
 
-def test_defaults_are_those_of_the_document() -> None:
+def test_config_defaults() -> None:
     config = parse_config({"task": {}})
-    assert config.build_partition_config() == PartitionConfig() and config.build_lambdas() == Lambdas()
-    assert config.build_schedule() == HwLossSchedule() and config.mapping.mode == "balanced"
+    assert config.partition == PartitionConfig() and config.loss == Lambdas()
+    assert config.schedule == HwLossSchedule() and config.mapping.mode == "balanced"
     assert config.joint.use_fine_split and config.joint.hw_every == 1
     names = [chip.name for chip in Hardware(parse_config({"task": {}, "hardware": {"slots": 2}})).chips]
     assert names == [chip.name for chip in read_library().chips]
 
 
-def test_parts_become_what_they_are_of() -> None:
+def test_config_sections_become_dataclasses() -> None:
     result = parse_config({
         "task": {"a": {1: 2}}, "partition": {"max_split_layers": 2, "w_comm": 0.5, "segments": 7},
         "loss": {"lambda_T": 3}, "schedule": {"warmup_epochs": 2, "max_weight": 0.25},
     })  # fmt: skip
-    config = result.build_partition_config()
+    config = result.partition
     assert (config.max_split_layers, config.w_comm, config.segments) == (2, 0.5, 7)
     assert type(config.max_split_layers) is type(config.segments) is int
-    assert result.build_lambdas() == Lambdas(lambda_T=3.0)
-    assert result.build_schedule() == HwLossSchedule(warmup_epochs=2, max_weight=0.25)
-    assert type(result.build_schedule().warmup_epochs) is int
+    assert result.loss == Lambdas(lambda_T=3.0)
+    assert result.schedule == HwLossSchedule(warmup_epochs=2, max_weight=0.25)
+    assert type(result.schedule.warmup_epochs) is int
 
 
 @pytest.mark.parametrize("content", [QUICK, {"task": {"ast": {"stages": {1: 0.5}}, "deep": [1, None, "x"]}}])
-def test_there_and_back(content: dict[str, Any]) -> None:
+def test_config_json_round_trip(content: dict[str, Any]) -> None:
     config = parse_config(content)
     record = json.loads(json.dumps(config.model_dump(mode="json")))
     repeated = parse_config(record)
@@ -69,10 +66,10 @@ def test_there_and_back(content: dict[str, Any]) -> None:
     assert repeated.model_copy(update={"task": {}}) == config.model_copy(update={"task": {}})
 
 
-def test_a_file_and_changes_that_go_before_it(tmp_path: Path) -> None:
+def test_read_config_applies_overrides(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps(QUICK))
     config = read_config(tmp_path / "mine.yaml", {"hardware.slots": 2, "loss.lambda_T": 4.0, "task.x": 1})
-    assert (config.hardware.slots, config.build_lambdas().lambda_T, config.task) == (2, 4.0, {"x": 1})
+    assert (config.hardware.slots, config.loss.lambda_T, config.task) == (2, 4.0, {"x": 1})
     assert read_config(tmp_path / "mine.yaml") == parse_config(QUICK)
     with pytest.raises(InputError, match=r"hardware\.slots"):
         read_config(tmp_path / "mine.yaml", {"hardware.slots": 0})
@@ -88,7 +85,7 @@ def test_a_file_and_changes_that_go_before_it(tmp_path: Path) -> None:
         read_config(tmp_path / "torn.yaml")
 
 
-def test_a_library_is_no_configuration() -> None:
+def test_read_config_of_a_chip_library_is_refused() -> None:
     with pytest.raises(InputError, match="task"):
         read_config("chips")
 
@@ -101,9 +98,9 @@ WRONG = [
     ({"mapping": {"modes": "serial"}}, r"mapping\.modes: Extra"),
     ({"wafer": {"radius": 3}}, r"wafer\.radius: Extra"),
     ({"joint": {"epochs": 3}}, r"joint\.epochs: Extra"),
-    ({"partition": {"w_lat": 1.0}}, r"w_lat;.* w_latency, "),
-    ({"loss": {"lambda_t": 1.0, "b": 2}}, r"b, lambda_t;.* lambda_T, "),
-    ({"schedule": {"rise": 3}}, r"rise;.* good_epochs"),
+    ({"partition": {"w_lat": 1.0}}, r"partition\.w_lat: Unexpected"),
+    ({"loss": {"lambda_t": 1.0, "b": 2}}, r"loss\.lambda_t: Unexpected"),
+    ({"schedule": {"rise": 3}}, r"schedule\.rise: Unexpected"),
     # Negative, or out of range.
     ({"hardware": {"slots": 0}}, r"hardware\.slots: .*greater than or equal to 1"),
     ({"hardware": {"slots": -3}}, r"hardware\.slots"),
@@ -126,12 +123,12 @@ WRONG = [
     ({"joint": {"tau": [1.0]}}, r"joint\.tau"),
     ({"partition": {"w_comm": -1.0}}, r"`w_comm` \(=-1\.0\)"),
     ({"partition": {"max_groups_per_layer": 1}}, r"`max_groups_per_layer` \(=1\)"),
-    ({"partition": {"segments": 2.5}}, r"`segments` \(=2\.5\)"),
+    ({"partition": {"segments": 2.5}}, r"partition\.segments: .*integer"),
     ({"loss": {"lambda_T": -1.0}}, r"`lambda_T` \(=-1\.0\)"),
     ({"schedule": {"warmup_epochs": 0}}, r"`warmup_epochs` \(=0\)"),
-    ({"schedule": {"ramp_epochs": 1.5}}, r"`ramp_epochs` \(=1\.5\)"),
+    ({"schedule": {"ramp_epochs": 1.5}}, r"schedule\.ramp_epochs: .*integer"),
     ({"schedule": {"max_weight": -1}}, r"`max_weight` \(=-1"),
-    ({"schedule": {"epsilon": 1.0}}, r"`epsilon` \(=1\.0\)"),
+    ({"schedule": {"epsilon": 1.1}}, r"`epsilon` \(=1\.1\)"),
     ({"schedule": {"warmup_epochs": "two"}}, r"schedule\.warmup_epochs"),
     # Not finite.
     ({"loss": {"lambda_T": math.inf}}, r"loss\.lambda_T: .*finite"),
@@ -142,7 +139,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG)
-def test_what_is_wrong_is_named_and_where(content: dict[str, Any], message: str) -> None:
+def test_invalid_config_names_field_and_value(content: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=rf".*{message}"):
         parse_config({"task": {}} | content, "mine.yaml")
 
@@ -157,26 +154,26 @@ def test_what_is_wrong_is_named_and_where(content: dict[str, Any], message: str)
         ({"joint": {"plan_every": 1.5}}, "joint.plan_every"),
     ],
 )  # fmt: skip
-def test_where_something_is_wrong_is_told(content: dict[str, Any], location: str) -> None:
+def test_invalid_config_names_section(content: dict[str, Any], location: str) -> None:
     with pytest.raises(InputError, match=rf"{location}"):
         parse_config({"task": {}} | content, "mine.yaml")
 
 
-def test_a_chip_that_is_named_twice_is_refused() -> None:
+def test_duplicate_chip_is_refused() -> None:
     with pytest.raises(InputError):
         parse_config({"task": {}, "hardware": {"chips": ["npu-s", "npu-m", "npu-s"]}})
 
 
-def test_a_task_is_needed() -> None:
+def test_config_without_task_is_refused() -> None:
     with pytest.raises(InputError, match="task"):
         parse_config({})
     for full in ([], None, 3):
         with pytest.raises(InputError):
-            parse_config(full)  # pyright: ignore[reportArgumentType]
+            parse_config(full)
 
 
 @pytest.mark.parametrize("tau", [[0.0, 0.3], [2.0, 0.0], [-1.0, 0.3], [2.0, -0.3]])
-def test_a_temperature_is_above_0(tau: list[float], tmp_path: Path) -> None:
+def test_temperature_of_zero_or_less_is_refused(tau: list[float], tmp_path: Path) -> None:
     # Where the settings take it, the trainer must not.
     with pytest.raises(InputError, match="tau"):
         settings = quick(joint={"tau": tau})
@@ -186,12 +183,12 @@ def test_a_temperature_is_above_0(tau: list[float], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"mapping": {"strategy": "guess"}}, {"hardware": {"chips": ["npu-s"] * 2}}]
 )
-def test_what_only_the_hardware_can_tell(changes: dict[str, Any]) -> None:
+def test_hardware_refuses_unknown_names(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         hardware(**changes)
 
 
-def test_settings_do_not_change() -> None:
+def test_config_is_immutable() -> None:
     config = quick()
     for part, name in ((config, "joint"), (config.joint, "seed"), (config.hardware, "slots")):
         with pytest.raises(ValueError, match="frozen"):

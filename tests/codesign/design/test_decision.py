@@ -1,4 +1,4 @@
-"""Decisions: by names of layers, since which of them there are changes; and there and back through JSON."""
+"""Tests of `codesign.design.decision`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def without(*positions: int) -> list[LayerNode]:
     return [replace(layer, id=index) for index, layer in enumerate(remaining)]
 
 
-def test_layers_are_found_by_name() -> None:
+def test_assign_layers_by_name() -> None:
     result = decision()
     assert result.assign_layers(LAYERS) == (0, 0, 2, 0, 0, 0)
     assert {index: item.slots for index, item in result.select_splits(LAYERS).items()} == {
@@ -52,7 +52,7 @@ def test_layers_are_found_by_name() -> None:
     assert decision(rewrite_plan=None).select_splits(LAYERS) == {}
 
 
-def test_layers_that_are_gone_are_left_out() -> None:
+def test_assign_layers_without_removed_layers() -> None:
     result = decision()
     assert result.assign_layers(without(1)) == (0, 2, 0, 0, 0)
     assert {index: item.slots for index, item in result.select_splits(without(1)).items()} == {
@@ -63,7 +63,7 @@ def test_layers_that_are_gone_are_left_out() -> None:
     assert {index: item.slots for index, item in result.select_splits(without(2)).items()} == {3: (0, 2)}
 
 
-def test_a_layer_that_the_plan_did_not_know_goes_where_the_one_before_it_is() -> None:
+def test_assign_layers_places_unknown_layers_with_predecessor() -> None:
     result = decision(segments=(NAMES[:1], NAMES[2:3], NAMES[5:]), mapping=(1, 2, 0), rewrite_plan=None)
     assert result.assign_layers(LAYERS) == (1, 1, 2, 2, 2, 0)
     assert decision(segments=(NAMES[3:],), mapping=(2,), rewrite_plan=None).assign_layers(LAYERS) == (2,) * 6
@@ -87,12 +87,12 @@ DECISIONS = st.builds(
 
 
 @given(DECISIONS)
-@budget(max_examples=100, deadline=None)
-def test_there_and_back(full: HardwareDecision) -> None:
+@budget(max_examples=30, deadline=None)
+def test_decision_json_round_trip(full: HardwareDecision) -> None:
     assert HardwareDecision.from_dict(json.loads(json.dumps(full.to_dict()))) == full
 
 
-def test_decisions_that_are_taken_come_back() -> None:
+def test_decision_of_planner_json_round_trip() -> None:
     hw = hardware(hardware={"link": "ucie"})
     first = hw.initial_decision(LAYERS)
     used = hw.remap(LAYERS, first, use_fine_split=True)
@@ -116,18 +116,21 @@ DAMAGE = [
     (("mapping",), [0]), (("mapping",), [0, 0, 9]), (("positions_mm",), 1), (("positions_mm", 0), [1.0]),
     (("positions_mm", 0), [1.0, "x"]), (("positions_mm", 0), [1.0, float("nan")]),
     (("positions_mm",), [[0.0, 0.0]]), (("rewrite_plan",), 3), (("rewrite_plan", "splits"), None),
-    (("rewrite_plan", "splits", 0, "sizes"), [9]),
+    (("rewrite_plan", "splits", 0, "sizes"), [9]), (("rewrite_plan", "more"), 1),
+    (("rewrite_plan", "splits", 0), {"layer": 2}), (("rewrite_plan", "splits", 0, "layer"), "2"),
+    (("rewrite_plan", "splits", 0, "layer"), True), (("rewrite_plan", "splits", 0, "layer"), 4),
+    (("rewrite_plan", "splits", 0, "slots"), [1, 1]), (("mapping", 0), "0"), (("mapping", 0), True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("location", "value"), DAMAGE)
-def test_what_is_no_decision_is_refused(location: tuple[Any, ...], value: Any) -> None:
+def test_from_dict_with_invalid_value_is_refused(location: tuple[Any, ...], value: Any) -> None:
     with pytest.raises(InputError):
         HardwareDecision.from_dict(change(decision().to_dict(), location, value))
 
 
 @pytest.mark.parametrize("name", ["chips", "segments", "mapping", "positions_mm", "rewrite_plan"])
-def test_every_part_is_needed(name: str) -> None:
+def test_from_dict_with_missing_part_is_refused(name: str) -> None:
     record = decision().to_dict()
     del record[name]
     with pytest.raises(InputError, match=rf".*{name}"):
@@ -151,19 +154,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_a_decision_that_cannot_be_is_refused_wherever_it_is_made(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_inconsistent_decision_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         decision(**changes)
 
 
-def test_a_decision_without_segments_places_nothing() -> None:
+def test_assign_layers_without_segments_is_refused() -> None:
     with pytest.raises(InputError):
         decision(segments=(), mapping=(), rewrite_plan=None).assign_layers(LAYERS)
 
 
-def test_what_is_left_of_a_decision() -> None:
+def test_restrict_to_remaining_layers() -> None:
     result = decision(rewrite_plan=None)
     assert result.restrict_to(LAYERS) is result
     removed = result.restrict_to(without(1, 2))

@@ -1,4 +1,4 @@
-"""Deciding the hardware: what decisions cost, that none is taken that costs more, and what is refused."""
+"""Tests of `codesign.design.hardware`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def objective(hw: Hardware, layers: Sequence[LayerNode], decision: HardwareDecis
     return hw.evaluate_cost(layers, decision).objective
 
 
-def test_the_first_decision_is_the_reference() -> None:
+def test_initial_decision_sets_reference() -> None:
     hw, layers = hardware(loss={"lambda_T": 2.0, "lambda_area": 0.5}), chain()
     first = hw.initial_decision(layers)
     assert first.chips == ("npu-m",) * 3 and first.positions_mm == hw.placer.grid_positions()
@@ -83,7 +83,7 @@ def test_the_first_decision_is_the_reference() -> None:
     assert (priced.chips, priced.area_mm2) == (3, 240.0)
 
 
-def test_an_objective_is_the_sum_of_its_terms() -> None:
+def test_objective_is_weighted_sum() -> None:
     hw, layers = hardware(), chain(seed=1)
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-s", None, "memory-m"), (0, 0, 2, 2, 0, 2))
@@ -102,13 +102,13 @@ def test_an_objective_is_the_sum_of_its_terms() -> None:
 
 
 @pytest.mark.parametrize("name", ["lambda_T", "lambda_E", "lambda_area", "lambda_chip", "lambda_layout"])
-def test_each_lambda_weighs_its_own_term_of_the_objective(name: str) -> None:
+def test_each_lambda_weights_its_term(name: str) -> None:
     names = ("lambda_T", "lambda_E", "lambda_mem", "lambda_area", "lambda_chip", "lambda_layout")
     hw, layers = hardware(loss=dict.fromkeys(names, 0.0) | {name: 3.0}), chain()
     assert objective(hw, layers, hw.initial_decision(layers)) == pytest.approx(3.0)
 
 
-def test_a_layer_on_an_empty_slot_or_too_little_memory_has_no_price() -> None:
+def test_evaluate_cost_of_infeasible_decision_is_refused() -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     with pytest.raises(InputError):
@@ -120,7 +120,7 @@ def test_a_layer_on_an_empty_slot_or_too_little_memory_has_no_price() -> None:
         hw.evaluate_cost(fat, first)
 
 
-def test_a_part_on_an_empty_slot_has_no_price() -> None:
+def test_evaluate_cost_with_part_on_empty_slot_is_refused() -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-m", None, "npu-m"), (0,) * 6, halves(layers, 2))
@@ -128,7 +128,7 @@ def test_a_part_on_an_empty_slot_has_no_price() -> None:
         hw.evaluate_cost(layers, decision)
 
 
-def test_splits_of_layers_that_have_other_units_do_not_count() -> None:
+def test_evaluate_cost_ignores_splits_of_other_units() -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     plain = decided(hw, layers, ("npu-m",) * 3, (0,) * 6)
@@ -139,7 +139,7 @@ def test_splits_of_layers_that_have_other_units_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 2])
-def test_what_is_drawn_is_what_is_moved(index: int) -> None:
+def test_placement_traffic_equals_transfer_bytes(index: int) -> None:
     hw, layers = hardware(), chain(seed=1)
     assignment, plan = (0, 0, 0, 1, 1, 2), halves(layers, index, (0, 2))
     problem = hw.make_placement_problem(
@@ -153,7 +153,7 @@ def test_what_is_drawn_is_what_is_moved(index: int) -> None:
     assert problem.sizes_mm.tolist() == [[10.0, 8.0], [5.0, 5.0], [10.0, 8.0]]
 
 
-def test_the_better_of_two_decisions() -> None:
+def test_select_better_returns_lower_objective() -> None:
     hw, layers = hardware(), chain()
     first = hw.initial_decision(layers)
     worse = replace(first, chips=("memory-m",) * 3)
@@ -167,7 +167,7 @@ def test_the_better_of_two_decisions() -> None:
     assert hw.select_better(layers, first, nowhere) is first
 
 
-def test_whatever_fits_is_better_than_what_does_not() -> None:
+def test_select_better_prefers_feasible() -> None:
     hw, layers = hardware(), chain()
     first = hw.initial_decision(layers)
     removed = replace(first, chips=("npu-m", None, None), mapping=(1,) * len(first.mapping))
@@ -179,7 +179,7 @@ def test_whatever_fits_is_better_than_what_does_not() -> None:
 
 @pytest.mark.parametrize("changes", [CHEAP_LINKS, SERIAL])
 @pytest.mark.parametrize("use_fine_split", [False, True])
-def test_polishing_never_raises_the_objective(changes: Any, use_fine_split: bool) -> None:
+def test_refine_never_raises_objective(changes: Any, use_fine_split: bool) -> None:
     hw, layers = hardware(**changes), chain(seed=2)
     first = hw.initial_decision(layers)
     record: list[tuple[str, float]] = []
@@ -198,7 +198,7 @@ def test_polishing_never_raises_the_objective(changes: Any, use_fine_split: bool
     assert objective(hw, layers, polished) < objective(hw, layers, first)
 
 
-def test_a_polished_decision_is_of_the_layers_there_are() -> None:
+def test_refine_returns_decision_of_current_layers() -> None:
     # Nothing that could be decided lowers the objective, and of the layers one is gone, one has fewer units.
     hw = hardware(hardware={"slots": 2, "chips": ["npu-m"]}, loss=dict.fromkeys(REST, 0.0))
     layers = chain()
@@ -216,7 +216,7 @@ def test_a_polished_decision_is_of_the_layers_there_are() -> None:
 
 
 @pytest.mark.parametrize("removed", [(), (0,), (1, 2), (3,), (5,)])
-def test_a_decision_is_fitted_to_the_layers_that_are_left(removed: tuple[int, ...]) -> None:
+def test_fit_to_layers_after_pruning(removed: tuple[int, ...]) -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-m",) * 3, (0, 0, 1, 2, 2, 0), halves(layers, 2, (1, 0)))
@@ -231,7 +231,7 @@ def test_a_decision_is_fitted_to_the_layers_that_are_left(removed: tuple[int, ..
     assert saved == ({} if 2 in removed else {layers[2].name: (1, 0)})
 
 
-def test_polishing_splits_where_that_pays() -> None:
+def test_refine_splits_where_it_pays_off() -> None:
     hw, layers = hardware(**CHEAP_LINKS, partition={"min_split_gain_ratio": 0.0}), chain()
     first = hw.initial_decision(layers)
     orders = Hardware.make_unit_orders(Listed(layers))  # pyright: ignore[reportArgumentType]
@@ -247,7 +247,7 @@ def test_polishing_splits_where_that_pays() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chips_that_are_exchanged_still_have_room(seed: int) -> None:
+def test_replace_chips_stays_legal(seed: int) -> None:
     # Places are refined for the chips that are there; other chips may be larger.
     hw, layers = hardware(wafer={"refine_steps": 60}), chain(seed=seed)
     hw.initial_decision(layers)
@@ -264,7 +264,7 @@ def test_chips_that_are_exchanged_still_have_room(seed: int) -> None:
         assert not wrong_with(hw, decision), decision
 
 
-def test_places_of_chips_get_better_or_stay() -> None:
+def test_optimize_placement_never_raises_objective() -> None:
     hw, layers = hardware(), chain(seed=1)
     hw.initial_decision(layers)
     for chips in (("npu-s", "memory-m", "npu-m"), ("npu-m", None, "npu-m")):
@@ -277,7 +277,7 @@ def test_places_of_chips_get_better_or_stay() -> None:
         )
 
 
-def test_other_chips_are_mapped_anew_or_refused() -> None:
+def test_replace_chips_remaps_or_returns_none() -> None:
     hw, layers = hardware(), chain()
     first = hw.initial_decision(layers)
     assert hw.replace_chips(layers, first, (None,) * 3, use_fine_split=False) is None
@@ -287,7 +287,7 @@ def test_other_chips_are_mapped_anew_or_refused() -> None:
     assert other is not None and set(other.mapping) == {0, 2} and other.positions_mm == first.positions_mm
 
 
-def test_a_decision_as_a_plan_says_the_same() -> None:
+def test_to_plan_has_same_cost() -> None:
     hw, layers = hardware(**CHEAP_LINKS), chain()
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-m",) * 3, (0, 0, 0, 1, 1, 2), halves(layers, 2))
@@ -300,7 +300,7 @@ def test_a_decision_as_a_plan_says_the_same() -> None:
     assert plan.coarse_stats != plan.hw_stats
 
 
-def test_a_plan_of_a_model_that_lost_a_layer_in_front_of_a_split() -> None:
+def test_to_plan_after_removed_layer_keeps_split() -> None:
     hw, layers = hardware(**CHEAP_LINKS), chain()
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-m",) * 3, (0,) * 6, halves(layers, 4))
@@ -310,7 +310,7 @@ def test_a_plan_of_a_model_that_lost_a_layer_in_front_of_a_split() -> None:
     assert set(plan.splits) == {3} and plan.splits[3][0].layer == 3
 
 
-def test_the_loss_of_a_layout_is_its_score_where_all_chips_are_there() -> None:
+def test_layout_loss_of_full_slots_equals_score() -> None:
     hw, layers = hardware(), chain(seed=1)
     decision = replace(hw.initial_decision(layers), chips=("npu-s", "npu-m", "memory-m"))
     expected = hw.placer.compute_loss(decision.positions_mm, hw.make_placement_problem(layers, decision))
@@ -322,7 +322,7 @@ def test_the_loss_of_a_layout_is_its_score_where_all_chips_are_there() -> None:
     assert present.grad is not None and (present.grad > 0.0).all()
 
 
-def test_a_model_that_fits_no_configuration_says_by_how_much() -> None:
+def test_model_without_room_states_missing_memory() -> None:
     hw, layers = hardware(), chain()
     fat = [replace(layer, memory_bytes=2500 * 10**6) for layer in layers]  # 15 GB on 3 x 4 GB
     with pytest.raises(InputError, match=r"12000\S* MB: 3000\S*"):
@@ -333,7 +333,7 @@ def test_a_model_that_fits_no_configuration_says_by_how_much() -> None:
         hw.initial_decision(first)
 
 
-def test_the_first_chip_is_that_with_the_most_memory_unless_told() -> None:
+def test_initial_chip_defaults_to_most_memory() -> None:
     hw = Hardware(quick(hardware={"chips": [], "initial_chip": None}), library=library(1.0, 8.0, 2.0))
     assert hw.initial_chip.name == "m1" and len(hw.chips) == 3
     subset = Hardware(
@@ -347,7 +347,7 @@ def test_the_first_chip_is_that_with_the_most_memory_unless_told() -> None:
     [
         (
             {"initial_chip": "a100"},
-            r"`initial_chip` \(='a100'\) must be one of `chips`: npu-s, npu-m, memory-m",
+            r"`initial_chip` \(='a100'\) must be one of: npu-s, npu-m, memory-m",
         ),
         ({"chips": ["npu-s", "npu-x"]}, "'npu-x'"),
         ({"link": "wire"}, "'wire'"),
@@ -359,17 +359,17 @@ def test_the_first_chip_is_that_with_the_most_memory_unless_told() -> None:
         ({"proxy": "nowhere.safetensors"}, "nowhere.safetensors"),
     ],
 )
-def test_what_cannot_be_built_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_hardware_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         hardware(hardware=changes)
 
 
-def test_a_chip_too_large_for_the_wafer_is_refused() -> None:
+def test_chip_larger_than_wafer_is_refused() -> None:
     with pytest.raises(InputError, match=r"15\.\d+"):
         hardware(wafer={"radius_mm": 5.0})
 
 
-def test_a_library_or_a_proxy_that_is_none_is_refused(tmp_path: Any) -> None:
+def test_invalid_library_or_proxy_is_refused(tmp_path: Any) -> None:
     (tmp_path / "chips.yaml").write_text("chips: []\nlinks: []\n")
     with pytest.raises(FileFormatError, match="chips"):
         hardware(hardware={"library": str(tmp_path / "chips.yaml")})
@@ -378,7 +378,7 @@ def test_a_library_or_a_proxy_that_is_none_is_refused(tmp_path: Any) -> None:
         hardware(hardware={"proxy": str(tmp_path / "proxy.safetensors")})
 
 
-def test_a_proxy_of_ones_own_is_used(tmp_path: Any) -> None:
+def test_custom_proxy_is_used(tmp_path: Any) -> None:
     LayerHwProxy.analytic().save(tmp_path / "proxy.safetensors")
     layers, same = chain(), hardware(hardware={"proxy": str(tmp_path / "proxy.safetensors")})
     plain = hardware()
@@ -387,7 +387,7 @@ def test_a_proxy_of_ones_own_is_used(tmp_path: Any) -> None:
     )
 
 
-def test_links_that_are_told_are_the_only_ones() -> None:
+def test_config_links_replace_all_to_all() -> None:
     line = hardware(hardware={"links": [[0, 1, "ucie"], [1, 2, "ucie"]]})
     all_items = hardware(hardware={"link": "ucie"})
     index = ((0.0, 0.0), (20.0, 0.0), (0.0, 20.0))
@@ -400,24 +400,13 @@ def test_links_that_are_told_are_the_only_ones() -> None:
     assert far.energy_mj(0, 1, 1000) > other.energy_mj(0, 1, 1000)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {}, {"latency_ms": 1.0}, {"latency_ms": 1.0, "energy_mj": 1.0, "area_mm2": 0.0},
-        {"latency_ms": 1.0, "energy_mj": 1.0, "area_mm2": 1.0, "more": 1.0},
-        {"latency_ms": "1", "energy_mj": 1.0, "area_mm2": 1.0},
-    ],
-)  # fmt: skip
-def test_a_reference_must_be_one(record: dict[str, Any]) -> None:
-    hw = hardware()
-    with pytest.raises(InputError):
-        hw.set_reference(record)
-    assert hw.reference is None
-    hw.set_reference({"latency_ms": 1.0, "energy_mj": 2.0, "area_mm2": 3.0})
-    assert hw.reference == CostReference(latency_ms=1.0, energy_mj=2.0, area_mm2=3.0)
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_cost_reference_out_of_range_is_refused(value: float) -> None:
+    with pytest.raises(InputError, match="`area_mm2`"):
+        CostReference(latency_ms=1.0, energy_mj=2.0, area_mm2=value)
 
 
-def test_costs_need_a_reference() -> None:
+def test_evaluate_cost_without_reference_is_refused() -> None:
     hw, layers = hardware(), chain()
     first = hw.initial_decision(layers)
     hw.reference = None
@@ -430,7 +419,7 @@ def test_costs_need_a_reference() -> None:
             call()
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_check_decision_names_mismatch() -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     empty = decided(hw, layers, ("npu-m", None, "npu-m"), (0, 0, 1, 1, 2, 2))
@@ -446,7 +435,7 @@ def test_what_does_not_fit_is_named() -> None:
         hw.evaluate_cost(layers, part)
 
 
-def test_layers_in_another_order_are_other_layers() -> None:
+def test_check_decision_with_other_order_is_refused() -> None:
     hw, layers = hardware(), chain()
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-m",) * 3, (0,) * 6)
@@ -460,7 +449,7 @@ def test_layers_in_another_order_are_other_layers() -> None:
         )
 
 
-def test_a_proxy_that_knows_none_of_the_chips_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_proxy_without_measured_chip_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     spec = DeviceSpec.from_chip(read_library().get_chip("npu-m"))
     proxy = LayerHwProxy.analytic()
     rows = {name: torch.cat([getattr(proxy, name)] * 2) for name in ("power", "workspace")}
@@ -476,7 +465,7 @@ def test_a_proxy_that_knows_none_of_the_chips_is_told(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("use_fine_split", [False, True])
-def test_what_is_concluded_is_no_worse_and_tells_of_a_bound(use_fine_split: bool) -> None:
+def test_finalize_is_no_worse_and_has_bound(use_fine_split: bool) -> None:
     hw, layers = hardware(**CHEAP_LINKS, partition={"min_split_gain_ratio": 0.0}), chain(seed=2)
     first = hw.initial_decision(layers)
     poor = decided(hw, layers, ("npu-m",) * 3, (2, 0, 1, 0, 2, 1))
@@ -492,7 +481,7 @@ def test_what_is_concluded_is_no_worse_and_tells_of_a_bound(use_fine_split: bool
         )
 
 
-def test_places_are_searched_as_told() -> None:
+def test_optimize_placement_passes_search_options() -> None:
     hw, layers = hardware(), chain(seed=1)
     hw.initial_decision(layers)
     decision = decided(hw, layers, ("npu-s", "memory-m", "npu-m"), (0, 2, 2, 0, 0, 2))

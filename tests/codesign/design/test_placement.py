@@ -1,4 +1,4 @@
-"""Places: legal ones, scored against a plain grid, and never worse than it."""
+"""Tests of `codesign.design.placement`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def wrong(
     return layout.find_violations()
 
 
-def test_a_grid_is_in_the_middle_and_legal_for_the_largest_chips() -> None:
+def test_grid_positions_are_central_and_legal() -> None:
     result = make_placer(7)
     grid = result.grid_positions()
     assert len(grid) == len(set(grid)) == 7 and all(isinstance(x, float) for index in grid for x in index)
@@ -69,12 +69,12 @@ def test_a_grid_is_in_the_middle_and_legal_for_the_largest_chips() -> None:
 
 @pytest.mark.parametrize("w_comm", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_plain_grid_scores_1(w_comm: float, seed: int) -> None:
+def test_loss_of_plain_grid_is_one(w_comm: float, seed: int) -> None:
     result = make_placer(w_comm=w_comm)
     assert result.compute_loss(result.grid_positions(), make_problem(seed=seed)) == pytest.approx(1.0)
 
 
-def test_a_score_is_by_hand() -> None:
+def test_loss_matches_manual_value() -> None:
     result, kind = make_placer(3, sigma_mm=20.0, w_comm=2.0, w_therm=1.0), make_problem(3)
     location = ((0.0, 0.0), (30.0, 0.0), (0.0, 40.0))
     flow, tdp, d = kind.traffic_bytes, kind.tdp_w, {(0, 1): 30.0, (0, 2): 40.0, (1, 2): 50.0}
@@ -90,7 +90,7 @@ def test_a_score_is_by_hand() -> None:
     assert result.compute_loss(location, kind) == pytest.approx((2.0 * comm + therm) / 3.0)
 
 
-def test_shorter_ways_and_chips_farther_apart_score_less() -> None:
+def test_loss_decreases_with_distance_and_heat() -> None:
     close, far = ((0.0, 0.0), (20.0, 0.0), (-20.0, 0.0)), ((0.0, 0.0), (50.0, 0.0), (-50.0, 0.0))
     comm, therm = make_placer(3, w_therm=0.0), make_placer(3, w_comm=0.0)
     assert comm.compute_loss(close, make_problem(3)) < comm.compute_loss(far, make_problem(3))
@@ -100,9 +100,7 @@ def test_shorter_ways_and_chips_farther_apart_score_less() -> None:
 @given(seed=st.integers(0, 10**6), slots=st.integers(1, 5), weight=st.sampled_from([0.0, 0.5, 5.0]),
        silent=st.booleans())  # fmt: skip
 @budget(max_examples=8, deadline=None)
-def test_the_best_places_are_legal_and_no_worse_than_the_grid(
-    seed: int, slots: int, weight: float, silent: bool
-) -> None:
+def test_optimize_is_legal_and_no_worse_than_grid(seed: int, slots: int, weight: float, silent: bool) -> None:
     result = make_placer(slots, w_therm=weight)
     kind = make_problem(slots, seed=seed, empty=range(slots // 2, slots // 2 + slots // 3), silent=silent)
     best = result.optimize(kind)
@@ -112,7 +110,7 @@ def test_the_best_places_are_legal_and_no_worse_than_the_grid(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_refining_is_legal_and_no_worse(seed: int) -> None:
+def test_refinement_is_legal_and_no_worse(seed: int) -> None:
     kind = make_problem(4, seed=seed)
     on_sites, refined = make_placer(4).optimize(kind), make_placer(4, refine_steps=80).optimize(kind)
     assert not wrong(refined, kind)
@@ -121,7 +119,7 @@ def test_refining_is_legal_and_no_worse(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chips_without_room_go_to_the_nearest_sites(seed: int) -> None:
+def test_legalize_moves_to_nearest_sites(seed: int) -> None:
     result, rng = make_placer(5), np.random.default_rng(seed)
     kind = make_problem(5, seed=seed, empty=(2,))
     grid = result.grid_positions()
@@ -140,7 +138,7 @@ def test_chips_without_room_go_to_the_nearest_sites(seed: int) -> None:
     assert result.legalize(over, kind) == over
 
 
-def test_a_search_finds_the_best_of_few() -> None:
+def test_optimize_finds_optimum_of_few_sites() -> None:
     import itertools
 
     result, kind = make_placer(3, sigma_mm=20.0), make_problem(3, seed=5)
@@ -150,7 +148,7 @@ def test_a_search_finds_the_best_of_few() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_the_score_of_what_is_there(seed: int) -> None:
+def test_differentiable_loss_equals_loss(seed: int) -> None:
     result = make_placer()
     problem = make_problem(seed=seed)
     positions = result.optimize(problem)
@@ -182,7 +180,7 @@ def test_the_loss_is_the_score_of_what_is_there(seed: int) -> None:
         )
 
 
-def test_gradients_of_the_loss_are_those_of_differences() -> None:
+def test_differentiable_loss_gradients() -> None:
     result, kind = make_placer(4), make_problem(4)
     present = torch.tensor([0.9, 0.4, 0.6, 0.2], requires_grad=True)
     result.differentiable_loss(result.grid_positions(), kind, present).backward()
@@ -200,7 +198,7 @@ def test_gradients_of_the_loss_are_those_of_differences() -> None:
         assert float(present.grad[index]) == pytest.approx((ends[0] - ends[1]) / 0.1, rel=1e-3)
 
 
-def test_without_weights_no_place_is_better() -> None:
+def test_loss_without_weights_is_zero() -> None:
     result = make_placer(w_comm=0.0, w_therm=0.0)
     assert (
         result.compute_loss(result.grid_positions(), make_problem()) == 0.0
@@ -208,7 +206,7 @@ def test_without_weights_no_place_is_better() -> None:
     )
 
 
-def test_one_slot_and_empty_ones_are_no_trouble() -> None:
+def test_optimize_with_one_slot_or_empty_slots() -> None:
     first = make_placer(1)
     assert (
         first.optimize(make_problem(1)) == first.grid_positions()
@@ -219,7 +217,7 @@ def test_one_slot_and_empty_ones_are_no_trouble() -> None:
     assert len(make_placer(3, refine_steps=3).optimize(none)) == 3
 
 
-def test_more_chips_than_sites() -> None:
+def test_more_chips_than_sites_is_refused() -> None:
     with pytest.raises(InputError, match="40"):
         make_placer(40)
     with pytest.raises(InputError, match="5"):
@@ -228,7 +226,7 @@ def test_more_chips_than_sites() -> None:
     assert len(make_placer(40, CHIPS[:1]).grid_positions()) == 40
 
 
-def test_a_front_begins_with_short_ways_and_ends_with_cool_chips() -> None:
+def test_front_trades_communication_for_heat() -> None:
     front = make_placer(4).compute_front(make_problem(4))
     costs = [(layout.comm, layout.therm) for layout in front.layouts]
     assert costs == sorted(costs) and [therm for _, therm in costs] == sorted(
@@ -239,7 +237,7 @@ def test_a_front_begins_with_short_ways_and_ends_with_cool_chips() -> None:
 
 @pytest.mark.parametrize("refine_steps", [0, 5])
 @pytest.mark.parametrize(("w_comm", "w_therm"), [(1.0, 0.5), (3.0, 0.1), (0.0, 1.0)])
-def test_where_nothing_is_sent_only_heat_counts(w_comm: float, w_therm: float, refine_steps: int) -> None:
+def test_loss_without_traffic_counts_heat(w_comm: float, w_therm: float, refine_steps: int) -> None:
     result = make_placer(4, w_comm=w_comm, w_therm=w_therm, refine_steps=refine_steps)
     heat, kind = make_placer(4, w_comm=0.0, w_therm=1.0), make_problem(4, silent=True)
     assert result.compute_loss(result.grid_positions(), kind) == pytest.approx(1.0)
@@ -253,7 +251,7 @@ def test_where_nothing_is_sent_only_heat_counts(w_comm: float, w_therm: float, r
         assert loss == pytest.approx(result.compute_loss(index, kind), rel=1e-5)
 
 
-def test_where_nothing_is_warm_only_ways_count() -> None:
+def test_loss_without_power_counts_communication() -> None:
     result, ways, kind = make_placer(3, w_therm=2.0), make_placer(3, w_therm=0.0), make_problem(3)
     cold = PlacementProblem(
         traffic_bytes=kind.traffic_bytes, sizes_mm=kind.sizes_mm, tdp_w=np.zeros(3), names=kind.names
@@ -263,14 +261,14 @@ def test_where_nothing_is_warm_only_ways_count() -> None:
     assert result.compute_loss(location, cold) == pytest.approx(ways.compute_loss(location, kind))
 
 
-def test_weights_that_do_not_count_cost_nothing() -> None:
+def test_term_with_zero_weight_costs_nothing() -> None:
     # Heat alone is asked for, and there is one chip: no place is better than another.
     result, kind = make_placer(3, w_comm=0.0), make_problem(3, empty=(0, 2))
     assert result.compute_loss(result.grid_positions(), kind) == 0.0
     assert to_float(result.differentiable_loss(result.grid_positions(), kind, torch.ones(3))) == 0.0
 
 
-def test_what_is_drawn_of_chips() -> None:
+def test_placement_problem_from_chips() -> None:
     result = PlacementProblem.from_chips([CHIPS[1], None, CHIPS[0]])
     assert result.names == ("npu-m", None, "npu-s") and result.tdp_w.tolist() == [22.0, 0.0, 6.0]
     assert (
@@ -280,7 +278,7 @@ def test_what_is_drawn_of_chips() -> None:
     assert PlacementProblem.from_chips([None] * 3, traffic).traffic_bytes is traffic
 
 
-def test_how_sites_are_searched_is_told_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimize_passes_search_options(monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[dict[str, Any]] = []
     original = module.assign
 

@@ -1,4 +1,4 @@
-"""What processes of tests do: functions that another process can import."""
+"""Jobs of test processes, importable by other processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AST: dict[str, Any] = {"stages": {1: 0.5, 2: 0.3}, "merge": True}
 MODELS: tuple[tuple[str | None, torch.dtype], ...] = (
     (None, torch.float64), (None, torch.float32), ("ast", torch.float64), ("tome", torch.float64),
 )  # fmt: skip
-"""Selector, dtype."""
+"""Pairs (selector, dtype)."""
 
 Ran = dict[str, Any]
 
 
 def make_model(case: int) -> LayeredVideoViT:
-    """A model of `MODELS`."""
+    """Create a model of `MODELS`."""
     selector, dtype = MODELS[case % len(MODELS)]
     model = awake(depth=4, seed=case) if selector is None else compact(awake(AST | {"selector": selector}))
     return LayeredVideoViT(model.to(dtype))
@@ -41,7 +41,7 @@ def planned(case: int, slots: int) -> tuple[list[int], Any]:
 
 
 def run_all(device: torch.device, *, slots: int, cases: int) -> list[Ran]:
-    """Random plans, one after the other, each with batches of two sizes."""
+    """Run random plans one after the other, each with batches of two sizes."""
     rows = []
     for case in range(cases):
         steps = make_model(case)
@@ -75,7 +75,7 @@ def measured(ran: Ran) -> PipelineTiming:
 
 
 def broken(device: torch.device, *, mode: str) -> None:
-    """One process of two fails: before it joins, within a layer, or for good."""
+    """Let one of two processes fail: before it joins, within a layer, or by exiting."""
     steps = make_model(0)
     assignment = [0] * 5 + [1] * 5
     own_part = int(os.environ["RANK"])
@@ -90,7 +90,7 @@ def broken(device: torch.device, *, mode: str) -> None:
 
 
 def refused(device: torch.device) -> list[str]:
-    """What is refused, in both processes alike."""
+    """Check what both processes refuse."""
     steps = make_model(0)
     record = []
     with RankExecutor(steps, [0] * 5 + [1] * 5, device=device, timeout_s=60.0) as executor:
@@ -111,6 +111,6 @@ Link = tuple[dict[str, Any], dict[int, list[float]]]
 
 
 def two(device: torch.device, *, cases: int) -> tuple[list[Ran], list[str], Link]:
-    """All that two processes are good for; to start them takes longer."""
+    """Run all checks of two processes at once, because starting processes takes longer."""
     link, samples = probe(device, sizes=(1 << 10, 1 << 16), repeats=3, trips=2)
     return run_all(device, slots=2, cases=cases), refused(device), (link.model_dump(), samples)

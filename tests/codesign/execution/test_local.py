@@ -1,4 +1,4 @@
-"""A plan in one process."""
+"""Tests of `codesign.execution.local`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pruning.models import awake, clips
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("slots", [2, 3, 4])
 @pytest.mark.parametrize("back", [False, True])
-def test_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
+def test_local_executor_matches_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
     model = awake(depth=12, seed=slots).to(dtype)
     steps = LayeredVideoViT(model)
     batches = [clips(model, 3, seed=seed) for seed in range(2)]
@@ -42,7 +42,7 @@ def test_logits_and_bytes(dtype: torch.dtype, slots: int, back: bool) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("pool", ["mean", "cls"])
-def test_pruned_models(selector: str, pool: str) -> None:
+def test_local_executor_of_pruned_models(selector: str, pool: str) -> None:
     keep = {"channel": 0.5} | ({} if selector in ("tome", "attention") else {"head": 0.7, "block": 0.7})
     ast: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}, "selector": selector, "merge": True, "keep": keep}
     steps = LayeredVideoViT(compact(awake(ast, pool=pool, depth=6)).double())
@@ -57,7 +57,7 @@ def test_pruned_models(selector: str, pool: str) -> None:
         )
 
 
-def test_one_slot_moves_nothing_and_changes_nothing() -> None:
+def test_local_executor_on_one_slot_moves_nothing() -> None:
     model = awake()
     executor = LocalExecutor(LayeredVideoViT(model), [5] * 10, devices={5: "cpu"})
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_one_slot_moves_nothing_and_changes_nothing() -> None:
     assert not executor.moved_bytes
 
 
-def test_slots_without_a_device() -> None:
+def test_slot_without_device_is_refused() -> None:
     steps = LayeredVideoViT(awake())
     with pytest.raises(InputError, match="1"):
         LocalExecutor(steps, [0] * 5 + [1] * 5, devices=["cpu"])
@@ -73,7 +73,7 @@ def test_slots_without_a_device() -> None:
 
 
 @pytest.mark.gpu
-def test_every_slot_on_a_gpu() -> None:
+def test_local_executor_on_gpu() -> None:
     model = awake(depth=6).double()
     steps, x = LayeredVideoViT(model), clips(model)
     assignment, plan = random_plan(steps.describe_layers(2), 3, seed=1)

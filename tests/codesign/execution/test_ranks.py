@@ -1,4 +1,4 @@
-"""A plan in several processes."""
+"""Tests of `codesign.execution.ranks`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(ran: list[list[jobs.Ran]], slots: int, cases: int, timer: str = "perf_
     )
 
 
-def test_two_processes() -> None:
+def test_two_processes_match_reference() -> None:
     results = launch(partial(jobs.two, cases=4), 2, timeout_s=60.0)
     check([ran for ran, *_ in results], 2, 4)
     first, other = (refused for _, refused, _ in results)
@@ -84,13 +84,13 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-def test_three_processes() -> None:
+def test_three_processes_match_reference() -> None:
     check(launch(partial(jobs.run_all, slots=3, cases=8), 3, timeout_s=60.0), 3, 8)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus() -> None:
+def test_two_gpus_match_reference() -> None:
     results = launch(partial(jobs.two, cases=8), 2, device="cuda", timeout_s=60.0)
     check([ran for ran, *_ in results], 2, 8, "cuda_event")
 
@@ -105,7 +105,7 @@ def test_two_gpus() -> None:
         ("died", "exit code 7"),
     ],
 )
-def test_one_that_fails_ends_all(mode: str, match: str) -> None:
+def test_failing_process_ends_all(mode: str, match: str) -> None:
     with pytest.raises(RunError, match=match):
         launch(partial(jobs.broken, mode=mode), 2, timeout_s=60.0)
 
@@ -113,14 +113,14 @@ def test_one_that_fails_ends_all(mode: str, match: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"sizes": (1024,)}, {"sizes": (64, 64)}, {"sizes": (0, 1)}, {"repeats": 0}, {"trips": 0}]
 )
-def test_what_tells_nothing_of_a_link(wrong: dict[str, Any]) -> None:
+def test_link_probe_with_invalid_arguments_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="`sizes`"):
         probe("cpu", **wrong)
     with pytest.raises(InputError):
         probe("cpu")
 
 
-def test_processes_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match="torchrun"), join_processes():
         pass

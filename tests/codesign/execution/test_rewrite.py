@@ -1,8 +1,7 @@
-"""Splits: the same logits, the very weights back, and bytes."""
+"""Tests of `codesign.execution.rewrite`."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from sparseflow.codesign.execution.rewrite import (
 )
 from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan, compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 from sparseflow.pruning.model.config import SELECTORS
@@ -54,7 +53,7 @@ def plan_of(*splits: LayerSplit) -> RewritePlan:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_logits_stay_and_weights_come_back(dtype: torch.dtype, seed: int, slots: int) -> None:
+def test_rewrite_keeps_logits_and_undo_restores_weights(dtype: torch.dtype, seed: int, slots: int) -> None:
     model = awake(seed=seed, depth=6).to(dtype)
     steps, x = LayeredVideoViT(model), clips(model, seed=seed)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -81,7 +80,7 @@ def test_logits_stay_and_weights_come_back(dtype: torch.dtype, seed: int, slots:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_pruned_models(selector: str) -> None:
+def test_rewrite_of_pruned_models(selector: str) -> None:
     model = compact(awake({"stages": {1: 0.5, 3: 0.3}, "selector": selector, "merge": True}, pool="cls"))
     steps = LayeredVideoViT(model.double())
     x = clips(model)
@@ -93,7 +92,7 @@ def test_pruned_models(selector: str) -> None:
         assert torch.equal(scores(steps, x), expected)
 
 
-def test_columns_are_put_back_to_the_bit() -> None:
+def test_concatenated_columns_are_exact() -> None:
     g = torch.Generator().manual_seed(0)
     full = nn.Linear(7, 11).double()
     with torch.no_grad():
@@ -110,7 +109,7 @@ def test_columns_are_put_back_to_the_bit() -> None:
     assert all(part.bias is None for part in split_module(bare, a_split(units=11, sizes=(4, 7))).parts)
 
 
-def test_the_last_bias_is_in_the_first_group_alone() -> None:
+def test_final_bias_is_in_first_part() -> None:
     steps = LayeredVideoViT(awake())
     rewrite = apply_rewrite(steps, plan_of(a_split(1), a_split(2, 32, (3, 9, 20))))
     for layer, last in ((1, "proj"), (2, "down")):
@@ -136,41 +135,17 @@ def test_the_last_bias_is_in_the_first_group_alone() -> None:
         ({"slots": (0, True)}, None),
     ],
 )
-def test_splits_that_cannot_be(changes: dict[str, Any], match: str | None) -> None:
+def test_invalid_split_is_refused(changes: dict[str, Any], match: str | None) -> None:
     with pytest.raises(InputError, match=match):
         a_split(**changes)
 
 
-def test_a_layer_is_split_once() -> None:
+def test_layer_split_twice_is_refused() -> None:
     with pytest.raises(InputError, match="1"):
         plan_of(a_split(), a_split(2), a_split())
 
 
-def test_plans_as_json() -> None:
-    plan = plan_of(a_split(), a_split(3, sizes=(2, 1, 1), slots=(7, 0, 2)))
-    assert RewritePlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert RewritePlan.from_dict(plan_of().to_dict()) == plan_of()
-
-
-@pytest.mark.parametrize(
-    ("content", "error", "match"),
-    [
-        (None, FileFormatError, "dictionary"),
-        ({}, FileFormatError, "splits"),
-        ({"splits": [], "more": 1}, FileFormatError, "more"),
-        ({"splits": [{"layer": 1}]}, FileFormatError, r"splits\.0\.permutation"),
-        ({"splits": [{"layer": "1", "permutation": [0], "sizes": [1], "slots": [0]}]}, FileFormatError,
-         r"splits\.0\.layer"),
-        ({"splits": [{"layer": 5, "permutation": [0, 0], "sizes": [1, 1], "slots": [0, 1]}]}, InputError,
-         "layer 5"),
-    ],
-)  # fmt: skip
-def test_json_that_is_no_plan(content: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        RewritePlan.from_dict(content)
-
-
-def test_rewriting_twice() -> None:
+def test_rewrite_of_rewritten_model_is_refused() -> None:
     steps = LayeredVideoViT(awake())
     plan = plan_of(a_split())
     rewrite = apply_rewrite(steps, plan)
@@ -200,14 +175,14 @@ def test_rewriting_twice() -> None:
         (a_split(2), "32"),
     ],
 )
-def test_plans_for_other_models(split: LayerSplit, match: str) -> None:
+def test_plan_of_other_model_is_refused(split: LayerSplit, match: str) -> None:
     steps = LayeredVideoViT(awake())
     with pytest.raises(InputError, match=match):
         apply_rewrite(steps, plan_of(a_split(3), split))
     assert not any(isinstance(module, SplitModule) for module in steps.model.modules())
 
 
-def test_layers_that_cannot_be_split() -> None:
+def test_unsplittable_layer_is_refused() -> None:
     steps = LayeredVideoViT(compact(awake({"stages": {1: 0.5}, "selector": "attention"})))
     with pytest.raises(InputError, match=r"blocks\.1\.attention.*cannot"):
         apply_rewrite(steps, plan_of(a_split(3)))
@@ -221,7 +196,7 @@ def nodes() -> tuple[LayerNode, ...]:
     return LayeredVideoViT(awake()).describe_layers(3)
 
 
-def test_bytes_between_slots() -> None:
+def test_compute_transfer_bytes_by_hand() -> None:
     layers = nodes()
     assignment = [0, 0, 0, 2, 2, 1, 1, 0, 0, 0]
     state = 3 * 64 * 16 * 4
@@ -244,12 +219,12 @@ def test_bytes_between_slots() -> None:
         ([0] * 10, a_split(20), "another model"),
     ],
 )
-def test_slots_that_do_not_fit(assignment: list[Any], split: LayerSplit, match: str) -> None:
+def test_invalid_assignment_is_refused(assignment: list[Any], split: LayerSplit, match: str) -> None:
     with pytest.raises(InputError, match=match):
         compute_transfer_bytes(nodes(), assignment, plan_of(split))
 
 
-def test_a_plan_of_nothing() -> None:
+def test_empty_plan_changes_nothing() -> None:
     steps = LayeredVideoViT(awake())
     with apply_rewrite(steps, plan_of()) as rewrite:
         assert not rewrite.split_modules

@@ -1,4 +1,4 @@
-"""Who does what when: dependencies, links, and that nobody waits for ever."""
+"""Tests of `codesign.execution.schedule`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_schedule(seed: int, *, back: bool) -> ExecutionSchedule:
     return build_schedule(LAYERS, assignment, plan)
 
 
-def test_stages_and_neighbours() -> None:
+def test_schedule_stages_and_neighbors() -> None:
     schedule = build_schedule(LAYERS, [3, 3, 3, 0, 0, 3, 3, 3, 1, 1, 1, 1])
     assert schedule.slots == (0, 1, 3) and schedule.num_stages == 4
     assert [task.stage for task in schedule.tasks] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -35,7 +35,7 @@ def test_stages_and_neighbours() -> None:
     )  # fmt: skip
 
 
-def test_a_part_is_served_between_layers_of_a_later_stage() -> None:
+def test_part_is_served_between_layers_of_later_stage() -> None:
     plan = RewritePlan(splits=(a_split(4, 32, (16, 16)),))
     schedule = build_schedule(LAYERS, [0] * 6 + [1] * 6, plan)
     assert schedule.list_channels() == (ChannelKey.for_parts(1, 0), ChannelKey("state", 0, 1, 5))
@@ -50,7 +50,7 @@ def test_a_part_is_served_between_layers_of_a_later_stage() -> None:
     assert order[:8] == [(0, 4), *turn]
 
 
-def test_work_of_a_split_layer_counts_as_its_largest_part() -> None:
+def test_progress_of_split_layer_uses_largest_part() -> None:
     plan = RewritePlan(splits=(a_split(2, 32, (8, 24)),))
     full, split = (build_schedule(LAYERS, [0] * 12, item).tasks for item in (None, plan))
     work = [float(layer.flops) for layer in LAYERS]  # pyright: ignore
@@ -60,7 +60,7 @@ def test_work_of_a_split_layer_counts_as_its_largest_part() -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_order(seed: int, back: bool) -> None:
+def test_task_order(seed: int, back: bool) -> None:
     result = make_schedule(seed, back=back)
     order = list(result.iterate_tasks(5))
     assert len(order) == 5 * len(LAYERS) == len({(batch, task.layer) for batch, task in order})
@@ -104,7 +104,7 @@ def events(result: ExecutionSchedule, batches: int, slot: int) -> list[tuple[str
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("seed", range(15))
-def test_nobody_waits_for_ever(seed: int, back: bool) -> None:
+def test_schedule_has_no_deadlock(seed: int, back: bool) -> None:
     """Played through with links on which messages are matched by their order, as NCCL does."""
     result = make_schedule(seed, back=back)
     remaining = {slot: deque(events(result, 6, slot)) for slot in result.slots}
@@ -134,7 +134,7 @@ def test_nobody_waits_for_ever(seed: int, back: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_both_ends_do_the_same_on_a_link_of_parts(seed: int) -> None:
+def test_both_ends_of_part_channel_agree(seed: int) -> None:
     """So that one queue serves both ways: what one sends, the other takes, in one order."""
     result = make_schedule(seed, back=True)
     for link in result.list_channels():
@@ -147,6 +147,6 @@ def test_both_ends_do_the_same_on_a_link_of_parts(seed: int) -> None:
         assert all(first != other for (first, _), (other, _) in zip(*ends, strict=True))
 
 
-def test_slots_that_do_not_fit() -> None:
+def test_invalid_assignment_is_refused() -> None:
     with pytest.raises(InputError):
         build_schedule(LAYERS, [0])

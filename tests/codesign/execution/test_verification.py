@@ -1,4 +1,4 @@
-"""Verifying: a plan of the model is exact, one of another model is refused, and what goes wrong is told."""
+"""Tests of `codesign.execution.verification`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weights(steps: LayeredVideoViT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_plan_of_the_model_is_exact(dtype: torch.dtype, pruned: bool) -> None:
+def test_verify_plan_of_the_model(dtype: torch.dtype, pruned: bool) -> None:
     steps = make_layers(pruned=pruned, dtype=dtype, seed=1)
     decision, samples, before = planned(steps, seed=3), clips(steps.model), weights(steps)
     assert decision.rewrite_plan is not None
@@ -77,7 +77,7 @@ def test_a_plan_of_the_model_is_exact(dtype: torch.dtype, pruned: bool) -> None:
     torch.testing.assert_close(weights(steps), before, rtol=0.0, atol=0.0)
 
 
-def test_without_splits_or_with_one_slot_nothing_is_rounded() -> None:
+def test_verify_without_splits_is_bit_exact() -> None:
     steps = make_layers()
     for slots, share in ((1, 0.0), (4, 0.0)):
         decision = planned(steps, slots=slots, share=share)
@@ -87,14 +87,14 @@ def test_without_splits_or_with_one_slot_nothing_is_rounded() -> None:
 
 
 @pytest.mark.slow
-def test_processes_for_slots_find_the_same() -> None:
+def test_verify_with_ranks() -> None:
     steps = make_layers(pruned=True)
     result = verify(steps, planned(steps, slots=2, seed=2), clips(steps.model), ranks=True)
     assert set(result.errors) == set(result.moved_bytes) - {"planned"} | {"rewritten"} >= {"ranks"}
     assert len(set(result.moved_bytes.values())) == 1
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_verify_plan_of_other_model_is_refused() -> None:
     steps, samples = make_layers(), clips(make_layers().model)
     with pytest.raises(InputError, match="10"):
         verify(steps, planned(make_layers(depth=3)), samples)
@@ -111,13 +111,13 @@ def test_a_plan_of_another_model_is_refused() -> None:
     torch.testing.assert_close(weights(steps), before, rtol=0.0, atol=0.0)
 
 
-def test_a_plan_of_nothing_is_refused() -> None:
+def test_verify_empty_plan_is_refused() -> None:
     steps = make_layers()
     with pytest.raises(InputError):
         verify(steps, replace(planned(steps), segments=(), mapping=()), clips(steps.model))
 
 
-def test_a_split_that_does_not_begin_at_home_is_refused() -> None:
+def test_verify_split_away_from_home_is_refused() -> None:
     steps = make_layers()
     decision = planned(steps, seed=3)
     moved = replace(decision, mapping=tuple((slot + 1) % 3 for slot in decision.mapping))
@@ -133,7 +133,7 @@ def tampered(model: Any, plan: RewritePlan) -> Any:
     return rewrite
 
 
-def test_weights_of_the_rewritten_model_that_were_tampered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_detects_changed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make_layers()
     decision = planned(steps, share=1.0, seed=4)  # with the embedding, which is linear
     assert decision.rewrite_plan is not None and decision.rewrite_plan.splits[0].layer == 0
@@ -142,7 +142,7 @@ def test_weights_of_the_rewritten_model_that_were_tampered_with(monkeypatch: pyt
         verify(steps, decision, clips(steps.model))
 
 
-def test_weights_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_detects_failed_undo(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make_layers()
 
     def spoils(model: LayeredVideoViT, plan: RewritePlan) -> Any:
@@ -174,7 +174,7 @@ class Silent(LocalExecutor):
 @pytest.mark.parametrize(
     ("executor", "message"), [(Lossy, "local: logits differ by"), (Silent, "local: moved .* expected")]
 )
-def test_an_executor_that_does_something_else(
+def test_verify_detects_wrong_bytes(
     executor: type[LocalExecutor], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = make_layers()
@@ -183,7 +183,7 @@ def test_an_executor_that_does_something_else(
         verify(steps, planned(steps), clips(steps.model))
 
 
-def test_logits_that_are_no_numbers_are_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_refuses_nan_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = make_layers()
 
     class Nothing(LocalExecutor):
@@ -195,14 +195,14 @@ def test_logits_that_are_no_numbers_are_never_the_same(monkeypatch: pytest.Monke
         verify(steps, planned(steps), clips(steps.model))
 
 
-def test_errors_are_relative_to_the_largest_or_1() -> None:
+def test_compute_error_is_relative() -> None:
     expected = torch.tensor([[4.0, -8.0]])
     assert compute_error(expected + torch.tensor([[0.0, 0.5]]), expected) == pytest.approx(0.5 / 8.0)
     assert compute_error(torch.tensor([0.25]), torch.tensor([0.125])) == 0.125
     assert compute_error(expected.bfloat16(), expected) == 0.0
 
 
-def test_the_whole_is_what_the_model_does() -> None:
+def test_run_unpartitioned_equals_model() -> None:
     steps = make_layers(pruned=True, dtype=torch.float64)
     samples = clips(steps.model)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_the_whole_is_what_the_model_does() -> None:
         )
 
 
-def test_the_wings_name_for_it_is_the_function_whatever_was_imported_before() -> None:
+def test_codesign_verify_is_the_function() -> None:
     script = (
         "import sparseflow.codesign.execution.verification; from sparseflow import codesign; "
         "codesign.verify.__code__"
@@ -220,11 +220,11 @@ def test_the_wings_name_for_it_is_the_function_whatever_was_imported_before() ->
     assert process.returncode == 0, process.stderr
 
 
-def test_tolerances_are_of_every_precision() -> None:
+def test_tolerances_cover_all_precisions() -> None:
     assert isinstance(TOLERANCES, Mapping) and list(TOLERANCES.values()) == sorted(TOLERANCES.values())
 
 
-def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
+def test_check_model_names_different_layers() -> None:
     # Names are the same, and nothing is split: only what layers cost tells them apart.
     steps, other = make_layers(), make_layers(mlp_ratio=4.0)
     decision, samples = planned(steps, share=0.0), clips(other.model)
@@ -243,12 +243,12 @@ def test_a_model_that_was_not_planned_for_is_told_by_its_layers() -> None:
         (make_layers(dtype=torch.float64), "precision"), (make_layers(num_frames=8), "seq_len"),
     ],
 )  # fmt: skip
-def test_whatever_differs_is_named(other: LayeredVideoViT, field: str) -> None:
+def test_check_model_names_different_fields(other: LayeredVideoViT, field: str) -> None:
     with pytest.raises(InputError, match=rf"`{field}`"):
         check_model(other, make_layers().describe_layers(4))
 
 
-def test_layers_that_are_missing_are_told() -> None:
+def test_check_model_with_missing_layers_is_refused() -> None:
     with pytest.raises(InputError, match="10"):
         check_model(make_layers(depth=3), make_layers().describe_layers(1))
     with pytest.raises(InputError, match="0"):

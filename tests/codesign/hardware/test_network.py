@@ -1,4 +1,4 @@
-"""Costs between slots: units by hand, ways against Floyd and Warshall's, and what is refused."""
+"""Tests of `codesign.hardware.network`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def positions(count: int, seed: int) -> np.ndarray:
     return np.linalg.norm(index[:, None] - index[None], axis=-1)
 
 
-def test_a_message_takes_what_units_say() -> None:
+def test_time_of_a_message() -> None:
     wire = link(bandwidth=2e9, latency_us=500.0, latency_us_per_mm=2.0, pj_per_bit=1.0)
     network = Network.all_to_all(wire, np.array([[0.0, 250.0], [250.0, 0.0]]))
     # 500 us + 250 mm * 2 us/mm = 1 ms; 4 MB at 2 GB/s = 2 ms; 4e6 B * 8 bit/B * 1e-12 J = 32 uJ.
@@ -44,14 +44,14 @@ def test_a_message_takes_what_units_say() -> None:
     assert network.energy_mj(0, 1, 0) == 0.0
 
 
-def test_energy_grows_with_each_mm() -> None:
+def test_energy_grows_with_distance() -> None:
     wire = link(pj_per_bit=2.0, pj_per_bit_mm=0.5)
     network = Network.all_to_all(wire, np.array([[0.0, 10.0], [10.0, 0.0]]))
     # (2 + 0.5 * 10) pJ/bit * 8 bit * 1e-9 mJ/pJ.
     assert network.energy_mj(0, 1, 1) == pytest.approx(56e-9, rel=1e-12)
 
 
-def test_nothing_goes_from_a_slot_to_itself() -> None:
+def test_message_within_a_slot_is_free() -> None:
     distances = positions(4, seed=0)
     np.fill_diagonal(distances, 7.0)  # no slot is away from itself, whatever is told
     wire = link(latency_us_per_mm=1.0, pj_per_bit_mm=1.0)
@@ -63,7 +63,7 @@ def test_nothing_goes_from_a_slot_to_itself() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_all_to_all_is_symmetric_and_follows_distances(count: int) -> None:
+def test_all_to_all_follows_distances(count: int) -> None:
     distances = positions(count, seed=count)
     network = Network.all_to_all(link(latency_us_per_mm=0.01, pj_per_bit_mm=0.1), distances)
     assert network.num_slots == count
@@ -76,7 +76,7 @@ def test_all_to_all_is_symmetric_and_follows_distances(count: int) -> None:
         assert network.fixed_ms[s, t] == pytest.approx((1.0 + 0.01 * distances[s, t]) / 1e3)
 
 
-def test_distances_are_not_written_to() -> None:
+def test_distances_are_not_modified() -> None:
     distances = positions(3, seed=1)
     before = distances.copy()
     Network.from_links(3, [(0, 1, link()), (1, 2, link())], distances)
@@ -91,7 +91,7 @@ def test_distances_are_not_written_to() -> None:
         np.array([[0.0, math.nan], [1.0, 0.0]]), np.array([[0.0, math.inf], [1.0, 0.0]]),
     ],
 )  # fmt: skip
-def test_distances_of_no_use_are_refused(distances: np.ndarray) -> None:
+def test_invalid_distances_are_refused(distances: np.ndarray) -> None:
     with pytest.raises(InputError, match="`distances_mm`"):
         Network.all_to_all(link(), distances)
     with pytest.raises(InputError, match="`distances_mm`"):
@@ -99,18 +99,18 @@ def test_distances_of_no_use_are_refused(distances: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_distances_between_another_number_of_slots_are_refused(size: int) -> None:
+def test_distances_of_wrong_shape_are_refused(size: int) -> None:
     with pytest.raises(InputError, match="`distances_mm`"):
         Network.from_links(3, [(0, 1, link()), (1, 2, link())], np.zeros((size, size)))
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0), (-1, 1), (1, 1)])
-def test_a_link_to_nowhere_is_refused(pair: tuple[int, int]) -> None:
+def test_link_to_missing_slot_is_refused(pair: tuple[int, int]) -> None:
     with pytest.raises(InputError, match=rf"{pair[1]}"):
         Network.from_links(3, [(0, 1, link()), (1, 2, link()), (*pair, link())])
 
 
-def test_slots_that_cannot_be_reached_are_named() -> None:
+def test_unreachable_slots_are_named() -> None:
     with pytest.raises(InputError, match="2, 3"):
         Network.from_links(4, [(0, 1, link()), (2, 3, link())])
     with pytest.raises(InputError, match="1, 2"):
@@ -119,11 +119,11 @@ def test_slots_that_cannot_be_reached_are_named() -> None:
         Network.from_links(3, [(0, 2, link())])
 
 
-def test_one_slot_needs_no_link() -> None:
+def test_network_of_one_slot() -> None:
     assert Network.from_links(1, []).time_ms(0, 0, 1e6) == 0.0
 
 
-def test_a_message_is_received_whole_at_every_slot_between() -> None:
+def test_route_stores_and_forwards() -> None:
     chain = [(0, 1, link(bandwidth=1e9, latency_us=10.0, pj_per_bit=1.0)),
              (2, 1, link(bandwidth=2e9, latency_us=20.0, pj_per_bit=3.0))]  # fmt: skip
     network = Network.from_links(3, chain)
@@ -133,7 +133,7 @@ def test_a_message_is_received_whole_at_every_slot_between() -> None:
         assert network.energy_mj(s, t, 1e6) == pytest.approx(32e-3, rel=1e-12)
 
 
-def test_the_way_is_the_best_for_a_typical_message() -> None:
+def test_route_is_best_for_typical_message() -> None:
     quick, wide = {"latency_us": 1.0, "bandwidth": 1e9}, {"latency_us": 1000.0, "bandwidth": 1e12}
     ways = [(0, 1, link(**quick)), (1, 2, link(**quick)), (0, 3, link(**wide)), (3, 2, link(**wide))]
     small, large = (Network.from_links(4, ways, typical_bytes=size) for size in (1e3, 1e9))
@@ -143,14 +143,14 @@ def test_the_way_is_the_best_for_a_typical_message() -> None:
     assert small.time_ms(0, 2, 1e9) > large.time_ms(0, 2, 1e9)
 
 
-def test_of_two_links_between_two_slots_the_better_is_used() -> None:
+def test_better_of_two_links_is_used() -> None:
     pair = [(0, 1, link(latency_us=9.0)), (1, 0, link(latency_us=3.0)), (0, 1, link(latency_us=5.0))]
     for links in itertools.permutations(pair):
         network = Network.from_links(2, links)
         assert network.fixed_ms[0, 1] == network.fixed_ms[1, 0] == pytest.approx(0.003)
 
 
-def test_a_way_around_a_slow_link_is_taken_where_it_is_quicker() -> None:
+def test_route_avoids_slow_link() -> None:
     slow, quick = link(latency_us=1000.0), link(latency_us=1.0)
     network = Network.from_links(3, [(0, 2, slow), (0, 1, quick), (1, 2, quick)], typical_bytes=1.0)
     assert network.fixed_ms[0, 2] == pytest.approx(0.002)
@@ -190,7 +190,7 @@ def best_ways(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_ways_are_those_of_floyd_and_warshall(seed: int) -> None:
+def test_routes_match_floyd_warshall(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count, size = int(rng.integers(2, 10)), float(10.0 ** rng.uniform(2, 8))
     distances = positions(count, seed)
@@ -208,8 +208,8 @@ def test_ways_are_those_of_floyd_and_warshall(seed: int) -> None:
 
 
 @given(st.integers(2, 7), st.integers(0, 2**32 - 1), st.integers(0, 3))
-@budget(max_examples=100, deadline=None)
-def test_equal_ways_cost_the_same_there_and_back(count: int, seed: int, maximum: int) -> None:
+@budget(max_examples=30, deadline=None)
+def test_routes_are_symmetric(count: int, seed: int, maximum: int) -> None:
     rng = np.random.default_rng(seed)
     # Links whose parts differ and whose sums are the same for a typical message, so that ties abound.
     links = [
@@ -224,7 +224,7 @@ def test_equal_ways_cost_the_same_there_and_back(count: int, seed: int, maximum:
 
 
 @pytest.mark.parametrize("typical", [0.0, 1.0, 1e6])
-def test_links_without_latency_count(typical: float) -> None:
+def test_links_without_latency_connect_slots(typical: float) -> None:
     quick, slow = link(latency_us=0.0, bandwidth=1e12), link(latency_us=500.0)
     chain = Network.from_links(3, [(0, 1, quick), (1, 2, quick)], typical_bytes=typical)
     assert chain.ms_per_byte[0, 2] == pytest.approx(2e-9) and chain.fixed_ms[0, 2] == 0.0
@@ -233,7 +233,7 @@ def test_links_without_latency_count(typical: float) -> None:
     assert network.fixed_ms[0, 2] == 0.0 and network.fixed_ms[0, 1] == 0.0
 
 
-def test_of_links_with_all_links_is_all_to_all() -> None:
+def test_from_links_with_all_pairs_equals_all_to_all() -> None:
     distances = positions(5, seed=3)
     wire = link(latency_us_per_mm=0.001, latency_us=50.0)
     all_items = [(a, b, wire) for a, b in itertools.combinations(range(5), 2)]
@@ -242,7 +242,7 @@ def test_of_links_with_all_links_is_all_to_all() -> None:
         np.testing.assert_allclose(getattr(subset, name), getattr(full, name), rtol=1e-12)
 
 
-def test_scipy_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scipy_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"`scipy`.*sparseflow\[codesign\]"):
         Network.from_links(2, [(0, 1, link())])

@@ -1,4 +1,4 @@
-"""L_hw: what it is for chips that are decided, where its gradients lead, and what each lambda does."""
+"""Tests of `codesign.joint.hw_loss`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sparseflow.codesign.workload.layers import to_float
 from sparseflow.codesign.workload.splits import LayerSplit
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError, RunError
+from tests.codesign.nodes import set_chips
 from tests.codesign.toys import chain, hardware
 
 TERMS = {
@@ -39,7 +40,7 @@ def only(**lambdas: float) -> Lambdas:
 
 def holding(hw: Hardware, chips: Sequence[str | None], **overrides: Any) -> ChipSlotConfig:
     config = ChipSlotConfig(hw.chips, len(chips), **overrides)
-    config.set_chips(chips)
+    set_chips(config, chips)
     return config
 
 
@@ -69,7 +70,7 @@ def by_name(
     """A decision whose segments are single layers."""
     return HardwareDecision(
         chips=tuple(chips), segments=tuple((layer.name,) for layer in layers), mapping=tuple(assignment),
-        positions_mm=hw.placer.grid_positions(),
+        positions_mm=hw.placer.grid_positions(), rewrite_plan=None,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("chips", "assignment"), CHOICES)
 @pytest.mark.parametrize("mode", ["serial", "balanced"])
-def test_chips_that_are_decided_cost_what_a_decision_does(
+def test_loss_of_one_hot_slots_equals_decision_cost(
     mode: str, chips: tuple[str | None, ...], assignment: tuple[int, ...]
 ) -> None:
     hw, layers = hardware(mapping={"mode": mode}), chain(seed=1)
@@ -108,7 +109,7 @@ def test_chips_that_are_decided_cost_what_a_decision_does(
         assert to_float(terms["energy_mj"]) == pytest.approx(priced.stats.energy_mj, rel=off)
 
 
-def test_a_draw_is_one_of_the_chips_there_are() -> None:
+def test_sampled_loss_is_loss_of_some_chips() -> None:
     hw, layers, assignment = hardware(mapping={"mode": "serial"}), chain(), (0,) * 6
     expected = []
     for name in ("npu-s", "npu-m", "memory-m"):
@@ -128,7 +129,7 @@ def test_a_draw_is_one_of_the_chips_there_are() -> None:
     assert result == {0, 1, 2}
 
 
-def test_the_same_draw_gives_the_same_loss() -> None:
+def test_loss_is_deterministic_for_a_generator() -> None:
     hw, layers = hardware(), chain()
     slots = ChipSlotConfig(hw.chips, 3, hard=False)
     losses = [
@@ -138,7 +139,7 @@ def test_the_same_draw_gives_the_same_loss() -> None:
     assert losses[0] == losses[1] and losses[2] == losses[3] and losses[0] != losses[2]
 
 
-def test_a_slot_that_is_empty_costs_more_than_the_slowest_chip() -> None:
+def test_empty_slot_costs_more_than_slowest_chip() -> None:
     hw, layers, assignment = hardware(mapping={"mode": "serial"}), chain(), (0,) * 6
     table = hw.proxy.predict_table(layers, hw.chips)["lat_ms"]
     _, terms = loss_of(hw, layers, holding(hw, (None,) * 3), assignment, lambdas=only(lambda_T=1.0))
@@ -147,7 +148,7 @@ def test_a_slot_that_is_empty_costs_more_than_the_slowest_chip() -> None:
 
 @pytest.mark.parametrize("mode", ["serial", "balanced"])
 @pytest.mark.parametrize("joins", [False, True])
-def test_parts_cost_their_shares(mode: str, joins: bool) -> None:
+def test_parts_cost_their_fraction(mode: str, joins: bool) -> None:
     hw, layers = hardware(mapping={"mode": mode}), chain(seed=2)
     chips, assignment = ("npu-m", "npu-s", "memory-m"), (0, 0, 1, 1, 1, 2)
     index = 0 if joins else 2
@@ -177,7 +178,7 @@ def test_parts_cost_their_shares(mode: str, joins: bool) -> None:
         assert to_float(terms["latency_ms"]) == pytest.approx(stats.period_ms, rel=0.06)
 
 
-def test_gradients_reach_every_slots_logits() -> None:
+def test_gradients_reach_all_slot_logits() -> None:
     hw, layers = hardware(), chain()
     slots = ChipSlotConfig(hw.chips, 3)
     loss, _ = loss_of(hw, layers, slots, (0, 0, 1, 1, 2, 2))
@@ -197,7 +198,7 @@ def gated(layers: Sequence[LayerNode], gates: Tensor) -> list[LayerNode]:
 
 @pytest.mark.parametrize("mode", ["serial", "balanced"])
 @pytest.mark.parametrize("term", ["latency_ms", "energy_mj"])
-def test_gradients_reach_every_gate(mode: str, term: str) -> None:
+def test_gradients_reach_all_gates(mode: str, term: str) -> None:
     hw, layers = hardware(mapping={"mode": mode}), chain()
     gates = torch.full((6,), 0.5, requires_grad=True)
     _, terms = loss_of(hw, gated(layers, gates), holding(hw, ("npu-m",) * 3), (0, 0, 1, 1, 2, 2))
@@ -207,7 +208,7 @@ def test_gradients_reach_every_gate(mode: str, term: str) -> None:
         assert (gradient > 0.0).all()
 
 
-def test_a_gate_alone_moves_operations_or_bytes() -> None:
+def test_gradients_of_flops_and_bytes_are_separate() -> None:
     hw, layers = hardware(mapping={"mode": "serial"}), chain()
     for name in ("flops", "bytes"):
         gate_value = torch.ones((), requires_grad=True)
@@ -218,7 +219,7 @@ def test_a_gate_alone_moves_operations_or_bytes() -> None:
 
 
 @pytest.mark.parametrize("lambdas", [only(**{name: 1.0}) for name in TERMS.values()] + [Lambdas()])
-def test_soft_gradients_are_those_of_differences(lambdas: Lambdas) -> None:
+def test_gradients_match_finite_differences(lambdas: Lambdas) -> None:
     # In serial mode: the smooth maximum's own scale is held still.
     hw, layers = hardware(mapping={"mode": "serial"}), chain(seed=3)
     decision = hw.initial_decision(layers)
@@ -252,7 +253,7 @@ def test_soft_gradients_are_those_of_differences(lambdas: Lambdas) -> None:
             assert result == pytest.approx(slope, rel=1e-3, abs=3e-3 if lambdas.lambda_layout else 1e-6)
 
 
-def test_of_a_layout_gradients_reach_the_probability_of_empty() -> None:
+def test_layout_gradients_reach_empty_probability() -> None:
     hw, layers = hardware(), chain()
     decision = by_name(layers, hw, ("npu-m",) * 3, (0, 0, 1, 1, 2, 2))
     slots = ChipSlotConfig(hw.chips, 3, hard=False)
@@ -267,7 +268,7 @@ def test_of_a_layout_gradients_reach_the_probability_of_empty() -> None:
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_each_lambda_weighs_its_own_term(name: str) -> None:
+def test_each_lambda_weights_its_term(name: str) -> None:
     hw, layers = hardware(), chain()
     reference = CostReference(latency_ms=3.0, energy_mj=5.0, area_mm2=7.0)
     scale = {"latency_ms": 3.0, "energy_mj": 5.0, "area_mm2": 7.0, "chips": 3.0}.get(name, 1.0)
@@ -282,7 +283,7 @@ def test_each_lambda_weighs_its_own_term(name: str) -> None:
         assert to_float(loss) == pytest.approx(value * to_float(terms[name]) / scale)
 
 
-def test_what_is_over_the_memory_counts_and_leads_to_the_chip_that_has_more() -> None:
+def test_memory_overflow_favors_larger_chips() -> None:
     hw, layers, assignment = hardware(), chain(), (0,) * 6
     for total_mb, over in ((900.0, 0.0), (1500.0, 0.25), (6000.0, 25.0)):
         fat = [replace(layer, memory_bytes=round(total_mb * 1e6 / 6)) for layer in layers]
@@ -296,7 +297,7 @@ def test_what_is_over_the_memory_counts_and_leads_to_the_chip_that_has_more() ->
     assert large < middle < 0.0 < small and not slots.logits.grad[1:].any()
 
 
-def test_a_draw_that_leaves_a_needed_slot_empty_does_not_end_learning() -> None:
+def test_empty_sample_keeps_gradients_finite() -> None:
     hw, layers, assignment = hardware(), chain(), (0, 0, 1, 1, 2, 2)
     slots = ChipSlotConfig(hw.chips, 3, tau=2.0)
     optimizer = torch.optim.Adam(slots.parameters(), lr=0.1)
@@ -318,7 +319,7 @@ def test_a_draw_that_leaves_a_needed_slot_empty_does_not_end_learning() -> None:
     assert (moved > 0.0).all(), f"slots without gradient: {moved.tolist()}"
 
 
-def test_a_draw_that_leaves_a_needed_slot_empty_does_not_drown_the_rest() -> None:
+def test_empty_sample_does_not_dominate() -> None:
     hw, layers = hardware(), chain()
     full, _ = loss_of(hw, layers, holding(hw, ("npu-m",) * 3), (0, 0, 1, 1, 2, 2))
     empty, _ = loss_of(hw, layers, holding(hw, ("npu-m", "npu-m", None)), (0, 0, 1, 1, 2, 2))
@@ -327,7 +328,7 @@ def test_a_draw_that_leaves_a_needed_slot_empty_does_not_drown_the_rest() -> Non
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.6, 0.3])
-def test_less_work_on_a_slot_is_never_slower(share: float) -> None:
+def test_loss_is_monotone_in_work(share: float) -> None:
     # Slot 0 has the most work, slot 1 a share of it.
     hw, layers = hardware(), chain()
     first, second = (replace(layers[2], id=index, traffic_in_bytes=0) for index in (0, 1))
@@ -358,7 +359,7 @@ class Broken(LayerHwProxy):
 @pytest.mark.parametrize(
     ("figure", "term"), [("lat_ms", "latency_ms"), ("power_w", "energy_mj"), ("mem_mb", "mem_over")]
 )
-def test_a_loss_that_is_not_finite_names_its_term(figure: str, term: str, value: float) -> None:
+def test_non_finite_loss_names_term(figure: str, term: str, value: float) -> None:
     hw, layers = hardware(mapping={"mode": "serial"}), chain()
     proxy = Broken.__new__(Broken)
     proxy.wrong, proxy.value = figure, value
@@ -374,13 +375,13 @@ def test_a_loss_that_is_not_finite_names_its_term(figure: str, term: str, value:
         )
 
 
-def test_a_layout_that_is_not_finite_is_told_too() -> None:
+def test_non_finite_layout_is_refused() -> None:
     hw, layers = hardware(), chain()
     with pytest.raises(RunError, match="="):
         loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0,) * 6, layout=torch.tensor(math.nan))
 
 
-def test_sizes_must_agree() -> None:
+def test_wrong_sizes_are_refused() -> None:
     hw, layers = hardware(), chain()
     with pytest.raises(InputError, match="5"):
         loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0,) * 5)
@@ -389,14 +390,14 @@ def test_sizes_must_agree() -> None:
 
 
 @pytest.mark.parametrize("slot", [3, -1])
-def test_slots_that_are_not_there(slot: int) -> None:
+def test_unknown_slots_are_refused(slot: int) -> None:
     hw, layers = hardware(), chain()
     with pytest.raises(InputError):
         loss_of(hw, layers, ChipSlotConfig(hw.chips, 3), (0, 0, slot, 0, 0, 0))
 
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
-def test_lambdas_and_references_of_no_use_are_refused(value: float) -> None:
+def test_invalid_lambdas_and_references_are_refused(value: float) -> None:
     for name in TERMS.values():
         with pytest.raises(InputError, match=rf"`{name}` \(={value}\)"):
             Lambdas(**{name: value})

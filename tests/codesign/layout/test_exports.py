@@ -1,4 +1,4 @@
-"""The room's names are there, and importing it costs nothing."""
+"""Names and imports of `codesign.layout`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sparseflow.codesign import layout
 
 
-def test_every_name_is_there() -> None:
+def test_all_names_are_exported() -> None:
     for name in layout.__all__:
         assert getattr(layout, name).__name__ == name
     assert set(layout.__all__) <= set(dir(layout))
@@ -18,7 +18,7 @@ def test_every_name_is_there() -> None:
         layout.nowhere  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_import_loads_no_heavy_package() -> None:
     script = (
         "import sys, sparseflow.codesign.layout; "
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
@@ -27,7 +27,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     assert not {"numba", "scipy", "torch", "triton", "matplotlib"} & set(process.stdout.split())
 
 
-def test_searching_imports_numba_and_scipy_only_when_it_runs() -> None:
+def test_search_imports_numba_and_scipy_on_use() -> None:
     script = (
         "import sys; from sparseflow.codesign.layout import assign, build_site_grid, compute_pareto_front; "
         "from sparseflow.codesign.layout import solve_temperatures; "

@@ -1,4 +1,4 @@
-"""Fronts between short ways and cool chips: right costs, nothing dominated, a knee that can be told."""
+"""Tests of `codesign.layout.pareto`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain(sites: SiteGrid, traffic: np.ndarray, tdp: np.ndarray, location: np.nd
     return comm, therm
 
 
-def test_objectives_are_the_formulas(sites: SiteGrid) -> None:
+def test_objectives_match_formulas(sites: SiteGrid) -> None:
     traffic, tdp = chips()
     pairs = build_objectives(sites, traffic, tdp, SIGMA)
     p = np.random.default_rng(1).permutation(len(sites))
@@ -45,7 +45,7 @@ def test_objectives_are_the_formulas(sites: SiteGrid) -> None:
         assert compute_cost(*pair, p) == pytest.approx(expected)
 
 
-def test_a_front_holds_nothing_that_another_beats(sites: SiteGrid) -> None:
+def test_front_is_undominated(sites: SiteGrid) -> None:
     traffic, tdp = chips()
     front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300)
     assert len(front.layouts) >= 3
@@ -69,7 +69,7 @@ def test_a_front_holds_nothing_that_another_beats(sites: SiteGrid) -> None:
     ]
 
 
-def test_the_ends_are_the_best_of_each_objective() -> None:
+def test_front_ends_are_best_of_each_objective() -> None:
     sites = build_site_grid(Wafer(radius_mm=45.0), [18.0] * 3)
     traffic, tdp = np.array([[0.0, 5.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]]), np.array([50.0, 10.0, 50.0])
     front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=300, restarts=4)
@@ -84,7 +84,7 @@ def test_the_ends_are_the_best_of_each_objective() -> None:
     assert front.layouts[-1].therm * front.scales[1] == pytest.approx(min(therm for _, therm in all_items))
 
 
-def test_the_grid_is_the_chips_in_order_in_the_middle(sites: SiteGrid) -> None:
+def test_grid_places_chips_in_order_on_central_sites(sites: SiteGrid) -> None:
     traffic, tdp = chips()
     front = compute_pareto_front(sites, traffic, tdp, sigma_mm=SIGMA, iterations=1, weights=[0.5], restarts=1)
     np.testing.assert_array_equal(front.grid.assignment, sites.select_central(6))
@@ -104,11 +104,11 @@ def test_the_grid_is_the_chips_in_order_in_the_middle(sites: SiteGrid) -> None:
         ([(0, 9e6), (1, 2e6), (9, 0)], 1),
     ],
 )
-def test_the_knee_lies_farthest_below_the_line(costs: list[tuple[float, float]], expected: int) -> None:
+def test_find_knee(costs: list[tuple[float, float]], expected: int) -> None:
     assert find_knee(costs) == expected
 
 
-def test_without_traffic_or_company_there_is_one_layout(sites: SiteGrid) -> None:
+def test_front_without_traffic_or_other_chips_has_one_layout(sites: SiteGrid) -> None:
     front = compute_pareto_front(sites, [[7.0]], [100.0], sigma_mm=SIGMA)
     assert len(front.layouts) == 1 and (front.best.comm, front.best.therm) == (0.0, 0.0)
     quiet = compute_pareto_front(sites, np.zeros((3, 3)), [10.0, 20.0, 30.0], sigma_mm=SIGMA, iterations=100)
@@ -129,7 +129,7 @@ def test_without_traffic_or_company_there_is_one_layout(sites: SiteGrid) -> None
         ({"restarts": 0}, r"`restarts`"),
     ],
 )
-def test_what_cannot_be_laid_out(sites: SiteGrid, change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(sites: SiteGrid, change: dict[str, Any], message: str) -> None:
     traffic, tdp = chips()
     with pytest.raises(InputError, match=message):
         compute_pareto_front(sites, **{"traffic_bytes": traffic, "tdp_w": tdp, "sigma_mm": SIGMA, **change})

@@ -1,4 +1,4 @@
-"""The definitions once more, in plain Python and from the words alone; and small problems by the dozen."""
+"""Independent plain-Python definitions of the objective, and small random problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOALS = (MappingGoal(), MappingGoal(mode="serial"), MappingGoal(tie_weight=0.0),
 
 
 def busy(problem: MappingProblem, mapping: Sequence[int]) -> list[float]:
-    """How long each slot is busy, ms."""
+    """Busy time of each slot, ms."""
     result = [0.0] * problem.num_slots
     for k, s in enumerate(mapping):
         result[s] += float(problem.latency_ms[k, s])
@@ -30,7 +30,7 @@ def busy(problem: MappingProblem, mapping: Sequence[int]) -> list[float]:
 
 
 def fits(problem: MappingProblem, mapping: Sequence[int]) -> bool:
-    """Whether memory stays within limits, and every segment runs where it is."""
+    """Whether memory limits hold and every segment can run on its slot."""
     for s in range(problem.num_slots):
         current = [k for k, slot in enumerate(mapping) if slot == s]
         if current and not problem.limit_mb[s] > 0.0:
@@ -44,7 +44,7 @@ def fits(problem: MappingProblem, mapping: Sequence[int]) -> bool:
 
 
 def objective(problem: MappingProblem, goal: MappingGoal, mapping: Sequence[int]) -> float:
-    """What is made small, ms; inf where the mapping cannot run."""
+    """Objective of a mapping, ms; inf if it is infeasible."""
     if not fits(problem, mapping):
         return math.inf
     times = busy(problem, mapping)
@@ -56,7 +56,7 @@ def objective(problem: MappingProblem, goal: MappingGoal, mapping: Sequence[int]
 
 
 def best_contiguous(problem: MappingProblem, goal: MappingGoal) -> float:
-    """Of mappings in which every slot has one run of segments."""
+    """Lowest objective of the contiguous mappings."""
     best = math.inf
     for mapping in product(range(problem.num_slots), repeat=problem.num_segments):
         runs = [slot for slot, _ in groupby(mapping)]
@@ -66,13 +66,13 @@ def best_contiguous(problem: MappingProblem, goal: MappingGoal) -> float:
 
 
 def changed(problem: MappingProblem, **values: Any) -> MappingProblem:
-    """The same problem but for some arrays."""
+    """Replace some arrays of a problem."""
     names = ("latency_ms", "memory_mb", "limit_mb", "src", "dst", "traffic_bytes", "fixed_ms", "ms_per_byte")
     return MappingProblem(**{name: values.get(name, getattr(problem, name)) for name in names})
 
 
 def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> MappingProblem:
-    """A small problem of some kind: chain or not, tight or not, on links or without some of them."""
+    """A small random problem: chain or not, with tight memory or not, with all links or some."""
     rng = np.random.default_rng([seed, 7])
     segments, slots = int(rng.integers(1, most_segments + 1)), int(rng.integers(1, most_slots + 1))
     problem = random_problem(
@@ -113,7 +113,7 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Mapping
 
 
 def wild(seed: int) -> MappingProblem:
-    """A tiny problem of any sort, which may have no mapping at all.
+    """A tiny random problem, possibly infeasible.
 
     Times of any magnitude, or none; more slots than segments; segments that run in few places; limits that
     nothing meets, or none; edges twice; links that cost nothing, lead one way only or are not there.
@@ -151,5 +151,5 @@ def wild(seed: int) -> MappingProblem:
 
 
 def value(problem: MappingProblem, goal: MappingGoal, mapping: np.ndarray | None) -> float:
-    """By the package's own definition; inf without a mapping."""
+    """Objective by the package's definition; inf without a mapping."""
     return math.inf if mapping is None else goal.objective_ms(evaluate_mapping(problem, mapping))

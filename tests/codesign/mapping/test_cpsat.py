@@ -1,4 +1,4 @@
-"""CP-SAT: the optimum to within its ticks, bounds that hold, and no mapping told from no time."""
+"""Tests of `codesign.mapping.cpsat`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.codesign.exhaustive import exhaust
 from benchmarks.codesign.random_problem import random_problem
-from sparseflow.codesign.mapping import MappingGoal, MappingProblem, SearchProgress, cpsat
+from sparseflow.codesign.mapping import MappingGoal, MappingProblem, cpsat
 from sparseflow.codesign.mapping.local_search import NO_EFFORT, search_locally
 from sparseflow.codesign.mapping.search import MappingRequest, StrategyResult
 from sparseflow.errors import InputError
@@ -26,8 +26,8 @@ def solve(
     )
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_it_is_the_best_of_all_mappings(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_cpsat_finds_optimum(seed: int) -> None:
     problem = varied(seed, most_segments=6, most_slots=3)
     resolution = (problem.num_segments + problem.num_edges) / cpsat.TICKS
     for goal, (best, mapping) in zip(GOALS, exhaust(problem, GOALS), strict=True):
@@ -44,8 +44,8 @@ def test_it_is_the_best_of_all_mappings(seed: int) -> None:
         assert best - longest * resolution <= result.lower_bound_ms <= best * (1.0 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_from_the_best_it_stays_there(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_cpsat_keeps_optimal_start(seed: int) -> None:
     problem = random_problem(7, 3, seed=seed, slack=1.2, skips=0.5)
     for goal in GOALS[:2]:
         ((best, mapping),) = exhaust(problem, [goal])
@@ -54,7 +54,7 @@ def test_from_the_best_it_stays_there(seed: int) -> None:
         assert best * (1.0 - 1e-5) <= result.lower_bound_ms <= best * (1.0 + 1e-12)
 
 
-def test_what_is_out_of_time_is_not_impossible() -> None:
+def test_cpsat_timeout_is_not_infeasible() -> None:
     problem = random_problem(24, 8, seed=0, skips=0.3)
     start = search_locally(
         MappingRequest(problem=problem, goal=MappingGoal(), time_limit_s=60.0), effort=NO_EFFORT
@@ -65,19 +65,8 @@ def test_what_is_out_of_time_is_not_impossible() -> None:
     assert late.lower_bound_ms <= value(problem, MappingGoal(), late.mapping)
 
 
-def test_progress_closes_in() -> None:
-    record: list[SearchProgress] = []
-    problem = random_problem(8, 3, seed=0)
-    result = solve(problem, MappingGoal(), progress=record.append)
-    assert record and all(first.strategy == "cpsat" for first in record)
-    assert all(first.lower_bound_ms <= first.objective_ms for first in record)
-    assert min(first.objective_ms for first in record) == pytest.approx(
-        value(problem, MappingGoal(), result.mapping)
-    )
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_some_mapping_or_none(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_find_feasible_mapping(seed: int) -> None:
     problem = varied(seed)
     if seed % 2:
         problem = changed(problem, limit_mb=np.floor(problem.limit_mb * 0.7))
@@ -90,13 +79,13 @@ def test_some_mapping_or_none(seed: int) -> None:
         assert math.isfinite(objective(problem, MappingGoal(), result.mapping.tolist()))
 
 
-def test_too_many_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpsat_with_too_many_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpsat, "MAX_VARIABLES", 10)
     with pytest.raises(InputError, match="'local'"):
         solve(random_problem(5, 3, seed=0), MappingGoal())
 
 
-def test_other_weights_of_the_sum() -> None:
+def test_cpsat_with_other_tie_weights() -> None:
     problem = random_problem(6, 3, seed=4, slack=2.0)
     for weight in (1e-5, 0.0123, 1.0, 3.0):
         goal = MappingGoal(tie_weight=weight)

@@ -1,4 +1,4 @@
-"""What a mapping is worth: the package, its compiled twin and plain Python agree."""
+"""Tests of `codesign.mapping.objective`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sparseflow.errors import InputError
 from tests.codesign.mapping.naive import GOALS, busy, fits, objective, varied
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 10**6), data=st.data())
-def test_all_definitions_agree(seed: int, data: st.DataObject) -> None:
+def test_evaluate_mapping_matches_plain_definition(seed: int, data: st.DataObject) -> None:
     problem = varied(seed)
     mapping = data.draw(
         st.lists(
@@ -45,9 +45,9 @@ def test_all_definitions_agree(seed: int, data: st.DataObject) -> None:
         np.testing.assert_allclose((arrays.limit - remaining) / 1e6, result.memory_mb, rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10**6), data=st.data())
-def test_what_local_search_keeps_is_what_it_would_find_from_nothing(seed: int, data: st.DataObject) -> None:
+def test_incremental_state_matches_recomputation(seed: int, data: st.DataObject) -> None:
     problem = varied(seed)
     finite = np.isfinite(problem.latency_ms)
     start = np.array([data.draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in finite])
@@ -102,7 +102,7 @@ def small() -> MappingProblem:
     )
 
 
-def test_a_receiver_waits_and_the_sum_over_slots_is_one_sample_through() -> None:
+def test_busy_times_by_hand() -> None:
     evaluation = evaluate_mapping(small(), [0, 1, 0])
     # 0 -> 1 comes into slot 1; 1 -> 2 comes back into slot 0, and takes its time though it is empty.
     assert evaluation.busy_ms.tolist() == [1.0 + 5.0 + 0.25, 4.0 + 0.5 + 1.0]
@@ -120,7 +120,7 @@ def test_a_receiver_waits_and_the_sum_over_slots_is_one_sample_through() -> None
     )
 
 
-def test_memory_is_summed() -> None:
+def test_memory_is_summed_per_slot() -> None:
     # 30 MB at most are on slot 0 at a time, 60 MB in all: they do not fit into 40.
     evaluation = evaluate_mapping(small(), [0, 0, 0])
     assert not evaluation.fits and MappingGoal().objective_ms(evaluation) == math.inf
@@ -128,12 +128,12 @@ def test_memory_is_summed() -> None:
 
 
 @pytest.mark.parametrize("mapping", [[0, 1], [0, 1, 2], [0, -1, 0], [0.0, 1.0, 0.0], [[0, 1, 0]]])
-def test_what_is_no_mapping_is_refused(mapping: list[int]) -> None:
+def test_invalid_mapping_is_refused(mapping: list[int]) -> None:
     with pytest.raises(InputError, match=re.escape("`mapping`")):
         evaluate_mapping(small(), mapping)
 
 
 @pytest.mark.parametrize("settings", [{"mode": "fast"}, {"tie_weight": -1.0}, {"tie_weight": math.nan}])
-def test_a_goal_is_checked(settings: dict[str, object]) -> None:
+def test_invalid_goal_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(InputError):
         MappingGoal(**settings)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""What a problem accepts, what it says of the rest, and how memory is counted."""
+"""Tests of `codesign.mapping.problem`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrays(**overrides: Any) -> dict[str, Any]:
     }
 
 
-def test_a_problem_is_made_of_whatever_arrays_are_made_of() -> None:
+def test_problem_accepts_array_likes() -> None:
     problem = MappingProblem(**arrays())
     assert (problem.num_segments, problem.num_slots, problem.num_edges) == (3, 2, 2)
     assert problem.memory_mb.shape == (3, 2) and problem.latency_ms.dtype == np.float64
@@ -40,7 +40,7 @@ def test_a_problem_is_made_of_whatever_arrays_are_made_of() -> None:
         problem.latency_ms[0, 0] = 5.0
 
 
-def test_arrays_are_copied() -> None:
+def test_problem_copies_arrays() -> None:
     latency = np.ones((3, 2))
     problem = MappingProblem(**arrays(latency_ms=latency))
     latency[:] = 9.0
@@ -81,12 +81,12 @@ def test_arrays_are_copied() -> None:
         ("ms_per_byte", [[0.0, NAN], [1.0, 0.0]], "`ms_per_byte`[0, 1] is nan"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_its_place(name: str, value: Any, message: str) -> None:
+def test_invalid_value_is_named_with_index(name: str, value: Any, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         MappingProblem(**arrays(**{name: value}))
 
 
-def test_a_chain_feeds_the_next() -> None:
+def test_chain_connects_consecutive_segments() -> None:
     arguments = {name: value for name, value in arrays().items() if name not in ("src", "dst")}
     problem = MappingProblem.chain(**arguments)
     assert problem.src.tolist() == [0, 1] and problem.dst.tolist() == [1, 2]
@@ -94,7 +94,7 @@ def test_a_chain_feeds_the_next() -> None:
     assert MappingProblem.chain(**first).num_edges == 0
 
 
-def test_memory_is_counted_in_whole_bytes() -> None:
+def test_memory_is_rounded_to_bytes() -> None:
     # In floating point 0.1 + 0.2 is above 0.3.
     problem = MappingProblem(**arrays(memory_mb=[0.1, 0.2, 1e-7], limit_mb=[0.3, INF]))
     assert problem.memory_bytes[:, 0].tolist() == [100_000, 200_000, 1]
@@ -102,13 +102,13 @@ def test_memory_is_counted_in_whole_bytes() -> None:
     assert problem.allowed[:, 0].all()
 
 
-def test_no_chip_and_no_way_to_run_are_told_apart_from_what_fits() -> None:
+def test_allowed_pairs() -> None:
     problem = MappingProblem(**arrays(memory_mb=[[0.0, 0.0], [60.0, 1.0], [INF, 1.0]], limit_mb=[40.0, 0.0]))
     # Nothing runs where there is no chip, even if it needs no memory.
     assert problem.allowed.tolist() == [[True, False], [False, False], [False, False]]
 
 
-def test_some_of_the_slots_in_another_order() -> None:
+def test_select_slots() -> None:
     problem = MappingProblem(**arrays())
     swapped = problem.select_slots(np.array([1, 0]))
     assert swapped.fixed_ms.tolist() == [[0.0, 0.2], [0.1, 0.0]] and swapped.limit_mb.tolist() == [50.0, 40.0]
@@ -116,6 +116,6 @@ def test_some_of_the_slots_in_another_order() -> None:
     assert restricted.num_slots == 1 and restricted.latency_ms[:, 0].tolist() == [2.0, INF, 1.0]
 
 
-def test_either_array_says_that_slots_are_not_connected() -> None:
+def test_connected_needs_both_arrays_finite() -> None:
     problem = changed(MappingProblem(**arrays()), ms_per_byte=[[0.0, INF], [1e-3, 0.0]])
     assert problem.connected.tolist() == [[True, False], [True, True]]

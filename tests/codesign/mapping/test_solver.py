@@ -1,4 +1,4 @@
-"""One way in: what every strategy must do, which one runs, and what is said where nothing can."""
+"""Tests of `codesign.mapping.solver`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from sparseflow.codesign.mapping import (
     MappingResult,
     MappingSolver,
     Mode,
-    SearchProgress,
     evaluate_mapping,
 )
 from sparseflow.codesign.mapping import solver as module
@@ -37,7 +36,7 @@ all_strategies = pytest.mark.parametrize("strategy", ["auto", "dp", "exact", "lo
 @all_strategies
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
-def test_every_answer_can_run_and_is_told_right(strategy: str, mode: Mode, seed: int) -> None:
+def test_results_are_feasible_and_consistent(strategy: str, mode: Mode, seed: int) -> None:
     problem = random_problem(7, 3, seed=seed, skips=0.3, slack=1.4)
     goal = MappingGoal(mode=mode)
     solver = MappingSolver(strategy=strategy, mode=mode, workers=1, time_limit_s=LONG_S)
@@ -68,8 +67,8 @@ def test_every_answer_can_run_and_is_told_right(strategy: str, mode: Mode, seed:
     json.dumps(asdict(result))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(50))
+def test_auto_respects_memory_and_bound(seed: int) -> None:
     problem = varied(seed, most_segments=10, most_slots=6)
     goal = MappingGoal(mode=MODES[seed % 2])
     try:
@@ -83,7 +82,7 @@ def test_auto_never_exceeds_memory_and_never_passes_its_bound(seed: int) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_larger_ones_take_the_other_ways(mode: Mode) -> None:
+def test_large_problems_use_local_search(mode: Mode) -> None:
     middle, large = (
         random_problem(13, 6, seed=0, slack=1.3),
         random_problem(30, 6, seed=0, slack=1.3, skips=0.2),
@@ -94,13 +93,13 @@ def test_larger_ones_take_the_other_ways(mode: Mode) -> None:
     assert MappingSolver(mode=mode).solve_mapping(large).strategy == "local"
 
 
-def test_the_same_seed_gives_the_same_answer() -> None:
+def test_solver_is_deterministic_for_a_seed() -> None:
     problem = random_problem(30, 6, seed=0, slack=1.3)
     first, two = (MappingSolver(seed=5, time_limit_s=LONG_S).solve_mapping(problem) for _ in range(2))
     assert first.mapping == two.mapping and first.lower_bound_ms == two.lower_bound_ms
 
 
-def test_slots_without_chips_are_left_empty() -> None:
+def test_slots_without_chips_stay_empty() -> None:
     problem = random_problem(8, 5, seed=2, slack=4.0)
     limit = np.full(5, 1e4)
     limit[[0, 3]] = 0.0
@@ -115,7 +114,7 @@ def test_slots_without_chips_are_left_empty() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
-def test_a_start_is_not_made_worse(strategy: str) -> None:
+def test_solver_is_no_worse_than_start(strategy: str) -> None:
     problem = random_problem(12, 5, seed=3, slack=1.5)
     first = MappingSolver(strategy="best", time_limit_s=60.0, workers=1).solve_mapping(problem)
     short = MappingSolver(strategy=strategy, time_limit_s=0.05, workers=1)
@@ -123,16 +122,10 @@ def test_a_start_is_not_made_worse(strategy: str) -> None:
         assert short.solve_mapping(problem, start=start).objective_ms <= first.objective_ms * (1.0 + 1e-12)
 
 
-def test_a_strategy_can_be_chosen_for_one_problem() -> None:
+def test_strategy_override() -> None:
     solver = MappingSolver(strategy="exact")
     assert solver.solve_mapping(random_problem(5, 2, seed=0), strategy="local").strategy == "local"
     assert solver.solve_mapping(random_problem(5, 2, seed=0)).strategy == "exact"
-
-
-def test_progress_is_told() -> None:
-    record: list[SearchProgress] = []
-    MappingSolver(progress=record.append, time_limit_s=LONG_S).solve_mapping(random_problem(13, 6, seed=0))
-    assert {first.strategy for first in record} == {"local", "exact"}
 
 
 def short_of(**overrides: Any) -> MappingProblem:
@@ -178,13 +171,15 @@ def short_of(**overrides: Any) -> MappingProblem:
         ),
     ],
 )
-def test_what_cannot_run_is_told_by_how_much(strategy: str, overrides: dict[str, Any], message: str) -> None:
+def test_infeasible_memory_states_missing_amount(
+    strategy: str, overrides: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         MappingSolver(strategy=strategy).solve_mapping(short_of(**overrides))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat", "best"])
-def test_what_fits_in_all_but_not_in_pieces_is_proven_impossible(strategy: str) -> None:
+def test_infeasible_packing_is_proven(strategy: str) -> None:
     # Three segments of 1300 MB are 3900 MB; no slot of 2048 MB holds two.
     problem = short_of(memory_mb=[1300.0, 1300.0, 1300.0, 1.0])
     with pytest.raises(InputError, match=r"4 segments of 3901 MB.* 2048 MB"):
@@ -192,14 +187,14 @@ def test_what_fits_in_all_but_not_in_pieces_is_proven_impossible(strategy: str) 
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact", "local", "cpsat"])
-def test_slots_that_are_not_connected_are_told(strategy: str) -> None:
+def test_unconnected_slots_are_named(strategy: str) -> None:
     distances = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
     problem = short_of(memory_mb=[1200.0] * 2 + [1.0] * 2, fixed_ms=distances)
     with pytest.raises(InputError, match=re.escape("1")):
         MappingSolver(strategy=strategy).solve_mapping(problem)
 
 
-def test_larger_ones_are_proven_impossible_too() -> None:
+def test_large_infeasible_problem_is_proven() -> None:
     segments, slots = 30, 6
     problem = MappingProblem.chain(
         latency_ms=np.ones((segments, slots)),
@@ -216,7 +211,7 @@ def test_larger_ones_are_proven_impossible_too() -> None:
         MappingSolver().solve_mapping(changed(problem, memory_mb=np.full(segments, 1100.0), limit_mb=limit))
 
 
-def test_no_time_is_not_the_same_as_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_without_mapping_is_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:
     zero = module.StrategyResult(mapping=None, finished=False)
     monkeypatch.setattr(module, "search_locally", lambda *_, **__: zero)
     monkeypatch.setattr(module, "find_feasible_mapping", lambda *_: zero)
@@ -224,7 +219,7 @@ def test_no_time_is_not_the_same_as_no_mapping(monkeypatch: pytest.MonkeyPatch) 
         MappingSolver(strategy="local").solve_mapping(random_problem(6, 3, seed=0))
 
 
-def test_out_of_time_is_told_with_its_gap() -> None:
+def test_timeout_reports_gap() -> None:
     result = MappingSolver(strategy="exact", time_limit_s=0.1).solve_mapping(random_problem(40, 8, seed=0))
     assert not result.finished and not result.optimal and 0.0 < result.gap < 1.0
 
@@ -241,7 +236,7 @@ def test_out_of_time_is_told_with_its_gap() -> None:
         ({"serial_weight": -1.0}, "`serial_weight` (=-1.0)"),
     ],
 )
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         MappingSolver(**settings)
     with pytest.raises(InputError, match=re.escape("`strategy` (='other')")):
@@ -249,12 +244,29 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("start", [[0, 1], [0, 1, 2], [0.5, 1.0, 0.0]])
-def test_a_start_must_be_a_mapping(start: list[Any]) -> None:
+def test_invalid_start_is_refused(start: list[Any]) -> None:
     with pytest.raises(InputError, match="`mapping`"):
         MappingSolver().solve_mapping(random_problem(3, 2, seed=0), start=start)
 
 
-def test_importing_it_imports_no_optional_package() -> None:
+def test_cached_kernels_take_no_named_tuples() -> None:
+    # A cache that refers to a class of the package cannot be read after the class moves.
+    from numba.core import types
+    from numba.core.caching import FunctionCache
+
+    from sparseflow.codesign.mapping.kernels import annealing, branch_and_bound, contiguous
+
+    module._compile_kernels()
+    modules = (annealing, branch_and_bound, contiguous)
+    kernels = {kernel for source in modules for kernel in vars(source).values()
+               if isinstance(getattr(kernel, "_cache", None), FunctionCache)}  # fmt: skip
+    assert len(kernels) == 6
+    for kernel in kernels:
+        arguments = [argument for signature in kernel.nopython_signatures for argument in signature.args]
+        assert arguments and not any(isinstance(item, types.BaseNamedTuple) for item in arguments)
+
+
+def test_import_loads_no_optional_package() -> None:
     script = (
         "import sys; import sparseflow.codesign.mapping; "
         "print(*sorted({'numba', 'scipy', 'ortools', 'torch'} & set(sys.modules)))"
@@ -263,7 +275,7 @@ def test_importing_it_imports_no_optional_package() -> None:
     assert not process.stdout.split()
 
 
-def test_a_mapping_that_takes_no_time_is_the_best() -> None:
+def test_zero_objective_is_optimal() -> None:
     problem = short_of(latency_ms=np.zeros((4, 2)), memory_mb=[1.0] * 4)
     for strategy in ("auto", "local", "cpsat", "dp"):
         result = MappingSolver(strategy=strategy).solve_mapping(problem)

@@ -1,4 +1,4 @@
-"""What a plan costs: by hand, against a second reading of the notation, and what is refused."""
+"""Tests of `codesign.partition.objective`."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def agree(result: HwStats, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_against_a_second_reading(mode: Mode, back: bool, share: float) -> None:
+def test_evaluate_plan_matches_second_implementation(mode: Mode, back: bool, share: float) -> None:
     joined = summed = 0
     for seed in range(25):
         slots = 1 + seed % 5
@@ -210,7 +210,7 @@ def by_hand(joins: bool) -> tuple[LayerCosts, list[int], Opened]:
     )
 
 
-def test_a_sum_by_hand() -> None:
+def test_evaluate_plan_summed_parts_by_hand() -> None:
     costs, assignment, splits = by_hand(joins=False)
     # There 2 ms, the part 3, back 3: home waits 8 ms and not 2. The state to slot 1 takes 1.5 ms.
     stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights(w_comm=0.1, w_balance=0.1))
@@ -228,7 +228,7 @@ def test_a_sum_by_hand() -> None:
     assert serial.energy_mj == pytest.approx(197.5 + 13.5 * 2.0 + 10.5 * 3.0)
 
 
-def test_joined_columns_by_hand() -> None:
+def test_evaluate_plan_joined_parts_by_hand() -> None:
     costs, assignment, splits = by_hand(joins=True)
     # Three of four columns come back: 1500 bytes.
     stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights())
@@ -237,7 +237,7 @@ def test_joined_columns_by_hand() -> None:
     assert stats.energy_mj == pytest.approx(194.0 + 3.0 + 6.5 * 2.0 + 3.5 * 3.0)
 
 
-def test_home_does_not_wait_for_what_is_done_before_its_own_part() -> None:
+def test_home_waits_for_slowest_part_only() -> None:
     costs, assignment, splits = by_hand(joins=False)
     split, parts = splits[1]
     longer = {1: (split, replace(parts, latency_ms=(8.5, 3.0)))}
@@ -246,7 +246,7 @@ def test_home_does_not_wait_for_what_is_done_before_its_own_part() -> None:
     )
 
 
-def test_all_on_one_slot_sends_nothing() -> None:
+def test_one_slot_moves_no_bytes() -> None:
     costs, _, _ = by_hand(joins=False)
     stats = evaluate_plan(costs, [1, 1, 1], {}, ObjectiveWeights())
     assert (stats.comm_ms, stats.comm_bytes, stats.comm_energy_mj, stats.imbalance_ms) == (0.0, 0, 0.0, 0.0)
@@ -254,7 +254,7 @@ def test_all_on_one_slot_sends_nothing() -> None:
     assert stats.energy_mj == pytest.approx(9.0 + 9.0 + 120.0 + 24.0 * 2.0)
 
 
-def test_empty_slots_draw_no_power_and_do_not_count_as_unused_ones() -> None:
+def test_empty_slots_use_no_power() -> None:
     costs, assignment, splits = by_hand(joins=False)
     before = evaluate_plan(costs, assignment, splits, ObjectiveWeights())
     more = replace(costs, idle_w=np.array([2.0, 3.0, 1e6]))
@@ -266,7 +266,7 @@ def test_empty_slots_draw_no_power_and_do_not_count_as_unused_ones() -> None:
 
 
 @pytest.mark.parametrize("which", ["latency", "comm", "balance"])
-def test_weights(which: str) -> None:
+def test_objective_weights(which: str) -> None:
     costs, assignment, splits = by_hand(joins=False)
     record: dict[str, Any] = {f"w_{name}": 2.0 * (name == which) for name in ("latency", "comm", "balance")}
     stats = evaluate_plan(costs, assignment, splits, ObjectiveWeights(**record))
@@ -274,7 +274,7 @@ def test_weights(which: str) -> None:
     assert stats.objective == pytest.approx(2.0 * expected[which])
 
 
-def test_memory_is_summed_and_may_be_used_up() -> None:
+def test_memory_may_be_used_up() -> None:
     costs, assignment, splits = by_hand(joins=False)
     assert compute_memory_mb(costs, assignment, {}).tolist() == [3.0, 4.0, 0.0]
     assert compute_memory_mb(costs, assignment, splits).tolist() == [1.5, 5.5, 0.0]
@@ -289,7 +289,7 @@ def test_memory_is_summed_and_may_be_used_up() -> None:
         assert is_feasible(tight, assignment, splits) is cut
 
 
-def test_nothing_runs_on_an_empty_slot() -> None:
+def test_empty_slot_is_infeasible() -> None:
     costs, assignment, splits = by_hand(joins=False)
     assert not is_feasible(costs, [0, 0, 2], {})
     split, parts = splits[1]
@@ -298,7 +298,7 @@ def test_nothing_runs_on_an_empty_slot() -> None:
 
 
 @pytest.mark.parametrize("cost", ["fixed_ms", "ms_per_byte"])
-def test_what_is_sent_must_get_there(cost: str) -> None:
+def test_unconnected_slots_are_infeasible(cost: str) -> None:
     costs, assignment, splits = by_hand(joins=False)
     for source, target, full, cut in ((0, 1, False, False), (1, 0, True, False), (0, 2, True, True)):
         present = getattr(costs.network, cost).copy()
@@ -309,7 +309,7 @@ def test_what_is_sent_must_get_there(cost: str) -> None:
         assert is_feasible(distances, assignment, splits) is cut
 
 
-def test_a_part_that_cannot_run() -> None:
+def test_infinite_part_is_infeasible() -> None:
     costs, assignment, splits = by_hand(joins=False)
     split, parts = splits[1]
     assert not is_feasible(costs, assignment, {1: (split, replace(parts, latency_ms=(2.0, np.inf)))})
@@ -324,7 +324,7 @@ def test_a_part_that_cannot_run() -> None:
         ({"power_w": (1.0,)}, "`power_w` has 1 parts, `latency_ms` has 2"),
     ],
 )
-def test_costs_of_parts_that_make_no_sense(figures: dict[str, Any], match: str) -> None:
+def test_invalid_part_costs_are_refused(figures: dict[str, Any], match: str) -> None:
     record: dict[str, Any] = {name: (1.0, 1.0) for name in ("latency_ms", "power_w", "memory_mb")}
     with pytest.raises(InputError, match=match):
         PartCosts(**(record | figures))
@@ -339,19 +339,19 @@ def test_costs_of_parts_that_make_no_sense(figures: dict[str, Any], match: str) 
         ({"w_balance": math.inf}, "`w_balance` (=inf)"),
     ],
 )
-def test_weights_that_make_no_sense(changes: dict[str, Any], match: str) -> None:
+def test_invalid_weights_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=re.escape(match)):
         ObjectiveWeights(**changes)
 
 
 @pytest.mark.parametrize("assignment", [[0, 0], [0, 0, 1, 1], []])
-def test_as_many_slots_as_layers(assignment: list[int]) -> None:
+def test_wrong_number_of_slots_is_refused(assignment: list[int]) -> None:
     costs, _, _ = by_hand(joins=False)
     with pytest.raises(InputError, match=rf"{len(assignment)}"):
         evaluate_plan(costs, assignment, {}, ObjectiveWeights())
 
 
-def test_a_split_begins_at_home() -> None:
+def test_split_must_start_at_home() -> None:
     costs, _, splits = by_hand(joins=False)
     name = costs.layers[1].name
     with pytest.raises(InputError, match=rf"{name}"):
@@ -370,7 +370,7 @@ def test_a_split_begins_at_home() -> None:
         ("idle_w", (0,), "slot 0"),
     ],
 )
-def test_costs_that_make_no_sense(
+def test_invalid_costs_are_refused(
     name: str, index: tuple[int, ...], location: str, slots: int, value: float
 ) -> None:
     layers = made_layers(1, seed=0)  # four of them: as many as slots, in half of the cases
@@ -381,20 +381,20 @@ def test_costs_that_make_no_sense(
 
 
 @pytest.mark.parametrize("name", ["latency_ms", "power_w", "memory_mb", "limit_mb", "idle_w"])
-def test_shapes_that_differ(name: str) -> None:
+def test_wrong_shapes_are_refused(name: str) -> None:
     layers = made_layers(1, seed=0)
     value = getattr(a_cost(layers, 3, 0), name)
     with pytest.raises(InputError, match=rf"`{name}`"):
         a_cost(layers, 3, 0, **{name: value[:-1]})
 
 
-def test_a_network_of_other_slots() -> None:
+def test_network_of_other_size_is_refused() -> None:
     with pytest.raises(InputError, match="`latency_ms`"):
         a_cost(made_layers(1, seed=0), 3, 0, network=a_network(2, 0))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_parts_add_up_to_the_layer(seed: int) -> None:
+def test_slice_layer_parts_add_up(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for layer in made_layers(3, seed=seed):
         if not layer.splittable:
@@ -415,7 +415,7 @@ def test_parts_add_up_to_the_layer(seed: int) -> None:
             assert (part.id, part.name, part.layer_type) == (layer.id, layer.name, layer.layer_type)
 
 
-def test_parts_grow_with_their_units() -> None:
+def test_slice_layer_grows_with_units() -> None:
     layer = next(item for item in made_layers(1, seed=0) if item.layer_type == "mlp")
     parts = [slice_layer(layer, units) for units in range(1, layer.units + 1)]
     for name in ("flops", "bytes", "weight_bytes", "memory_bytes"):
@@ -423,7 +423,7 @@ def test_parts_grow_with_their_units() -> None:
         assert rows == sorted(rows) and rows[0] < rows[-1]
 
 
-def test_gradients_go_through_parts() -> None:
+def test_slice_layer_gradients() -> None:
     layer = made_layers(1, seed=0)[2]
     work = torch.tensor(float(layer.flops), requires_grad=True)
     moved = torch.tensor(float(layer.bytes), requires_grad=True)
@@ -434,7 +434,7 @@ def test_gradients_go_through_parts() -> None:
 
 
 @pytest.mark.parametrize("units", [0, -1, 1000])
-def test_units_that_a_layer_does_not_have(units: int) -> None:
+def test_slice_layer_with_wrong_units_is_refused(units: int) -> None:
     layer = made_layers(1, seed=0)[1]
     with pytest.raises(InputError, match=rf"{layer.name}"):
         slice_layer(layer, units)

@@ -1,4 +1,4 @@
-"""Plans played through: nothing at the same time, in the executor's order, each slot as long as planned."""
+"""Tests of `codesign.report.timeline`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ ALL = pytest.mark.parametrize(("share", "back"), [(0.0, False), (0.0, True), (0.
 
 
 @ALL
-def test_a_slot_does_one_thing_at_a_time(share: float, back: bool) -> None:
+def test_events_of_a_slot_do_not_overlap(share: float, back: bool) -> None:
     for costs, plan in instances(share, back):
         for events in by_slot(simulate_pipeline(costs, plan)).values():
             assert events[0].start_ms >= 0.0 and all(event.end_ms > event.start_ms for event in events)
@@ -107,7 +107,7 @@ def test_a_slot_does_one_thing_at_a_time(share: float, back: bool) -> None:
 
 
 @ALL
-def test_slots_are_taken_up_as_planned(share: float, back: bool) -> None:
+def test_busy_time_matches_plan(share: float, back: bool) -> None:
     for costs, plan in instances(share, back):
         spent: dict[tuple[int, int], float] = defaultdict(float)
         played = simulate_pipeline(costs, plan, num_batches=6)
@@ -120,7 +120,7 @@ def test_slots_are_taken_up_as_planned(share: float, back: bool) -> None:
 
 
 @ALL
-def test_slots_go_by_the_order_of_the_executor(share: float, back: bool) -> None:
+def test_events_follow_execution_schedule(share: float, back: bool) -> None:
     for costs, plan in instances(share, back):
         index = {layer.name: layer.id for layer in costs.layers}
         order, played = (
@@ -136,7 +136,7 @@ def test_slots_go_by_the_order_of_the_executor(share: float, back: bool) -> None
 
 
 @ALL
-def test_what_a_layer_needs_is_there_before_it_begins(share: float, back: bool) -> None:
+def test_layer_starts_after_its_input(share: float, back: bool) -> None:
     for costs, plan in instances(share, back):
         network, batches = costs.network, 5
         ran: dict[tuple[int, str], list[TimelineEvent]] = defaultdict(list)
@@ -181,7 +181,7 @@ def test_what_a_layer_needs_is_there_before_it_begins(share: float, back: bool) 
 
 
 @pytest.mark.parametrize("batches", [2, 5, 12, 30])
-def test_a_plain_pipeline_is_as_fast_as_planned(batches: int) -> None:
+def test_period_of_plain_pipeline_matches_plan(batches: int) -> None:
     for costs, plan in instances(0.0, False):
         played = simulate_pipeline(costs, plan, num_batches=batches)
         assert played.period_ms == pytest.approx(plan.hw_stats.period_ms)
@@ -193,14 +193,14 @@ def test_a_plain_pipeline_is_as_fast_as_planned(batches: int) -> None:
 
 @ALL
 @pytest.mark.parametrize("batches", [2, 12])
-def test_no_period_is_shorter_than_what_a_slot_has_to_do(share: float, back: bool, batches: int) -> None:
+def test_period_is_at_least_busy_time(share: float, back: bool, batches: int) -> None:
     for costs, plan in instances(share, back, 80):
         played = simulate_pipeline(costs, plan, num_batches=batches)
         assert played.period_ms >= plan.hw_stats.period_ms * (1 - LEAST)
         assert played.latency_ms == plan.hw_stats.serial_ms
 
 
-def test_all_on_one_slot() -> None:
+def test_timeline_of_one_slot() -> None:
     costs, _ = an_instance(0)
     plan = a_plan(costs, [1] * len(costs.layers), None, 0)
     played = simulate_pipeline(costs, plan)
@@ -210,7 +210,7 @@ def test_all_on_one_slot() -> None:
     }
 
 
-def test_nothing_is_shown_of_what_takes_no_time() -> None:
+def test_events_without_duration_are_omitted() -> None:
     costs, plan = an_instance(0)
     other = np.zeros((costs.num_slots, costs.num_slots))
     free = replace(costs, network=Network(fixed_ms=other, ms_per_byte=other, mj_per_byte=other))
@@ -222,14 +222,14 @@ def test_nothing_is_shown_of_what_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 0, -1])
-def test_a_period_needs_batches(batches: int) -> None:
+def test_simulation_of_one_batch_is_refused(batches: int) -> None:
     costs, plan = an_instance(0)
     with pytest.raises(InputError, match=rf"`num_batches` \(={batches}\)"):
         simulate_pipeline(costs, plan, num_batches=batches)
 
 
 @ALL
-def test_the_chart_is_a_figure(share: float, back: bool) -> None:
+def test_plot_timeline_returns_figure(share: float, back: bool) -> None:
     pytest.importorskip("matplotlib")
     costs, plan = an_instance(3, share=share, back=back)
     played = simulate_pipeline(costs, plan)
@@ -240,7 +240,7 @@ def test_the_chart_is_a_figure(share: float, back: bool) -> None:
     assert f"{played.latency_ms:.3g} ms" in figure.alt
 
 
-def test_slots_that_do_nothing_are_left_out_of_the_chart() -> None:
+def test_plot_timeline_omits_idle_slots() -> None:
     pytest.importorskip("matplotlib")
     costs, _ = an_instance(0)
     plan = a_plan(costs, [1] * len(costs.layers), None, 0)

@@ -1,4 +1,4 @@
-"""Pictures say in words what they show, and show what they were given."""
+"""Tests of `codesign.report.wafer`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACES = [[-25.0, 10.0], [0.0, -20.0], [28.0, 12.0]]
 TRAFFIC = np.array([[9.0, 5e6, 0.0], [1e6, 0.0, 1e3], [2e6, 0.0, 0.0]])
 
 
-def test_a_wafer_with_everything() -> None:
+def test_plot_wafer_with_links_and_heat() -> None:
     heat = solve_temperatures(WAFER, PLACES, SIZES, [30.0, 80.0, 20.0])
     figure = plot_wafer(
         WAFER,
@@ -41,14 +41,14 @@ def test_a_wafer_with_everything() -> None:
     assert len(figure.svg) < 300_000
 
 
-def test_links_are_as_wide_as_their_traffic() -> None:
+def test_plot_wafer_link_width_shows_traffic() -> None:
     figure = plot_wafer(WAFER, PLACES, SIZES, traffic_bytes=TRAFFIC)
     widths = re.findall(r"stroke: var\(--after\)[^\"]*stroke-width: ([\d.]+)", figure.svg)
     # Both ways together: 6 MB, 2 MB, and 1 kB that is too faint to draw.
     assert sorted(float(width) for width in widths) == pytest.approx([5.0 / 3.0, 5.0], rel=1e-3)
 
 
-def test_a_wafer_with_chips_only() -> None:
+def test_plot_wafer_with_chips_only() -> None:
     figure = plot_wafer(WAFER, PLACES, SIZES)
     assert figure.alt == "3 chips on a wafer with a radius of 60 mm."
     assert "var(--after)" not in figure.svg
@@ -61,7 +61,7 @@ def small_front() -> LayoutFront:
     return compute_pareto_front(sites, TRAFFIC, [30.0, 80.0, 20.0], sigma_mm=20.0, iterations=50)
 
 
-def test_a_front_with_its_knee() -> None:
+def test_plot_front_marks_knee() -> None:
     front = small_front()
     figure = plot_front(front)
     assert f"{len(front.layouts)} undominated layouts" in figure.alt
@@ -70,7 +70,7 @@ def test_a_front_with_its_knee() -> None:
         assert text in figure.svg
 
 
-def test_arrays_must_fit() -> None:
+def test_plot_wafer_with_wrong_shapes_is_refused() -> None:
     with pytest.raises(InputError, match=r"\(2, 2\)"):
         plot_wafer(WAFER, PLACES[:2], SIZES)
     with pytest.raises(InputError, match="2"):

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, PositiveFloat, field_validator, with_config
 
-from sparseflow.codesign.hardware.chips import ChipLibrary, read_library
 from sparseflow.codesign.partition.split_search import PartitionConfig
-from sparseflow.core.config import (
-    StrictModel,
-    apply_overrides,
-    describe_validation_error,
-    list_configs,
-    read_config_file,
-)
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_at_least, check_between, check_non_negative
+from sparseflow.core.config import StrictModel, load_config
 
 PACKAGE = "sparseflow.codesign"
 
@@ -96,6 +82,7 @@ class JointConfig(StrictModel):
     seed: int = Field(default=0, ge=0)
 
 
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class Lambdas:
     """Dimensionless weights of the cost terms; names are those of the config.
@@ -120,11 +107,10 @@ class Lambdas:
     lambda_layout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0.0 <= value < float("inf"):
-                raise InputError(f"`{name}` (={value}) must be finite and not negative")
+        check_non_negative(**vars(self))
 
 
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class HwLossSchedule:
     """Schedule of the hardware-loss weight.
@@ -144,20 +130,10 @@ class HwLossSchedule:
     good_epochs: int = 2
 
     def __post_init__(self) -> None:
-        if self.warmup_epochs < 1 or self.ramp_epochs < 0 or self.good_epochs < 1:
-            raise InputError(
-                f"`warmup_epochs` (={self.warmup_epochs}) and `good_epochs` (={self.good_epochs}) must be "
-                f"at least 1, `ramp_epochs` (={self.ramp_epochs}) at least 0"
-            )
-        if not 0.0 <= self.max_weight < math.inf or not 0.0 <= self.epsilon < 1.0:
-            raise InputError(
-                f"`max_weight` (={self.max_weight}) must be finite and not negative, `epsilon` "
-                f"(={self.epsilon}) from 0 to below 1"
-            )
-
-
-_DATACLASSES: Mapping[str, Any] = {"partition": PartitionConfig, "loss": Lambdas, "schedule": HwLossSchedule}
-"""Config sections that are fields of a dataclass."""
+        check_at_least(1, warmup_epochs=self.warmup_epochs, good_epochs=self.good_epochs)
+        check_at_least(0, ramp_epochs=self.ramp_epochs)
+        check_non_negative(max_weight=self.max_weight)
+        check_between(0.0, 1.0, epsilon=self.epsilon)
 
 
 class CodesignConfig(StrictModel):
@@ -170,65 +146,11 @@ class CodesignConfig(StrictModel):
     task: dict[str, Any]
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     mapping: MappingConfig = Field(default_factory=MappingConfig)
-    partition: dict[str, float] = Field(default_factory=dict)
-    """Fields of `PartitionConfig`."""
+    partition: PartitionConfig = Field(default_factory=PartitionConfig)
     wafer: WaferConfig = Field(default_factory=WaferConfig)
-    loss: dict[str, float] = Field(default_factory=dict)
-    """Fields of `Lambdas`."""
-    schedule: dict[str, float] = Field(default_factory=dict)
-    """Fields of `HwLossSchedule`."""
+    loss: Lambdas = Field(default_factory=Lambdas)
+    schedule: HwLossSchedule = Field(default_factory=HwLossSchedule)
     joint: JointConfig = Field(default_factory=JointConfig)
-
-    @field_validator(*_DATACLASSES)
-    @classmethod
-    def _check_fields(cls, values: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        name = str(info.field_name)
-        known = [field.name for field in fields(_DATACLASSES[name])]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"unknown fields: {', '.join(unknown)}; expected some of: {', '.join(known)}")
-        _build_dataclass(_DATACLASSES[name], values)
-        return values
-
-    def build_partition_config(self) -> PartitionConfig:
-        """Build the criteria for splits."""
-        return _build_dataclass(PartitionConfig, self.partition)
-
-    def build_lambdas(self) -> Lambdas:
-        """Build the weights of the hardware loss."""
-        return _build_dataclass(Lambdas, self.loss)
-
-    def build_schedule(self) -> HwLossSchedule:
-        """Build the schedule of the hardware-loss weight."""
-        return _build_dataclass(HwLossSchedule, self.schedule)
-
-    def load_library(self) -> ChipLibrary:
-        """Read the chip library.
-
-        Raises:
-            InputError: The file does not exist.
-            FileFormatError: The file is invalid.
-        """
-        return read_library(self.hardware.library)
-
-
-def _build_dataclass(cls: Any, values: Mapping[str, float]) -> Any:
-    """Build a dataclass from numbers, converting integral floats to int where declared."""
-    arguments = {}
-    for field in fields(cls):
-        if field.name in values:
-            value = values[field.name]
-            if field.type == "int":
-                if value != int(value):
-                    raise InputError(f"`{field.name}` (={value}) must be an integer")
-                value = int(value)
-            arguments[field.name] = value
-    return cls(**arguments)
-
-
-def list_shipped_configs() -> list[str]:
-    """Names of the shipped configs."""
-    return [name for name in list_configs(PACKAGE) if name != "chips"]
 
 
 def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> CodesignConfig:
@@ -239,21 +161,8 @@ def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) 
         overrides: Dotted field -> value that replaces the file's, such as `{"hardware.slots": 4}`.
 
     Raises:
-        InputError: The file does not exist, or a field is missing, unknown or invalid.
-        FileFormatError: The file is not YAML.
+        InputError: The file does not exist, or an override does not fit.
+        FileFormatError: The file is not YAML, or a field is missing, unknown or invalid.
         MissingExtraError: PyYAML is missing.
     """
-    content = apply_overrides(read_config_file(source, package=PACKAGE, extra="codesign"), overrides or {})
-    return parse_config(content, str(source))
-
-
-def parse_config(content: Mapping[str, Any], source: str = "the settings") -> CodesignConfig:
-    """Build a config from the content of a file.
-
-    Raises:
-        InputError: A field is missing, unknown or invalid.
-    """
-    try:
-        return CodesignConfig.model_validate(content)
-    except ValidationError as error:
-        raise InputError(f"{source}: {describe_validation_error(error)}") from error
+    return load_config(CodesignConfig, source, extra="codesign", package=PACKAGE, overrides=overrides)

@@ -7,23 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import StrictInt, TypeAdapter, ValidationError, with_config
 
 from sparseflow.codesign.partition.objective import HwStats
 from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
+from sparseflow.core.checks import check_positive
 from sparseflow.core.config import StrictModel, describe_validation_error
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import FileFormatError, InputError
 
 
-class _DecisionRecord(StrictModel):
-    chips: list[str | None]
-    segments: list[list[str]]
-    mapping: list[int]
-    positions_mm: list[tuple[float, float]]
-    rewrite_plan: dict[str, Any] | None
-
-
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class HardwareDecision:
     """Chips, mapping, splits and positions.
@@ -35,7 +29,7 @@ class HardwareDecision:
         segments: Layer names of each segment, in order.
         mapping: Slot of each segment.
         positions_mm: Center of each slot's chip relative to the wafer center, mm.
-        rewrite_plan: Splits; None if there are none. Layer indices refer to the layers of all segments.
+        rewrite_plan: Splits; None without splits. Layer indices refer to the layers of all segments.
 
     Raises:
         InputError: Lengths differ, or a slot or layer is missing.
@@ -43,9 +37,9 @@ class HardwareDecision:
 
     chips: tuple[str | None, ...]
     segments: tuple[tuple[str, ...], ...]
-    mapping: tuple[int, ...]
+    mapping: tuple[StrictInt, ...]
     positions_mm: tuple[tuple[float, float], ...]
-    rewrite_plan: RewritePlan | None = None
+    rewrite_plan: RewritePlan | None
 
     def __post_init__(self) -> None:
         slots, count = len(self.chips), len(self.layer_names)
@@ -117,10 +111,8 @@ class HardwareDecision:
         Raises:
             InputError: There are no segments.
         """
-        plan, names = (
-            build_rewrite_plan(self.select_splits(layers, same_units=True)),
-            [layer.name for layer in layers],
-        )
+        plan = build_rewrite_plan(self.select_splits(layers, same_units=True))
+        names = [layer.name for layer in layers]
         if names == self.layer_names:
             return self if plan == self.rewrite_plan else replace(self, rewrite_plan=plan)
         assignment = self.assign_layers(layers)
@@ -135,37 +127,22 @@ class HardwareDecision:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types; `from_dict` reads them."""
-        return {
-            "chips": list(self.chips),
-            "segments": [list(names) for names in self.segments],
-            "mapping": list(self.mapping),
-            "positions_mm": [list(position) for position in self.positions_mm],
-            "rewrite_plan": None if self.rewrite_plan is None else self.rewrite_plan.to_dict(),
-        }
+        return _ADAPTER.dump_python(self, mode="json")
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> HardwareDecision:
+    def from_dict(cls, record: object) -> HardwareDecision:
         """Read what `to_dict` returned.
 
         Raises:
             FileFormatError: The record is invalid.
         """
         try:
-            parsed = _DecisionRecord.model_validate(record)
+            return _ADAPTER.validate_python(record)
         except ValidationError as error:
             raise FileFormatError(f"invalid decision: {describe_validation_error(error)}") from error
-        try:
-            return cls(
-                chips=tuple(parsed.chips),
-                segments=tuple(tuple(names) for names in parsed.segments),
-                mapping=tuple(parsed.mapping),
-                positions_mm=tuple(parsed.positions_mm),
-                rewrite_plan=None
-                if parsed.rewrite_plan is None
-                else RewritePlan.from_dict(parsed.rewrite_plan),
-            )
-        except InputError as error:
-            raise FileFormatError(f"invalid decision: {error}") from error
+
+
+_ADAPTER = TypeAdapter(HardwareDecision)
 
 
 def find_segment_starts(assignment: Sequence[int]) -> list[int]:
@@ -231,6 +208,4 @@ class CostReference:
     area_mm2: float
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0.0 < value < float("inf"):
-                raise InputError(f"`{name}` (={value}) of the cost reference must be finite and above 0")
+        check_positive(**vars(self))

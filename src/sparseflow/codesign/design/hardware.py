@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from sparseflow.codesign.design.decision import (
     find_segment_starts,
 )
 from sparseflow.codesign.design.placement import ChipPlacer, PlacementProblem, PlacementSearch
-from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType
+from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType, read_library
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
-from sparseflow.codesign.mapping import MappingSolver
+from sparseflow.codesign.mapping.solver import MappingSolver
 from sparseflow.codesign.partition.objective import (
     LayerCosts,
     PartCosts,
@@ -48,7 +48,9 @@ from sparseflow.codesign.workload.splits import (
     check_rewrite_plan,
     compute_transfer_bytes,
 )
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.layers import LayeredModel, LayerNode
+from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
 
 log = logging.getLogger(__name__)
@@ -82,27 +84,17 @@ class Hardware:
     ) -> None:
         hardware_config = config.hardware
         self.config, self.batch_size = config, hardware_config.batch_size
-        self.library = config.load_library() if library is None else library
+        self.library = read_library(hardware_config.library) if library is None else library
         names = hardware_config.chips or tuple(chip.name for chip in self.library.chips)
         self.chips: list[ChipType] = [self.library.get_chip(name) for name in names]
         self.initial_chip = max(self.chips, key=lambda chip: chip.mem_gb)
         if hardware_config.initial_chip is not None:
-            self.initial_chip = next(
-                (chip for chip in self.chips if chip.name == hardware_config.initial_chip), self.initial_chip
-            )
-            if self.initial_chip.name != hardware_config.initial_chip:
-                raise InputError(
-                    f"`initial_chip` (={hardware_config.initial_chip!r}) must be one of `chips`: "
-                    f"{', '.join(names)}"
-                )
+            check_one_of(names, initial_chip=hardware_config.initial_chip)
+            self.initial_chip = self.library.get_chip(hardware_config.initial_chip)
         self.has_custom_proxy = proxy is not None or hardware_config.proxy is not None
-        if proxy is None:
-            proxy = (
-                LayerHwProxy.analytic()
-                if hardware_config.proxy is None
-                else LayerHwProxy.load(hardware_config.proxy)
-            )
-        self.proxy = proxy
+        if proxy is None and hardware_config.proxy is not None:
+            proxy = LayerHwProxy.load(hardware_config.proxy)
+        self.proxy = proxy = proxy or LayerHwProxy.analytic()
         if proxy.devices and all(proxy.get_source(chip) == "analytic" for chip in self.chips):
             log.warning(
                 "no chip has measured costs: the proxy was fitted to %s, the chips are %s; name, "
@@ -110,7 +102,7 @@ class Hardware:
                 ", ".join(device.name for device in proxy.devices),
                 ", ".join(names),
             )
-        self.lambdas = config.build_lambdas()
+        self.lambdas = config.loss
         mapping_config = config.mapping
         solver = MappingSolver(
             strategy=mapping_config.strategy,
@@ -118,7 +110,7 @@ class Hardware:
             time_limit_s=mapping_config.time_limit_s,
             seed=config.joint.seed,
         )
-        self.planner = PartitionPlanner(solver, self.proxy, config.build_partition_config())
+        self.planner = PartitionPlanner(solver, self.proxy, config.partition)
         self.placer = ChipPlacer(config.wafer, hardware_config.slots, self.chips, seed=config.joint.seed)
         self.reference: CostReference | None = None
         self._link = self.library.get_link(hardware_config.link)
@@ -138,7 +130,7 @@ class Hardware:
             InputError: There is none yet.
         """
         if self.reference is None:
-            raise InputError("there is no cost reference; call `initial_decision` or `set_reference` first")
+            raise InputError("there is no cost reference; call `initial_decision` first")
         return self.reference
 
     def build_network(self, positions_mm: Sequence[tuple[float, float]]) -> Network:
@@ -160,6 +152,7 @@ class Hardware:
             segments=(),
             mapping=(),
             positions_mm=self.placer.grid_positions(),
+            rewrite_plan=None,
         )
         plan = self.make_plan(layers, empty, use_fine_split=False)
         decision = self.decision_from_plan(layers, empty, plan)
@@ -169,17 +162,6 @@ class Hardware:
             area_mm2=self.num_slots * self.initial_chip.area_mm2,
         )  # fmt: skip
         return decision
-
-    def set_reference(self, record: Mapping[str, float]) -> None:
-        """Set the reference costs from the record of another run.
-
-        Raises:
-            InputError: The record is invalid.
-        """
-        try:
-            self.reference = CostReference(**record)
-        except TypeError as error:
-            raise InputError(f"invalid cost reference: {error}") from error
 
     def evaluate_cost(self, layers: Sequence[LayerNode], decision: HardwareDecision) -> DecisionCost:
         """Compute the cost of a decision for these layers.
@@ -228,6 +210,7 @@ class Hardware:
         *,
         use_fine_split: bool,
         unit_orders: UnitOrders | None = None,
+        log_level: int = logging.DEBUG,
     ) -> PartitionPlan:
         """Plan the model on the chips and positions of a decision.
 
@@ -236,13 +219,15 @@ class Hardware:
             decision: Chips and positions.
             use_fine_split: Whether layers may be split.
             unit_orders: Returns the units of a layer in the order in which parts take them.
+            log_level: Level at which the planner logs its decisions.
 
         Raises:
             InputError: The model does not fit.
         """
         network = self.build_network(decision.positions_mm)
         return self.planner.plan(
-            layers, self.get_chips(decision), network, use_fine_split=use_fine_split, unit_orders=unit_orders
+            layers, self.get_chips(decision), network, use_fine_split=use_fine_split, unit_orders=unit_orders,
+            log_level=log_level,
         )  # fmt: skip
 
     def remap(
@@ -298,7 +283,7 @@ class Hardware:
         *,
         use_fine_split: bool,
         unit_orders: UnitOrders | None = None,
-        progress: Callable[[str, float], None] | None = None,
+        progress: Progress | None = None,
     ) -> HardwareDecision:
         """Change single chips while the objective decreases; then split layers and place chips."""
         current = self.fit_to_layers(layers, decision)
@@ -342,7 +327,9 @@ class Hardware:
         Raises:
             InputError: The model does not fit.
         """
-        plan = self.make_plan(layers, decision, use_fine_split=use_fine_split, unit_orders=unit_orders)
+        plan = self.make_plan(
+            layers, decision, use_fine_split=use_fine_split, unit_orders=unit_orders, log_level=logging.INFO
+        )
         decision = self.select_better(layers, decision, self.decision_from_plan(layers, decision, plan))
         latency_ms = self.to_plan(layers, decision)[1].coarse_stats.total_latency_ms
         bound_ms = min(plan.lower_bound_ms, latency_ms)

@@ -11,18 +11,10 @@ from torch import Tensor
 
 from sparseflow.codesign.design.config import WaferConfig
 from sparseflow.codesign.hardware.chips import ChipType
-from sparseflow.codesign.layout import (
-    LayoutFront,
-    LayoutWeights,
-    Wafer,
-    WaferLayout,
-    assign,
-    build_site_grid,
-    compute_pareto_front,
-    refine_layout,
-)
-from sparseflow.codesign.layout.pareto import build_objectives
-from sparseflow.codesign.layout.sites import pairwise_distances_mm
+from sparseflow.codesign.layout.pareto import LayoutFront, build_objectives, compute_pareto_front
+from sparseflow.codesign.layout.qap.assignment import assign
+from sparseflow.codesign.layout.sites import Wafer, build_site_grid, pairwise_distances_mm
+from sparseflow.codesign.layout.wafer import LayoutWeights, WaferLayout, refine_layout
 from sparseflow.core.extras import require
 
 Positions = tuple[tuple[float, float], ...]
@@ -82,6 +74,15 @@ class PlacementProblem:
             names=tuple(None if chip is None else chip.name for chip in chips),
         )
 
+    @property
+    def occupancy(self) -> Tensor:
+        """1 for slots with a chip and 0 for empty slots, float32 [S]."""
+        return torch.tensor([float(name is not None) for name in self.names])
+
+    def to_tensors(self) -> tuple[Tensor, Tensor]:
+        """Traffic and power, float32."""
+        return torch.from_numpy(self.traffic_bytes).float(), torch.from_numpy(self.tdp_w).float()
+
 
 class ChipPlacer:
     """Places chips of given types on the sites of a wafer.
@@ -126,7 +127,7 @@ class ChipPlacer:
         """
         distances = self._distance_matrices(np.asarray(positions_mm))
         return sum(
-            factor * _flow_cost(flow, distance)
+            factor * float((flow * distance).sum())
             for (flow, factor), distance in zip(self._weighted_flows(problem), distances, strict=True)
         )  # fmt: skip
 
@@ -140,9 +141,7 @@ class ChipPlacer:
             problem: Chips and traffic.
             occupancy: Probability that each slot contains a chip, [S].
         """
-        layout = self._make_layout(positions_mm, problem)
-        traffic, tdp = (torch.from_numpy(array).float() for array in (problem.traffic_bytes, problem.tdp_w))
-        return layout(traffic, tdp, present=occupancy)[0]
+        return self._make_layout(positions_mm, problem)(*problem.to_tensors(), present=occupancy)[0]
 
     def optimize(self, problem: PlacementProblem, search: PlacementSearch | None = None) -> Positions:
         """Search sites, refine the result, and return the best positions, at worst the plain grid.
@@ -168,23 +167,19 @@ class ChipPlacer:
             seed=self._seed if options.seed is None else options.seed,
             start=start,
         )
-        candidates = [grid, self._site_positions(result.permutation[: self._num_slots])]
-        if config.refine_steps:
-            candidates.append(
-                self._refine(
-                    min(candidates, key=lambda positions: self.compute_loss(positions, problem)), problem
-                )
-            )
-        return min(candidates, key=lambda positions: self.compute_loss(positions, problem))
+
+        def loss(positions: Positions) -> float:
+            return self.compute_loss(positions, problem)
+
+        best = min(grid, self._site_positions(result.permutation[: self._num_slots]), key=loss)
+        return min(best, self._refine(best, problem), key=loss) if config.refine_steps else best
 
     def _refine(self, positions: Positions, problem: PlacementProblem) -> Positions:
         layout = self._make_layout(positions, problem)
-        traffic, tdp = (torch.from_numpy(array).float() for array in (problem.traffic_bytes, problem.tdp_w))
-        occupancy = torch.tensor([name is not None for name in problem.names], dtype=torch.float32)
-        result = refine_layout(layout, traffic, tdp, present=occupancy, steps=self._config.refine_steps)
-        if not result.improved:
-            return positions
-        return tuple((float(x), float(y)) for x, y in layout.positions_mm.tolist())
+        result = refine_layout(
+            layout, *problem.to_tensors(), present=problem.occupancy, steps=self._config.refine_steps
+        )
+        return tuple((x, y) for x, y in layout.positions_mm.tolist()) if result.improved else positions
 
     def _make_layout(
         self, positions: Sequence[tuple[float, float]], problem: PlacementProblem
@@ -206,8 +201,7 @@ class ChipPlacer:
     def legalize(self, positions_mm: Positions, problem: PlacementProblem) -> Positions:
         """Keep the positions if all chips fit there; otherwise move them to the closest sites."""
         layout = self._make_layout(positions_mm, problem)
-        occupancy = torch.tensor([name is not None for name in problem.names])
-        if layout.is_legal(present=occupancy):
+        if layout.is_legal(present=problem.occupancy):
             return positions_mm
         solve = require("scipy.optimize", "codesign").linear_sum_assignment
         offsets = np.asarray(positions_mm)[:, None] - self.site_grid.positions_mm[None]
@@ -227,7 +221,7 @@ class ChipPlacer:
         config = self._config
         flows = (problem.traffic_bytes + problem.traffic_bytes.T, np.outer(problem.tdp_w, problem.tdp_w))
         grid_distances = self._distance_matrices(np.asarray(self.grid_positions()))
-        costs = [_flow_cost(flow, distance) for flow, distance in zip(flows, grid_distances, strict=True)]
+        costs = [float((flow * distance).sum()) for flow, distance in zip(flows, grid_distances, strict=True)]
         weights = [
             weight if cost > _MIN_GRID_COST else 0.0
             for weight, cost in zip((config.w_comm, config.w_therm), costs, strict=True)
@@ -246,7 +240,3 @@ class ChipPlacer:
 
     def _site_positions(self, sites: np.ndarray) -> Positions:
         return tuple((float(x), float(y)) for x, y in self.site_grid.positions_mm[sites])
-
-
-def _flow_cost(flow: np.ndarray, distance: np.ndarray) -> float:
-    return float((flow * distance).sum())

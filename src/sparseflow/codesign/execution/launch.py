@@ -19,6 +19,7 @@ from torch import distributed
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from sparseflow.codesign.execution.links import LinkError
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import DeviceError, InputError, RunError
 
@@ -95,8 +96,7 @@ def launch(
         InputError: `processes` is below 1.
         RunError: The job failed in a process, which ended the others.
     """
-    if processes < 1:
-        raise InputError(f"`processes` (={processes}) must be at least 1")
+    check_at_least(1, processes=processes)
     with tempfile.TemporaryDirectory(prefix="sparseflow-") as name:
         folder = Path(name)
         try:

@@ -29,6 +29,7 @@ from sparseflow.codesign.execution.rewrite import (
 )
 from sparseflow.codesign.execution.schedule import ChannelKey, LayerTask, build_schedule
 from sparseflow.codesign.workload.splits import RewritePlan
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.layers import LayeredModel
 from sparseflow.errors import InputError
 
@@ -248,11 +249,9 @@ class RankExecutor:
             InputError: A number is too small.
             LinkError: Another process is unreachable.
         """
-        if repeats < 1 or num_batches < 2 or warmup < 0:
-            raise InputError(
-                f"`repeats` (={repeats}) must be at least 1, `num_batches` (={num_batches}) 2, `warmup` "
-                f"(={warmup}) 0"
-            )
+        check_at_least(1, repeats=repeats)
+        check_at_least(2, num_batches=num_batches)
+        check_at_least(0, warmup=warmup)
         if self.slot == self._first:
             batch = batch.to(self.device)
         latency = [self._time_single_batch(batch) for _ in range(warmup + repeats)][warmup:]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from sparseflow.codesign.design.decision import HardwareDecision
-from sparseflow.codesign.execution import LocalExecutor, RankExecutor, launch
+from sparseflow.codesign.execution.launch import launch
+from sparseflow.codesign.execution.local import LocalExecutor
+from sparseflow.codesign.execution.ranks import RankExecutor
 from sparseflow.codesign.execution.rewrite import apply_rewrite
 from sparseflow.codesign.workload.layers import to_float
 from sparseflow.codesign.workload.splits import RewritePlan, compute_transfer_bytes

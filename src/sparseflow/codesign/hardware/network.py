@@ -7,13 +7,13 @@ before it forwards it (store and forward). Messages do not compete for links.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparseflow.codesign.hardware.chips import LinkType
+from sparseflow.core.checks import check_non_negative
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
@@ -103,28 +103,25 @@ class Network:
             raise InputError(
                 f"`distances_mm` has the shape {distances.shape}; expected {(num_slots, num_slots)}"
             )
-        if not 0.0 <= typical_bytes < math.inf:
-            raise InputError(f"`typical_bytes` (={typical_bytes}) must be finite and at least 0")
-        direct = {}
+        check_non_negative(typical_bytes=typical_bytes)
+
+        def message_ms(cost: np.ndarray) -> float:
+            return float(cost[0] + typical_bytes * cost[1])
+
+        # (source, target) -> fixed_ms, ms_per_byte and mj_per_byte of the best direct link.
+        direct: dict[tuple[int, int], np.ndarray] = {}
         for a, b, link in links:
             if not (0 <= a < num_slots and 0 <= b < num_slots) or a == b:
                 raise InputError(f"a link connects slots {a} and {b}; expected slots 0 to {num_slots - 1}")
-            link_network = cls.all_to_all(link, distances)
-            for s, t in ((a, b), (b, a)):
-                cost = (
-                    link_network.fixed_ms[s, t],
-                    link_network.ms_per_byte[s, t],
-                    link_network.mj_per_byte[s, t],
-                )
-                if (s, t) not in direct or _message_ms(cost, typical_bytes) < _message_ms(
-                    direct[s, t], typical_bytes
-                ):
-                    direct[s, t] = cost
+            network = cls.all_to_all(link, distances)
+            costs = np.stack([network.fixed_ms, network.ms_per_byte, network.mj_per_byte])
+            for pair in ((a, b), (b, a)):
+                direct[pair] = min(direct.get(pair, costs[:, *pair]), costs[:, *pair], key=message_ms)
         pairs = sorted(direct)
         # Sparse, because a dense matrix treats tiny values as missing links.
         weights = sparse.csr_matrix(
             (
-                [max(_message_ms(direct[pair], typical_bytes), np.finfo(float).tiny) for pair in pairs],
+                [max(message_ms(direct[pair]), np.finfo(float).tiny) for pair in pairs],
                 ([s for s, _ in pairs], [t for _, t in pairs]),
             ),
             shape=(num_slots, num_slots),
@@ -145,7 +142,3 @@ class Network:
                     totals[:, s, t] += direct[previous, node]
                     node = previous
         return cls(fixed_ms=totals[0], ms_per_byte=totals[1], mj_per_byte=totals[2])
-
-
-def _message_ms(cost: tuple[float, float, float], size_bytes: float) -> float:
-    return cost[0] + size_bytes * cost[1]

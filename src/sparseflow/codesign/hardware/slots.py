@@ -11,15 +11,14 @@ gradients flow through the probabilities (straight-through estimator).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
 from sparseflow.codesign.hardware.chips import ChipType
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_at_least, check_one_of, check_positive
 
 EMPTY = "empty"
 
@@ -69,17 +68,13 @@ class ChipSlotConfig(nn.Module):
         initial_logit: float = 2.0,
     ) -> None:
         super().__init__()
-        if not chips or num_slots < 1 or not 0.0 < tau < math.inf:
-            raise InputError(
-                f"`chips` (={len(chips)}) and `num_slots` (={num_slots}) must be at least 1, `tau` (={tau}) "
-                "above 0"
-            )
+        check_at_least(1, num_chips=len(chips), num_slots=num_slots)
+        check_positive(tau=tau)
         self.chips, self.num_slots, self.tau, self.hard = tuple(chips), num_slots, tau, hard
         logits = torch.zeros(num_slots, len(chips) + 1)
         if initial_chip is not None:
             names = [*(chip.name for chip in chips), EMPTY]
-            if initial_chip not in names:
-                raise InputError(f"`initial_chip` (={initial_chip!r}) must be one of: {', '.join(names)}")
+            check_one_of(names, initial_chip=initial_chip)
             logits[:, names.index(initial_chip)] = initial_logit
         self.logits = nn.Parameter(logits)
 
@@ -106,15 +101,10 @@ class ChipSlotConfig(nn.Module):
 
     def expected_specs(self, alpha: Tensor) -> ExpectedSpecs:
         """Compute the expected specifications."""
-
-        def mean(name: str) -> Tensor:
-            values = [getattr(chip, name) for chip in self.chips]
-            return alpha[:, :-1] @ torch.tensor(values, dtype=alpha.dtype)
-
-        return ExpectedSpecs(
-            peak_flops=mean("peak_flops"), peak_bw=mean("peak_bw"), mem_gb=mean("mem_gb"),
-            area_mm2=mean("area_mm2"), tdp_w=mean("tdp_w"),
-        )  # fmt: skip
+        names = [field.name for field in fields(ExpectedSpecs)]
+        specs = [[getattr(chip, name) for name in names] for chip in self.chips]
+        means = (alpha[:, :-1] @ torch.tensor(specs, dtype=alpha.dtype)).unbind(1)
+        return ExpectedSpecs(**dict(zip(names, means, strict=True)))
 
     @property
     def probabilities(self) -> Tensor:
@@ -128,28 +118,6 @@ class ChipSlotConfig(nn.Module):
             self.chips[index] if index < len(self.chips) else None
             for index in self.logits.argmax(-1).tolist()
         ]
-
-    def set_chips(self, chip_names: Sequence[str | None], logit: float = 4.0) -> None:
-        """Set the logits so that the slots most likely contain the given types.
-
-        Args:
-            chip_names: Name of the type of each slot; None for an empty slot.
-            logit: Logit of the given types; the others are 0.
-
-        Raises:
-            InputError: There is not one name per slot, or a name is unknown.
-        """
-        names = [chip.name for chip in self.chips]
-        unknown = sorted({str(name) for name in chip_names if name is not None and name not in names})
-        if len(chip_names) != self.num_slots or unknown:
-            raise InputError(
-                f"`chip_names` has {len(chip_names)} names (unknown: {', '.join(unknown) or 'none'}); "
-                f"expected {self.num_slots}, each one of {', '.join(names)}, or None"
-            )
-        with torch.no_grad():
-            self.logits.zero_()
-            for slot, name in enumerate(chip_names):
-                self.logits[slot, len(names) if name is None else names.index(name)] = logit
 
     def count_loss(self, alpha: Tensor) -> Tensor:
         """Expected number of chips: sum over slots of 1 - alpha[:, empty]; a scalar."""

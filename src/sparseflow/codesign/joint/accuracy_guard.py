@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparseflow.codesign.design.config import HwLossSchedule
+from sparseflow.core.checks import check_between
 from sparseflow.errors import InputError
 
 
@@ -54,8 +55,7 @@ class AccuracyGuard:
         Raises:
             InputError: The accuracy is out of range.
         """
-        if not 0.0 <= accuracy <= 1.0:
-            raise InputError(f"accuracy (={accuracy}) must be from 0 to 1")
+        check_between(0.0, 1.0, accuracy=accuracy)
         self.epoch += 1
         if self.reference is None:
             if self.epoch >= self.schedule.warmup_epochs:

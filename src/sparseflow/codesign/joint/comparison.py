@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,14 +12,13 @@ from typing import Any
 from sparseflow.codesign.design.config import CodesignConfig
 from sparseflow.codesign.design.hardware import Hardware
 from sparseflow.codesign.joint.trainer import BASELINES, MODES, DesignResult, JointTrainer, Mode
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_json
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import round_robin_device
 from sparseflow.core.training.epoch_trainer import EpochTrainer
-from sparseflow.errors import InputError
 
 RESULTS_FILE = "designs.json"
 ACCURACY_TOLERANCE_POINTS = 0.5
@@ -69,8 +68,7 @@ def compare_designs(
         InputError: An argument is out of range, or a directory contains another run.
         RunError: A run failed; completed runs are not repeated by the next call.
     """
-    if num_seeds < 1:
-        raise InputError(f"`num_seeds` (={num_seeds}) must be at least 1")
+    check_at_least(1, num_seeds=num_seeds)
     root = Path(out_dir)
     runs: list[tuple[int, Mode]] = [(seed, mode) for seed in range(num_seeds) for mode in modes]
     jobs = [
@@ -94,8 +92,8 @@ def compare_designs(
 
 
 def _run_job(job: _DesignJob) -> list[DesignResult]:
-    joint = job.config.joint.model_dump() | {"seed": job.seed}
-    config = CodesignConfig.model_validate(job.config.model_dump(mode="json") | {"joint": joint})
+    joint = job.config.joint.model_copy(update={"seed": job.seed})
+    config = job.config.model_copy(update={"joint": joint})
     with job.make_task(config.task, job.seed, job.device) as task:
         trained: EpochTrainer = task
         return JointTrainer(trained, Hardware(config), config, job.out_dir, mode=job.mode).run()
@@ -152,17 +150,7 @@ def summarize_designs(
         "modes": rows,
         "verdict": _verdict({row["mode"]: row for row in rows}),
         "runs": [
-            {
-                "seed": seed,
-                "mode": design.mode,
-                "accuracy": design.accuracy,
-                "violations": design.violations,
-                "energy_delay": design.cost.energy_delay,
-                "chips": list(design.decision.chips),
-                "priced": asdict(design.cost),
-            }
-            for seed, results in designs.items()
-            for design in results
+            {"seed": seed, **design.to_dict()} for seed, results in designs.items() for design in results
         ],
     }
 
@@ -186,10 +174,3 @@ def _verdict(rows: Mapping[str, Mapping[str, Any]]) -> str:
     if (points if joint_is_lower else -points) < -ACCURACY_TOLERANCE_POINTS:
         return f"No winner, because the lower energy-delay product has lower accuracy: {summary}."
     return f"{'Joint training' if joint_is_lower else 'The two-stage baseline'} wins: {summary}."
-
-
-def write_results(out_dir: Path | str, results: Mapping[str, Any]) -> Path:
-    """Write `designs.json` and return its path."""
-    path = Path(out_dir) / RESULTS_FILE
-    write_json(path, results, indent=1)
-    return path

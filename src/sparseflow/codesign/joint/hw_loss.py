@@ -25,7 +25,7 @@ from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.codesign.mapping.objective import Mode
-from sparseflow.codesign.workload.splits import LayerSplit
+from sparseflow.codesign.workload.splits import LayerSplit, compute_return_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError, RunError
 
@@ -145,11 +145,8 @@ class _PipelineTotals:
         units = sum(split.sizes)
         parts = [_Part(slot=split.slots[0], fraction=split.sizes[0] / units)]
         for slot, size in zip(split.slots[1:], split.sizes[1:], strict=True):
-            output_bytes = layer.split_out_bytes
-            if layer.split_joins:
-                output_bytes = output_bytes * size // units
             send_ms = self._send(home, slot, layer.split_in_bytes)
-            return_ms = self._send(slot, home, output_bytes)
+            return_ms = self._send(slot, home, compute_return_bytes(layer, size, units))
             parts.append(_Part(slot=slot, fraction=size / units, send_ms=send_ms, return_ms=return_ms))
         return parts
 

@@ -1,18 +1,5 @@
 """Trace of a joint training: one JSON line per epoch and round, sufficient to recompute all objectives.
 
-The first row identifies the run: config, chip library, reference, and the digest of a proxy whose copy is in
-the same directory. Every other row contains
-
-    kind, mode        "epoch", "round" (of hardware, after the last epoch) or "end"; mode of the run
-    epoch, round      numbers of completed epochs and rounds
-    accuracy          of the model, 0 to 1
-    lambda_hw         weight of L_hw in that epoch
-    guard, numbers    state of the accuracy guard; mean training metrics of the epoch
-    alpha             one-hot chip types without noise, [S, T + 1], in the order of the config; last is empty
-    probabilities     probability of each type, [S, T + 1]
-    layers            layers of the model
-    decision, priced  the decision and its cost
-
 `replay` recomputes the cost of every decision and compares it bit for bit.
 """
 
@@ -20,72 +7,111 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from sparseflow.codesign.design.decision import HardwareDecision
+from sparseflow.codesign.design.decision import DecisionCost, HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import hardware_from_record
-from sparseflow.codesign.workload.layers import parse_layers
-from sparseflow.core.journal import JsonLinesWriter, read_json_lines
+from sparseflow.codesign.design.saved_plan import HardwareArtifact
+from sparseflow.codesign.workload.layers import LayersField
+from sparseflow.core.config import StrictModel
+from sparseflow.core.environment import collect_environment
+from sparseflow.core.journal import Journal, read_journal
 from sparseflow.errors import FileFormatError, InputError
 
 TRACE_FILE = "trace.jsonl"
 
 
-class TraceWriter:
-    """Appends rows to a trace; a context manager.
+class TraceHeader(HardwareArtifact):
+    """First line of a trace: the run that it belongs to."""
+
+    FORMAT: ClassVar[str] = "sparseflow.codesign.trace"
+    VERSION: ClassVar[int] = 1
+    HINT: ClassVar[str] = "create a trace with `sparseflow codesign train`"
+
+    mode: str
+    environment: dict[str, Any]
+
+
+class TraceRow(StrictModel):
+    """State of the run after an epoch, after a hardware round, or at the end."""
+
+    kind: Literal["epoch", "round", "end"]
+    mode: str
+    """Mode of the run; at the end also a baseline."""
+    epoch: int
+    """Number of completed epochs."""
+    round: int
+    """Number of completed hardware rounds."""
+    accuracy: float
+    """Accuracy of the model, from 0 to 1."""
+    lambda_hw: float
+    """Weight of the hardware loss in the epoch."""
+    frozen: bool
+    """Whether the accuracy guard froze the decisions."""
+    reference_accuracy: float | None
+    """Accuracy that the guard compares with; None during warmup."""
+    numbers: dict[str, float]
+    """Mean training metrics of the epoch."""
+    alpha: list[list[float]]
+    """One-hot chip types without noise, [S, T + 1], in the order of the config; the last is empty."""
+    probabilities: list[list[float]]
+    """Probability of each type, [S, T + 1]."""
+    layers: LayersField
+    decision: HardwareDecision
+    cost: DecisionCost
+
+
+def open_trace(
+    path: Path, hardware: Hardware, *, mode: str, seed: int, num_rows: int | None
+) -> Journal[TraceRow]:
+    """Open a trace for appending.
 
     Args:
         path: The file; its directory must exist.
-        num_rows: Number of valid rows; later rows were written after the last checkpoint and are removed.
+        hardware: Hardware of the run.
+        mode: Mode of the run.
+        seed: Random seed to record.
+        num_rows: Rows up to the last checkpoint; later ones are removed. None starts a new trace.
 
     Raises:
         FileFormatError: There are fewer rows, or a row is damaged.
         RunError: Another process writes to the directory.
     """
-
-    def __init__(self, path: Path, *, num_rows: int) -> None:
-        num_existing = len(read_json_lines(path))
-        if num_existing < num_rows:
-            raise FileFormatError(
-                f"{path} has {num_existing} rows, but its checkpoint was saved after {num_rows}; restore "
-                "the trace or choose another directory"
-            )
-        self.num_rows = num_rows
-        self._writer = JsonLinesWriter(path)
-        self._writer.truncate(num_rows)
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row and sync it to disk."""
-        self._writer.write(row)
-        self._writer.sync()
-        self.num_rows += 1
+    if num_rows is None:
+        # Rows without a checkpoint belong to a run that stopped before its first epoch ended.
+        with Journal(path, dict) as previous:
+            previous.truncate(0)
+        header = TraceHeader.from_hardware(
+            hardware, path.parent, mode=mode, environment=collect_environment("cpu", seed=seed)
+        )
+    else:
+        header, _ = read_journal(path, TraceRow, header_type=TraceHeader)
+        if header is None:
+            raise FileFormatError(f"{path} is missing or empty, but there is a checkpoint; restore the trace")
+    trace = Journal(path, TraceRow, header=header, sync_rows=1)
+    try:
+        trace.truncate(num_rows or 0)
+    except BaseException:
+        trace.close()
+        raise
+    return trace
 
 
-def read_trace(path: Path | str) -> tuple[Hardware, list[dict[str, Any]]]:
-    """Read the hardware and the rows of a trace.
+def read_trace(path: Path | str) -> tuple[Hardware, TraceHeader, list[TraceRow]]:
+    """Read the hardware, the header and the rows of a trace.
 
     Raises:
         InputError: The file does not exist.
-        FileFormatError: A row is damaged, or there are fewer than two.
+        FileFormatError: A row is damaged, or there is none.
         MissingExtraError: An optional package is missing.
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"{file} does not exist; create a trace with `sparseflow codesign train`")
-    rows = read_json_lines(file)
-    if len(rows) < 2 or rows[0].get("kind") != "begin":
-        raise FileFormatError(f"{file} must start with the run's header and contain at least one more row")
-    try:
-        return hardware_from_record(rows[0], file), rows
-    except FileFormatError as error:
-        raise FileFormatError(f"{file}, first row: {error}") from error
+        raise InputError(f"{file} does not exist; {TraceHeader.HINT}")
+    header, rows = read_journal(file, TraceRow, header_type=TraceHeader)
+    if header is None or not rows:
+        raise FileFormatError(f"{file} contains no epoch yet")
+    return header.build_hardware(file), header, rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +119,7 @@ class ReplayedRow:
     """A recomputed row.
 
     Attributes:
-        row: Index in the trace.
+        row: Index in the trace, from 1.
         recorded: Recorded objective.
         recomputed: Recomputed objective.
     """
@@ -116,15 +142,13 @@ def replay(path: Path | str) -> list[ReplayedRow]:
         FileFormatError: A row is damaged.
         MissingExtraError: An optional package is missing.
     """
-    hardware, rows = read_trace(path)
+    hardware, _, rows = read_trace(path)
     replayed = []
-    for index, row in enumerate(rows[1:], start=1):
+    for index, row in enumerate(rows, start=1):
         try:
-            layers, decision = parse_layers(row["layers"]), HardwareDecision.from_dict(row["decision"])
-            hardware.check_decision(layers, decision)
-            recorded = float(row["priced"]["objective"])
-        except (InputError, LookupError, TypeError, ValueError) as error:
-            raise FileFormatError(f"{path}, row {index}: invalid: {error}") from error
-        recomputed = hardware.evaluate_cost(layers, decision).objective
-        replayed.append(ReplayedRow(row=index, recorded=recorded, recomputed=recomputed))
+            hardware.check_decision(row.layers, row.decision)
+        except FileFormatError as error:
+            raise FileFormatError(f"{path}, row {index}: {error}") from error
+        recomputed = hardware.evaluate_cost(row.layers, row.decision).objective
+        replayed.append(ReplayedRow(row=index, recorded=row.cost.objective, recomputed=recomputed))
     return replayed

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,16 +33,16 @@ import torch
 from torch import Tensor
 
 from sparseflow.codesign.design.config import CodesignConfig
-from sparseflow.codesign.design.decision import DecisionCost, HardwareDecision
+from sparseflow.codesign.design.decision import CostReference, DecisionCost, HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
-from sparseflow.codesign.design.saved_plan import hardware_to_record, save_plan
+from sparseflow.codesign.design.saved_plan import save_plan
 from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.codesign.joint.accuracy_guard import AccuracyGuard
 from sparseflow.codesign.joint.hw_loss import LayerAssignment, compute_hw_loss
-from sparseflow.codesign.joint.trace import TRACE_FILE, TraceWriter
-from sparseflow.codesign.partition.planner import log as planner_log
-from sparseflow.codesign.workload.layers import layers_to_records, to_float
-from sparseflow.core.environment import collect_environment
+from sparseflow.codesign.joint.trace import TRACE_FILE, TraceRow, open_trace
+from sparseflow.codesign.workload.layers import to_float
+from sparseflow.core.checks import check_one_of
+from sparseflow.core.journal import Journal
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.progress import Progress
 from sparseflow.core.training import checkpoint
@@ -79,6 +78,11 @@ class DesignResult:
     cost: DecisionCost
     violations: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        derived = {"decision": self.decision.to_dict(), "energy_delay": self.cost.energy_delay}
+        return asdict(self) | derived
+
 
 class JointTrainer:
     """Trains a task together with the hardware.
@@ -103,8 +107,7 @@ class JointTrainer:
         *,
         mode: Mode = "joint",
     ) -> None:
-        if mode not in MODES:
-            raise InputError(f"`mode` (={mode!r}) must be one of: {', '.join(MODES)}")
+        check_one_of(MODES, mode=mode)
         if config != hardware.config:
             raise InputError("`config` differs from the config of `hardware`")
         self.task, self.hardware, self.config, self.mode = task, hardware, config, mode
@@ -115,7 +118,7 @@ class JointTrainer:
             tau=config.joint.tau[0],
             initial_chip=hardware.initial_chip.name,
         )
-        self.guard = AccuracyGuard(config.build_schedule())
+        self.guard = AccuracyGuard(config.schedule)
         self._optimizer = torch.optim.Adam(self.slots.parameters(), lr=config.joint.alpha_rate)
         self._initial_decision: HardwareDecision | None = None
         self._decision: HardwareDecision | None = None
@@ -142,16 +145,21 @@ class JointTrainer:
             "library": self.hardware.library.model_dump(mode="json"), "proxy": self.hardware.proxy.digest,
         }  # fmt: skip
         state = checkpoint.load(self.out_dir, fingerprint)
-        with TraceWriter(self.out_dir / TRACE_FILE, num_rows=0 if state is None else state["rows"]) as trace:
-            if state is None:
-                self._start(trace)
-            else:
-                self._load_state(state)
+        if state is None:
+            self._start()
+        else:
+            self._load_state(state)
+        with open_trace(
+            self.out_dir / TRACE_FILE, self.hardware, mode=self.mode, seed=self.config.joint.seed,
+            num_rows=None if state is None else state["rows"],
+        ) as trace:  # fmt: skip
             while self._epoch < self.task.epochs:
                 self._run_epoch(trace, progress)
                 checkpoint.save(self.out_dir, self._state(trace) | {"fingerprint": fingerprint})
-            # The two-stage baseline runs the hardware rounds of joint training after the last epoch.
-            num_rounds = self._count_rounds() if self.mode == "two-stage" else 0
+            # The two-stage baseline runs the hardware rounds of joint training, one per epoch after warmup,
+            # after the last epoch.
+            num_rounds = max(0, self.task.epochs - self.config.schedule.warmup_epochs + 1)
+            num_rounds = num_rounds if self.mode == "two-stage" else 0
             while self._rounds < num_rounds:
                 # Same temperatures as in the rounds of joint training.
                 self._set_temperature(
@@ -166,7 +174,7 @@ class JointTrainer:
                     progress(f"hardware round {self._rounds} of {num_rounds}", self._rounds / num_rounds)
             return self._finalize(trace, progress)
 
-    def _start(self, trace: TraceWriter) -> None:
+    def _start(self) -> None:
         layers = self.task.export_model().describe_layers(self.hardware.batch_size)
         self._initial_decision = self._decision = self.hardware.initial_decision(layers)
         try:
@@ -177,14 +185,8 @@ class JointTrainer:
             raise InputError(
                 f"the model with all gates open does not fit on the initial chips: {error}"
             ) from error
-        trace.write(
-            {
-                "kind": "begin", "mode": self.mode, **hardware_to_record(self.hardware, self.out_dir),
-                "environment": collect_environment("cpu", seed=self.config.joint.seed),
-            }
-        )  # fmt: skip
 
-    def _run_epoch(self, trace: TraceWriter, progress: Progress | None) -> None:
+    def _run_epoch(self, trace: Journal[TraceRow], progress: Progress | None) -> None:
         weight = self.guard.weight if self.mode == "joint" else 0.0
         epochs = self.task.epochs
 
@@ -211,10 +213,6 @@ class JointTrainer:
             self._update_alpha()
             self._decide(use_fine_split=self._epoch % self.config.joint.plan_every == 0)
         self._write_row(trace, "epoch", numbers=dict(numbers), weight=weight)
-
-    def _count_rounds(self) -> int:
-        """Number of rounds of a joint run: one per epoch after warmup."""
-        return max(0, self.task.epochs - self.config.build_schedule().warmup_epochs + 1)
 
     def _set_temperature(self, share: float) -> None:
         first, last = self.config.joint.tau
@@ -263,20 +261,14 @@ class JointTrainer:
         layers, unit_orders = model.describe_layers(hardware.batch_size), hardware.make_unit_orders(model)
         previous = self._fit_decision(layers)
         chips = tuple(None if chip is None else chip.name for chip in self.slots.decode())
-        use_fine_split = use_fine_split and self.config.joint.use_fine_split
-        with _log_planner_at_debug():
-            current = hardware.select_better(
-                layers,
-                previous,
-                hardware.remap(layers, previous, use_fine_split=use_fine_split, unit_orders=unit_orders),
-            )
-            candidate = hardware.replace_chips(
-                layers, current, chips, use_fine_split=use_fine_split, unit_orders=unit_orders
-            )
-            current = hardware.select_better(layers, current, candidate)
-            current = self._decision = hardware.select_better(
-                layers, current, hardware.optimize_placement(layers, current)
-            )
+        options: Any = {
+            "use_fine_split": use_fine_split and self.config.joint.use_fine_split, "unit_orders": unit_orders
+        }  # fmt: skip
+        current = hardware.select_better(layers, previous, hardware.remap(layers, previous, **options))
+        candidate = hardware.replace_chips(layers, current, chips, **options)
+        current = hardware.select_better(layers, current, candidate)
+        current = hardware.select_better(layers, current, hardware.optimize_placement(layers, current))
+        self._decision = current
         chip_counts = Counter(chip for chip in current.chips if chip is not None)
         split = [layers[index].name for index in current.select_splits(layers)]
         log.info(
@@ -321,28 +313,28 @@ class JointTrainer:
             for layer in self.task.differentiable_layers(self.hardware.batch_size)
         ]
 
-    def _finalize(self, trace: TraceWriter, progress: Progress | None) -> list[DesignResult]:
+    def _finalize(self, trace: Journal[TraceRow], progress: Progress | None) -> list[DesignResult]:
         hardware, model = self.hardware, self.task.export_model()
         layers = model.describe_layers(hardware.batch_size)
         if progress is not None:
             progress("refining the hardware", 1.0)
-        unit_orders, use_fine_split = hardware.make_unit_orders(model), self.config.joint.use_fine_split
-        with _log_planner_at_debug():
-            refined = hardware.refine(
-                layers, self._fit_decision(layers), use_fine_split=use_fine_split, unit_orders=unit_orders
-            )
-        refined, extra = hardware.finalize(
-            layers, refined, use_fine_split=use_fine_split, unit_orders=unit_orders
-        )
+        options: Any = {
+            "use_fine_split": self.config.joint.use_fine_split,
+            "unit_orders": hardware.make_unit_orders(model),
+        }
+        refined = hardware.refine(layers, self._fit_decision(layers), **options)
+        refined, extra = hardware.finalize(layers, refined, **options)
         decisions = {self.mode: refined}
         if self.mode == "two-stage":
             first = self._fit_initial(layers)
-            with _log_planner_at_debug():
-                mapped = hardware.remap(layers, first, use_fine_split=use_fine_split, unit_orders=unit_orders)
-            decisions["mapping-only"] = hardware.select_better(layers, first, mapped)
-            decisions["layout-only"] = hardware.select_better(
-                layers, first, hardware.optimize_placement(layers, first)
-            )
+            candidates = {
+                "mapping-only": hardware.remap(layers, first, **options),
+                "layout-only": hardware.optimize_placement(layers, first),
+            }
+            decisions |= {
+                mode: hardware.select_better(layers, first, candidate)
+                for mode, candidate in candidates.items()
+            }
         results = []
         for mode, decision in decisions.items():
             self._decision = decision
@@ -353,22 +345,15 @@ class JointTrainer:
                     violations=self._violations,
                 )
             )  # fmt: skip
-        designs = [
-            {
-                "mode": result.mode, "accuracy": result.accuracy, "decision": result.decision.to_dict(),
-                "priced": asdict(result.cost), "violations": result.violations,
-                "energy_delay": result.cost.energy_delay,
-            }
-            for result in results
-        ]  # fmt: skip
+        designs = [result.to_dict() for result in results]
         save_plan(self.out_dir, hardware, layers, results[0].decision, extra=extra | {"designs": designs})
         self.task.save(self.out_dir / MODEL_FILE)
         return results
 
     def _write_row(
         self,
-        trace: TraceWriter,
-        kind: str,
+        trace: Journal[TraceRow],
+        kind: Literal["epoch", "round", "end"],
         *,
         numbers: Mapping[str, float] | None = None,
         weight: float = 0.0,
@@ -379,22 +364,21 @@ class JointTrainer:
         cost = self.hardware.evaluate_cost(layers, self._decision)
         with torch.no_grad():
             alpha, _ = self.slots()
-        trace.write(
-            {
-                "kind": kind, "mode": mode or self.mode, "epoch": self._epoch, "round": self._rounds,
-                "accuracy": self._accuracy, "lambda_hw": weight, "guard": self.guard.state_dict(),
-                "numbers": dict(numbers or {}),
-                "alpha": alpha.tolist(), "probabilities": self.slots.probabilities.tolist(),
-                "layers": layers_to_records(layers),
-                "decision": self._decision.to_dict(), "priced": asdict(cost),
-            }
+        trace.append(
+            TraceRow(
+                kind=kind, mode=mode or self.mode, epoch=self._epoch, round=self._rounds,
+                accuracy=self._accuracy, lambda_hw=weight, frozen=self.guard.frozen,
+                reference_accuracy=self.guard.reference, numbers=dict(numbers or {}), alpha=alpha.tolist(),
+                probabilities=self.slots.probabilities.tolist(), layers=list(layers),
+                decision=self._decision, cost=cost,
+            )
         )  # fmt: skip
         return cost
 
-    def _state(self, trace: TraceWriter) -> dict[str, Any]:
+    def _state(self, trace: Journal[TraceRow]) -> dict[str, Any]:
         assert self._initial_decision is not None and self._decision is not None
         return {
-            "rows": trace.num_rows, "task": self.task.state_dict(), "slots": self.slots.state_dict(),
+            "rows": len(trace), "task": self.task.state_dict(), "slots": self.slots.state_dict(),
             "optimizer": self._optimizer.state_dict(), "guard": self.guard.state_dict(),
             "first": self._initial_decision.to_dict(), "decision": self._decision.to_dict(),
             "reference": asdict(self.hardware.required_reference),
@@ -410,25 +394,6 @@ class JointTrainer:
         self.guard.load_state_dict(state["guard"])
         self._initial_decision = HardwareDecision.from_dict(state["first"])
         self._decision = HardwareDecision.from_dict(state["decision"])
-        self.hardware.set_reference(state["reference"])
+        self.hardware.reference = CostReference(**state["reference"])
         self._epoch, self._rounds, self._steps, self._draws, self._violations = state["counts"]
         self._accuracy = state["accuracy"]
-
-
-class _DebugFilter(logging.Filter):
-    """Changes the level of log records to DEBUG."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
-        return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-
-
-@contextmanager
-def _log_planner_at_debug() -> Iterator[None]:
-    """Log the planner at DEBUG, because every epoch makes several plans."""
-    detail = _DebugFilter()
-    planner_log.addFilter(detail)
-    try:
-        yield
-    finally:
-        planner_log.removeFilter(detail)

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
         pad_flow,
         read_qaplib,
     )
-    from sparseflow.codesign.layout.refinement import RefineResult, refine_layout
     from sparseflow.codesign.layout.sites import SiteGrid, Wafer, build_site_grid
     from sparseflow.codesign.layout.thermal import ThermalMap, ThermalPackage, solve_temperatures
-    from sparseflow.codesign.layout.wafer import LayoutWeights, WaferLayout
+    from sparseflow.codesign.layout.wafer import LayoutWeights, RefineResult, WaferLayout, refine_layout
 
 __all__ = [
     "LayoutFront",
@@ -66,9 +65,8 @@ __getattr__, __dir__ = attach(
         "qap.assignment": ["QapAssignment", "assign"],
         "qap.batch": ["assign_batch"],
         "qap.problem": ["QapInstance", "compute_cost", "gilmore_lawler_bound", "pad_flow", "read_qaplib"],
-        "refinement": ["RefineResult", "refine_layout"],
         "sites": ["SiteGrid", "Wafer", "build_site_grid"],
         "thermal": ["ThermalMap", "ThermalPackage", "solve_temperatures"],
-        "wafer": ["LayoutWeights", "WaferLayout"],
+        "wafer": ["LayoutWeights", "RefineResult", "WaferLayout", "refine_layout"],
     },
 )

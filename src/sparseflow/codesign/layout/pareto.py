@@ -24,6 +24,8 @@ import numpy as np
 from sparseflow.codesign.layout.qap.assignment import assign
 from sparseflow.codesign.layout.qap.problem import pad_flow
 from sparseflow.codesign.layout.sites import SiteGrid
+from sparseflow.core.checks import check_positive
+from sparseflow.core.metrics import pareto_front
 from sparseflow.errors import InputError
 
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -104,8 +106,7 @@ def build_objectives(
             raise InputError(f"`{name}` must be finite and at least 0; its minimum is {np.min(values)}")
     if len(tdp) > len(sites):
         raise InputError(f"{len(tdp)} chips do not fit on {len(sites)} sites; use fewer or smaller chips")
-    if not 0.0 < sigma_mm < np.inf:
-        raise InputError(f"`sigma_mm` (={sigma_mm}) must be above 0 and finite")
+    check_positive(sigma_mm=sigma_mm)
     distances = sites.distances_mm
     warm = np.exp(-distances / sigma_mm)
     np.fill_diagonal(warm, 0.0)
@@ -180,10 +181,12 @@ def compute_pareto_front(
         )
         start = result.permutation
         candidates += [make_layout(permutation[:chips], weight) for permutation in result.permutations]
-    layouts = _select_undominated(candidates)
+    costs = [(candidate.comm, candidate.therm) for candidate in candidates]
+    # The tolerance removes mirror images of a layout, which differ by rounding.
+    front = pareto_front(costs, tolerance=1e-9)
     return LayoutFront(
-        layouts=layouts,
-        knee=find_knee([(item.comm, item.therm) for item in layouts]),
+        layouts=tuple(candidates[index] for index in front),
+        knee=find_knee([costs[index] for index in front]),
         grid=grid,
         scales=scales,
     )
@@ -202,16 +205,6 @@ def find_knee(costs: Sequence[tuple[float, float]]) -> int:
     # After scaling the line goes from (0, 1) to (1, 0), and this is proportional to the distance below it.
     below = 1.0 - ((points - points.min(0)) / extent).sum(1)
     return int(below.argmax()) if below.max() > 0.0 else 0
-
-
-def _select_undominated(candidates: Sequence[SiteLayout]) -> tuple[SiteLayout, ...]:
-    """Undominated layouts, sorted by ascending L_comm."""
-    front: list[SiteLayout] = []
-    for candidate in sorted(candidates, key=lambda layout: (layout.comm, layout.therm)):
-        # By more than rounding, or mirror images of a layout would stand side by side.
-        if not front or candidate.therm < front[-1].therm * (1.0 - 1e-9):
-            front.append(candidate)
-    return tuple(front)
 
 
 def _layout_cost(pair: tuple[np.ndarray, np.ndarray], assignment: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sparseflow.core.checks import check_non_negative, check_positive
 from sparseflow.errors import InputError
 
 MAX_SITES = 2048
@@ -36,10 +37,8 @@ class Wafer:
     margin_mm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.radius_mm < math.inf:
-            raise InputError(f"`radius_mm` (={self.radius_mm}) must be above 0 and finite")
-        if not 0.0 <= self.margin_mm < math.inf:
-            raise InputError(f"`margin_mm` (={self.margin_mm}) must be at least 0 and finite")
+        check_positive(radius_mm=self.radius_mm)
+        check_non_negative(margin_mm=self.margin_mm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,16 +98,16 @@ def build_site_grid(wafer: Wafer, sizes_mm: Any, *, max_sites: int | None = None
         )
     if max_sites is not None and max_sites < len(sizes):
         raise InputError(f"`max_sites` (={max_sites}) must be at least the number of chips, {len(sizes)}")
-    if max_sites is None and math.pi * reach * reach / (pitch * pitch) > 2.0 * MAX_SITES:
-        _raise_too_many_sites(math.pi * reach * reach / (pitch * pitch))
+    if max_sites is None:
+        _check_num_sites(math.pi * reach * reach / (pitch * pitch) / 2.0)
     grids = [
         _make_grid(pitch, reach * (1.0 + _RADIUS_TOLERANCE), x, y, max_sites)
         for x in (0.0, 0.5)
         for y in (0.0, 0.5)
     ]
     positions = max(grids, key=len)
-    if max_sites is None and len(positions) > MAX_SITES:
-        _raise_too_many_sites(len(positions))
+    if max_sites is None:
+        _check_num_sites(len(positions))
     if len(positions) < len(sizes):
         raise InputError(
             f"{len(sizes)} chips exceed the {len(positions)} sites that fit with a pitch of {pitch:.4g} "
@@ -169,8 +168,9 @@ def _make_grid(pitch: float, reach: float, x: float, y: float, max_sites: int | 
     return positions[np.hypot(*positions.T) <= reach]
 
 
-def _raise_too_many_sites(count: float) -> None:
-    raise InputError(
-        f"there are about {count:.0f} sites; expected at most {MAX_SITES}; keep the central ones with "
-        "`max_sites`"
-    )
+def _check_num_sites(count: float) -> None:
+    if count > MAX_SITES:
+        raise InputError(
+            f"there are at least {count:.0f} sites; expected at most {MAX_SITES}; keep the central ones with "
+            "`max_sites`"
+        )

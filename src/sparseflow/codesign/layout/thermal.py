@@ -18,12 +18,13 @@ which is the natural sigma of a layout's thermal objective.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sparseflow.codesign.layout.sites import Wafer, parse_chip_sizes
+from sparseflow.core.checks import check_between, check_non_negative, check_positive
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
@@ -54,13 +55,10 @@ class ThermalPackage:
     ambient_c: float = 25.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            free, zero = field.name == "ambient_c", field.name == "spreader_mm"
-            if not math.isfinite(value) or not (free or value > 0.0 or (zero and value == 0.0)):
-                raise InputError(
-                    f"`{field.name}` (={value}) must be finite" + ("" if free else " and above 0")
-                )
+        values = vars(self).copy()
+        check_between(-math.inf, math.inf, ambient_c=values.pop("ambient_c"))
+        check_non_negative(spreader_mm=values.pop("spreader_mm"))
+        check_positive(**values)
 
     @property
     def sheet_w_per_k(self) -> float:
@@ -175,11 +173,8 @@ def _check_arrays(
         )
     if not np.isfinite(positions).all():
         raise InputError("`positions_mm` must be finite")
-    if not (np.isfinite(power) & (power >= 0.0)).all():
-        chip = int(np.flatnonzero(~(np.isfinite(power) & (power >= 0.0)))[0])
-        raise InputError(
-            f"chip {chip} has a power of {power[chip]:g} W; expected a finite number of at least 0"
-        )
+    for chip, value in enumerate(power.tolist()):
+        check_non_negative(**{f"power_w[{chip}]": value})
     return positions, sizes, power
 
 

@@ -1,4 +1,4 @@
-"""Differentiable wafer layout.
+"""Differentiable wafer layout and its refinement by gradient descent.
 
 Chips are circles around their diagonals. With positions x, half diagonals r, margin m, wafer radius R,
 distances d[i, j] and w the probability that a slot contains a chip, the terms are
@@ -16,15 +16,15 @@ A layout without boundary and overlap terms is legal.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparseflow.codesign.layout.qap.problem import check_permutation
-from sparseflow.codesign.layout.sites import SiteGrid, Wafer, parse_chip_sizes
+from sparseflow.codesign.layout.sites import Wafer, parse_chip_sizes
+from sparseflow.core.checks import check_at_least, check_non_negative, check_positive
 from sparseflow.errors import InputError
 
 TOLERANCE_MM = 1e-3
@@ -32,6 +32,13 @@ TOLERANCE_MM = 1e-3
 
 _TINY = 1e-6
 """Keeps gradients of zero distances and ratios of zero totals finite."""
+
+
+_CLEARANCE_MM = 0.02
+"""Additional clearance during optimization, because penalties act only after chips come too close."""
+
+_PENALTY_GROWTH = 1000.0
+"""Growth of the overlap penalty from the first to the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +58,7 @@ class LayoutWeights:
     therm: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0.0 <= getattr(self, field.name) < math.inf:
-                raise InputError(
-                    f"`{field.name}` (={getattr(self, field.name)}) must be at least 0 and finite"
-                )
+        check_non_negative(**vars(self))
 
 
 class WaferLayout(nn.Module):
@@ -93,12 +96,10 @@ class WaferLayout(nn.Module):
     ) -> None:
         super().__init__()
         sizes = parse_chip_sizes(sizes_mm)
-        for name, value in (
-            ("sigma_mm", sigma_mm), ("traffic_total_bytes", traffic_total_bytes),
-            ("tdp_total_w", tdp_total_w),
-        ):  # fmt: skip
-            if value is not None and not 0.0 < value < math.inf:
-                raise InputError(f"`{name}` (={value}) must be above 0 and finite")
+        totals = {"traffic_total_bytes": traffic_total_bytes, "tdp_total_w": tdp_total_w}
+        check_positive(
+            sigma_mm=sigma_mm, **{name: total for name, total in totals.items() if total is not None}
+        )
         self.wafer, self.weights, self.sigma_mm = wafer, weights or LayoutWeights(), sigma_mm
         self._traffic_total, self._tdp_total = traffic_total_bytes, tdp_total_w
         diagonals = np.hypot(*sizes.T)
@@ -114,7 +115,6 @@ class WaferLayout(nn.Module):
         tdp_w: Tensor,
         *,
         present: Tensor | None = None,
-        half_mm: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss.
 
@@ -122,7 +122,6 @@ class WaferLayout(nn.Module):
             traffic_bytes: Bytes from each chip to each other, [S, S].
             tdp_w: Power of each chip, W, [S].
             present: Probability that a slot contains a chip, [S]; 1 by default.
-            half_mm: Half diagonal of each chip, mm, [S], if it is learned, too; by default from `sizes_mm`.
 
         Returns:
             The weighted sum of the terms, differentiable with respect to positions and arguments, and the
@@ -131,7 +130,7 @@ class WaferLayout(nn.Module):
         Raises:
             InputError: A shape is wrong.
         """
-        terms = self.compute_terms(traffic_bytes, tdp_w, present=present, half_mm=half_mm)
+        terms = self.compute_terms(traffic_bytes, tdp_w, present=present)
         weights = self.weights
         loss = sum(
             (getattr(weights, name) * value for name, value in terms.items()), self.positions_mm.new_zeros(())
@@ -144,7 +143,6 @@ class WaferLayout(nn.Module):
         tdp_w: Tensor,
         *,
         present: Tensor | None = None,
-        half_mm: Tensor | None = None,
         clearance_mm: float = 0.0,
     ) -> dict[str, Tensor]:
         """Compute the unweighted terms boundary, overlap, comm and therm, scalars.
@@ -153,16 +151,15 @@ class WaferLayout(nn.Module):
             traffic_bytes: [S, S].
             tdp_w: W, [S].
             present: [S].
-            half_mm: mm, [S].
             clearance_mm: Clearance in addition to the margin, mm.
         """
         x = self.positions_mm
         chips = len(x)
-        half = self.half_mm if half_mm is None else half_mm
+        half = self.half_mm
         occupancy = torch.ones_like(x[:, 0]) if present is None else present
         for name, value, shape in (
             ("traffic_bytes", traffic_bytes, (chips, chips)), ("tdp_w", tdp_w, (chips,)),
-            ("present", occupancy, (chips,)), ("half_mm", half, (chips,)),
+            ("present", occupancy, (chips,)),
         ):  # fmt: skip
             if tuple(value.shape) != shape:
                 raise InputError(f"`{name}` has shape {tuple(value.shape)}; expected {shape}")
@@ -186,43 +183,14 @@ class WaferLayout(nn.Module):
         }
 
     @torch.no_grad()
-    def set_assignment(self, sites: SiteGrid, assignment: Any) -> None:
-        """Move chips to sites.
-
-        Args:
-            sites: M sites.
-            assignment: Site of each chip, [S], or a permutation of all sites that starts with them, [M].
-
-        Raises:
-            InputError: The assignment is invalid, or two chips share a site.
-        """
-        indices = np.asarray(assignment)
-        chips = len(self.positions_mm)
-        if indices.shape not in ((chips,), (len(sites),)) or indices.dtype.kind not in "iu":
-            raise InputError(
-                f"`assignment` of {chips} chips to {len(sites)} sites must be [{chips}] or [{len(sites)}] "
-                f"integers; got {indices.dtype}, shape {indices.shape}"
-            )
-        if ((indices < 0) | (indices >= len(sites))).any() or len(np.unique(indices)) != len(indices):
-            raise InputError(
-                f"`assignment` must contain distinct sites from 0 to {len(sites) - 1}; got {indices.tolist()}"
-            )
-        if len(indices) == len(sites):
-            indices = check_permutation(indices, len(sites))
-        self.positions_mm.copy_(torch.as_tensor(sites.positions_mm[indices[:chips]]))
-
-    @torch.no_grad()
-    def find_violations(
-        self, *, present: Tensor | None = None, half_mm: Tensor | None = None
-    ) -> tuple[str, ...]:
+    def find_violations(self, *, present: Tensor | None = None) -> tuple[str, ...]:
         """Describe all violations, one sentence each; empty if the layout is legal.
 
         Args:
             present: See `forward`; slots below 0.5 count as empty.
-            half_mm: See `forward`.
         """
         x = self.positions_mm.double().cpu()
-        half = (self.half_mm if half_mm is None else half_mm).double().cpu()
+        half = self.half_mm.double().cpu()
         occupancy = torch.ones(len(x)) if present is None else present.cpu()
         if not torch.isfinite(x).all():
             return ("a position is not finite",)
@@ -241,9 +209,9 @@ class WaferLayout(nn.Module):
                 violations.append(f"chips {first} and {second} are {close[first, second]:.3g} mm too close")
         return tuple(violations)
 
-    def is_legal(self, *, present: Tensor | None = None, half_mm: Tensor | None = None) -> bool:
+    def is_legal(self, *, present: Tensor | None = None) -> bool:
         """Whether all chips are inside the wafer and far enough apart; see `find_violations`."""
-        return not self.find_violations(present=present, half_mm=half_mm)
+        return not self.find_violations(present=present)
 
     def _check_positions(self, positions_mm: Any) -> Tensor:
         positions = torch.as_tensor(np.asarray(positions_mm, np.float64), dtype=torch.float32).clone()
@@ -253,6 +221,99 @@ class WaferLayout(nn.Module):
                 f"{tuple(positions.shape)}"
             )
         return positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineResult:
+    """Result of a refinement.
+
+    Attributes:
+        before: Weighted sum of comm and therm of the initial layout.
+        after: That of the final layout, at most `before`; None without a legal layout.
+        was_legal: Whether the initial layout was legal.
+        improved: Whether the layout was changed.
+        steps: Number of steps.
+    """
+
+    before: float
+    after: float | None
+    was_legal: bool
+    improved: bool
+    steps: int
+
+
+def refine_layout(
+    layout: WaferLayout,
+    traffic_bytes: Tensor,
+    tdp_w: Tensor,
+    *,
+    present: Tensor | None = None,
+    steps: int = 300,
+    step_mm: float = 0.5,
+) -> RefineResult:
+    """Refine a layout in place by gradient descent.
+
+    Adam minimizes all terms with growing penalties for boundary and overlap. The legal positions with the
+    lowest weighted sum of comm and therm are kept if they improve the initial layout; otherwise it is
+    unchanged. Any legal layout improves an illegal one.
+
+    Args:
+        layout: The layout.
+        traffic_bytes: Bytes from each chip to each other, [S, S].
+        tdp_w: Power of each chip, W, [S].
+        present: Probability that a slot contains a chip, [S]; see `WaferLayout.forward`.
+        steps: Number of steps.
+        step_mm: Approximate movement in the first step, mm; decreases to a twentieth.
+
+    Raises:
+        InputError: A shape is wrong, or `steps` or `step_mm` is out of range.
+    """
+    check_at_least(1, steps=steps)
+    check_positive(step_mm=step_mm)
+    weights, positions = layout.weights, layout.positions_mm
+    traffic, tdp = traffic_bytes.detach(), tdp_w.detach()
+    occupancy = None if present is None else present.detach()
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            terms = layout.compute_terms(traffic, tdp, present=occupancy)
+            return float(weights.comm * terms["comm"] + weights.therm * terms["therm"])
+
+    was_legal, before = layout.is_legal(present=occupancy), evaluate()
+    best_cost = before if was_legal else math.inf
+    best_positions = initial_positions = positions.detach().clone()
+    optimizer = torch.optim.Adam([positions], lr=step_mm)
+    gradient = positions.grad
+    try:
+        for step in range(steps):
+            progress = step / max(1, steps - 1)
+            optimizer.param_groups[0]["lr"] = step_mm * 0.05**progress
+            optimizer.zero_grad()
+            terms = layout.compute_terms(traffic, tdp, present=occupancy, clearance_mm=_CLEARANCE_MM)
+            penalty = _PENALTY_GROWTH**progress
+            loss = (
+                penalty * (weights.boundary * terms["boundary"] + weights.overlap * terms["overlap"])
+                + weights.comm * terms["comm"]
+                + weights.therm * terms["therm"]
+            )
+            (positions.grad,) = torch.autograd.grad(loss, [positions])
+            optimizer.step()
+            cost = evaluate()
+            # The cheap comparison comes before the expensive legality check.
+            if cost < best_cost and layout.is_legal(present=occupancy):
+                best_cost, best_positions = cost, positions.detach().clone()
+    finally:
+        with torch.no_grad():
+            positions.copy_(best_positions)
+        positions.grad = gradient
+    improved = not torch.equal(best_positions, initial_positions)
+    return RefineResult(
+        before=before,
+        after=best_cost if math.isfinite(best_cost) else None,
+        was_legal=was_legal,
+        improved=improved,
+        steps=steps,
+    )
 
 
 def _norm(vectors: Tensor) -> Tensor:

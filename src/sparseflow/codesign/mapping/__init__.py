@@ -15,7 +15,7 @@ from __future__ import annotations
 from sparseflow.codesign.mapping.bounds import compute_lower_bound
 from sparseflow.codesign.mapping.objective import MappingEvaluation, MappingGoal, Mode, evaluate_mapping
 from sparseflow.codesign.mapping.problem import MappingProblem
-from sparseflow.codesign.mapping.search import MappingResult, SearchProgress
+from sparseflow.codesign.mapping.search import MappingResult
 from sparseflow.codesign.mapping.solver import MappingSolver
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "MappingResult",
     "MappingSolver",
     "Mode",
-    "SearchProgress",
     "compute_lower_bound",
     "evaluate_mapping",
 ]

@@ -1,4 +1,10 @@
-"""Mapping problems as plain arrays for compiled kernels: edges sorted by segment, memory in bytes."""
+"""Mapping problems as plain arrays for compiled kernels: edges sorted by segment, memory in bytes.
+
+Numba stores compiled kernels by the types of their arguments and the time stamp of their own file. The entry
+points therefore take plain tuples, and only they are cached: a cache that refers to a class of this package
+could not be read after the class moves. Reordering the fields of `ProblemArrays` requires a change of every
+kernel file.
+"""
 
 from __future__ import annotations
 

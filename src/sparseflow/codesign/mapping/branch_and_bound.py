@@ -45,7 +45,6 @@ def branch_and_bound(request: MappingRequest, *, max_nodes: float = float("inf")
     nodes, chunk = 0, max(int(CHUNK_WORK / (problem.num_segments * problem.num_slots**2)), 1)
     while not branching.finished and request.remaining_s > 0.0 and nodes < max_nodes:
         nodes += branching.expand(int(min(chunk, max_nodes - nodes)))
-        request.report("exact", branching.best_ms, floor)
     mapping, finished = branching.best, branching.finished
     if mapping is None:
         return StrategyResult(mapping=None, lower_bound_ms=floor, finished=finished, infeasible=finished)
@@ -67,7 +66,7 @@ class BranchAndBound:
         require("numba", "codesign")
         from sparseflow.codesign.mapping.kernels import branch_and_bound as kernel
 
-        self.kernel, self.tables, self.goal = kernel, arrays, goal
+        self.kernel, self.arrays, self.goal = kernel, arrays, goal
         self.search: Any = None
 
     def reset(
@@ -89,7 +88,7 @@ class BranchAndBound:
             memory_weights: v_s of `bounds`, ms per MB, [S].
             allowed: Slots for the free segments, bool [S]; all by default.
         """
-        arrays, goal = self.tables, self.goal
+        arrays, goal = self.arrays, self.goal
         segments, slots = arrays.latency.shape
         depths = (segments if free is None else int(free.sum())) + 1
         busy_increase = arrays.latency if allowed is None else np.where(allowed, arrays.latency, np.inf)
@@ -119,11 +118,11 @@ class BranchAndBound:
         self.search.busy[0], self.search.free_bytes[0] = 0.0, arrays.limit
         self.search.busy_increase[0], self.search.cost[0] = busy_increase, np.where(usable, cost, np.inf)
         if free is not None:
-            self.kernel.fix_segments(arrays, self.search, self.search.best_slot, free)
+            self.kernel.fix_segments(tuple(arrays), tuple(self.search), self.search.best_slot, free)
 
     def expand(self, nodes: int) -> int:
         """Expand up to `nodes` nodes and return their number."""
-        return self.kernel.advance(self.tables, self.search, nodes, PRECISION)
+        return self.kernel.advance(tuple(self.arrays), tuple(self.search), nodes, PRECISION)
 
     @property
     def finished(self) -> bool:

@@ -85,11 +85,8 @@ class _DynamicProgram:
 
     def __init__(self, problem: MappingProblem) -> None:
         states = 2**problem.num_slots * problem.num_slots * (problem.num_segments + 1)
-        self.tables, self.segments, self.slots = (
-            build_arrays(problem),
-            problem.num_segments,
-            problem.num_slots,
-        )
+        self.arrays = tuple(build_arrays(problem))
+        self.segments, self.slots = problem.num_segments, problem.num_slots
         self.value, self.other = np.empty(states), np.empty(states)
         self.before = np.empty(states, dtype=np.int32)
 
@@ -97,7 +94,7 @@ class _DynamicProgram:
         require("numba", "codesign")
         from sparseflow.codesign.mapping.kernels import contiguous as kernel
 
-        last = kernel.fill_table(self.tables, cap, by_period, self.value, self.other, self.before)
+        last = kernel.fill_table(self.arrays, cap, by_period, self.value, self.other, self.before)
         if last < 0:
             return None
         values = float(self.value[last]), float(self.other[last])

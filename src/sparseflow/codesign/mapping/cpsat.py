@@ -45,19 +45,7 @@ def solve_cpsat(request: MappingRequest) -> StrategyResult:
     unit_ms = model.minimize(goal, incumbent_ms)
     if start is not None:
         model.hint(start)
-    best, bound = incumbent_ms, request.lower_bound_ms
-
-    def on_solution(mapping: np.ndarray) -> None:
-        nonlocal best
-        best = min(best, goal.objective_ms(evaluate_mapping(problem, mapping)))
-        request.report("cpsat", best, min(bound, best))
-
-    def on_bound(value: float) -> None:
-        nonlocal bound
-        bound = max(bound, value * unit_ms)
-        request.report("cpsat", best, min(bound, best))
-
-    status, mapping, value = model.solve(request, on_solution, on_bound)
+    status, mapping, value = model.solve(request)
     if status == cp.INFEASIBLE:
         return StrategyResult(mapping=None, infeasible=True)
     if mapping is None or goal.objective_ms(evaluate_mapping(problem, mapping)) > incumbent_ms:
@@ -177,31 +165,18 @@ class _CpSatModel:
         for variable, (u, a, v, b) in self.hints:
             self.model.add_hint(variable, int(mapping[u] == a and mapping[v] == b))
 
-    def solve(
-        self, request: MappingRequest, on_solution: Any = None, on_bound: Any = None
-    ) -> tuple[Any, np.ndarray | None, float]:
+    def solve(self, request: MappingRequest) -> tuple[Any, np.ndarray | None, float]:
         """Return the status, the mapping if there is one, and the bound in objective units."""
-        x, segments = self.x, self.problem.num_segments
-
-        def mapping(value: Any) -> np.ndarray:
-            slot = np.full(segments, -1, dtype=np.int64)
-            for (k, s), variable in x.items():
-                if value(variable):
-                    slot[k] = s
-            return slot
-
-        class Listener(self.cp.CpSolverSolutionCallback):
-            def on_solution_callback(self) -> None:
-                on_solution(mapping(self.boolean_value))
-
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(request.remaining_s, 0.01)
         solver.parameters.num_workers = request.workers
         solver.parameters.random_seed = request.seed % 2**31
-        if on_bound is not None:
-            solver.best_bound_callback = on_bound
-        status = solver.solve(self.model, None if on_solution is None else Listener())
+        status = solver.solve(self.model)
         assert status != self.cp.MODEL_INVALID, self.model.validate()
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return status, None, 0.0
-        return status, mapping(solver.boolean_value), float(solver.best_objective_bound)
+        mapping = np.full(self.problem.num_segments, -1, dtype=np.int64)
+        for (k, s), variable in self.x.items():
+            if solver.boolean_value(variable):
+                mapping[k] = s
+        return status, mapping, float(solver.best_objective_bound)

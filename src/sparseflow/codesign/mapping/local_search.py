@@ -113,7 +113,6 @@ def search_locally(
             value = goal.objective_ms(evaluate_mapping(problem, mapping))
             if value < best_ms:
                 best, best_ms = mapping, value
-        request.report("local", best_ms, request.lower_bound_ms)
         finished = request.remaining_s > 0.0
         if not finished:
             break
@@ -128,7 +127,7 @@ class _Annealer:
         from sparseflow.codesign.mapping.kernels import annealing as kernel
 
         self.kernel, self.request = kernel, request
-        self.problem, self.goal, self.tables = request.problem, request.goal, build_arrays(request.problem)
+        self.problem, self.goal, self.arrays = request.problem, request.goal, build_arrays(request.problem)
         segments, slots = self.problem.num_segments, self.problem.num_slots
         self.state = kernel.AnnealingState(
             slot=np.zeros(segments, dtype=np.int64),
@@ -152,7 +151,7 @@ class _Annealer:
     def greedy(self) -> list[np.ndarray]:
         """Construct greedy mappings within memory limits in several orders; edges may be unconnected."""
         allowed, state = self.problem.allowed, self.state
-        memory = np.where(allowed, self.tables.memory, 0).max(axis=1)
+        memory = np.where(allowed, self.arrays.memory, 0).max(axis=1)
         latency = np.where(allowed, self.problem.latency_ms, np.inf).min(axis=1)
         orders = (
             np.arange(self.problem.num_segments),
@@ -164,7 +163,9 @@ class _Annealer:
         mappings = []
         for number, order in enumerate(orders):
             self.reseed(0, number)
-            if self.kernel.construct(self.tables, state, order, *weights, penalty, REPAIR_STEPS):
+            if self.kernel.construct(
+                tuple(self.arrays), tuple(state), order, *weights, penalty, REPAIR_STEPS
+            ):
                 mappings.append(state.slot.copy())
         return mappings
 
@@ -175,13 +176,20 @@ class _Annealer:
         self.reseed(1, number)
         state.slot[:] = state.best_slot[:] = start
         state.best[0] = self.goal.objective_ms(evaluate_mapping(self.problem, start))
-        self.kernel.recompute(self.tables, state)
+        self.kernel.recompute(tuple(self.arrays), tuple(state))
         mean = float(state.busy.sum()) / self.problem.num_segments
         hot = (INITIAL_TEMPERATURES[0] * weights[0] + INITIAL_TEMPERATURES[1] * weights[1]) * (mean or 1.0)
         for first_step in range(0, steps, CHUNK_STEPS):
             last_step = min(first_step + CHUNK_STEPS, steps)
             self.kernel.anneal(
-                self.tables, state, *weights, hot, FINAL_TEMPERATURE_RATIO * hot, first_step, last_step, steps
+                tuple(self.arrays),
+                tuple(state),
+                *weights,
+                hot,
+                FINAL_TEMPERATURE_RATIO * hot,
+                first_step,
+                last_step,
+                steps,
             )
             if request.remaining_s <= 0.0:
                 break

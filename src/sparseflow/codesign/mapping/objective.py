@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from sparseflow.codesign.mapping.problem import BYTES_PER_MB, MappingProblem
+from sparseflow.core.checks import check_non_negative, check_one_of
 from sparseflow.errors import InputError
 
 Mode = Literal["balanced", "serial"]
@@ -71,10 +72,8 @@ class MappingGoal:
     tie_weight: float = SERIAL_WEIGHT
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(f"`mode` (={self.mode!r}) must be one of: {', '.join(MODES)}")
-        if not (isfinite(self.tie_weight) and self.tie_weight >= 0.0):
-            raise InputError(f"`serial_weight` (={self.tie_weight}) must be a finite number of at least 0")
+        check_one_of(MODES, mode=self.mode)
+        check_non_negative(serial_weight=self.tie_weight)
 
     @property
     def period_weight(self) -> float:

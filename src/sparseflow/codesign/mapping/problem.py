@@ -16,8 +16,6 @@ from sparseflow.errors import InputError
 
 BYTES_PER_MB = 1e6
 MAX_MB = 2**53 / BYTES_PER_MB
-UNREACHABLE_BYTES = 2**63 - 1
-"""Memory of a segment that fits on no slot."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,10 +149,8 @@ class MappingProblem:
 
     @cached_property
     def min_bytes(self) -> np.ndarray:
-        """Memory of each segment on its best allowed slot, int64 [K]; `UNREACHABLE_BYTES` if there is
-        none.
-        """
-        return np.where(self.allowed, self.memory_bytes, UNREACHABLE_BYTES).min(axis=1)
+        """Memory of each segment on its best allowed slot, int64 [K]; the largest integer without one."""
+        return np.where(self.allowed, self.memory_bytes, np.iinfo(np.int64).max).min(axis=1)
 
     @cached_property
     def connected(self) -> np.ndarray:
@@ -222,27 +218,26 @@ def check_feasible(problem: MappingProblem) -> None:
                 f"segment {k} cannot run on any of the {int(usable.sum())} slots with a chip: its "
                 "`latency_ms` is infinite on all of them"
             )
-        sizes = np.where(np.isfinite(problem.memory_mb[k]), problem.memory_bytes[k], UNREACHABLE_BYTES)[
-            runs[k]
-        ]
-        if sizes.min() == UNREACHABLE_BYTES:
+        if not np.isfinite(problem.memory_mb[k, runs[k]]).any():
             raise InputError(
                 f"segment {k} does not fit on any of the {int(runs[k].sum())} slots that can run it: its "
                 "`memory_mb` is infinite on all of them"
             )
-        shortage = sizes - problem.limit_bytes[runs[k]]
-        index = int(shortage.argmin())
-        needed, capacity = problem.memory_mb[k, runs[k]][index], problem.limit_mb[runs[k]][index]
+        needed_mb = np.where(runs[k], problem.memory_mb[k], np.inf)
+        shortage_mb = needed_mb - np.minimum(problem.limit_mb, MAX_MB)
+        slot = int(shortage_mb.argmin())
         raise InputError(
-            f"segment {k} needs {needed:g} MB, but the largest slot that can run it has {capacity:g} MB: "
-            f"{_format_mb(int(shortage[index]))} are missing; split the segment or use a larger chip"
+            f"segment {k} needs {problem.memory_mb[k, slot]:g} MB, but the largest slot that can run it has "
+            f"{problem.limit_mb[slot]:g} MB: {shortage_mb[slot]:.6g} MB are missing; split the segment or "
+            "use a larger chip"
         )
-    shortage = int(problem.min_bytes.sum() - problem.limit_bytes[usable].sum())
-    if shortage > 0:
+    missing_bytes = int(problem.min_bytes.sum() - problem.limit_bytes[usable].sum())
+    if missing_bytes > 0:
         needed, capacity = _min_mb(problem).sum(), problem.limit_mb[usable].sum()
         raise InputError(
             f"{problem.num_segments} segments need {needed:g} MB, but all {int(usable.sum())} slots with a "
-            f"chip have {capacity:g} MB: {_format_mb(shortage)} are missing; use more or larger chips"
+            f"chip have {capacity:g} MB: {missing_bytes / BYTES_PER_MB:.6g} MB are missing; use more or "
+            "larger chips"
         )
 
 
@@ -259,10 +254,6 @@ def make_infeasible_error(problem: MappingProblem) -> InputError:
         f"{problem.limit_mb.sum():g} MB in total, the largest with {problem.limit_mb.max():g} MB{network}; "
         "use smaller segments or larger chips"
     )
-
-
-def _format_mb(lacking_bytes: int) -> str:
-    return f"{lacking_bytes / BYTES_PER_MB:.6g} MB"
 
 
 def _min_mb(problem: MappingProblem) -> np.ndarray:

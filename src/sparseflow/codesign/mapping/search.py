@@ -1,32 +1,14 @@
-"""Requests, results and progress of mapping searches."""
+"""Requests and results of mapping searches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sparseflow.codesign.mapping.objective import MappingGoal, evaluate_mapping
 from sparseflow.codesign.mapping.problem import MappingProblem
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchProgress:
-    """Progress of a search.
-
-    Attributes:
-        strategy: Name of the strategy.
-        objective_ms: Objective of the best mapping, ms; inf if there is none yet.
-        lower_bound_ms: Lower bound of the objective, ms.
-        elapsed_s: Time since the start, s.
-    """
-
-    strategy: str
-    objective_ms: float
-    lower_bound_ms: float
-    elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +23,6 @@ class MappingRequest:
         workers: Threads, for strategies that use several.
         start: A feasible mapping, int64 [K]; the result is never worse.
         lower_bound_ms: Known lower bound, ms.
-        progress: Progress callback.
         start_s: `time.perf_counter()` at the start.
     """
 
@@ -52,7 +33,6 @@ class MappingRequest:
     workers: int = 1
     start: np.ndarray | None = None
     lower_bound_ms: float = 0.0
-    progress: Callable[[SearchProgress], None] | None = None
     start_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -63,18 +43,6 @@ class MappingRequest:
     @property
     def remaining_s(self) -> float:
         return self.time_limit_s - self.elapsed_s
-
-    def report(self, strategy: str, objective_ms: float, lower_bound_ms: float) -> None:
-        """Call the progress callback, if there is one."""
-        if self.progress is not None:
-            self.progress(
-                SearchProgress(
-                    strategy=strategy,
-                    objective_ms=objective_ms,
-                    lower_bound_ms=lower_bound_ms,
-                    elapsed_s=self.elapsed_s,
-                )
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

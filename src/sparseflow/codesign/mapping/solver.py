@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import isfinite, log2
+from math import log2
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from sparseflow.codesign.mapping.objective import (
     evaluate_mapping,
 )
 from sparseflow.codesign.mapping.problem import MappingProblem, check_feasible, make_infeasible_error
-from sparseflow.codesign.mapping.search import MappingRequest, MappingResult, SearchProgress, StrategyResult
+from sparseflow.codesign.mapping.search import MappingRequest, MappingResult, StrategyResult
+from sparseflow.core.checks import check_at_least, check_one_of, check_positive
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, MissingExtraError, RunError
 
@@ -60,7 +61,6 @@ class MappingSolver:
         seed: Random seed, at least 0.
         serial_weight: Weight of `serial_ms` in mode `"balanced"`.
         workers: Threads of CP-SAT; 0 for all cores.
-        progress: Called with the state of the search; CP-SAT calls it from another thread.
 
     Raises:
         InputError: A value is out of range.
@@ -75,16 +75,13 @@ class MappingSolver:
         seed: int = 0,
         serial_weight: float = SERIAL_WEIGHT,
         workers: int = 0,
-        progress: Callable[[SearchProgress], None] | None = None,
     ) -> None:
         self.goal = MappingGoal(mode=mode, tie_weight=serial_weight)
-        if not (isfinite(time_limit_s) and time_limit_s > 0.0):
-            raise InputError(f"`time_limit_s` (={time_limit_s}) must be a finite number above 0")
-        for name, value in (("seed", seed), ("workers", workers)):
-            if type(value) is not int or value < 0:
-                raise InputError(f"`{name}` (={value!r}) must be an integer of at least 0")
-        self.strategy, self.time_limit_s, self.seed = _check_strategy(strategy), time_limit_s, seed
-        self.workers, self.progress = workers, progress
+        check_positive(time_limit_s=time_limit_s)
+        check_at_least(0, seed=seed, workers=workers)
+        check_one_of(_STRATEGIES, strategy=strategy)
+        self.strategy, self.time_limit_s, self.seed = strategy, time_limit_s, seed
+        self.workers = workers
 
     def solve_mapping(
         self,
@@ -107,7 +104,8 @@ class MappingSolver:
             RunError: The time limit was reached without a feasible mapping.
             MissingExtraError: Numba, SciPy or, if needed, OR-Tools is missing.
         """
-        name = _check_strategy(self.strategy if strategy is None else strategy)
+        name = self.strategy if strategy is None else strategy
+        check_one_of(_STRATEGIES, strategy=name)
         _compile_kernels()
         if name in ("cpsat", "best"):
             # Import it before time is measured, because that takes seconds. Strategies report it if missing.
@@ -121,7 +119,6 @@ class MappingSolver:
             time_limit_s=self.time_limit_s,
             seed=self.seed,
             workers=self.workers,
-            progress=self.progress,
         )
         if start is not None:
             initial = check_mapping(problem, start.mapping if isinstance(start, MappingResult) else start)
@@ -148,12 +145,6 @@ class MappingSolver:
             finished=answer.finished,
             elapsed_s=request.elapsed_s,
         )
-
-
-def _check_strategy(strategy: str) -> str:
-    if strategy not in _STRATEGIES:
-        raise InputError(f"`strategy` (={strategy!r}) must be one of: {', '.join(_STRATEGIES)}")
-    return strategy
 
 
 @functools.cache

@@ -26,7 +26,8 @@ import numpy as np
 
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.mapping.objective import MODES, Mode
-from sparseflow.codesign.workload.splits import LayerSplit
+from sparseflow.codesign.workload.splits import LayerSplit, compute_return_bytes
+from sparseflow.core.checks import check_non_negative, check_one_of
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
 
@@ -68,13 +69,9 @@ class LayerCosts:
             value = getattr(self, name)
             if value.shape != shape:
                 raise InputError(f"`{name}` has shape {value.shape}; expected {shape}")
-            invalid = np.argwhere(np.isnan(value) | (value < 0.0))
-            if len(invalid):
-                index = tuple(int(axis_index) for axis_index in invalid[0])
-                of_slots = name in ("limit_mb", "idle_w")
-                location = f"slot {index[0]}" if of_slots else f"layer {self.layers[index[0]].name}"
-                location += f", slot {index[1]}" if len(index) == 2 else ""
-                raise InputError(f"`{name}` is {value[index]} for {location}; costs must be at least 0")
+            if not (value >= 0.0).all():
+                index = tuple(np.argwhere(~(value >= 0.0))[0].tolist())
+                raise InputError(f"`{name}`{list(index)} is {value[index]}; costs must be at least 0")
 
     @property
     def num_slots(self) -> int:
@@ -127,11 +124,8 @@ class ObjectiveWeights:
     w_balance: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(f"`mode` (={self.mode!r}) must be one of: {', '.join(MODES)}")
-        for name in ("w_latency", "w_comm", "w_balance"):
-            if not 0.0 <= getattr(self, name) < np.inf:
-                raise InputError(f"`{name}` (={getattr(self, name)}) must be finite and at least 0")
+        check_one_of(MODES, mode=self.mode)
+        check_non_negative(w_latency=self.w_latency, w_comm=self.w_comm, w_balance=self.w_balance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,11 +261,8 @@ def evaluate_plan(
         energy += parts.latency_ms[0] * parts.power_w[0]
         for part in range(1, len(split.slots)):
             slot, latency_ms = split.slots[part], parts.latency_ms[part]
-            output_bytes = layer.split_out_bytes
-            if layer.split_joins:
-                output_bytes = output_bytes * split.sizes[part] // layer.units
             send_ms = send(home, slot, layer.split_in_bytes)
-            return_ms = send(slot, home, output_bytes)
+            return_ms = send(slot, home, compute_return_bytes(layer, split.sizes[part], layer.units))
             busy[slot] += send_ms + latency_ms
             compute[slot] += latency_ms
             energy += latency_ms * parts.power_w[part]

@@ -9,22 +9,22 @@
    no split was accepted.
 
 All evaluated splits are recorded with objective and gain. The log contains the best split of each layer and
-round at INFO and all others at DEBUG.
+round and the result at `log_level`, all others at DEBUG.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sparseflow.codesign.hardware.chips import ChipType
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
-from sparseflow.codesign.mapping import MappingProblem, MappingSolver
+from sparseflow.codesign.mapping.problem import MappingProblem
+from sparseflow.codesign.mapping.solver import MappingSolver
 from sparseflow.codesign.partition.objective import (
     ROUNDING_MB,
     HwStats,
@@ -89,22 +89,6 @@ class PartitionPlan:
         """Layer -> its split and the cost of the parts."""
         splits = () if self.rewrite_plan is None else self.rewrite_plan.splits
         return {split.layer: (split, self.part_costs[split.layer]) for split in splits}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return {
-            "segments": [list(segment.layer_ids) for segment in self.segments.segments],
-            "mapping": list(self.mapping),
-            "rewrite_plan": None if self.rewrite_plan is None else self.rewrite_plan.to_dict(),
-            "hw_stats": asdict(self.hw_stats),
-            "coarse_stats": asdict(self.coarse_stats),
-            "considered": [asdict(decision) for decision in self.split_decisions],
-            "tried": evaluations_to_table(self.split_evaluations),
-            "lower_bound_ms": self.lower_bound_ms,
-            "gap": self.gap,
-            "finished": self.finished,
-            "mode": self.weights.mode,
-        }
 
 
 class PartitionPlanner:
@@ -174,10 +158,9 @@ class PartitionPlanner:
         chips: Sequence[ChipType | None],
         network: Network,
         *,
-        graph: SegmentGraph | None = None,
         use_fine_split: bool = True,
         unit_orders: UnitOrders | None = None,
-        start: Sequence[int] | None = None,
+        log_level: int = logging.INFO,
     ) -> PartitionPlan:
         """Plan a model.
 
@@ -185,14 +168,13 @@ class PartitionPlanner:
             layers: All layers, in order.
             chips: Chip of each slot; None for an empty slot.
             network: Network between the slots.
-            graph: Coarse segments; by default balanced segments as in the config.
             use_fine_split: Whether layers may be split.
             unit_orders: Returns the units of a layer in the order in which parts take them, home first; by
                 default 0, 1, 2, …
-            start: Initial mapping.
+            log_level: Level at which decisions about splits are logged.
 
         Raises:
-            InputError: The model does not fit, or `graph` does not contain its layers.
+            InputError: The model does not fit.
         """
         costs = self.compute_costs(layers, chips, network)
 
@@ -200,12 +182,7 @@ class PartitionPlanner:
             return self.compute_part_costs(layer, sizes, [chips[slot] for slot in slots])
 
         return self.plan_from_costs(
-            costs,
-            part_costs,
-            graph=graph,
-            use_fine_split=use_fine_split,
-            unit_orders=unit_orders,
-            start=start,
+            costs, part_costs, use_fine_split=use_fine_split, unit_orders=unit_orders, log_level=log_level
         )
 
     def plan_from_costs(
@@ -213,32 +190,24 @@ class PartitionPlanner:
         costs: LayerCosts,
         part_costs: PartCostFunction,
         *,
-        graph: SegmentGraph | None = None,
         use_fine_split: bool = True,
         unit_orders: UnitOrders | None = None,
-        start: Sequence[int] | None = None,
+        log_level: int = logging.INFO,
     ) -> PartitionPlan:
         """Plan a model from given costs, such as measured ones.
 
         Args:
             costs: Cost of each layer on each slot.
             part_costs: Computes the cost of the parts of a layer from their sizes and slots.
-            graph: See `plan`.
             use_fine_split: See `plan`.
             unit_orders: See `plan`.
-            start: See `plan`.
+            log_level: See `plan`.
 
         Raises:
-            InputError: The model does not fit, or `graph` does not contain its layers.
+            InputError: The model does not fit.
         """
-        graph = build_balanced_chain(costs.layers, self.config.segments) if graph is None else graph
-        layer_ids = [layer for segment in graph.segments for layer in segment.layer_ids]
-        if layer_ids != list(range(len(costs.layers))):
-            raise InputError(
-                f"`graph` has {len(layer_ids)} layers (the last is {max(layer_ids, default='none')}); "
-                f"expected 0 to {len(costs.layers) - 1}, each once and in order"
-            )
-        result = self.solver.solve_mapping(build_mapping_problem(costs, graph), start=start)
+        graph = build_balanced_chain(costs.layers, self.config.segments)
+        result = self.solver.solve_mapping(build_mapping_problem(costs, graph))
         search = SplitSearch(costs, graph, self.weights, self.config, part_costs)
         mapping, coarse_stats = search.improve_mapping(result.mapping, {})
         partial = PartialPlan(mapping=mapping, stats=coarse_stats)
@@ -271,7 +240,7 @@ class PartitionPlanner:
             split_evaluations=partial.evaluations,
         )
         if use_fine_split:
-            _log_plan(plan)
+            _log_plan(plan, log_level)
         return plan
 
     def compute_part_costs(
@@ -309,19 +278,7 @@ def build_mapping_problem(costs: LayerCosts, graph: SegmentGraph) -> MappingProb
     )
 
 
-def evaluations_to_table(evaluations: Sequence[SplitEvaluation]) -> dict[str, list[Any]]:
-    """Convert evaluated splits to JSON types: `columns` and `rows`."""
-    return {
-        "columns": ["round", "layer", "sizes", "slots", "moved", "objective_after", "gain_ratio"],
-        "rows": [
-            [item.round, item.layer, item.sizes, item.slots, item.segments_moved, item.objective_after,
-             item.gain_ratio]
-            for item in evaluations
-        ],
-    }  # fmt: skip
-
-
-def _log_plan(plan: PartitionPlan) -> None:
+def _log_plan(plan: PartitionPlan, level: int) -> None:
     for item in plan.split_evaluations if log.isEnabledFor(logging.DEBUG) else ():
         outcome = "infeasible"
         if item.objective_after is not None and item.gain_ratio is not None:
@@ -331,8 +288,8 @@ def _log_plan(plan: PartitionPlan) -> None:
             ", segments moved" if item.segments_moved else "", outcome,
         )  # fmt: skip
     for item in plan.split_decisions:
-        log.info(
-            "%s of %s into %s on slots %s: objective %.6g -> %.6g, gain %.2f %%",
+        log.log(
+            level, "%s of %s into %s on slots %s: objective %.6g -> %.6g, gain %.2f %%",
             "split" if item.accepted else "no split", item.name, item.sizes, item.slots,
             item.objective_before, item.objective_after, 100.0 * item.gain_ratio,
         )  # fmt: skip
@@ -340,13 +297,13 @@ def _log_plan(plan: PartitionPlan) -> None:
         reason = "no split gained enough" if plan.split_decisions else "no split was evaluated"
         if plan.split_evaluations and not plan.split_decisions:
             reason = "no split is feasible"
-        log.info(
-            "rewrite_plan is None: %s; keeping the coarse plan (objective %.6g, %d splits evaluated)",
+        log.log(
+            level, "rewrite_plan is None: %s; keeping the coarse plan (objective %.6g, %d splits evaluated)",
             reason, plan.coarse_stats.objective, len(plan.split_evaluations),
         )  # fmt: skip
     else:
-        log.info(
-            "%d layers split: objective %.6g, coarse %.6g; %d splits evaluated",
+        log.log(
+            level, "%d layers split: objective %.6g, coarse %.6g; %d splits evaluated",
             len(plan.rewrite_plan.splits), plan.hw_stats.objective, plan.coarse_stats.objective,
             len(plan.split_evaluations),
         )  # fmt: skip

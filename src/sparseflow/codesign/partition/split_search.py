@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import with_config
 
 from sparseflow.codesign.partition.objective import (
     HwStats,
@@ -19,8 +20,9 @@ from sparseflow.codesign.partition.objective import (
 from sparseflow.codesign.workload.layers import to_float
 from sparseflow.codesign.workload.segments import SegmentGraph
 from sparseflow.codesign.workload.splits import LayerSplit
+from sparseflow.core.checks import check_at_least, check_non_negative
+from sparseflow.core.config import StrictModel
 from sparseflow.core.layers import LayerNode
-from sparseflow.errors import InputError
 
 LayerSplits = Mapping[int, tuple[LayerSplit, PartCosts]]
 UnitOrders = Callable[[int], Sequence[int]]
@@ -31,6 +33,7 @@ _MIN_RELATIVE_DECREASE = 1e-12
 """Relative decrease of the objective that counts as an improvement."""
 
 
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
     """Criteria for splits and weights of the objective; names are those of the config.
@@ -62,14 +65,9 @@ class PartitionConfig:
     max_slots_tried: int = 5
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not np.isfinite(value) or value < 0:
-                raise InputError(f"`{name}` (={value}) must be finite and at least 0")
-        if self.max_groups_per_layer < 2 or self.segments < 1:
-            raise InputError(
-                f"`max_groups_per_layer` (={self.max_groups_per_layer}) must be at least 2, `segments` "
-                f"(={self.segments}) at least 1"
-            )
+        check_non_negative(**vars(self))
+        check_at_least(2, max_groups_per_layer=self.max_groups_per_layer)
+        check_at_least(1, segments=self.segments)
 
 
 @dataclass(frozen=True, kw_only=True)

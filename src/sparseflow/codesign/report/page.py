@@ -11,13 +11,12 @@ import numpy as np
 from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.hardware import Hardware
 from sparseflow.codesign.design.saved_plan import PLAN_FILE, load_plan
-from sparseflow.codesign.joint.trace import TRACE_FILE, read_trace
+from sparseflow.codesign.joint.trace import TRACE_FILE, TraceRow, read_trace
 from sparseflow.codesign.layout import solve_temperatures
 from sparseflow.codesign.partition.objective import HwStats, LayerCosts
 from sparseflow.codesign.partition.planner import PartitionPlan
 from sparseflow.codesign.report.timeline import plot_timeline, simulate_pipeline
 from sparseflow.codesign.report.wafer import plot_front, plot_wafer
-from sparseflow.codesign.workload.layers import parse_layers
 from sparseflow.core.layers import LayerNode
 from sparseflow.core.report import Page, plot_curves, plot_stacked_bars
 from sparseflow.errors import FileFormatError
@@ -26,9 +25,6 @@ PAGE_FILE = "report.html"
 BOUND_KEYS = ("lower_bound_ms", "gap", "finished")
 """Results of `Hardware.finalize` about the mapping."""
 
-_ROW_KEYS = {"mode", "accuracy", "lambda_hw", "guard", "layers", "decision", "priced"}
-"""Keys that the page needs from each row of a trace."""
-
 
 def write_page(
     out_dir: Path | str,
@@ -36,7 +32,7 @@ def write_page(
     layers: Sequence[LayerNode],
     decision: HardwareDecision,
     *,
-    rows: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[TraceRow] = (),
     details: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     command: str = "",
@@ -48,7 +44,7 @@ def write_page(
         hardware: Evaluates the decision.
         layers: Layers of the model.
         decision: The decision.
-        rows: Rows of the trace after the first; none for a plan without training.
+        rows: Rows of the trace; none for a plan without training.
         details: Result of `Hardware.finalize`, if known: decisions about splits, and bounds.
         environment: Environment, see `core.environment`.
         command: Command that reproduces the page.
@@ -112,25 +108,18 @@ def write_run_page(run_dir: Path | str, *, command: str = "") -> Path:
         FileFormatError: Trace or plan is damaged.
     """
     trace, plan = Path(run_dir) / TRACE_FILE, Path(run_dir) / PLAN_FILE
-    hardware, rows = read_trace(trace)
-    for index, row in enumerate(rows[1:], start=1):
-        missing = sorted(_ROW_KEYS - set(row))
-        if missing:
-            raise FileFormatError(f"{trace}, row {index}: missing {', '.join(missing)}")
+    hardware, header, rows = read_trace(trace)
     # The last rows of a two-stage run belong to other baselines.
-    run_rows = [row for row in rows[1:] if row["mode"] == rows[0].get("mode")]
-    if not run_rows:
-        raise FileFormatError(
-            f"{trace} contains no row with the mode of its first row, {rows[0].get('mode')}"
-        )
-    layers = parse_layers(run_rows[-1]["layers"])
-    decision = HardwareDecision.from_dict(run_rows[-1]["decision"])
+    rows = [row for row in rows if row.mode == header.mode]
+    if not rows:
+        raise FileFormatError(f"{trace} contains no row of its mode, {header.mode}")
+    layers, decision = rows[-1].layers, rows[-1].decision
     hardware.check_decision(layers, decision)
     saved = load_plan(plan) if plan.is_file() else None
     return write_page(
-        run_dir, hardware, layers, decision, rows=run_rows,
+        run_dir, hardware, layers, decision, rows=rows,
         details=saved.extra if saved is not None and saved.decision == decision else None,
-        environment=rows[0].get("environment"), command=command,
+        environment=header.environment, command=command,
     )  # fmt: skip
 
 
@@ -256,18 +245,18 @@ def _add_splits(page: Page, decisions: Sequence[Mapping[str, Any]]) -> None:
     page.table("Splits", rows, columns=columns)
 
 
-def _add_training(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
+def _add_training(page: Page, rows: Sequence[TraceRow]) -> None:
     x = [float(index) for index in range(1, len(rows) + 1)]
-    first, stats = rows[0]["priced"], [row["priced"]["stats"] for row in rows]
+    first, stats = rows[0].cost, [row.cost.stats for row in rows]
     costs = {
-        "objective": [row["priced"]["objective"] / first["objective"] for row in rows],
-        "latency": [row["total_latency_ms"] / stats[0]["total_latency_ms"] for row in stats],
-        "energy": [row["energy_mj"] / stats[0]["energy_mj"] for row in stats],
+        "objective": [row.cost.objective / first.objective for row in rows],
+        "latency": [item.total_latency_ms / first.stats.total_latency_ms for item in stats],
+        "energy": [item.energy_mj / first.stats.energy_mj for item in stats],
     }
-    training = {"accuracy": [row["accuracy"] for row in rows]}
-    if rows[0]["mode"] == "joint":
-        training["hardware-loss weight"] = [row["lambda_hw"] for row in rows]
-        training["frozen"] = [float(row["guard"]["frozen"]) for row in rows]
+    training = {"accuracy": [row.accuracy for row in rows]}
+    if rows[0].mode == "joint":
+        training["hardware-loss weight"] = [row.lambda_hw for row in rows]
+        training["frozen"] = [float(row.frozen) for row in rows]
     for title, curves, y in (
         ("Accuracy", training, "fraction"),
         ("Hardware", costs, "relative to the first"),

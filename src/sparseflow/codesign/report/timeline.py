@@ -11,8 +11,9 @@ from typing import Literal
 from sparseflow.codesign.execution.schedule import build_schedule
 from sparseflow.codesign.partition.objective import LayerCosts
 from sparseflow.codesign.partition.planner import PartitionPlan
+from sparseflow.codesign.workload.splits import compute_return_bytes
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.report import Figure
-from sparseflow.errors import InputError
 
 EventKind = Literal["run", "part", "receive", "wait"]
 
@@ -65,8 +66,7 @@ def simulate_pipeline(costs: LayerCosts, plan: PartitionPlan, *, num_batches: in
         InputError: `num_batches` is below 2.
     """
     order = build_schedule(costs.layers, plan.assignment, plan.rewrite_plan)
-    if num_batches < 2:
-        raise InputError(f"`num_batches` (={num_batches}) must be at least 2")
+    check_at_least(2, num_batches=num_batches)
     # Additional batches before and after the timed ones keep the pipeline full.
     first = order.num_stages - 1
     last = first + num_batches - 1
@@ -97,9 +97,7 @@ def simulate_pipeline(costs: LayerCosts, plan: PartitionPlan, *, num_batches: in
         home_end = add(home, batch, layer.name, "part", start, start + parts.latency_ms[0])
         end = home_end
         for slot, size, time_ms in zip(split.slots[1:], split.sizes[1:], parts.latency_ms[1:], strict=True):
-            output_bytes = layer.split_out_bytes
-            if layer.split_joins:
-                output_bytes = output_bytes * size // layer.units
+            output_bytes = compute_return_bytes(layer, size, layer.units)
             send_start = max(start, free[slot])
             received = send_start + network.time_ms(home, slot, layer.split_in_bytes)
             add(slot, batch, layer.name, "receive", send_start, received)

@@ -1,17 +1,17 @@
-"""Layer descriptions: conversion to plain numbers, slicing by units, and (de)serialization."""
+"""Layer descriptions: conversion to plain numbers, slicing by units, and fields of file records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from annotated_types import MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
 
-from sparseflow.core.config import StrictModel, describe_validation_error
+from sparseflow.core.config import StrictModel
 from sparseflow.core.layers import LayerNode
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
 
 
 def to_float(value: object) -> float:
@@ -48,50 +48,44 @@ def slice_layer(layer: LayerNode, units: int) -> LayerNode:
     )
 
 
-def layers_to_records(layers: Sequence[LayerNode]) -> list[dict[str, Any]]:
-    """Convert layers to JSON types; `parse_layers` reads them."""
-    return [
-        vars(layer) | {"flops": to_float(layer.flops), "bytes": to_float(layer.bytes)} for layer in layers
-    ]
+_RECORD_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "float | Tensor": float}
+_RECORD_FIELDS: dict[str, Any] = {
+    field.name: (_RECORD_TYPES[str(field.type)], ...) for field in fields(LayerNode)
+}
+_LayerRecord = create_model(
+    "_LayerRecord", __config__=StrictModel.model_config | ConfigDict(strict=True), **_RECORD_FIELDS
+)
+"""File representation of `LayerNode`, with plain numbers in place of tensors."""
 
 
-class _LayerRecord(StrictModel):
-    """File representation of `LayerNode`."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: int
-    name: str
-    layer_type: str
-    flops: float
-    bytes: float
-    weight_bytes: int
-    memory_bytes: int
-    seq_len: int
-    embed_dim: int
-    num_heads: int
-    mlp_ratio: float
-    precision: str
-    batch: int
-    traffic_in_bytes: int
-    traffic_out_bytes: int
-    splittable: bool
-    units: int
-    split_in_bytes: int
-    split_out_bytes: int
-    split_joins: bool
+def layer_to_record(layer: LayerNode) -> dict[str, Any]:
+    """Convert a layer to JSON types."""
+    return vars(layer) | {"flops": to_float(layer.flops), "bytes": to_float(layer.bytes)}
 
 
-def parse_layers(records: Any) -> list[LayerNode]:
-    """Read what `layers_to_records` returned.
+def _parse_layer(record: object) -> LayerNode:
+    if isinstance(record, LayerNode):
+        return record
+    return LayerNode(**_LayerRecord.model_validate(record).model_dump())
 
-    Raises:
-        FileFormatError: A field is missing, unknown or of another type, or the ids are not 0, 1, 2, …
-    """
-    try:
-        parsed = TypeAdapter(Annotated[list[_LayerRecord], MinLen(1)]).validate_python(records)
-    except ValidationError as error:
-        raise FileFormatError(f"invalid layers: {describe_validation_error(error)}") from error
-    if [layer.id for layer in parsed] != list(range(len(parsed))):
-        raise FileFormatError("invalid layers: ids must count from 0")
-    return [LayerNode(**layer.model_dump()) for layer in parsed]
+
+def _check_ids(layers: list[LayerNode]) -> list[LayerNode]:
+    if [layer.id for layer in layers] != list(range(len(layers))):
+        raise ValueError("ids must count from 0")
+    return layers
+
+
+class _LayerSchema:
+    """Pydantic schema of `LayerNode`, whose own annotations are not available at runtime."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            _parse_layer, serialization=core_schema.plain_serializer_function_ser_schema(layer_to_record)
+        )
+
+
+LayerField = Annotated[LayerNode, _LayerSchema()]
+"""A layer as a field of a pydantic model."""
+
+LayersField = Annotated[list[LayerField], MinLen(1), AfterValidator(_check_ids)]
+"""All layers of a model, in order, as a field of a pydantic model."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from sparseflow.codesign.workload.layers import to_float
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
-
-__all__ = ["Edge", "LayerNode", "Segment", "SegmentGraph", "build_balanced_chain", "build_chain", "to_float"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,6 @@ class SegmentGraph:
                     f"higher one, below {len(self.segments)}"
                 )
 
-    def traffic_matrix(self) -> np.ndarray:
-        """Bytes from each segment to each other segment, float64 [K, K]."""
-        traffic_bytes = np.zeros((len(self.segments), len(self.segments)))
-        for edge in self.edges:
-            traffic_bytes[edge.src, edge.dst] += edge.traffic_bytes
-        return traffic_bytes
-
 
 def merge_layers(id: int, layers: Sequence[LayerNode]) -> Segment:
     """Merge consecutive layers into one segment."""
@@ -101,22 +94,13 @@ def build_chain(layers: Sequence[LayerNode], first_layers: Sequence[int]) -> Seg
         InputError: There are no layers, or `first_layers` does not ascend from 0.
     """
     indices = list(first_layers)
-    if (
-        not layers
-        or not indices
-        or indices[0] != 0
-        or sorted(set(indices)) != indices
-        or indices[-1] >= len(layers)
-    ):
+    if indices[:1] != [0] or sorted(set(indices)) != indices or indices[-1] >= len(layers):
         raise InputError(
             f"`first_layers` (={indices}) must ascend from 0 and stay below the number of layers "
             f"(={len(layers)})"
         )
-    ends = [*indices[1:], len(layers)]
-    segments = tuple(
-        merge_layers(index, layers[start:end])
-        for index, (start, end) in enumerate(zip(indices, ends, strict=True))
-    )
+    bounds = pairwise([*indices, len(layers)])
+    segments = tuple(merge_layers(index, layers[start:end]) for index, (start, end) in enumerate(bounds))
     edges = tuple(
         Edge(src=index, dst=index + 1, traffic_bytes=segment.traffic_out_bytes)
         for index, segment in enumerate(segments[:-1])
@@ -134,8 +118,7 @@ def build_balanced_chain(layers: Sequence[LayerNode], max_segments: int) -> Segm
     Raises:
         InputError: There are no layers, or `max_segments` is below 1.
     """
-    if max_segments < 1 or not layers:
-        raise InputError(f"`max_segments` (={max_segments}) and layers (={len(layers)}) must be at least 1")
+    check_at_least(1, max_segments=max_segments, num_layers=len(layers))
     work = np.concatenate([[0.0], np.cumsum([to_float(layer.flops) for layer in layers])])
     n, k = len(layers), min(max_segments, len(layers))
     # best[j, i]: minimum over cuts of the largest of j segments of the first i layers.

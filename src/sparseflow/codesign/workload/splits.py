@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import StrictInt, with_config
 
-from sparseflow.core.config import StrictModel, describe_validation_error
+from sparseflow.core.config import StrictModel
 from sparseflow.core.layers import LayerNode
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
 
 
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class LayerSplit:
     """Distribution of one layer's units over slots.
@@ -38,10 +38,10 @@ class LayerSplit:
             distinct or not one per group.
     """
 
-    layer: int
-    permutation: tuple[int, ...]
-    sizes: tuple[int, ...]
-    slots: tuple[int, ...]
+    layer: StrictInt
+    permutation: tuple[StrictInt, ...]
+    sizes: tuple[StrictInt, ...]
+    slots: tuple[StrictInt, ...]
 
     def __post_init__(self) -> None:
         values = (self.layer, *self.permutation, *self.sizes, *self.slots)
@@ -76,21 +76,7 @@ class LayerSplit:
         return tuple(self.permutation[start:end] for start, end in pairwise(ends))
 
 
-class _SplitRecord(StrictModel):
-    model_config = ConfigDict(strict=True)
-
-    layer: int
-    permutation: list[int]
-    sizes: list[int]
-    slots: list[int]
-
-
-class _RewritePlanRecord(StrictModel):
-    model_config = ConfigDict(strict=True)
-
-    splits: list[_SplitRecord]
-
-
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class RewritePlan:
     """All splits of a model, at most one per layer.
@@ -109,39 +95,10 @@ class RewritePlan:
                 f"layer {duplicates[0]} is split {counts[duplicates[0]]} times; expected at most once"
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types; `from_dict` reads them."""
-        return {
-            "splits": [
-                {
-                    "layer": split.layer, "permutation": list(split.permutation), "sizes": list(split.sizes),
-                    "slots": list(split.slots),
-                }
-                for split in self.splits
-            ]
-        }  # fmt: skip
 
-    @classmethod
-    def from_dict(cls, content: object) -> RewritePlan:
-        """Read what `to_dict` returned.
-
-        Raises:
-            FileFormatError: A field is missing, unknown or of another type.
-            InputError: A split is inconsistent.
-        """
-        try:
-            parsed = _RewritePlanRecord.model_validate(content)
-        except ValidationError as error:
-            raise FileFormatError(f"invalid rewrite plan: {describe_validation_error(error)}") from error
-        return cls(
-            splits=tuple(
-                LayerSplit(
-                    layer=record.layer, permutation=tuple(record.permutation), sizes=tuple(record.sizes),
-                    slots=tuple(record.slots),
-                )
-                for record in parsed.splits
-            )
-        )  # fmt: skip
+def compute_return_bytes(layer: LayerNode, size: int, units: int) -> int:
+    """Bytes that a remote part with `size` of `units` units of a layer returns."""
+    return layer.split_out_bytes * size // units if layer.split_joins else layer.split_out_bytes
 
 
 def unit_mismatch_error(split: LayerSplit, units: int) -> InputError:
@@ -214,9 +171,5 @@ def compute_transfer_bytes(
         node, home = layers[split.layer], split.slots[0]
         for slot, size in zip(split.slots[1:], split.sizes[1:], strict=True):
             traffic[home, slot] += node.split_in_bytes
-            output_bytes = node.split_out_bytes
-            traffic[slot, home] += output_bytes * size // node.units if node.split_joins else output_bytes
+            traffic[slot, home] += compute_return_bytes(node, size, node.units)
     return {pair: size for pair, size in traffic.items() if size}
-
-
-"""A split layer at home: others are asked for their parts, and meanwhile its own is computed."""

@@ -1,8 +1,9 @@
-"""A GPU that does not exist, and what layers take on it: known, so that a fit can be judged."""
+"""A fictitious GPU with known layer costs, to evaluate fits."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ GPU = DeviceSpec(
 
 
 def node(kind: str = "mlp", precision: str = "bfloat16", batch: int = 8, inner: int = 3072) -> LayerNode:
-    """A layer of ViT-B."""
+    """Create a layer of ViT-B."""
     head_dim = 64 if kind == "attention" else 0
     return LayerConfig(
         layer_type=kind, precision=precision, batch=batch, seq_len=196, embed_dim=768, inner=inner,
@@ -25,7 +26,7 @@ def node(kind: str = "mlp", precision: str = "bfloat16", batch: int = 8, inner: 
 
 
 def latency_ms(config: LayerConfig) -> float:
-    """Products in whole waves of tiles, bytes at four fifths of the rate, and three launches."""
+    """Latency: products in full waves of tiles, bytes at 80 % of the bandwidth, and three launches."""
     layer, c = config.to_node(), config.embed_dim
     rows = config.batch * config.seq_len
     peak = GPU.rate(config.precision) / 100 * 0.7
@@ -48,8 +49,13 @@ def latency_ms(config: LayerConfig) -> float:
     return 1e3 * (seconds + float(layer.bytes) / (0.8 * GPU.peak_bw)) + 0.006
 
 
+def change(point: LayerPoint, **values: Any) -> LayerPoint:
+    """A copy of a point with other values."""
+    return LayerPoint(**dict(point) | values)
+
+
 def points(count: int, *, noise: float = 0.02, seed: int = 0, power: bool = True) -> list[LayerPoint]:
-    """What was measured there, with some noise."""
+    """Create measurements with noise."""
     random = np.random.default_rng(seed)
     rows = []
     for index, config in enumerate(LayerGrid(precisions=("float32", "bfloat16")).sample(count, seed)):

@@ -1,4 +1,4 @@
-"""The analytic model of latency, and its coefficients."""
+"""Tests of `codesign.hardware.proxy.analytic`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def make_layers(count: int = 120) -> tuple[ProxyInputs, torch.Tensor]:
     return work, torch.maximum(work.compute_ms / 0.6, work.memory_ms / 0.75) + 0.02
 
 
-def test_it_is_the_longer_of_operations_and_bytes() -> None:
+def test_latency_is_maximum_of_compute_and_memory() -> None:
     layer = node("mlp")
     work = ProxyInputs.from_pairs([layer], [GPU])
     expected = max(float(layer.flops) / 4e14, float(layer.bytes) / 2e12) * 1e3
     assert LatencyRoofline.ideal().latency_ms(work, torch.tensor([0])).item() == pytest.approx(expected)
 
 
-def test_gradients_go_to_what_binds() -> None:
+def test_latency_gradient_goes_to_binding_term() -> None:
     layer = node("mlp")
     flops = torch.tensor(float(layer.flops), dtype=torch.float64, requires_grad=True)
     moved = torch.tensor(float(layer.bytes), dtype=torch.float64, requires_grad=True)
@@ -53,7 +53,7 @@ def test_gradients_go_to_what_binds() -> None:
     assert moved.grad.item() == pytest.approx(0.0 if bound else 1e3 / 2e12)
 
 
-def test_roofline_coefficients_are_found_again() -> None:
+def test_fit_roofline_recovers_coefficients() -> None:
     work, latency = make_layers()
     roofline = fit_roofline(work, latency)
     error = (roofline.latency_ms(work, ROW) / latency - 1.0).abs()
@@ -64,7 +64,7 @@ def test_roofline_coefficients_are_found_again() -> None:
         assert (compute, memory, overhead) == pytest.approx((0.6, 0.75, 0.02), rel=0.05)
 
 
-def test_what_was_not_measured_is_ideal_or_alike() -> None:
+def test_fit_roofline_fills_missing_coefficients() -> None:
     work, latency = make_layers()
     roofline = fit_roofline(work, latency)
     assert roofline.fitted[1].sum() == 8 and not roofline.fitted[0].any()
@@ -72,13 +72,9 @@ def test_what_was_not_measured_is_ideal_or_alike() -> None:
     # In float16 nothing was measured: it is taken for the mean of the other two.
     pair = roofline.values[1, 2, [1, 2]]
     assert torch.allclose(roofline.values[1, 2, 3], pair.log().mean(0).exp())
-    equal = roofline.with_average_default()
-    assert torch.allclose(equal.values[0, 2, 2], roofline.values[1, 2, 2])
-    assert torch.equal(equal.values[1], roofline.values[1])
-    assert torch.equal(LatencyRoofline.ideal().with_average_default().values, LatencyRoofline.ideal().values)
 
 
-def test_lengths_must_agree() -> None:
+def test_wrong_lengths_are_refused() -> None:
     work, latency = make_layers(8)
     with pytest.raises(InputError, match="7"):
         fit_roofline(work, latency[:-1])
@@ -89,7 +85,7 @@ def test_lengths_must_agree() -> None:
 ROW = torch.tensor([1])
 
 
-def test_what_libraries_take_beside_layers_is_found() -> None:
+def test_fit_workspace_recovers_workspace() -> None:
     layers = [point.layer for point in points(80)]
     work = ProxyInputs.from_pairs(layers, [GPU] * len(layers))
     contents = torch.tensor([layer.memory_bytes / 1e6 for layer in layers], dtype=torch.float64)
@@ -104,7 +100,7 @@ def test_what_libraries_take_beside_layers_is_found() -> None:
     assert torch.allclose(record[present], measured[present])
 
 
-def test_without_measurements_there_is_none() -> None:
+def test_fit_workspace_without_measurements_is_zero() -> None:
     layers = [point.layer for point in points(10)]
     work = ProxyInputs.from_pairs(layers, [GPU] * 10)
     workspace = fit_workspace(work, torch.full((10,), float("nan"), dtype=torch.float64))
@@ -116,7 +112,7 @@ def test_without_measurements_there_is_none() -> None:
 ROW = torch.tensor([1])
 
 
-def test_it_lies_between_idle_and_full_load() -> None:
+def test_power_is_between_idle_and_tdp() -> None:
     work = ProxyInputs.from_pairs([node("mlp")], [GPU])
     row = torch.tensor([0])
     slow = analytic_power_w(work, torch.tensor([1e6]).double(), default_power(), row)
@@ -124,7 +120,7 @@ def test_it_lies_between_idle_and_full_load() -> None:
     assert slow.item() == pytest.approx(60.0 + 0.2 * 440.0, rel=1e-3) and fast.item() == 500.0
 
 
-def test_power_coefficients_are_found_again() -> None:
+def test_fit_power_recovers_coefficients() -> None:
     measured = points(80)
     work = ProxyInputs.from_pairs([point.layer for point in measured], [point.device for point in measured])
     latency, power = _to_column(measured, "lat_ms"), _to_column(measured, "power_w")
@@ -135,7 +131,7 @@ def test_power_coefficients_are_found_again() -> None:
     assert bool((values >= 0.0).all()) and values[0].tolist() == pytest.approx(_DEFAULT_POWER)
 
 
-def test_a_few_points_fit_nothing() -> None:
+def test_fit_power_of_few_points_keeps_defaults() -> None:
     measured = points(20)
     work = ProxyInputs.from_pairs([point.layer for point in measured], [point.device for point in measured])
     values = fit_power(work, _to_column(measured, "lat_ms"), _to_column(measured, "power_w"))

@@ -1,4 +1,4 @@
-"""Specifications of devices."""
+"""Tests of `codesign.hardware.proxy.device`."""
 
 from __future__ import annotations
 
@@ -10,29 +10,16 @@ from sparseflow.codesign.hardware.chips import read_library
 from sparseflow.codesign.hardware.proxy import DeviceSpec, measure_device
 from sparseflow.codesign.hardware.proxy import device as module
 from sparseflow.core.device.ceilings import Ceilings
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
 from tests.codesign.hardware.proxy.made_up import GPU
 
 
-def test_a_chip_of_the_library_is_a_device() -> None:
+def test_from_chip() -> None:
     chip = read_library().get_chip("h200")
     spec = DeviceSpec.from_chip(chip, cores=132)
     assert (spec.name, spec.peak_flops, spec.tdp_w, spec.cores) == ("h200", chip.peak_flops, 700, 132)
     assert spec.rate("float32") == spec.rate("bfloat16") == chip.peak_flops
     assert DeviceSpec.from_chip(spec) is spec
-
-
-def test_measured_ceilings_say_the_rate_of_each_precision() -> None:
-    ceilings = Ceilings(flops_per_s={"float32": 5e13, "tf32": 3e14, "bfloat16": 7e14}, bytes_per_s=4e12)
-    result = DeviceSpec.from_ceilings(ceilings, name="here", mem_gb=141.0, tdp_w=700.0)
-    assert (result.peak_flops, result.peak_bw) == (7e14, 4e12)
-    assert result.rate("float32") == 5e13 and result.rate("float16") == 7e14
-
-
-def test_a_device_survives_json() -> None:
-    assert DeviceSpec.from_dict(GPU.to_dict()) == GPU
-    with pytest.raises(FileFormatError):
-        DeviceSpec.from_dict({"name": "half a device"})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +29,7 @@ def test_a_device_survives_json() -> None:
         {"cores": 0}, {"rates": (("int8", 1e15),)}, {"rates": (("float32", 0.0),)},
     ],
 )  # fmt: skip
-def test_figures_that_make_no_sense_are_refused(wrong: dict) -> None:
+def test_invalid_specification_is_refused(wrong: dict) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(GPU, **wrong)
 
@@ -61,7 +48,7 @@ class Counter:
         return 5000.0 + 20.0 * int(self.current_time / 0.05 + 1e-6)
 
 
-def test_power_is_energy_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_power_divides_energy_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter()
     monkeypatch.setattr(module.nvml, "read_energy_j", counter.energy_j)
     monkeypatch.setattr(module.time, "monotonic", lambda: counter.current_time)
@@ -71,18 +58,23 @@ def test_power_is_energy_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.measure_power_w(counter.work, "cuda", 0.05) is None
 
 
-def test_where_nothing_counts_there_is_no_power() -> None:
+def test_measure_power_without_counter_is_none() -> None:
     assert module.measure_power_w(lambda: pytest.fail("called"), "cpu", 1.0) is None
 
 
-def test_ceilings_make_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Ceilings(flops_per_s={"float32": 1e11, "bfloat16": 2e11}, bytes_per_s=1e10)
+def test_measure_device_uses_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Ceilings(flops_per_s={"float32": 1e11, "tf32": 3e11, "bfloat16": 2e11}, bytes_per_s=1e10)
     monkeypatch.setattr(module, "measure_ceilings", lambda device: record)
     spec = measure_device("cpu", tdp_w=65.0)
     assert (spec.peak_flops, spec.peak_bw, spec.tdp_w, spec.idle_w) == (2e11, 1e10, 65.0, 0.0)
-    assert spec.rate("float32") == 1e11 and spec.cores is not None and spec.mem_gb > 0.0
+    assert (
+        spec.rate("float32") == 1e11
+        and spec.rate("float16") == 2e11
+        and spec.cores is not None
+        and spec.mem_gb > 0.0
+    )
 
 
-def test_on_a_cpu_somebody_must_say_what_it_draws() -> None:
+def test_measure_device_on_cpu_needs_tdp() -> None:
     with pytest.raises(InputError, match="`tdp_w`"):
         measure_device("cpu")

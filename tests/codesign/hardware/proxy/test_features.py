@@ -1,4 +1,4 @@
-"""What the proxy reads of a layer on a device."""
+"""Tests of `codesign.hardware.proxy.features`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read(layer, device=GPU) -> dict[str, float]:
     return dict(zip(FEATURES, build_layer_features(layer, device).tolist(), strict=True))
 
 
-def test_the_layer_and_the_device_say_what_they_are() -> None:
+def test_features_of_layer_and_device() -> None:
     layer = node("attention", inner=12)
     result = read(layer)
     assert result["log10_flops"] == pytest.approx(math.log10(float(layer.flops)))
@@ -34,7 +34,7 @@ def test_the_layer_and_the_device_say_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(("kind", "inner"), [("embed", 16), ("attention", 5), ("mlp", 1000), ("head", 101)])
-def test_products_follow_from_the_operations(kind: str, inner: int) -> None:
+def test_features_infer_product_shapes(kind: str, inner: int) -> None:
     expected = {"embed": 3 * 16**2, "attention": 5 * 64}.get(kind, inner)
     result = read(node(kind, inner=inner))
     assert 10 ** result["log10_inner"] == pytest.approx(expected)
@@ -42,7 +42,7 @@ def test_products_follow_from_the_operations(kind: str, inner: int) -> None:
     assert result["head_dim/128"] == pytest.approx(0.5 if kind == "attention" else 0.0)
 
 
-def test_tiles_and_waves_are_counted() -> None:
+def test_features_count_tiles_and_waves() -> None:
     # 8 * 196 = 1568 rows are 13 tiles, 3072 columns 24: 312 tiles on 100 multiprocessors, 4 waves for 3.12.
     result = read(node("mlp"))
     assert result["log2_waves_first/8"] == pytest.approx(math.log2(3.12) / 8)
@@ -59,7 +59,7 @@ def test_tiles_and_waves_are_counted() -> None:
     assert silent["log2_waves_first/8"] == silent["lost_waves_first"] == silent["log10_tiled"] == 0.0
 
 
-def test_heads_are_padded_to_what_kernels_have() -> None:
+def test_features_pad_head_width() -> None:
     layer = node("attention", inner=12)
     odd = replace(layer, num_heads=16)  # as wide together: 48 each
     assert read(odd)["head_padding"] == pytest.approx(math.log2(64 / 48))
@@ -67,7 +67,7 @@ def test_heads_are_padded_to_what_kernels_have() -> None:
 
 
 @pytest.mark.parametrize(("kind", "inner"), [("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)])
-def test_gradients_go_to_operations_and_bytes(kind: str, inner: int) -> None:
+def test_features_gradients(kind: str, inner: int) -> None:
     layer = node(kind, inner=inner)
     index = torch.tensor([float(layer.flops) / 1e9, float(layer.bytes) / 1e6], dtype=torch.float64)
 
@@ -83,7 +83,7 @@ def test_gradients_go_to_operations_and_bytes(kind: str, inner: int) -> None:
     assert torch.allclose(features.detach(), build_layer_features(layer, GPU), rtol=0.0, atol=1e-12)
 
 
-def test_a_layer_of_which_gates_leave_nothing_can_be_read() -> None:
+def test_features_of_closed_layer_are_finite() -> None:
     for kind, inner in (("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)):
         removed = replace(node(kind, inner=inner), flops=torch.zeros((), requires_grad=True), bytes=0.0)
         features = build_layer_features(removed, GPU)
@@ -93,7 +93,7 @@ def test_a_layer_of_which_gates_leave_nothing_can_be_read() -> None:
         assert bool(torch.isfinite(removed.flops.grad))
 
 
-def test_every_chip_of_the_library_can_be_read() -> None:
+def test_features_of_all_library_chips_are_finite() -> None:
     for chip in read_library().chips:
         for kind, inner in (("embed", 16), ("attention", 12), ("mlp", 3072), ("head", 101)):
             assert bool(torch.isfinite(build_layer_features(node(kind, inner=inner), chip)).all())
@@ -106,6 +106,6 @@ def test_every_chip_of_the_library_can_be_read() -> None:
         {"layer_type": "convolution"}, {"precision": "int8"},
     ],
 )  # fmt: skip
-def test_layers_that_make_no_sense_are_refused(wrong: dict) -> None:
+def test_features_of_invalid_layer_are_refused(wrong: dict) -> None:
     with pytest.raises(InputError, match="mlp-bfloat16-b8-s196-c768-3072"):
         build_layer_features(replace(node(), **wrong), GPU)

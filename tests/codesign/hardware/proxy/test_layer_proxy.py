@@ -1,4 +1,4 @@
-"""LayerHwProxy: what it tells of layers, segments and tables, and what it says of itself."""
+"""Tests of `codesign.hardware.proxy.layer_proxy`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sparseflow.codesign.hardware.chips import ChipType, read_library
 from sparseflow.codesign.hardware.proxy import FEATURES, DeviceSpec, LayerGrid, LayerHwProxy, fit_proxy
-from sparseflow.core.artifact import load_tensors, save_tensors
 from sparseflow.errors import FileFormatError, InputError
 from tests.codesign.hardware.proxy.made_up import GPU, node, points
+from tests.conformance import check_artifact_file
 
 KEYS = {"lat_ms", "mem_mb", "power_w"}
 LAYERS = [node("embed", inner=16), node("attention", inner=12), node("mlp"), node("head", inner=101)]
@@ -26,7 +28,7 @@ def fitted() -> LayerHwProxy:
     return fit_proxy(points(160), environments={"here": {"device": "made up"}, "elsewhere": {}}, num_folds=0)
 
 
-def test_without_data_every_chip_of_the_library_can_be_asked() -> None:
+def test_analytic_proxy_predicts_library_chips() -> None:
     proxy, chips = LayerHwProxy.analytic(), read_library().chips
     result = proxy.predict_table(LAYERS, chips)
     assert set(result) == KEYS and all(value.shape == (4, len(chips)) for value in result.values())
@@ -39,7 +41,7 @@ def test_without_data_every_chip_of_the_library_can_be_asked() -> None:
             assert chip.idle_w < result["power_w"][index, slot] <= chip.tdp_w
 
 
-def test_a_table_holds_what_single_layers_cost(fitted: LayerHwProxy) -> None:
+def test_predict_table_equals_predict_layer(fitted: LayerHwProxy) -> None:
     devices: list[DeviceSpec | ChipType] = [GPU, *read_library().chips]
     table = fitted.predict_table(LAYERS, devices)
     assert all(isinstance(item, np.ndarray) and item.dtype == np.float64 for item in table.values())
@@ -51,7 +53,7 @@ def test_a_table_holds_what_single_layers_cost(fitted: LayerHwProxy) -> None:
                 assert table[name][index, slot] == pytest.approx(value.item(), rel=1e-9)
 
 
-def test_a_segment_adds_up() -> None:
+def test_predict_segment_combines_layers() -> None:
     proxy = LayerHwProxy.analytic()
     single = [proxy.predict_layer(layer, GPU) for layer in LAYERS]
     latency = torch.stack([item["lat_ms"] for item in single])
@@ -67,7 +69,7 @@ def test_a_segment_adds_up() -> None:
     assert balanced["power_w"].item() == pytest.approx(power)
 
 
-def test_gradients_go_through_all_of_it(fitted: LayerHwProxy) -> None:
+def test_prediction_gradients(fitted: LayerHwProxy) -> None:
     layer = node("mlp")
     index = torch.tensor([float(layer.flops) / 1e10, float(layer.bytes) / 1e7], dtype=torch.float64)
 
@@ -86,7 +88,7 @@ def test_gradients_go_through_all_of_it(fitted: LayerHwProxy) -> None:
     assert torch.autograd.gradcheck(predict, index)
 
 
-def test_what_gates_have_closed_takes_no_more_than_its_overhead(fitted: LayerHwProxy) -> None:
+def test_closed_layer_costs_overhead_only(fitted: LayerHwProxy) -> None:
     removed = replace(node("mlp"), flops=0.0, bytes=0.0)
     ideal = LayerHwProxy.analytic().predict_segment([removed], GPU)
     assert ideal["lat_ms"].item() == 0.0 and bool(torch.isfinite(ideal["power_w"]))
@@ -95,7 +97,7 @@ def test_what_gates_have_closed_takes_no_more_than_its_overhead(fitted: LayerHwP
     assert all(bool(torch.isfinite(value)) for value in prediction.values())
 
 
-def test_it_says_what_it_knows(fitted: LayerHwProxy) -> None:
+def test_get_source_and_provenance(fitted: LayerHwProxy) -> None:
     assert fitted.get_source(GPU) == "measured" and fitted.mode == "graph"
     assert fitted.get_source(GPU, node("mlp")) == "measured"
     assert fitted.get_source(GPU, node("mlp", precision="float16")) == "analytic"
@@ -108,7 +110,7 @@ def test_it_says_what_it_knows(fitted: LayerHwProxy) -> None:
     assert provenance["environments"] == {"here": {"device": "made up"}}
 
 
-def test_other_devices_are_not_touched_by_what_was_measured(fitted: LayerHwProxy) -> None:
+def test_unmeasured_devices_stay_analytic(fitted: LayerHwProxy) -> None:
     chips = read_library().chips
     own_part, plain = (
         fitted.predict_table(LAYERS, chips),
@@ -118,7 +120,7 @@ def test_other_devices_are_not_touched_by_what_was_measured(fitted: LayerHwProxy
         np.testing.assert_array_equal(own_part[name], plain[name])
 
 
-def test_far_from_the_points_only_the_roofline_is_left(fitted: LayerHwProxy) -> None:
+def test_prediction_far_from_points_is_roofline(fitted: LayerHwProxy) -> None:
     close, far = node("mlp"), node("mlp", batch=2**20)
     bare = replace(fitted, model=None)
     for layer, same in ((close, False), (far, True)):
@@ -126,7 +128,7 @@ def test_far_from_the_points_only_the_roofline_is_left(fitted: LayerHwProxy) -> 
         assert (abs(ratio.item() - 1.0) < 1e-3) == same
 
 
-def test_a_file_of_it(fitted: LayerHwProxy, tmp_path: Path) -> None:
+def test_proxy_file_round_trip(fitted: LayerHwProxy, tmp_path: Path) -> None:
     file = tmp_path / "proxy.safetensors"
     devices = [GPU, *read_library().chips]
     for proxy in (fitted, LayerHwProxy.analytic()):
@@ -142,32 +144,34 @@ def test_a_file_of_it(fitted: LayerHwProxy, tmp_path: Path) -> None:
             np.testing.assert_array_equal(own_part[name], same[name])
 
 
-def test_damaged_files_are_refused(fitted: LayerHwProxy, tmp_path: Path) -> None:
+def test_proxy_file_conforms(fitted: LayerHwProxy, tmp_path: Path) -> None:
     file = tmp_path / "proxy.safetensors"
-    with pytest.raises(InputError):
-        LayerHwProxy.load(file)
-    file.write_bytes(b"no proxy")
-    with pytest.raises(FileFormatError):
-        LayerHwProxy.load(file)
     fitted.save(file)
-    metadata, tensors = load_tensors(file, {}, "layer proxy")
-    record = json.loads(metadata["proxy"])
-    for wrong_tensors, wrong_about in (
-        ({"roofline": tensors["roofline"][:1]}, {}),
-        ({"power": tensors["power"] * float("nan")}, {}),
-        ({"model.mean": tensors["model.mean"][:3]}, {}),
+    check_artifact_file(LayerHwProxy.load, file, "codesign profile")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "values"),
+    [
+        ({"roofline": torch.ones(1, 4, 4, 3, dtype=torch.float64)}, {}),
+        ({"power": torch.full((2, 3), float("nan"), dtype=torch.float64)}, {}),
+        ({"model.mean": torch.zeros(3)}, {}),
         ({}, {"devices": [{"name": "half"}]}),
         ({}, {"model": {"members": 3, "hidden": 32}}),
-    ):
-        save_tensors(file, tensors | wrong_tensors, metadata | {"proxy": json.dumps(record | wrong_about)})
-        with pytest.raises(FileFormatError):
-            LayerHwProxy.load(file)
-    save_tensors(file, tensors, metadata | {"features": "[]"})
-    with pytest.raises(FileFormatError):
+        ({}, {"features": []}),
+    ],
+)
+def test_load_proxy_with_inconsistent_content_is_refused(
+    tensors: dict[str, torch.Tensor], values: dict[str, Any], fitted: LayerHwProxy, tmp_path: Path
+) -> None:
+    file = tmp_path / "proxy.safetensors"
+    artifact, valid = fitted._serialize()
+    save_file(valid | tensors, file, {"sparseflow": json.dumps(artifact.to_dict() | values)})
+    with pytest.raises(FileFormatError, match=r"proxy\.safetensors"):
         LayerHwProxy.load(file)
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_invalid_query_is_refused() -> None:
     proxy = LayerHwProxy.analytic()
     with pytest.raises(InputError, match="`mode`"):
         proxy.predict_segment(LAYERS, GPU, mode="parallel")  # pyright: ignore[reportArgumentType]
@@ -179,14 +183,14 @@ def test_what_cannot_be_asked_is_refused() -> None:
         proxy.predict_pairs(LAYERS, [GPU])
 
 
-def test_many_layers_on_many_devices_at_once(fitted: LayerHwProxy) -> None:
+def test_predict_table_of_many_layers_and_devices(fitted: LayerHwProxy) -> None:
     layers = [value.to_node(index) for index, value in enumerate(LayerGrid().sample(30))]
     result = fitted.predict_table(layers, [GPU, *read_library().chips, GPU])
     assert all(value.shape == (30, 8) and bool(np.isfinite(value).all()) for value in result.values())
     np.testing.assert_allclose(result["lat_ms"][:, 0], result["lat_ms"][:, -1])
 
 
-def test_a_digest_is_of_what_is_predicted(fitted: LayerHwProxy, tmp_path: Path) -> None:
+def test_digest_covers_predictions_only(fitted: LayerHwProxy, tmp_path: Path) -> None:
     file = tmp_path / "proxy.safetensors"
     for proxy in (fitted, LayerHwProxy.analytic()):
         proxy.save(file)
@@ -200,7 +204,7 @@ def test_a_digest_is_of_what_is_predicted(fitted: LayerHwProxy, tmp_path: Path) 
         replace(fitted, model=None),
         replace(fitted, model=weights),
         replace(fitted, mode="eager"),
-        replace(fitted, roofline=fitted.roofline.with_average_default()),
+        replace(fitted, roofline=replace(fitted.roofline, values=2.0 * fitted.roofline.values)),
         replace(fitted, power=fitted.power * 2.0),
         replace(fitted, workspace=fitted.workspace + 1.0),
         replace(fitted, devices=(replace(GPU, cores=1),)),
@@ -209,7 +213,7 @@ def test_a_digest_is_of_what_is_predicted(fitted: LayerHwProxy, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("wrong", [{"weight_bytes": -1}, {"num_heads": -1}, {"mlp_ratio": float("nan")}])
-def test_a_layer_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
+def test_invalid_layer_is_named(wrong: dict[str, float]) -> None:
     layer = replace(LAYERS[2], **wrong)
     with pytest.raises(InputError, match=rf"{layer.name}"):
         LayerHwProxy.analytic().predict_table([layer], [GPU])

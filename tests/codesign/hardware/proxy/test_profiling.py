@@ -1,4 +1,4 @@
-"""Measuring layers: made-up ones and those of a model, and going on after a kill."""
+"""Tests of `codesign.hardware.proxy.profiling`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerGrid, fit_proxy, profiling, read_points
+from sparseflow.codesign.hardware.proxy.points import Mode
 from sparseflow.codesign.hardware.proxy.profiling import (
     ProfileConfig,
     profile_grid,
@@ -88,8 +89,8 @@ class Tiny:
         return [self.parts[layer]]
 
 
-def test_a_grid_is_measured(tmp_path: Path) -> None:
-    file, fractions = tmp_path / "points.parquet", []
+def test_profile_grid_measures_points(tmp_path: Path) -> None:
+    file, fractions = tmp_path / "points.jsonl", []
     points = profile_grid(
         file,
         HERE,
@@ -113,8 +114,8 @@ def test_a_grid_is_measured(tmp_path: Path) -> None:
     assert fit_proxy(points, num_folds=0).get_source(HERE) == "measured"
 
 
-def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "points.parquet"
+def test_profile_grid_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "points.jsonl"
     first = profile_grid(file, HERE, num_points=6, grid=SMALL, config=QUICK)
     second = profile_grid(file, HERE, num_points=8, grid=SMALL, config=QUICK)
     assert second[:6] == first and len(second) == 8
@@ -127,15 +128,15 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         profile_grid(file, replace(HERE, tdp_w=60.0), num_points=9, grid=SMALL, config=QUICK)
 
 
-def test_a_device_is_what_the_file_says(tmp_path: Path) -> None:
-    file = tmp_path / "points.parquet"
+def test_read_device_returns_device_of_file(tmp_path: Path) -> None:
+    file = tmp_path / "points.jsonl"
     assert read_device(file) is None
     profile_grid(file, HERE, num_points=2, grid=SMALL, config=QUICK)
     assert read_device(file) is None  # points of a device of another name
     own_part = replace(HERE, name=describe_device("cpu").name)
     profile_grid(file, own_part, num_points=2, grid=SMALL, config=QUICK)
     assert read_device(file) == own_part
-    file.write_bytes(b"no points")
+    file.write_bytes(b"no points\n")
     with pytest.raises(FileFormatError):
         read_device(file)
 
@@ -152,8 +153,8 @@ profile_grid(sys.argv[1], HERE, num_points=8, grid=SMALL, config=QUICK, progress
 """
 
 
-def test_a_kill_loses_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "points.parquet"
+def test_profile_grid_resumes_after_sigkill(tmp_path: Path) -> None:
+    file = tmp_path / "points.jsonl"
     root = str(Path(__file__).parents[4])
     path = os.pathsep.join([root, os.path.join(root, "src"), os.environ.get("PYTHONPATH", "")])
     died = subprocess.run(
@@ -161,13 +162,13 @@ def test_a_kill_loses_nothing(tmp_path: Path) -> None:
     )
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     points = read_points(file).points
-    assert len(points) == 4 and not file.exists()
+    assert len(points) == 4
     assert tuple(profile_grid(file, HERE, num_points=8, grid=SMALL, config=QUICK)[:4]) == points
     assert len(read_points(file).points) == 8
 
 
-def test_a_model_is_measured_layer_by_layer(tmp_path: Path) -> None:
-    file, model = tmp_path / "points.parquet", Tiny()
+def test_profile_model_measures_each_layer(tmp_path: Path) -> None:
+    file, model = tmp_path / "points.jsonl", Tiny()
     samples = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
     points = profile_model(file, model, samples, HERE, config=QUICK)
     assert [point.layer.name for point in points] == [f"part.{index}" for index in range(4)]
@@ -178,13 +179,13 @@ def test_a_model_is_measured_layer_by_layer(tmp_path: Path) -> None:
     assert model.ran == [0, 1, 2, 3]
 
 
-def test_true_float32_and_the_setting_is_put_back(tmp_path: Path) -> None:
+def test_profile_grid_restores_float32_precision(tmp_path: Path) -> None:
     before = torch.get_float32_matmul_precision()
     visited = []
     try:
         torch.set_float32_matmul_precision("high")
         profile_grid(
-            tmp_path / "points.parquet",
+            tmp_path / "points.jsonl",
             HERE,
             num_points=1,
             grid=SMALL,
@@ -198,20 +199,20 @@ def test_true_float32_and_the_setting_is_put_back(tmp_path: Path) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_layer_that_fails_is_named(tmp_path: Path) -> None:
+def test_profile_model_names_failing_layer(tmp_path: Path) -> None:
     model = Tiny()
     model.parts[2] = nn.Linear(9, 9)
-    file = tmp_path / "points.parquet"
+    file = tmp_path / "points.jsonl"
     with pytest.raises(RunError, match=r"part\.2"):
         profile_model(file, model, torch.zeros(2, 12), HERE, config=QUICK)
     assert len(read_points(file).points) == 2
 
 
-def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_invalid_profile_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError):
-        profile_grid(tmp_path / "points.parquet", HERE, num_points=1, config=ProfileConfig(mode="graph"))
+        profile_grid(tmp_path / "points.jsonl", HERE, num_points=1, config=ProfileConfig(mode="graph"))
     with pytest.raises(DeviceError, match="99"):
-        profile_grid(tmp_path / "points.parquet", HERE, num_points=1, device="cuda:99")
+        profile_grid(tmp_path / "points.jsonl", HERE, num_points=1, device="cuda:99")
     wrongs: tuple[dict[str, Any], ...] = (
         {"mode": "fast"}, {"repeats": 0}, {"warmup": 0}, {"max_calls": 0}, {"power_every": -1},
         {"power_s": 0.0}, {"sample_ms": -1.0},
@@ -223,10 +224,10 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_on_a_gpu_memory_is_measured(tmp_path: Path, mode: str) -> None:
+def test_profile_grid_measures_gpu_memory(tmp_path: Path, mode: Mode) -> None:
     grid = LayerGrid(precisions=("float32", "bfloat16", "float16"), rows=4096, flops=1e11)
     config = ProfileConfig(mode=mode, repeats=3, power_every=8, power_s=0.3)
-    file = tmp_path / "points.parquet"
+    file = tmp_path / "points.jsonl"
     points = profile_grid(file, HERE, num_points=24, device="cuda", grid=grid, config=config)
     assert len(points) == 24 and list(read_points(file).points) == points
     for point in points:

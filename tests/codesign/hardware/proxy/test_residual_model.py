@@ -1,4 +1,4 @@
-"""What is learned on top of the roofline, and that it keeps within what it knows."""
+"""Tests of `codesign.hardware.proxy.residual_model`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def data(count: int = 120, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y
 
 
-def test_it_says_nothing_before_it_has_learned() -> None:
+def test_unfitted_model_predicts_zero() -> None:
     x, _ = data(5)
     assert torch.equal(LayerProxyModel()(x), torch.zeros(5, 3, dtype=torch.float64))
 
 
-def test_it_learns() -> None:
+def test_fit_learns_ratio() -> None:
     model, (x, y) = LayerProxyModel(), data(200)
     model.fit(x, y)
     new, expected = data(100, seed=1)
@@ -36,7 +36,7 @@ def test_it_learns() -> None:
     assert torch.equal(model(new)[:, 1:], torch.zeros(100, 2, dtype=torch.float64))
 
 
-def test_noise_teaches_little() -> None:
+def test_fit_to_noise_is_shrunk() -> None:
     model, (x, y) = LayerProxyModel(), data()
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     y[:, 0] = 0.3 * noise
@@ -45,7 +45,7 @@ def test_noise_teaches_little() -> None:
     assert float(model(new)[:, 0].abs().mean()) < 0.1
 
 
-def test_far_from_what_was_measured_nothing_is_left() -> None:
+def test_correction_decays_outside_training_range() -> None:
     model, (x, y) = LayerProxyModel(), data()
     model.fit(x, y)
     assert float(model(x)[:, 0].abs().mean()) > 0.1
@@ -60,7 +60,7 @@ def test_far_from_what_was_measured_nothing_is_left() -> None:
     assert bool((record.diff() <= 1e-12).all())
 
 
-def test_it_is_bounded_by_what_was_seen() -> None:
+def test_correction_is_bounded() -> None:
     model, (x, y) = LayerProxyModel(), data()
     model.fit(x, y)
     generator = torch.Generator().manual_seed(3)
@@ -70,7 +70,7 @@ def test_it_is_bounded_by_what_was_seen() -> None:
     assert bool(torch.isfinite(model(anything)).all())
 
 
-def test_a_seed_decides_all() -> None:
+def test_fit_is_deterministic_for_a_seed() -> None:
     x, y = data(40)
     state = torch.random.get_rng_state()
     rows = []
@@ -83,7 +83,7 @@ def test_a_seed_decides_all() -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_members_leave_out_whole_groups(grouped: bool) -> None:
+def test_members_hold_out_whole_groups(grouped: bool) -> None:
     model = LayerProxyModel(members=3)
     groups = [index // 2 for index in range(12)] if grouped else list(range(12))
     left_out = model._assign_held_out(groups, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Made-up layers: that they cost what they say, and that grids are drawn as told."""
+"""Tests of `codesign.hardware.proxy.synthetic_layers`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(kind: str, inner: int, head_dim: int, precision: str = "float32") -> 
 
 
 @pytest.mark.parametrize(("kind", "inner", "head_dim"), KINDS)
-def test_a_layer_costs_what_it_says(kind: str, inner: int, head_dim: int) -> None:
+def test_layer_flops_and_bytes_match_module(kind: str, inner: int, head_dim: int) -> None:
     created = config(kind, inner, head_dim)
     layer = created.to_node(4)
     module, x = TensorPool("cpu").make_layer(created)
@@ -46,7 +46,7 @@ def test_a_layer_costs_what_it_says(kind: str, inner: int, head_dim: int) -> Non
     assert float(layer.bytes) >= layer.weight_bytes + layer.traffic_in_bytes + layer.traffic_out_bytes
 
 
-def test_a_video_transformer_counts_the_same_way() -> None:
+def test_layer_costs_match_video_transformer() -> None:
     model = VideoViT(
         32, 2, 10, embed_dim=64, depth=1, num_heads=2, mlp_ratio=3, patch_size=8, position="joint"
     )
@@ -66,7 +66,7 @@ def test_a_video_transformer_counts_the_same_way() -> None:
             assert getattr(own_part, name) == getattr(layer, name), (layer.name, name)
 
 
-def test_half_precision_takes_half_the_bytes() -> None:
+def test_half_precision_halves_bytes() -> None:
     full, half = config("mlp", 64, 0).to_node(), config("mlp", 64, 0, "bfloat16").to_node()
     assert (half.flops, 2 * half.bytes, 2 * half.memory_bytes) == (
         full.flops,
@@ -75,7 +75,7 @@ def test_half_precision_takes_half_the_bytes() -> None:
     )
 
 
-def test_a_pool_grows_and_its_values_are_those_of_the_seed() -> None:
+def test_tensor_pool_grows_deterministically() -> None:
     pool, small = TensorPool("cpu", seed=1), config("mlp", 64, 0)
     large = LayerConfig(layer_type="embed", precision="float32", batch=8, seq_len=200, embed_dim=64, inner=32)
     _, first = pool.make_layer(small)
@@ -86,7 +86,7 @@ def test_a_pool_grows_and_its_values_are_those_of_the_seed() -> None:
     assert not torch.equal(TensorPool("cpu", seed=2).make_layer(small)[1], saved)
 
 
-def test_a_grid_is_drawn_in_turns() -> None:
+def test_grid_sample_cycles_types() -> None:
     grid = LayerGrid.small(("float32", "bfloat16"))
     configs = grid.sample(40, seed=2)
     assert len(set(configs)) == 40 and configs[:16] == grid.sample(16, seed=2) != grid.sample(16, seed=3)
@@ -97,7 +97,7 @@ def test_a_grid_is_drawn_in_turns() -> None:
         assert item.layer_type != "attention" or item.inner * item.head_dim <= item.embed_dim
 
 
-def test_a_grid_that_holds_nothing_is_refused() -> None:
+def test_invalid_grid_is_refused() -> None:
     with pytest.raises(InputError, match="`types`"):
         LayerGrid(types=("convolution",))
     with pytest.raises(InputError, match="`batch`"):

@@ -1,4 +1,4 @@
-"""Problems that tests search: of every kind, and such whose best cost is known."""
+"""Random assignment problems, and problems with a known optimum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("symmetric", "asymmetric flow", "asymmetric distance", "asymmetric", "s
 def random_problem(
     kind: str, n: int, seed: int = 0, *, floats: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Flow and distance with anything on the diagonals, [n, n], or [3, n, n] for a stack."""
+    """Random flow and distance with arbitrary diagonals, [n, n], or [3, n, n] for a stack."""
     rng = np.random.default_rng([seed, n])
     count = 3 if kind == "stack" else 1
     flow, distance = rng.integers(-4, 10, (2, count, n, n))
@@ -35,7 +35,7 @@ def random_problem(
 
 
 def plain_cost(flow: np.ndarray, distance: np.ndarray, permutation: np.ndarray) -> float:
-    """The cost, summed one product at a time."""
+    """Compute the cost by plain summation."""
     f, d = (matrix if matrix.ndim == 3 else matrix[None] for matrix in (flow, distance))
     n = len(permutation)
     return sum(
@@ -47,7 +47,7 @@ def plain_cost(flow: np.ndarray, distance: np.ndarray, permutation: np.ndarray) 
 
 
 def best_cost(flow: np.ndarray, distance: np.ndarray) -> float:
-    """The least cost, by trying all permutations."""
+    """Find the lowest cost by trying all permutations."""
     f, d = (matrix if matrix.ndim == 3 else matrix[None] for matrix in (flow, distance))
     return min(
         (f * d[:, p[:, None], p[None, :]]).sum().item()
@@ -56,7 +56,7 @@ def best_cost(flow: np.ndarray, distance: np.ndarray) -> float:
 
 
 def chain(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
-    """A shuffled chain of things and a line of places; no two neighbours can be closer than 1: 2 (n - 1)."""
+    """A shuffled chain of items and a line of places; the optimum is 2 (n - 1)."""
     order = np.random.default_rng(seed).permutation(n)
     flow = np.zeros((n, n), np.int64)
     flow[order[:-1], order[1:]] = flow[order[1:], order[:-1]] = 1
@@ -64,7 +64,7 @@ def chain(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def cliques(count: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
-    """Shuffled cliques and rooms as large: all in one room costs 1 a pair, and any other 10."""
+    """Shuffled cliques and rooms of the same size: a pair costs 1 in one room and 10 otherwise."""
     rng = np.random.default_rng(seed)
     member = rng.permutation(np.repeat(np.arange(count), size))
     capacity = rng.permutation(np.repeat(np.arange(count), size))

@@ -1,4 +1,4 @@
-"""Annealing judges swaps rightly, cools as it should and keeps the best it saw."""
+"""Annealing search and its kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numba", reason="annealing needs numba")
 
-from sparseflow.codesign.layout.qap.kernels.annealing import cpu
+from sparseflow.codesign.layout.qap.kernels import annealing as kernel
 from sparseflow.codesign.layout.qap.problem import compute_cost
 from sparseflow.codesign.layout.qap.search import FINAL_TEMPERATURE, INITIAL_TEMPERATURE, AnnealingSearch
 from sparseflow.codesign.layout.qap.terms import QapTerms
@@ -18,7 +18,7 @@ from tests.codesign.layout.qap.problems import KINDS, chain, random_problem
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floats", [False, True])
-def test_a_change_is_what_a_swap_changes(kind: str, floats: bool) -> None:
+def test_swap_change_matches_cost_difference(kind: str, floats: bool) -> None:
     flow, distance = random_problem(kind, 7, floats=floats)
     terms = QapTerms.from_matrices(flow, distance)
     a, b, _ = terms.to_working_dtype()
@@ -29,12 +29,12 @@ def test_a_change_is_what_a_swap_changes(kind: str, floats: bool) -> None:
         swapped = current.copy()
         swapped[[r, s]] = swapped[[s, r]]
         after = compute_cost(flow, distance, terms.from_rows(swapped))
-        change: Any = cpu.swap_change(a, ordered, r, s)
+        change: Any = kernel.swap_change(a, ordered, r, s)
         assert change / terms.scale == pytest.approx(after - before, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_walk_keeps_its_books(kind: str) -> None:
+def test_annealing_tracks_cost_and_best(kind: str) -> None:
     flow, distance = random_problem(kind, 9)
     terms = QapTerms.from_matrices(flow, distance)
     a, b, _ = terms.to_working_dtype()
@@ -44,22 +44,24 @@ def test_the_walk_keeps_its_books(kind: str) -> None:
     heat = np.array([5000.0, 5000.0, 1e-6])
     temperature = 5000.0
     for trials in (1, 100, 33):
-        cpu.anneal(a, ordered, current, best, objective, heat, counts, terms.num_movers, trials, 7)
+        kernel.anneal(a, ordered, current, best, objective, heat, counts, terms.num_movers, trials, 7)
         for _ in range(trials):
             temperature = temperature / (1.0 + 1e-6 * temperature)
     before = compute_cost(flow, distance, terms.from_rows(start))
-    for permutation, change in ((current, objective[cpu.CURRENT]), (best, objective[cpu.BEST])):
+    for permutation, change in ((current, objective[kernel.CURRENT]), (best, objective[kernel.BEST])):
         assert compute_cost(flow, distance, terms.from_rows(permutation)) - before == change / terms.scale
     np.testing.assert_array_equal(ordered, terms.order_distances(b, current))
-    assert heat[cpu.TEMPERATURE] == pytest.approx(temperature)
-    assert counts[cpu.NUM_TRIALS] == 134 == (134 // terms.num_swaps) * terms.num_swaps + 134 % terms.num_swaps
+    assert heat[kernel.TEMPERATURE] == pytest.approx(temperature)
+    assert (
+        counts[kernel.NUM_TRIALS] == 134 == (134 // terms.num_swaps) * terms.num_swaps + 134 % terms.num_swaps
+    )
     # All swaps in turn, and only those that can change something.
     pairs = [(r, s) for r in range(min(terms.num_movers, 8)) for s in range(r + 1, 9)]
-    assert (counts[cpu.FIRST], counts[cpu.SECOND]) == pairs[134 % len(pairs)]
+    assert (counts[kernel.FIRST], counts[kernel.SECOND]) == pairs[134 % len(pairs)]
     assert len(pairs) == terms.num_swaps
 
 
-def test_it_cools_from_the_warmest_to_the_coldest() -> None:
+def test_temperature_schedule() -> None:
     flow, distance = random_problem("symmetric", 12)
     search = AnnealingSearch(QapTerms.from_matrices(flow, distance))
     a, b, _ = search._working
@@ -72,14 +74,14 @@ def test_it_cools_from_the_warmest_to_the_coldest() -> None:
     assert last / first == pytest.approx(FINAL_TEMPERATURE / INITIAL_TEMPERATURE, rel=1e-3)
 
 
-def test_a_frozen_walk_goes_on_where_the_best_was_found() -> None:
+def test_frozen_search_continues_at_best_temperature() -> None:
     flow, distance, _ = chain(6)
     terms = QapTerms.from_matrices(flow, distance)
     a, b, _ = terms.to_working_dtype()
     # The chain in its order: no swap is taken at so low a temperature.
     current = terms.to_rows(np.argsort(_anneal(flow)))
     heat, counts = np.array([1e-6, 0.5, 1e-9]), np.array([0, 0, 0, 1])
-    cpu.anneal(
+    kernel.anneal(
         a,
         terms.order_distances(b, current),
         current,
@@ -91,7 +93,7 @@ def test_a_frozen_walk_goes_on_where_the_best_was_found() -> None:
         terms.num_swaps,
         1,
     )
-    assert heat[cpu.TEMPERATURE] == 0.5 and heat[cpu.COOLING] == 0.0
+    assert heat[kernel.TEMPERATURE] == 0.5 and heat[kernel.COOLING] == 0.0
 
 
 def _anneal(flow: np.ndarray) -> list[int]:

@@ -1,4 +1,4 @@
-"""`assign` finds what can be proven to be the best, says what it did, and stops when time is over."""
+"""Tests of `codesign.layout.qap.assignment`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseflow.codesign.layout.qap.assignment import METHODS, assign
+from sparseflow.codesign.layout.qap.assignment import assign
 from sparseflow.codesign.layout.qap.problem import compute_cost, pad_flow
 from sparseflow.errors import InputError, MissingExtraError
 from tests.codesign.layout.qap.problems import KINDS, best_cost, chain, cliques, random_problem
+
+METHODS = ("auto", "tabu", "annealing")
 
 
 @settings(deadline=None, max_examples=40)
@@ -24,7 +26,7 @@ from tests.codesign.layout.qap.problems import KINDS, best_cost, chain, cliques,
     floats=st.booleans(),
     method=st.sampled_from(METHODS),
 )
-def test_small_problems_are_solved(kind: str, n: int, seed: int, floats: bool, method: str) -> None:
+def test_assign_solves_small_problems(kind: str, n: int, seed: int, floats: bool, method: str) -> None:
     flow, distance = random_problem(kind, n, seed, floats=floats)
     result = assign(flow, distance, method=method, restarts=4, seed=seed)
     assert result.cost == pytest.approx(best_cost(flow, distance), rel=1e-9, abs=1e-9)
@@ -35,7 +37,7 @@ def test_small_problems_are_solved(kind: str, n: int, seed: int, floats: bool, m
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("floats", [False, True])
-def test_structures_whose_best_cost_is_known(method: str, floats: bool) -> None:
+def test_assign_finds_known_optima(method: str, floats: bool) -> None:
     flow, distance, best = cliques(4, 5)
     result = assign(flow * (0.3 if floats else 1), distance, method=method, restarts=4)
     assert result.cost == pytest.approx(best * (0.3 if floats else 1))
@@ -44,7 +46,7 @@ def test_structures_whose_best_cost_is_known(method: str, floats: bool) -> None:
     assert assign(flow, distance, method=method, restarts=6, iterations=5000).cost == best
 
 
-def test_the_same_seed_gives_the_same_answer() -> None:
+def test_assign_is_deterministic_for_a_seed() -> None:
     flow, distance = random_problem("symmetric", 14)
     for method in METHODS:
         first, repeated, other = (
@@ -58,7 +60,7 @@ def test_the_same_seed_gives_the_same_answer() -> None:
         np.testing.assert_array_equal(more.permutations[:3], first.permutations)
 
 
-def test_what_is_told_belongs_together() -> None:
+def test_assignment_fields_are_consistent() -> None:
     flow, distance = random_problem("asymmetric", 9)
     result = assign(flow, distance, method="tabu", restarts=3, iterations=50)
     assert result.finished and result.elapsed_s > 0.0
@@ -70,7 +72,7 @@ def test_what_is_told_belongs_together() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_when_time_is_over_the_best_so_far_is_the_answer(method: str) -> None:
+def test_assign_within_budget_returns_best_so_far(method: str) -> None:
     flow, distance = random_problem("symmetric", 12)
     result = assign(flow, distance, method=method, restarts=3, iterations=2**29, budget_s=0.05)
     assert not result.finished
@@ -80,7 +82,7 @@ def test_when_time_is_over_the_best_so_far_is_the_answer(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_start_is_never_made_worse(method: str) -> None:
+def test_assign_is_no_worse_than_start(method: str) -> None:
     flow, distance, best = chain(30)
     order = assign(flow, distance, method="tabu", restarts=2, iterations=200).permutation
     result = assign(flow, distance, method=method, restarts=1, iterations=1, start=order)
@@ -97,7 +99,7 @@ def test_a_start_is_never_made_worse(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_things_may_be_fewer_than_places(method: str) -> None:
+def test_assign_padded_flow(method: str) -> None:
     flow = pad_flow(random_problem("symmetric", 3)[0], 6)
     distance = random_problem("symmetric", 6)[1]
     result = assign(flow, distance, method=method, restarts=4)
@@ -107,7 +109,7 @@ def test_things_may_be_fewer_than_places(method: str) -> None:
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_where_nothing_is_to_be_found(floats: bool) -> None:
+def test_assign_without_flow(floats: bool) -> None:
     kind: Any = np.float64 if floats else np.int64
     result = assign(kind([[3]]), kind([[5]]), restarts=2)
     assert (result.cost, result.lower_bound, result.gap, result.evaluations, result.finished) == (
@@ -125,7 +127,7 @@ def test_where_nothing_is_to_be_found(floats: bool) -> None:
     assert (equal.cost, equal.gap) == (25, 0.0)
 
 
-def test_huge_integers_are_searched_exactly() -> None:
+def test_assign_huge_integers_is_exact() -> None:
     flow, distance, best = chain(7)
     result = assign(flow * (2**45 + 1), distance, restarts=4, iterations=300)
     assert result.cost == best * (2**45 + 1)
@@ -136,7 +138,7 @@ def test_huge_integers_are_searched_exactly() -> None:
     [
         ({"method": "greedy"}, r"`method` \(='greedy'\)"),
         ({"restarts": 0}, r"`restarts` \(=0\)"),
-        ({"iterations": 0}, r"`iterations` \(=0\) must be from 1 to"),
+        ({"iterations": 0}, r"`iterations` \(=0\)"),
         ({"iterations": 2**30}, r"`iterations` \(=1073741824\)"),
         ({"budget_s": 0.0}, r"`budget_s` \(=0\.0\)"),
         ({"budget_s": float("nan")}, r"`budget_s` \(=nan\)"),
@@ -144,13 +146,13 @@ def test_huge_integers_are_searched_exactly() -> None:
         ({"start": [0, 0, 1]}, r"a permutation of 0 … 2"),
     ],
 )
-def test_what_cannot_be_asked_for(settings: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         assign(np.eye(3), np.eye(3), **settings)
 
 
 @pytest.mark.parametrize("package", ["numba", "scipy"])
-def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_missing_package_names_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)

@@ -1,4 +1,4 @@
-"""A batch finds what one core finds, on any device."""
+"""Tests of `codesign.layout.qap.batch`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_finds_what_a_core_finds(kind: str) -> None:
+def test_batch_equals_single_core(kind: str) -> None:
     flow, distance = random_problem(kind, 8)
     core = assign(flow, distance, method="tabu", restarts=3, iterations=60, seed=5)
     batch = assign_batch(flow, distance, restarts=3, iterations=60, seed=5, device="cpu")
@@ -30,7 +30,7 @@ def test_it_finds_what_a_core_finds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_triton_finds_it_too(floats: bool) -> None:
+def test_triton_equals_single_core(floats: bool) -> None:
     pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
     flow, distance = random_problem("dummies", 7, floats=floats)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,7 @@ def test_triton_finds_it_too(floats: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_many_restarts_find_the_best() -> None:
+def test_many_gpu_restarts_find_optimum() -> None:
     flow, distance, best = chain(24)
     result = assign_batch(flow, distance, restarts=512, iterations=2000)
     assert result.cost == best
@@ -52,33 +52,33 @@ def test_on_a_gpu_many_restarts_find_the_best() -> None:
     np.testing.assert_array_equal(result.permutations[:3], core.permutations)
 
 
-def test_floats_are_searched_too() -> None:
+def test_batch_of_floats() -> None:
     flow, distance, best = chain(8)
     result = assign_batch(flow * 0.1, distance / 3.0, restarts=4, iterations=80, device="cpu")
     assert result.cost == pytest.approx(best * 0.1 / 3.0)
 
 
-def test_huge_integers_are_exact() -> None:
+def test_batch_of_huge_integers_is_exact() -> None:
     flow, distance, best = chain(6)
     result = assign_batch(flow * (2**45 + 1), distance, restarts=4, iterations=60, device="cpu")
     assert result.cost == best * (2**45 + 1)
 
 
-def test_when_time_is_over_the_best_so_far_is_the_answer() -> None:
+def test_batch_within_budget_returns_best_so_far() -> None:
     flow, distance = random_problem("symmetric", 10)
     result = assign_batch(flow, distance, restarts=200, iterations=2**29, budget_s=1e-3, device="cpu")
     assert not result.finished and len(result.costs) == 200
     assert result.cost == compute_cost(flow, distance, result.permutation)
 
 
-def test_a_start_is_never_made_worse() -> None:
+def test_batch_is_no_worse_than_start() -> None:
     flow, distance = random_problem("asymmetric", 6)
     start = [5, 4, 3, 2, 1, 0]
     result = assign_batch(flow, distance, restarts=2, iterations=1, start=start, device="cpu")
     assert result.costs[0] <= compute_cost(flow, distance, start)
 
 
-def test_where_nothing_is_to_be_found() -> None:
+def test_batch_without_flow() -> None:
     result = assign_batch([[3]], [[5]], restarts=2, device="cpu")
     assert (result.cost, result.gap, result.evaluations) == (15, 0.0, 0)
     idle = assign_batch(np.zeros((3, 3)), np.ones((3, 3)), restarts=2, start=[2, 0, 1], device="cpu")
@@ -95,19 +95,19 @@ def test_where_nothing_is_to_be_found() -> None:
         ({"start": [1, 1, 0]}, r"a permutation of 0 … 2"),
     ],
 )
-def test_what_cannot_be_asked_for(settings: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         assign_batch(np.eye(3), np.eye(3), **{"device": "cpu", **settings})
 
 
-def test_more_sites_than_a_program_holds_are_refused() -> None:
+def test_triton_with_too_many_sites_is_refused() -> None:
     pytest.importorskip("triton", reason="the kernel of tabu search needs triton")
     flow, distance, _ = chain(129)
     with pytest.raises(InputError, match="128"):
         assign_batch(flow, distance, device="cpu", backend="triton")
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match="'cuda:2'"):
@@ -115,6 +115,6 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device here")
-def test_without_a_gpu_the_message_names_the_way_out() -> None:
+def test_missing_cuda_names_alternatives() -> None:
     with pytest.raises(DeviceError, match="`device='cpu'`"):
         assign_batch(np.eye(3), np.eye(3))

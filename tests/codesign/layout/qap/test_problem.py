@@ -1,4 +1,4 @@
-"""The cost of a permutation, padding, and QAPLIB files, damaged ones too."""
+"""Tests of `codesign.layout.qap.problem`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.codesign.layout.qap.problems import KINDS, plain_cost, random_problem
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floats", [False, True])
-def test_the_cost_is_the_sum_of_products(kind: str, floats: bool) -> None:
+def test_compute_cost_is_sum_of_products(kind: str, floats: bool) -> None:
     flow, distance = random_problem(kind, 6, floats=floats)
     p = np.random.default_rng(1).permutation(6)
     cost = compute_cost(flow, distance, p)
@@ -25,7 +25,7 @@ def test_the_cost_is_the_sum_of_products(kind: str, floats: bool) -> None:
     assert cost == pytest.approx(plain_cost(flow, distance, p), rel=1e-12)
 
 
-def test_integers_are_exact() -> None:
+def test_compute_cost_of_integers_is_exact() -> None:
     # One more than 2^53: in float64 the last digit would be lost.
     flow, distance = np.array([[2**53 + 1, 1], [0, 0]]), np.array([[1, 2], [3, 4]])
     assert compute_cost(flow, distance, [0, 1]) == 2**53 + 3
@@ -50,18 +50,18 @@ def test_integers_are_exact() -> None:
         ([[2**64 - 1]], [[1]], r"exceeds int64"),
     ],
 )
-def test_what_is_no_problem_is_refused(flow: Any, distance: Any, message: str) -> None:
+def test_invalid_matrices_are_refused(flow: Any, distance: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         compute_cost(flow, distance, range(len(flow)))
 
 
 @pytest.mark.parametrize("permutation", [[0, 0], [0, 2], [0], [0.0, 1.0], [[0, 1]], [-1, 0]])
-def test_what_is_no_permutation_is_refused(permutation: Any) -> None:
+def test_invalid_permutation_is_refused(permutation: Any) -> None:
     with pytest.raises(InputError, match="0"):
         compute_cost(np.eye(2), np.eye(2), permutation)
 
 
-def test_dummies_cost_nothing_wherever_they_are() -> None:
+def test_pad_flow_adds_free_items() -> None:
     flow, distance = random_problem("asymmetric", 3)[0], random_problem("asymmetric", 5)[1]
     full = pad_flow(flow, 5)
     assert full.shape == (5, 5)
@@ -78,7 +78,7 @@ def written(folder: Path, text: str | bytes) -> Path:
     return file
 
 
-def test_a_file_is_read_however_its_lines_break(tmp_path: Path) -> None:
+def test_read_qaplib_with_any_line_breaks(tmp_path: Path) -> None:
     instance = read_qaplib(written(tmp_path, "2 14 20\n\n0 1\n2 3\n\n4 5\n6 7\n"))
     assert (instance.name, instance.n, instance.optimum, instance.best_known, instance.bound) == (
         "tiny2",
@@ -96,12 +96,12 @@ def test_a_file_is_read_however_its_lines_break(tmp_path: Path) -> None:
     assert (same.optimum, same.best_known, same.bound) == (None, None, None)
 
 
-def test_a_negative_optimum_is_a_bound(tmp_path: Path) -> None:
+def test_read_qaplib_negative_optimum_is_bound(tmp_path: Path) -> None:
     instance = read_qaplib(written(tmp_path, "1 -14 20\n0\n0\n"))
     assert (instance.optimum, instance.best_known, instance.bound) == (None, 20, 14)
 
 
-def test_a_file_may_hold_fractions(tmp_path: Path) -> None:
+def test_read_qaplib_fractions(tmp_path: Path) -> None:
     instance = read_qaplib(written(tmp_path, "1\n0.5\n1e3\n"))
     assert instance.flow.dtype == instance.distance.dtype == np.float64
     assert (instance.flow.item(), instance.distance.item()) == (0.5, 1000.0)
@@ -110,8 +110,8 @@ def test_a_file_may_hold_fractions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"is empty"),
-        ("\n\n", r"is empty"),
+        ("", r"line 1: expected"),
+        ("\n\n", r"line 1: expected"),
         ("two\n", r"line 1: expected `n` or `n optimum best_known`.*'two'"),
         ("\n2 5\n", r"line 2: expected `n`.*'2 5'"),
         ("0\n", r"line 1: expected"),
@@ -120,7 +120,7 @@ def test_a_file_may_hold_fractions(tmp_path: Path) -> None:
         ("2 1 1\n1 2 3 x\n", r"line 2: 'x' is not a number"),
         ("2 1 1\n1 2\n3 nan\n", r"line 3: 'nan' is not finite"),
         ("1\n1e400 1", r"line 2: '1e400' is not finite"),
-        ("1\n1\n99999999999999999999", r"line 3: '9+' exceeds 64 bits"),
+        ("1\n1\n99999999999999999999", r"line 3: '9+' is not finite or exceeds 64 bits"),
         ("2\n0 1\n2 3\n4 5 6\n", r"ends in row 2 of matrix 2, line 4: got 7 numbers; .* 8"),
         ("2\n0 1\n2\n", r"ends in row 2 of matrix 1, line 3"),
         ("3\n", r"ends in row 1 of matrix 1, line 1: got 0 numbers"),
@@ -129,17 +129,17 @@ def test_a_file_may_hold_fractions(tmp_path: Path) -> None:
         (b"1\n\xff\n", r"byte 2"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_read_qaplib_damaged_file_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
     with pytest.raises(FileFormatError, match=message):
         read_qaplib(written(tmp_path, text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_read_qaplib_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r".*none\.qap"):
         read_qaplib(tmp_path / "none.qap")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=37)
 @given(
     text=st.one_of(
         st.binary(max_size=60),
@@ -147,7 +147,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         st.lists(st.integers(-9, 99), max_size=12).map(lambda v: " ".join(map(str, v)).encode()),
     )
 )
-def test_anything_else_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+def test_read_qaplib_any_text_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: bytes
+) -> None:
     file = written(tmp_path_factory.mktemp("fuzz"), text)
     try:
         instance = read_qaplib(file)

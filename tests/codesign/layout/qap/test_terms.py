@@ -1,4 +1,4 @@
-"""Terms stand for the problem they were made of, and changes are what swaps change."""
+"""Tests of `codesign.layout.qap.terms`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.codesign.layout.qap.problems import KINDS, random_problem
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floats", [False, True])
-def test_terms_are_worth_the_problem(kind: str, floats: bool) -> None:
+def test_terms_have_cost_of_problem(kind: str, floats: bool) -> None:
     flow, distance = random_problem(kind, 7, floats=floats)
     terms = QapTerms.from_matrices(flow, distance)
     for seed in range(5):
@@ -27,7 +27,7 @@ def test_terms_are_worth_the_problem(kind: str, floats: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_term_is_symmetric_or_antisymmetric(kind: str) -> None:
+def test_terms_are_symmetric_or_antisymmetric(kind: str) -> None:
     terms = QapTerms.from_matrices(*random_problem(kind, 6))
     for number, (a, b) in enumerate(zip(terms.a, terms.b, strict=True)):
         sign = 1 if number < terms.num_symmetric else -1
@@ -38,7 +38,7 @@ def test_every_term_is_symmetric_or_antisymmetric(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
-def test_changes_are_what_swaps_change(kind: str, dtype: torch.dtype) -> None:
+def test_swap_formula_matches_cost_difference(kind: str, dtype: torch.dtype) -> None:
     flow, distance = random_problem(kind, 6, seed=2)
     terms = QapTerms.from_matrices(flow, distance)
     starts = np.stack([np.random.default_rng(seed).permutation(6) for seed in range(3)])
@@ -56,7 +56,7 @@ def test_changes_are_what_swaps_change(kind: str, dtype: torch.dtype) -> None:
                 assert changed[u, v].item() == terms.scale * (after - base)
 
 
-def test_dummies_come_last_and_are_not_swapped_with_each_other() -> None:
+def test_items_without_flow_come_last() -> None:
     flow, distance = random_problem("dummies", 8)
     terms = QapTerms.from_matrices(flow, distance)
     idle = ~(flow.any(0) | flow.any(1))
@@ -65,14 +65,14 @@ def test_dummies_come_last_and_are_not_swapped_with_each_other() -> None:
     assert QapTerms.from_matrices(np.zeros((3, 3)), np.ones((3, 3))).num_swaps == 0
 
 
-def test_what_a_search_adds_up_stays_below_the_wall() -> None:
+def test_sums_stay_below_big_m() -> None:
     flow, distance = random_problem("asymmetric", 8)
     terms = QapTerms.from_matrices(flow, distance)
     changes = compute_changes(torch.tensor(terms.a), torch.tensor(terms.b), torch.arange(8)[None])
     assert 2 * changes.abs().max() < terms.big_m
 
 
-def test_exact_dtypes_are_chosen() -> None:
+def test_working_dtype_is_exact() -> None:
     small = QapTerms.from_matrices([[0, 1], [1, 0]], [[0, 1], [1, 0]])
     assert {array.dtype for array in small.to_working_dtype()[:2]} == {np.dtype(np.float64)}
     huge = QapTerms.from_matrices(np.array([[0, 2**50], [2**50, 0]]), [[0, 1], [1, 0]])

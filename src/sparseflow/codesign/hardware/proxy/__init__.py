@@ -3,7 +3,7 @@
 ::
 
     from sparseflow.codesign.hardware.proxy import DeviceSpec, LayerHwProxy, fit_proxy, read_points
-    proxy = LayerHwProxy.analytic()                       # or fit_proxy(read_points("points.parquet").points)
+    proxy = LayerHwProxy.analytic()                       # or fit_proxy(read_points("points.jsonl").points)
     proxy.predict_table(layers, [DeviceSpec.from_chip(chip) for chip in chips])["lat_ms"]     # [L, S]
 
 `profiling` measures layers, `points` stores the measurements, `fitting` fits a proxy to them.
@@ -26,7 +26,6 @@ from sparseflow.codesign.hardware.proxy.points import (
     LayerPointFile,
     LayerPoints,
     read_points,
-    write_points,
 )
 from sparseflow.codesign.hardware.proxy.residual_model import LayerProxyModel
 from sparseflow.codesign.hardware.proxy.synthetic_layers import LayerConfig, LayerGrid
@@ -49,5 +48,4 @@ __all__ = [
     "fit_proxy",
     "measure_device",
     "read_points",
-    "write_points",
 ]

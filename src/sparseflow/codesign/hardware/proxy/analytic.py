@@ -71,12 +71,6 @@ class LatencyRoofline:
         compute, memory, overhead = coefficients.unbind(-1)
         return torch.maximum(work.compute_ms / compute, work.memory_ms / memory) + overhead
 
-    def with_average_default(self) -> LatencyRoofline:
-        """Return a copy in which unmeasured devices use the mean coefficients of the measured ones."""
-        values = self.values.clone()
-        values[0] = _fill_missing(values[1:], self.fitted[1:]).mean(0) if len(values) > 1 else values[0]
-        return LatencyRoofline(values=values, fitted=self.fitted)
-
 
 def fit_roofline(work: ProxyInputs, latency_ms: Tensor) -> LatencyRoofline:
     """Fit the coefficients to latencies by the log ratio (Huber loss).

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from pydantic import with_config
 
 from sparseflow.codesign.hardware.chips import ChipType
+from sparseflow.core.checks import check_at_least, check_between, check_one_of, check_positive
+from sparseflow.core.config import StrictModel
 from sparseflow.core.device import describe_device
-from sparseflow.core.device.ceilings import Ceilings, measure_ceilings
+from sparseflow.core.device.ceilings import measure_ceilings
 from sparseflow.core.layers import PRECISIONS
 from sparseflow.core.telemetry import nvml
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
 
 
+@with_config(StrictModel.model_config)
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """Specifications of a device.
@@ -48,20 +50,14 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if not self.name:
             raise InputError("`name` of a device must not be empty")
-        for name in ("peak_flops", "peak_bw", "mem_gb", "tdp_w"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
-                raise InputError(f"`{name}` (={value}) of {self.name} must be finite and above 0")
-        if not 0.0 <= self.idle_w <= self.tdp_w:
-            raise InputError(f"`idle_w` (={self.idle_w}) of {self.name} must be from 0 to {self.tdp_w} W")
-        if self.cores is not None and self.cores < 1:
-            raise InputError(f"`cores` (={self.cores}) of {self.name} must be at least 1, or None")
-        for precision, value in self.rates:
-            if precision not in PRECISIONS or not (math.isfinite(value) and value > 0.0):
-                raise InputError(
-                    f"`rates` of {self.name} contains {precision!r}: {value}; expected FLOP/s above 0 for "
-                    f"one of {', '.join(PRECISIONS)}"
-                )
+        rates = {f"rates[{precision!r}]": rate for precision, rate in self.rates}
+        check_positive(
+            peak_flops=self.peak_flops, peak_bw=self.peak_bw, mem_gb=self.mem_gb, tdp_w=self.tdp_w, **rates
+        )
+        check_between(0.0, self.tdp_w, idle_w=self.idle_w)
+        check_at_least(1, cores=1 if self.cores is None else self.cores)
+        for precision, _ in self.rates:
+            check_one_of(PRECISIONS, rates=precision)
 
     def rate(self, precision: str) -> float:
         """FLOP/s at a precision."""
@@ -76,43 +72,6 @@ class DeviceSpec:
             name=chip.name, peak_flops=chip.peak_flops, peak_bw=chip.peak_bw, mem_gb=chip.mem_gb,
             tdp_w=chip.tdp_w, idle_w=chip.idle_w, cores=cores,
         )  # fmt: skip
-
-    @classmethod
-    def from_ceilings(
-        cls,
-        ceilings: Ceilings,
-        *,
-        name: str,
-        mem_gb: float,
-        tdp_w: float,
-        idle_w: float = 0.0,
-        cores: int | None = None,
-    ) -> DeviceSpec:
-        """Build the specification from measured ceilings; see `measure_device`."""
-        rates = tuple(
-            (precision, ceilings.flops_per_s[precision])
-            for precision in PRECISIONS
-            if precision in ceilings.flops_per_s
-        )
-        return cls(
-            name=name, peak_flops=max(rate for _, rate in rates), peak_bw=ceilings.bytes_per_s,
-            mem_gb=mem_gb, tdp_w=tdp_w, idle_w=idle_w, cores=cores, rates=rates,
-        )  # fmt: skip
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types; `from_dict` reads them."""
-        return {
-            "name": self.name, "peak_flops": self.peak_flops, "peak_bw": self.peak_bw, "mem_gb": self.mem_gb,
-            "tdp_w": self.tdp_w, "idle_w": self.idle_w, "cores": self.cores, "rates": dict(self.rates),
-        }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> DeviceSpec:
-        """Read what `to_dict` returned. Raises FileFormatError if the record is invalid."""
-        try:
-            return cls(**{**record, "rates": tuple((str(k), float(v)) for k, v in record["rates"].items())})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FileFormatError(f"invalid device: {error}") from error
 
 
 _IDLE_DURATION_S = 1.0
@@ -139,9 +98,12 @@ def measure_device(
         raise InputError(f"the power limit of {info.name} is unknown; pass `tdp_w`, W at full load")
     if idle_w is None:
         idle_w = min(measure_power_w(lambda: time.sleep(_SLEEP_S), device, _IDLE_DURATION_S) or 0.0, tdp_w)
-    return DeviceSpec.from_ceilings(
-        measure_ceilings(device), name=info.name, mem_gb=info.memory_bytes / 1e9, tdp_w=tdp_w, idle_w=idle_w,
-        cores=info.cores,
+    ceilings = measure_ceilings(device)
+    rates = {name: rate for name, rate in ceilings.flops_per_s.items() if name in PRECISIONS}
+    return DeviceSpec(
+        name=info.name, peak_flops=max(rates.values()), peak_bw=ceilings.bytes_per_s,
+        mem_gb=info.memory_bytes / 1e9, tdp_w=tdp_w, idle_w=idle_w, cores=info.cores,
+        rates=tuple(rates.items()),
     )  # fmt: skip
 
 

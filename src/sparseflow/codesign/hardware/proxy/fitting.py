@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.core.metrics import median_error, spearman
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import InputError
-
-UnmeasuredDevices = Literal["ideal", "average"]
 
 MIN_POINTS = 8
 """Minimum number of measured points."""
@@ -117,7 +115,6 @@ def fit_proxy(
     *,
     environments: Mapping[str, Mapping[str, Any]] | None = None,
     num_folds: int = 5,
-    unmeasured_devices: UnmeasuredDevices = "ideal",
     training: ProxyTrainingConfig | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -130,14 +127,12 @@ def fit_proxy(
         points: Points in one mode, of one or more devices.
         environments: Environment id -> environment, for provenance.
         num_folds: Folds of the cross-validation; 0 for none.
-        unmeasured_devices: Coefficients of devices without points: `"ideal"`, or `"average"` of the measured
-            devices.
         training: Training of the residual model.
         seed: Random seed of weights and folds.
         progress: Progress callback.
 
     Raises:
-        InputError: A point is invalid, fewer than `MIN_POINTS` points are measured, or the modes differ.
+        InputError: Fewer than `MIN_POINTS` points are measured, or the modes differ.
     """
     measured = _select_measured(points)
     training = training or ProxyTrainingConfig()
@@ -163,8 +158,7 @@ def fit_proxy(
         },
         "held_out": held_out,
     }
-    roofline = proxy.roofline.with_average_default() if unmeasured_devices == "average" else proxy.roofline
-    return replace(proxy, roofline=roofline, provenance=provenance)
+    return replace(proxy, provenance=provenance)
 
 
 def cross_validate(
@@ -213,8 +207,6 @@ def cross_validate(
 
 
 def _select_measured(points: Sequence[LayerPoint]) -> list[LayerPoint]:
-    for index, point in enumerate(points):
-        point.check(f"point {index}")
     measured = [point for point in points if point.provenance == "measured"]
     if len(measured) < MIN_POINTS:
         raise InputError(

@@ -103,36 +103,22 @@ class ProxyInputs:
             )
         for layer in layers:
             _check_layer(layer)
-        columns = {
-            name: _stack_values([getattr(layer, name) for layer in layers]) for name in ("flops", "bytes")
-        }
-        counts = torch.tensor([[getattr(layer, name) for name in _COUNTS] for layer in layers], dtype=_DTYPE)
-        columns |= dict(zip(_COUNTS, counts.unbind(1), strict=True))
+        names = ("flops", "bytes", *_COUNTS)
+        columns = {name: _stack_values([getattr(layer, name) for layer in layers]) for name in names}
         columns["type_index"] = torch.tensor([LAYER_TYPES.index(layer.layer_type) for layer in layers])
         columns["precision"] = torch.tensor([PRECISIONS.index(layer.precision) for layer in layers])
         columns = {name: reshape(column) for name, column in columns.items()}
         rates = torch.tensor([[spec.rate(name) for name in PRECISIONS] for spec in devices], dtype=_DTYPE)
-        specs = torch.tensor(
-            [
-                [
-                    device_spec.peak_flops,
-                    device_spec.peak_bw,
-                    device_spec.tdp_w,
-                    device_spec.idle_w,
-                    device_spec.cores or 0,
-                ]
-                for device_spec in devices
-            ],
-            dtype=_DTYPE,
-        )
-        names = ("peak_flops", "peak_bw", "tdp_w", "idle_w", "cores")
-        device_columns = dict(zip(names, specs.unbind(1), strict=True))
+        specs = {
+            name: torch.tensor([getattr(spec, name) or 0 for spec in devices], dtype=_DTYPE)[device]
+            for name in ("peak_flops", "peak_bw", "tdp_w", "idle_w", "cores")
+        }
         return cls(
             **columns,
             devices=tuple(devices),
             device=device,
             rate=rates[device, columns["precision"]],
-            **{name: column[device] for name, column in device_columns.items()},
+            **specs,
         )
 
     @property

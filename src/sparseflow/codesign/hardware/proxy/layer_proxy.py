@@ -9,14 +9,15 @@ reports as "analytic". Predictions are differentiable with respect to a layer's 
 from __future__ import annotations
 
 import hashlib
-import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import field_validator
 from torch import Tensor
 
 from sparseflow.codesign.hardware.chips import ChipType
@@ -30,16 +31,36 @@ from sparseflow.codesign.hardware.proxy.analytic import (
 from sparseflow.codesign.hardware.proxy.device import DeviceSpec
 from sparseflow.codesign.hardware.proxy.features import FEATURES, compute_features
 from sparseflow.codesign.hardware.proxy.inputs import ProxyInputs
+from sparseflow.codesign.hardware.proxy.points import Mode
 from sparseflow.codesign.hardware.proxy.residual_model import TARGETS, LayerProxyModel
-from sparseflow.core.artifact import load_tensors, save_tensors
+from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import FileFormatError
 
 DeviceLike = DeviceSpec | ChipType
 PredictionSource = Literal["measured", "analytic"]
 
-_MARK = {"format": "sparseflow-layer-proxy", "version": "1"}
 _MODEL = "model."
+
+
+class _ProxyArtifact(Artifact):
+    FORMAT: ClassVar[str] = "sparseflow.codesign.layer-proxy"
+    VERSION: ClassVar[int] = 2
+    HINT: ClassVar[str] = "fit a proxy with `sparseflow codesign profile`"
+
+    features: tuple[str, ...]
+    devices: tuple[DeviceSpec, ...]
+    mode: Mode | None
+    model: dict[str, int] | None
+    provenance: dict[str, Any]
+
+    @field_validator("features")
+    @classmethod
+    def _check_features(cls, features: tuple[str, ...]) -> tuple[str, ...]:
+        if features != FEATURES:
+            raise ValueError("the proxy has other features than this version of SparseFlow")
+        return features
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +83,7 @@ class LayerHwProxy:
     workspace: Tensor
     devices: tuple[DeviceSpec, ...] = ()
     model: LayerProxyModel | None = None
-    mode: str | None = None
+    mode: Mode | None = None
     provenance: Mapping[str, Any] = field(
         default_factory=lambda: {"measured": 0, "analytic": 0, "environments": {}, "held_out": None}
     )
@@ -120,8 +141,7 @@ class LayerHwProxy:
         Raises:
             InputError: There are no layers, a value of a layer is out of range, or the mode is unknown.
         """
-        if mode not in ("serial", "max"):
-            raise InputError(f"`mode` (={mode!r}) must be serial or max")
+        check_one_of(("serial", "max"), mode=mode)
         work = ProxyInputs.from_pairs(layers, [self._resolve_device(device)] * len(layers))
         prediction = self._predict(work)
         latency, weights = prediction["lat_ms"], work.weight_bytes / 1e6
@@ -165,34 +185,35 @@ class LayerHwProxy:
         Raises:
             OSError: The file cannot be written.
         """
-        config, tensors = self._serialize()
-        proxy = json.dumps(config | {"provenance": dict(self.provenance)}, allow_nan=False)
-        save_tensors(path, tensors, _MARK | {"features": json.dumps(FEATURES), "proxy": proxy})
+        artifact, tensors = self._serialize()
+        artifact.save_tensors(path, tensors)
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything that determines predictions, in hexadecimal; excludes `provenance`."""
-        config, tensors = self._serialize()
-        digest_hash = hashlib.sha256(json.dumps([FEATURES, config], sort_keys=True).encode())
+        artifact, tensors = self._serialize()
+        config = artifact.model_dump_json(exclude={"provenance"})
+        digest_hash = hashlib.sha256(config.encode())
         for name, value in sorted(tensors.items()):
             array = value.detach().cpu().contiguous().numpy()
             digest_hash.update(f"{name} {array.dtype} {array.shape}".encode())
             digest_hash.update(array.tobytes())
         return digest_hash.hexdigest()
 
-    def _serialize(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Configuration as JSON types and tensors by name."""
+    def _serialize(self) -> tuple[_ProxyArtifact, dict[str, Tensor]]:
         tensors = {
             "roofline": self.roofline.values, "fitted": self.roofline.fitted, "power": self.power,
             "workspace": self.workspace,
         }  # fmt: skip
-        config: dict[str, Any] = {
-            "devices": [device.to_dict() for device in self.devices], "mode": self.mode, "model": None,
-        }  # fmt: skip
+        model = None
         if self.model is not None:
-            config["model"] = {"members": self.model.members, "hidden": self.model.hidden}
+            model = {"members": self.model.members, "hidden": self.model.hidden}
             tensors |= {_MODEL + name: value for name, value in self.model.state_dict().items()}
-        return config, tensors
+        artifact = _ProxyArtifact(
+            features=FEATURES, devices=self.devices, mode=self.mode, model=model,
+            provenance=dict(self.provenance),
+        )  # fmt: skip
+        return artifact, tensors
 
     @classmethod
     def load(cls, path: Path | str) -> LayerHwProxy:
@@ -202,13 +223,10 @@ class LayerHwProxy:
             InputError: The file does not exist.
             FileFormatError: The file is foreign, damaged, or of another version or feature set.
         """
-        metadata_tag = _MARK | {"features": json.dumps(FEATURES)}
-        metadata, tensors = load_tensors(path, metadata_tag, "layer proxy")
+        artifact, tensors = _ProxyArtifact.load_tensors(path)
         try:
-            config = json.loads(metadata["proxy"])
-            devices = tuple(DeviceSpec.from_dict(record) for record in config["devices"])
             ideal = LatencyRoofline.ideal()
-            rows = (1 + len(devices), *ideal.values.shape[1:])
+            rows = (1 + len(artifact.devices), *ideal.values.shape[1:])
             for name, shape in (
                 ("roofline", rows), ("fitted", rows[:-1]), ("power", (rows[0], 3)), ("workspace", rows[:-1]),
             ):  # fmt: skip
@@ -217,8 +235,8 @@ class LayerHwProxy:
             if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
                 raise ValueError("a value is not finite")
             model = None
-            if config["model"] is not None:
-                model = LayerProxyModel(**config["model"])
+            if artifact.model is not None:
+                model = LayerProxyModel(**artifact.model)
                 model_state = {
                     name[len(_MODEL) :]: value for name, value in tensors.items() if name.startswith(_MODEL)
                 }
@@ -226,8 +244,8 @@ class LayerHwProxy:
                 model.requires_grad_(False)
             return cls(
                 roofline=LatencyRoofline(values=tensors["roofline"], fitted=tensors["fitted"]),
-                power=tensors["power"], workspace=tensors["workspace"], devices=devices, model=model,
-                mode=config["mode"], provenance=dict(config["provenance"]),
+                power=tensors["power"], workspace=tensors["workspace"], devices=artifact.devices, model=model,
+                mode=artifact.mode, provenance=artifact.provenance,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise FileFormatError(f"{path} is not a valid layer proxy: {error}") from error
@@ -256,14 +274,8 @@ class LayerHwProxy:
     def _resolve_device(self, device: DeviceLike) -> DeviceSpec:
         """Return the measured device of the same name and peak rates, if there is one."""
         spec = DeviceSpec.from_chip(device)
-        for measured in self.devices:
-            if (measured.name, measured.peak_flops, measured.peak_bw) == (
-                spec.name,
-                spec.peak_flops,
-                spec.peak_bw,
-            ):
-                return measured
-        return spec
+        identity = operator.attrgetter("name", "peak_flops", "peak_bw")
+        return next((device for device in self.devices if identity(device) == identity(spec)), spec)
 
     def _coefficient_rows(self, work: ProxyInputs) -> Tensor:
         """Row of the coefficients for each device; 0 if it was not measured."""

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflow.codesign.hardware.proxy.device import DeviceSpec, measure_device, measure_power_w
-from sparseflow.codesign.hardware.proxy.points import MODES, LayerPoint, LayerPointFile, read_points
+from sparseflow.codesign.hardware.proxy.points import LayerPoint, LayerPointFile, Mode, read_points
 from sparseflow.codesign.hardware.proxy.synthetic_layers import LayerGrid, TensorPool
 from sparseflow.codesign.workload.layers import to_float
+from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
 from sparseflow.core.device import describe_device
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.layers import LayeredModel, LayerNode
@@ -58,7 +59,7 @@ class ProfileConfig:
         InputError: A value is out of range.
     """
 
-    mode: str = "eager"
+    mode: Mode = "eager"
     repeats: int = 9
     warmup: int = 3
     sample_ms: float = 0.5
@@ -67,16 +68,11 @@ class ProfileConfig:
     power_s: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(f"`mode` (={self.mode!r}) must be one of: {', '.join(MODES)}")
-        for name in ("repeats", "warmup", "max_calls"):
-            if getattr(self, name) < 1:
-                raise InputError(f"`{name}` (={getattr(self, name)}) must be at least 1")
-        if self.power_every < 0 or not self.power_s > 0.0 or not self.sample_ms >= 0.0:
-            raise InputError(
-                f"`power_every` (={self.power_every}) and `sample_ms` (={self.sample_ms}) must be at "
-                f"least 0, `power_s` (={self.power_s}) must be above 0"
-            )
+        check_one_of(get_args(Mode), mode=self.mode)
+        check_at_least(1, repeats=self.repeats, warmup=self.warmup, max_calls=self.max_calls)
+        check_at_least(0, power_every=self.power_every)
+        check_positive(power_s=self.power_s)
+        check_non_negative(sample_ms=self.sample_ms)
 
 
 def read_device(path: Path | str, device: torch.device | str = "cpu") -> DeviceSpec | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.layers import LAYER_TYPES, PRECISIONS, LayerNode
 from sparseflow.errors import InputError
 
@@ -86,17 +87,13 @@ class LayerConfig:
             patch = 3 * self.inner**2
             weights, flops = c * (patch + 1) + s * c, 2 * rows * patch * c
             input_size, output_size = rows * patch, x
-            moved_size, activation_size = (
-                input_size + output_size,
-                input_size + max(input_size + output_size, 3 * output_size),
-            )
+            moved_size = input_size + output_size
+            activation_size = input_size + max(moved_size, 3 * output_size)
         else:
             weights, flops = norm + self.inner * (c + 1), 2 * b * c * self.inner
             input_size, output_size = x, b * self.inner
-            moved_size, activation_size = (
-                input_size + output_size + 4 * b * c,
-                input_size + 2 * b * c + output_size,
-            )
+            moved_size = input_size + output_size + 4 * b * c
+            activation_size = input_size + output_size + 2 * b * c
         return LayerNode(
             id=id, name=self.name, layer_type=self.layer_type, flops=float(flops),
             bytes=float(size * (weights + moved_size)), weight_bytes=size * weights,
@@ -136,10 +133,11 @@ class LayerGrid:
     flops: float = 1e12
 
     def __post_init__(self) -> None:
-        for name, allowed in (("types", LAYER_TYPES), ("precisions", PRECISIONS)):
-            selected = getattr(self, name)
-            if not selected or not set(selected) <= set(allowed):
-                raise InputError(f"`{name}` (={selected}) must contain only: {', '.join(allowed)}")
+        for name in self.types:
+            check_one_of(LAYER_TYPES, types=name)
+        for name in self.precisions:
+            check_one_of(PRECISIONS, precisions=name)
+        check_at_least(1, num_types=len(self.types), num_precisions=len(self.precisions))
         for name in ("batch", "seq_len", "embed_dim", "mlp_ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:

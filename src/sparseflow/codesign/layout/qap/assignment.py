@@ -16,11 +16,13 @@ from sparseflow.codesign.layout.qap.problem import (
     gilmore_lawler_bound,
     stack_matrices,
 )
-from sparseflow.codesign.layout.qap.search import AnnealingSearch, TabuSearch
+from sparseflow.codesign.layout.qap.search import AnnealingSearch, QapSearch, TabuSearch
 from sparseflow.codesign.layout.qap.terms import QapTerms
-from sparseflow.errors import InputError
+from sparseflow.core.checks import check_at_least, check_between, check_one_of, check_positive
 
-METHODS = ("auto", "tabu", "annealing")
+_METHODS: dict[str, tuple[type[QapSearch], ...]] = {
+    "auto": (TabuSearch, AnnealingSearch), "tabu": (TabuSearch,), "annealing": (AnnealingSearch,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +85,7 @@ def assign(
     f, d = stack_matrices(flow, distance)
     n = f.shape[1]
     check_budget(restarts, iterations, budget_s, seed)
-    if method not in METHODS:
-        raise InputError(f"`method` (={method!r}) must be one of {', '.join(map(repr, METHODS))}")
+    check_one_of(_METHODS, method=method)
     initial = None if start is None else check_permutation(start, n)
     terms = QapTerms.from_matrices(f, d)
     if not terms.num_swaps:
@@ -92,12 +93,7 @@ def assign(
         return make_assignment(
             f, d, np.tile(stay, (restarts, 1)), evaluations=0, elapsed_s=0.0, finished=True
         )
-    search_types = {
-        "auto": (TabuSearch, AnnealingSearch),
-        "tabu": (TabuSearch,),
-        "annealing": (AnnealingSearch,),
-    }[method]
-    searches = [kind(terms) for kind in search_types[:restarts]]
+    searches = [kind(terms) for kind in _METHODS[method][:restarts]]
     permutations, passes, finished = [], 0, True
     start_s = time.perf_counter()
     for restart in range(restarts):
@@ -166,13 +162,10 @@ def draw_start(seed: int, restart: int, n: int) -> tuple[np.ndarray, int]:
 
 def check_budget(restarts: int, iterations: int | None, budget_s: float | None, seed: int) -> None:
     """Raise InputError if an argument is out of range."""
-    if restarts < 1:
-        raise InputError(f"`restarts` (={restarts}) must be at least 1")
-    if iterations is not None and not 1 <= iterations < ALWAYS:
-        raise InputError(
-            f"`iterations` (={iterations}) must be from 1 to {ALWAYS - 1}, or None for the default"
-        )
-    if budget_s is not None and not 0.0 < budget_s < math.inf:
-        raise InputError(f"`budget_s` (={budget_s}) must be above 0 and finite, or None for no limit")
-    if seed < 0:
-        raise InputError(f"`seed` (={seed}) must be at least 0")
+    check_at_least(1, restarts=restarts)
+    check_at_least(0, seed=seed)
+    if iterations is not None:
+        check_at_least(1, iterations=iterations)
+        check_between(1, ALWAYS - 1, iterations=iterations)
+    if budget_s is not None:
+        check_positive(budget_s=budget_s)

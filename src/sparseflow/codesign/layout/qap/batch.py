@@ -20,6 +20,7 @@ from sparseflow.codesign.layout.qap.kernels.tabu.rule import MAX_REGISTER_SITES,
 from sparseflow.codesign.layout.qap.problem import EXACT, check_permutation, stack_matrices
 from sparseflow.codesign.layout.qap.search import DEFAULT_MOVES
 from sparseflow.codesign.layout.qap.terms import QapTerms
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.extras import require
 from sparseflow.errors import DeviceError, InputError
 
@@ -140,8 +141,7 @@ def _select_dtype(terms: QapTerms, backend: str) -> torch.dtype:
 
 
 def _select_backend(backend: str, terms: QapTerms, device: torch.device) -> str:
-    if backend not in BACKENDS:
-        raise InputError(f"`backend` (={backend!r}) must be one of {', '.join(map(repr, BACKENDS))}")
+    check_one_of(BACKENDS, backend=backend)
     if backend == "auto":
         able = (
             device.type == "cuda" and terms.n <= MAX_REGISTER_SITES and util.find_spec("triton") is not None

@@ -174,9 +174,7 @@ def read_qaplib(path: Path | str) -> QapInstance:
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{file} is not a QAPLIB file: byte {error.start} is not ASCII") from error
     lines = [(number, line.split()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise FileFormatError(f"{file} is empty; a QAPLIB file starts with `n` or `n optimum best_known`")
-    number, head = lines[0]
+    number, head = lines[0] if lines else (1, [])
     try:
         header = [int(word) for word in head]
     except ValueError:
@@ -223,16 +221,11 @@ def read_qaplib(path: Path | str) -> QapInstance:
 
 def _parse_number(word: str, context: str) -> int | float:
     try:
-        value: int | float = int(word)
+        value = int(word) if word.lstrip("+-").isdecimal() else float(word)
     except ValueError:
-        try:
-            value = float(word)
-        except ValueError:
-            raise FileFormatError(f"{context}: {word[:40]!r} is not a number") from None
-        if not np.isfinite(value):
-            raise FileFormatError(f"{context}: {word[:40]!r} is not finite") from None
-    if abs(value) > _MAX_INT64:
-        raise FileFormatError(f"{context}: {word[:40]!r} exceeds 64 bits")
+        raise FileFormatError(f"{context}: {word[:40]!r} is not a number") from None
+    if not abs(value) <= _MAX_INT64:
+        raise FileFormatError(f"{context}: {word[:40]!r} is not finite or exceeds 64 bits")
     return value
 
 

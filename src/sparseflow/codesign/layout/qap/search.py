@@ -104,7 +104,7 @@ class AnnealingSearch(QapSearch):
     default_passes = DEFAULT_PASSES
 
     def _run_passes(self, current: np.ndarray, best: np.ndarray, iterations: int, seed: int) -> Iterator[int]:
-        from sparseflow.codesign.layout.qap.kernels.annealing import cpu
+        from sparseflow.codesign.layout.qap.kernels import annealing as kernel
 
         a, b, _ = self._working
         movers, swaps = self._terms.num_movers, self._terms.num_swaps
@@ -114,20 +114,20 @@ class AnnealingSearch(QapSearch):
         completed, max_trials = 0, max(1, _ANNEALING_CHUNK // self._terms.n)
         while True:
             trials = min(max_trials, swaps * iterations - completed)
-            cpu.anneal(a, ordered, current, best, cost_change, schedule, counts, movers, trials, seed)
-            completed = int(counts[cpu.NUM_TRIALS])
+            kernel.anneal(a, ordered, current, best, cost_change, schedule, counts, movers, trials, seed)
+            completed = int(counts[kernel.NUM_TRIALS])
             yield -(-completed // swaps)
             if completed >= swaps * iterations:
                 return
 
     def _init_schedule(self, a: np.ndarray, ordered: np.ndarray, trials: int, seed: int) -> np.ndarray:
         """Current temperature, temperature at the best, and beta, float64, [3]."""
-        from sparseflow.codesign.layout.qap.kernels.annealing import cpu
+        from sparseflow.codesign.layout.qap.kernels import annealing as kernel
 
         rng = np.random.default_rng(seed)
         r = rng.integers(self._terms.num_movers, size=_NUM_PROBES)
         s = (r + rng.integers(1, self._terms.n, size=_NUM_PROBES)) % self._terms.n
-        changes = np.abs([float(cpu.swap_change(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
+        changes = np.abs([float(kernel.swap_change(a, ordered, u, v)) for u, v in zip(r, s, strict=True)])
         # Swaps of two dummies change nothing except for rounding.
         changes = changes[changes > 1e-9 * changes.max()]
         median_change = float(np.median(changes)) if len(changes) else 1.0

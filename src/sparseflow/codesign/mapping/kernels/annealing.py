@@ -1,8 +1,11 @@
-"""Simulated annealing over feasible mappings, resumable, and greedy construction."""
+"""Simulated annealing over feasible mappings, resumable, and greedy construction.
+
+See `mapping.arrays` for the types of the entry points.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -46,7 +49,7 @@ class AnnealingState(NamedTuple):
     previous_free_bytes: np.ndarray
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def random_uniform(random: np.ndarray) -> float:
     """Uniform number in [0, 1) (splitmix64)."""
     random[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -56,14 +59,14 @@ def random_uniform(random: np.ndarray) -> float:
     return float((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def random_below(random: np.ndarray, number: int) -> int:
     """Uniform integer from 0 to `number` - 1."""
     return int(random_uniform(random) * number)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def recompute(tables: ProblemArrays, state: AnnealingState) -> None:
+@njit(nogil=True, error_model="numpy")
+def _recompute(tables: ProblemArrays, state: AnnealingState) -> None:
     """Recompute everything derived from `slot`."""
     # Explicit loops, because row operations would add seconds to the compile time.
     for s in range(len(state.busy)):
@@ -83,6 +86,12 @@ def recompute(tables: ProblemArrays, state: AnnealingState) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def recompute(tables: Any, state: Any) -> None:
+    """Recompute everything derived from `slot`."""
+    _recompute(ProblemArrays(*tables), AnnealingState(*state))
+
+
+@njit(nogil=True, error_model="numpy")
 def move_segment(tables: ProblemArrays, state: AnnealingState, k: int, t: int) -> None:
     """Move segment k to slot t without checking memory."""
     # Inlined by hand: a function per edge would slow annealing down by a third.
@@ -119,7 +128,7 @@ def move_segment(tables: ProblemArrays, state: AnnealingState, k: int, t: int) -
     state.slot[k] = t
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def propose_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarray) -> int:
     """Propose a step: fill `moved_segments` and `targets`, and return the number of moved segments,
     possibly 0.
@@ -188,7 +197,7 @@ def propose_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndar
     return n
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def apply_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarray, number: int) -> bool:
     """Apply the proposed moves; returns whether they are allowed, otherwise reverts them."""
     refused = 0
@@ -210,7 +219,7 @@ def apply_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarra
     return refused == 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def undo_moves(state: AnnealingState, number: int) -> None:
     """Revert the last step, except for `num_broken`."""
     for s in range(len(state.busy)):
@@ -219,7 +228,7 @@ def undo_moves(state: AnnealingState, number: int) -> None:
         state.slot[state.moved_segments[i]] = state.previous_slot[i]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def compute_scores(state: AnnealingState, period: float, total: float) -> tuple[float, float]:
     """Objective, and the search score that also rewards balance below the busiest slot."""
     top, summed, powers = 0.0, 0.0, 0.0
@@ -233,8 +242,8 @@ def compute_scores(state: AnnealingState, period: float, total: float) -> tuple[
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def anneal(
-    tables: ProblemArrays,
-    state: AnnealingState,
+    tables: Any,
+    state: Any,
     period: float,
     total: float,
     hot: float,
@@ -246,10 +255,11 @@ def anneal(
     """Run steps `first_step` to `last_step` of `steps`; the temperature decreases from `hot` to `cold`,
     ms.
     """
+    tables, state = ProblemArrays(*tables), AnnealingState(*state)
     targets = np.empty(len(state.slot), np.int64)
     # Low enough to accept broken edges at first, but not at the end.
     penalty = 5.0 * hot
-    recompute(tables, state)
+    _recompute(tables, state)
     score, temperature = compute_scores(state, period, total)[1], hot
     for step in range(first_step, last_step):
         if step == first_step or step % 64 == 0:
@@ -267,7 +277,7 @@ def anneal(
         score = new_score
         if state.num_broken[0] == 0 and objective < state.best[0]:
             # Incremental updates accumulate rounding errors.
-            recompute(tables, state)
+            _recompute(tables, state)
             objective, score = compute_scores(state, period, total)
             if objective < state.best[0]:
                 state.best[0] = objective
@@ -275,7 +285,7 @@ def anneal(
                     state.best_slot[k] = state.slot[k]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def repair(tables: ProblemArrays, state: AnnealingState, steps: int) -> bool:
     """Random walk towards a mapping within memory limits; returns whether it succeeded."""
     segments, slots = tables.latency.shape
@@ -317,8 +327,8 @@ def repair(tables: ProblemArrays, state: AnnealingState, steps: int) -> bool:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def construct(
-    tables: ProblemArrays,
-    state: AnnealingState,
+    tables: Any,
+    state: Any,
     order: np.ndarray,
     period: float,
     total: float,
@@ -326,6 +336,7 @@ def construct(
     steps: int,
 ) -> bool:
     """Place segments greedily by added cost and repair the result; returns whether all fit."""
+    tables, state = ProblemArrays(*tables), AnnealingState(*state)
     segments, slots = tables.latency.shape
     for k in range(segments):
         state.slot[k] = -1
@@ -372,5 +383,5 @@ def construct(
         state.slot[k] = best
         state.busy[best] += added[best]
         state.free_bytes[best] -= tables.memory[k, best]
-    recompute(tables, state)
+    _recompute(tables, state)
     return fits or repair(tables, state, steps)

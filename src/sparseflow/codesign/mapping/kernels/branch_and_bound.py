@@ -1,8 +1,11 @@
-"""Resumable depth-first branch and bound; `BranchState` holds the position of the search."""
+"""Resumable depth-first branch and bound; `BranchState` holds the position of the search.
+
+See `mapping.arrays` for the types of the entry points.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -46,17 +49,13 @@ class BranchState(NamedTuple):
     weights: np.ndarray
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def place_segment(tables: ProblemArrays, search: BranchState, d: int, into: int, k: int, s: int) -> None:
     """Compute depth `into` from depth d by placing segment k on slot s; `search.slot[k]` is unchanged."""
     segments, slots = tables.latency.shape
     total = search.weights[2 * slots + 1]
-    busy, free_bytes, busy_increase, cost = (
-        search.busy[into],
-        search.free_bytes[into],
-        search.busy_increase[into],
-        search.cost[into],
-    )
+    busy, free_bytes = search.busy[into], search.free_bytes[into]
+    busy_increase, cost = search.busy_increase[into], search.cost[into]
     # Explicit loops, because row operations would add seconds to the compile time.
     for t in range(slots):
         busy[t], free_bytes[t] = search.busy[d, t], search.free_bytes[d, t]
@@ -89,16 +88,12 @@ def place_segment(tables: ProblemArrays, search: BranchState, d: int, into: int,
             busy[b] += tables.fixed[s, b] + size * tables.per_byte[s, b]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) -> float:
     """Lower bound of all completions of depth d; segment k counts as placed."""
     segments, slots = tables.latency.shape
-    busy, free_bytes, busy_increase, cost = (
-        search.busy[d],
-        search.free_bytes[d],
-        search.busy_increase[d],
-        search.cost[d],
-    )
+    busy, free_bytes = search.busy[d], search.free_bytes[d]
+    busy_increase, cost = search.busy_increase[d], search.cost[d]
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
     weighted, top, busy_sum, capacity, required = 0.0, 0.0, 0.0, 0, 0
     for s in range(slots):
@@ -132,16 +127,12 @@ def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) ->
     return max(weighted, period * top + total * summed)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def select_segment(tables: ProblemArrays, search: BranchState, d: int) -> int:
     """Select the segment whose second-best slot costs most, or which has only one slot."""
     segments, slots = tables.latency.shape
-    busy, free_bytes, busy_increase, cost = (
-        search.busy[d],
-        search.free_bytes[d],
-        search.busy_increase[d],
-        search.cost[d],
-    )
+    busy, free_bytes = search.busy[d], search.free_bytes[d]
+    busy_increase, cost = search.busy_increase[d], search.cost[d]
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
     best, max_cost = -1, -1.0
     for v in range(segments):
@@ -160,7 +151,7 @@ def select_segment(tables: ProblemArrays, search: BranchState, d: int) -> int:
     return best
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def expand_node(tables: ProblemArrays, search: BranchState, d: int) -> None:
     """Select a segment for depth d and list its promising slots."""
     slots = tables.latency.shape[1]
@@ -193,10 +184,9 @@ def expand_node(tables: ProblemArrays, search: BranchState, d: int) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def fix_segments(
-    tables: ProblemArrays, search: BranchState, mapping: np.ndarray, is_free: np.ndarray
-) -> None:
+def fix_segments(tables: Any, search: Any, mapping: np.ndarray, is_free: np.ndarray) -> None:
     """Place all segments at depth 0 that are not free, bool [K], as in `mapping`."""
+    tables, search = ProblemArrays(*tables), BranchState(*search)
     for k in range(len(mapping)):
         if not is_free[k]:
             place_segment(tables, search, 0, 0, k, mapping[k])
@@ -204,15 +194,16 @@ def fix_segments(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def advance(tables: ProblemArrays, search: BranchState, nodes: int, precision: float) -> int:
+def advance(tables: Any, search: Any, nodes: int, precision: float) -> int:
     """Expand up to `nodes` nodes and return their number. At the end `search.depth[0]` is -1.
 
     Args:
-        tables: The problem.
-        search: State of the search; updated.
+        tables: Plain tuple of `ProblemArrays`.
+        search: Plain tuple of `BranchState`; updated.
         nodes: Maximum number of nodes.
         precision: Relative improvement below which mappings are ignored.
     """
+    tables, search = ProblemArrays(*tables), BranchState(*search)
     segments, slots = tables.latency.shape
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
     free, d, num_expanded = len(search.next_segment) - 1, search.depth[0], 0

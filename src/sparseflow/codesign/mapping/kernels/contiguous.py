@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -10,7 +12,7 @@ from sparseflow.codesign.mapping.arrays import ProblemArrays
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def fill_table(
-    tables: ProblemArrays,
+    tables: Any,
     cap: float,
     by_period: bool,
     value: np.ndarray,
@@ -22,13 +24,14 @@ def fill_table(
     State (m * S + s) * (K + 1) + j: the set m of slots runs segments 0 to j - 1, the last run on slot s.
 
     Args:
-        tables: The problem.
+        tables: Plain tuple of `ProblemArrays`.
         cap: Maximum busy time of a slot, ms.
         by_period: Minimize the largest busy time; otherwise the sum.
         value: Minimum of each state, float64 [2^S * S * (K + 1)]; output.
         other: The sum belonging to it, or the largest; output of the same shape.
         before: Previous state, int32 of the same shape; output where `value` is finite.
     """
+    tables = ProblemArrays(*tables)
     segments, slots = tables.latency.shape
     width = segments + 1
     for state in range(len(value)):

@@ -1,4 +1,4 @@
-"""Tabu search three times over: the reference, on one core, and in Triton's interpreter or on a GPU."""
+"""Tabu kernels against their reference."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on_core(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 3, 9, 18])
 @pytest.mark.parametrize("dtype", [np.int64, np.float64])
-def test_a_core_makes_the_moves_of_the_reference(kind: str, n: int, dtype: Any) -> None:
+def test_cpu_equals_reference(kind: str, n: int, dtype: Any) -> None:
     terms = QapTerms.from_matrices(*random_problem(kind, n))
     rule = TabuRule(low=max(1, n // 2), span=n, patience=20)
     created = given_to(terms, torch.float64, 2, "cpu", rule)
@@ -106,7 +106,7 @@ def test_a_core_makes_the_moves_of_the_reference(kind: str, n: int, dtype: Any) 
         ("symmetric", 33, torch.int32),
     ],
 )
-def test_triton_makes_the_moves_of_the_reference(kind: str, n: int, dtype: torch.dtype) -> None:
+def test_triton_equals_reference(kind: str, n: int, dtype: torch.dtype) -> None:
     terms = QapTerms.from_matrices(*random_problem(kind, n))
     # So short a patience that swaps which waited for long are made, too.
     rule = TabuRule(low=max(1, n // 2), span=n, patience=6)
@@ -124,7 +124,7 @@ def test_triton_makes_the_moves_of_the_reference(kind: str, n: int, dtype: torch
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("floats", [False, True])
-def test_what_is_added_up_is_what_the_permutations_cost(kind: str, floats: bool) -> None:
+def test_tracked_costs_match_permutations(kind: str, floats: bool) -> None:
     flow, distance = random_problem(kind, 10, floats=floats)
     terms = QapTerms.from_matrices(flow, distance)
     created = given_to(terms, torch.float64, 1, "cpu", TabuRule.for_size(10))
@@ -136,7 +136,7 @@ def test_what_is_added_up_is_what_the_permutations_cost(kind: str, floats: bool)
     assert objective[1] <= min(0.0, objective[0])
 
 
-def test_what_is_tabu_is_left_alone() -> None:
+def test_tabu_swaps_are_not_made() -> None:
     # Three things: after two moves all three pairs are tabu for long, and nothing moves any more.
     terms = QapTerms.from_matrices(
         np.array([[0, 1, 2], [1, 0, 4], [2, 4, 0]]), np.array([[0, 3, 5], [3, 0, 9], [5, 9, 0]])
@@ -154,7 +154,7 @@ def test_what_is_tabu_is_left_alone() -> None:
     torch.testing.assert_close(result.current().cpu(), later.current())
 
 
-def test_draws_are_spread_evenly() -> None:
+def test_hash_is_uniform() -> None:
     sampled = torch.stack(
         [reference.hash_counter(counter, torch.tensor([1, 2, 2**32 - 1])) for counter in range(2000)]
     )
@@ -164,7 +164,7 @@ def test_draws_are_spread_evenly() -> None:
     assert len(sampled.unique()) == sampled.numel()
 
 
-def test_dummies_are_always_tabu_and_movers_never_at_first() -> None:
+def test_initial_tabu_times() -> None:
     until = init_tabu(5, 3)
     assert (until[3:] == ALWAYS).all() and until[:3].max() < 0
     assert len(np.unique(until[:3])) == 15

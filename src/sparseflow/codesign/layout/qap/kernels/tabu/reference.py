@@ -153,14 +153,8 @@ class ReferenceRestarts:
         self, a: Tensor, b: Tensor, *, num_movers: int, big_m: int | float, start: Tensor, until: Tensor,
         seed: Tensor, rule: TabuRule,
     ) -> None:  # fmt: skip
-        self._a, self._b, self._num_movers, self._big_m, self._seed, self._rule = (
-            a,
-            b,
-            num_movers,
-            big_m,
-            seed,
-            rule,
-        )
+        self._a, self._b, self._seed = a, b, seed
+        self._num_movers, self._big_m, self._rule = num_movers, big_m, rule
         self._current, self._best = start.clone(), start.clone()
         self._cost_change = a.new_zeros(len(start), 2)
         self._until = until.repeat(len(start), 1, 1)

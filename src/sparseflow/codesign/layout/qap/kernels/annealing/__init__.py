@@ -1,3 +1,0 @@
-"""Simulated annealing; see `layout.qap.search`."""
-
-from __future__ import annotations
