@@ -18,6 +18,7 @@ from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.engine.generate import GenerationResult, generate, generate_on
 from sparseflow.adaptive.engine.requests.request import (
     GenerationRequest,
+    PlanDecider,
     as_policy,
     check_inputs,
     check_limits,
@@ -132,15 +133,10 @@ class Attached:
         self._check_inputs(inputs)
         engine = self._get_engine(inputs, progress)
         # Runs the one-time work of a request, without updating the predictor.
-        if self.selector is None:
-            policy: Any = self.runtime.geometry.full_plan(images=self._has_images(inputs))
-        else:
+        policy: Plan | PlanDecider = self.runtime.geometry.full_plan(images=self._has_images(inputs))
+        if self.selector is not None:
             policy = self.selector.make_policy(**self._make_query_args(inputs, engine, load=None))
-        if engine is None:
-            generate(self.adapter, self.runtime, inputs, policy, max_new_tokens=2)
-        else:
-            request = GenerationRequest(inputs=inputs, decide=as_policy(policy), max_new_tokens=2)
-            generate_on(engine, self.adapter, request)
+        self._run(engine, inputs, policy, max_new_tokens=2)
 
     def generate(
         self,
@@ -181,15 +177,12 @@ class Attached:
         check_limits(max_new_tokens, latency_budget_ms)
         engine = self._select_engine(inputs, plan)
         received = time.perf_counter() if received_s is None else received_s
-        query_args, policy = None, plan
+        query_args: dict[str, Any] | None = None
+        policy: Plan | PlanDecider | None = plan
         if policy is None and self.selector is None:
             if latency_budget_ms is not None:
                 raise InputError("a budget needs a profile: attach(model, profile=...), or pass `plan`")
             policy = self.runtime.geometry.full_plan(images=self._has_images(inputs))
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens, "budget_ms": latency_budget_ms, "received_s": received,
-            "sampling": sampling or SamplingParams(), "stop": self.stop if stop is None else stop,
-        }  # fmt: skip
         # Wait for a slot here, because predictions start when the request has one.
         with self._slots if engine is not None and self._slots is not None else nullcontext():
             waited_ms = max(0.0, (time.perf_counter() - received) * 1e3)
@@ -197,16 +190,11 @@ class Attached:
                 assert self.selector is not None
                 query_args = self._make_query_args(inputs, engine, load)
                 policy = self.selector.make_policy(**query_args, on_infeasible=on_infeasible)
-            if engine is None:
-                max_total_tokens = (
-                    None if query_args is None or self.selector is None else self.selector.max_total_tokens
-                )
-                result = generate(
-                    self.adapter, self.runtime, inputs, policy, max_total_tokens=max_total_tokens, **options
-                )
-            else:
-                request = GenerationRequest(inputs=inputs, decide=as_policy(policy), **options)
-                result = generate_on(engine, self.adapter, request)
+            result = self._run(
+                engine, inputs, policy, max_new_tokens=max_new_tokens, budget_ms=latency_budget_ms,
+                received_s=received, sampling=sampling or SamplingParams(),
+                stop=self.stop if stop is None else stop,
+            )  # fmt: skip
         if query_args is not None:
             self._observe(result, query_args, waited_ms)
         return result
@@ -227,6 +215,18 @@ class Attached:
                 self.engine.shutdown()
                 self.engine = None
             self.runtime.remove()
+
+    def _run(
+        self, engine: Engine | None, inputs: Inputs, policy: Plan | PlanDecider, **options: Any
+    ) -> GenerationResult:
+        if engine is not None:
+            request = GenerationRequest(inputs=inputs, decide=as_policy(policy), **options)
+            return generate_on(engine, self.adapter, request)
+        selector = None if isinstance(policy, Plan) else self.selector
+        max_total_tokens = None if selector is None else selector.max_total_tokens
+        return generate(
+            self.adapter, self.runtime, inputs, policy, max_total_tokens=max_total_tokens, **options
+        )
 
     def _has_images(self, inputs: Inputs) -> bool:
         return self.adapter.count_vision_tokens(inputs) > 0
