@@ -166,7 +166,9 @@ def test_load_proxy_with_inconsistent_content_is_refused(
 ) -> None:
     file = tmp_path / "proxy.safetensors"
     artifact, valid = fitted._serialize()
-    save_file(valid | tensors, file, {"sparseflow": json.dumps(artifact.to_dict() | values)})
+    record = json.dumps(artifact.to_dict() | values)
+    contents = {name: tensor.contiguous() for name, tensor in (valid | tensors).items()}
+    save_file(contents, file, metadata={"sparseflow": record})
     with pytest.raises(FileFormatError, match=r"proxy\.safetensors"):
         LayerHwProxy.load(file)
 
