@@ -28,7 +28,9 @@ import torch.nn.functional as F
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.timing import compare
-from sparseflow.spiking.backends.events import Events, decode, encode, prepare_group
+from sparseflow.spiking.backends.events.backend import decode, encode
+from sparseflow.spiking.backends.events.format import Events
+from sparseflow.spiking.backends.events.group import EventGroup
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -132,8 +134,8 @@ def run_case(name: str, rate: float, inputs: str, arguments: argparse.Namespace)
         name, rate, inputs, time_steps=arguments.time_steps, images=arguments.images, seed=arguments.seed
     )
     events = encode(case.spikes)
-    event_group = prepare_group(case.spec, conv="event")
-    fused = prepare_group(case.spec, conv="dense")
+    event_group = EventGroup(case.spec, "sparse")
+    fused = EventGroup(case.spec, "dense")
     eager = dense_group(case.spec)
     out, _ = event_group([events])
     assert isinstance(out, Events)

@@ -163,7 +163,7 @@ def run_passes(bench: Bench, shape: Shape, draw: Draw, peaks: Ceilings | None) -
         pack_reference(fire([x[:1]])).data, spoil_inside,
     )  # fmt: skip
     admit(
-        "neuron, membrane in and out", 2 * values + bits + 8 * values / t, fused(v=membrane, v_out=True),
+        "neuron, membrane in and out", 2 * values + bits + 8 * values / t, fused(v=membrane, write_v=True),
         pack_reference(fire([x], v=membrane)).data, spoil_inside,
     )  # fmt: skip
     admit(

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from sparseflow.spiking.backends.packed.hopper.group import (
     list_hopper_variants,
     make_kernel_constants,
 )
-from sparseflow.spiking.backends.packed.variant_timing import capture_calls, time_graphs
+from sparseflow.spiking.backends.packed.variant_timing import capture_graph
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -298,7 +298,7 @@ def check(
             info["v_error"] = error.max().item()
             info["v_relative"] = (error.norm() / expected[1].norm()).item()
     if other_cases:
-        graph = capture_calls(lambda: group.launch(spikes, skips, dense, v, write_v=case.layer.state))
+        graph, _ = capture_graph(lambda: group.launch(spikes, skips, dense, v, write_v=case.layer.state))
         for other, expected_spikes in other_cases:
             fresh = other.packed()[0][0]
             spikes[0].data.copy_(fresh.data)
@@ -556,6 +556,29 @@ def make_dense_configs(layer: Layer, quick: bool) -> dict[str, DenseConfig]:
     return configs
 
 
+def time_graphs(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], *, calls: int, rounds: int
+) -> dict[str, list[float]]:
+    """Time each graph of `calls` calls `rounds` times in rotating order; microseconds per call."""
+    for graph in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize(torch.cuda.current_device())
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    names = list(graphs)
+    for r in range(rounds):
+        events = []
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[name].replay()
+            end.record()
+            events.append((name, start, end))
+        torch.cuda.synchronize(torch.cuda.current_device())
+        for name, start, end in events:
+            samples[name].append(start.elapsed_time(end) * 1000.0 / calls)
+    return samples
+
+
 def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick: bool) -> dict[str, Any]:
     """Time the passing variants and the dense groups of one layer."""
     case = make_case(layer, density, seed)
@@ -567,7 +590,7 @@ def time_layer(layer: Layer, passed: list[str], density: float, seed: int, quick
     def attempt(name: str, make: Callable[[], Callable[[], Any]]) -> None:
         try:
             fn = make()
-            graphs[name] = capture_calls(fn, calls)
+            graphs[name], _ = capture_graph(fn, calls=calls)
             keep.append(fn)
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:400]

@@ -17,7 +17,7 @@ import torch
 from network_cases import Job, distinct
 
 from sparseflow.spiking.api import optimize
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.profile.baselines import FUSED_DENSE, build_baselines
 
 

@@ -43,7 +43,7 @@ from sparseflow.core.files import write_atomic
 from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.api import layer_times, optimize
 from sparseflow.spiking.explanation import explain
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.profile import bench
 from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
 from sparseflow.spiking.profile.bench import OPTIMIZED

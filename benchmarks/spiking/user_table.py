@@ -50,7 +50,8 @@ from benchmarks.claims import Claim, slugify, write_samples
 from sparseflow.core.device import select_device
 from sparseflow.core.device.ceilings import Ceilings
 from sparseflow.errors import SparseFlowError
-from sparseflow.spiking.backends.blocks import ConvTiling, prescan, sparse_conv2d
+from sparseflow.spiking.backends.blocks.conv import prescan, sparse_conv2d
+from sparseflow.spiking.backends.blocks.geometry import ConvTiling
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -370,11 +371,11 @@ def admit_packed(
     for parts, skips in ((1, False), (1, True), (2, False)):
         kind = f"packed x{parts}" + (", silence skipped" if skips else "")
         try:
-            names = HopperGroup(spec, parts=parts, **shape).list_variants()[:max_variants]
+            variants = HopperGroup.list_variants(spec, T=t, N=n, H=h, W=w, parts=parts)[:max_variants]
         except Exception as error:
             bench.errors[kind] = f"{type(error).__name__}: {error}"[:300]
             continue
-        for name in names:
+        for name in (v.name for v in variants):
             bench.admit(
                 f"{kind} {name}",
                 lambda parts=parts, name=name, skips=skips: make(parts, name, skips),

@@ -1,4 +1,4 @@
-"""What the spiking tests share: a decision cache of their own, and timings made up at will."""
+"""Shared fixtures: a decision cache per test, and fake timings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class FakeTimes:
-    """Stands in for `timing.compare`: runs each candidate once and reports the times that it was told.
+    """Replaces `timing.compare`: runs each candidate once and reports given times.
 
     Attributes:
-        ms: Candidate -> milliseconds of every round, or one number for each round.
-        asked: The candidates of each call, in order.
+        ms: Candidate -> milliseconds of all rounds, or one number per round.
+        calls: The candidates of each call, in order.
     """
 
     def __init__(self, ms: Mapping[str, float | tuple[float, ...]]) -> None:
@@ -54,9 +54,9 @@ class FakeTimes:
 
 @pytest.fixture
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeTimes]:
-    """`prefer("sparse")` makes every decision take this way, and finds the plan faster than its network.
+    """`prefer("sparse")` makes every decision select this mode, and the plan faster than its network.
 
-    Several ways stand in order of preference; other times can be given by name (`prefer("dense", plan=9.0)`).
+    Several modes are in order of preference; times can be given by name (`prefer("dense", plan=9.0)`).
     """
 
     def install(*ways: str, **ms: float | tuple[float, ...]) -> FakeTimes:
@@ -70,7 +70,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeTimes]:
 
 @pytest.fixture
 def planned(prefer: Callable[..., FakeTimes], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Optimise with the sparse way preferred; the list that it returns grows with each run of a plan."""
+    """Optimize with sparse groups preferred; returns a list that grows with each run of a plan."""
 
     def run(net: nn.Module, *args: Any, **options: Any) -> list[int]:
         prefer("sparse", "dense")

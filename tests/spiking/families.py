@@ -1,4 +1,4 @@
-"""Small, firing networks of all thirteen spikingjelly model families, for everybody's tests.
+"""Small, firing networks of all thirteen spikingjelly model families.
 
 `FAMILIES[name](step_mode)` gives a network in eval mode and an input for it; `CASES` lists every family with
 the step modes that it has. Weights are random but the same each time; BatchNorm has seen a few batches, so
@@ -33,9 +33,8 @@ STEPS = 2
 def _torchvision() -> Iterator[None]:
     """Let spikingjelly's model modules import, with torchvision, a broken one, or none.
 
-    They want one function of it, for downloads. Where torchvision is not installed a stand-in takes its place
-    during the import only, so that nothing else believes in it; where it was built for another torch, the
-    operators that it misses are declared.
+    They import one download function. If torchvision is not installed, a stub replaces it during the import
+    only; if it was built for another torch, its missing operators are declared.
     """
     if importlib.util.find_spec("torchvision") is not None:
         try:
@@ -79,7 +78,7 @@ def _family(name: str, modes: tuple[str, ...]) -> Callable[[Family], Family]:
 def fire(
     net: nn.Module, sample: torch.Tensor, step_mode: str, gain: float = 2.5
 ) -> tuple[nn.Module, torch.Tensor]:
-    """Show `net` a few random batches with only BatchNorm in training, then put it into eval mode at rest.
+    """Calibrate BatchNorm on a few random batches; leave the network in eval mode at rest.
 
     `gain` becomes BatchNorm's weight: thresholds are at 1 to 2 for inputs of variance one.
     """
@@ -104,7 +103,7 @@ def fire(
 
 
 def _louder(net: nn.Module, factor: float) -> None:
-    """Scale the weights of linear layers, behind which there is no BatchNorm to do it."""
+    """Scale the weights of linear layers, which no BatchNorm follows."""
     for module in net.modules():
         if isinstance(module, nn.Linear):
             module.weight.data.mul_(factor)
@@ -191,7 +190,7 @@ def spikformer(step_mode: str) -> tuple[nn.Module, torch.Tensor]:
 
 @_family("qkformer", ("m",))
 def qkformer(step_mode: str) -> tuple[nn.Module, torch.Tensor]:
-    """Spikes added to spikes all the way down."""
+    """Spikes are added to spikes in every block."""
     net = _model("qkformer").QKFormer(
         T=STEPS, num_classes=4, embed_dims=32, num_heads=(2, 2, 2), depths=(1, 1, 1)
     )
@@ -272,4 +271,4 @@ def spiking_vggws_ottt(step_mode: str) -> tuple[nn.Module, torch.Tensor]:
 CASES = [(name, mode) for name, modes in STEP_MODES.items() for mode in modes]
 
 BY_VALUE = {"masnn", "ms_resnet", "spiking_vggws_ottt"}
-"""Families in which numbers of many digits reach a convolution, so that no weights make its sums exact."""
+"""Families whose convolutions read real numbers, so that no weights make their sums exact."""

@@ -1,7 +1,7 @@
-"""Small networks whose arithmetic is exact, and how to run them from rest, for everybody's tests.
+"""Small networks whose arithmetic is exact, and helpers to run them from rest.
 
-`dyadic` rounds a network's numbers to a few binary digits: sums then come out the same in every order, and
-two ways to compute a network must agree to the bit.
+`dyadic` rounds a network's weights to a few binary digits: sums are then equal in every order, and two ways
+to compute a network must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional, layer, neuron
 
 from sparseflow.spiking.backends.events.backend import EventBackend
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, Plan, SpikeTensor
 
 T, N = 3, 2
 
 
 def dyadic(net: nn.Module) -> nn.Module:
-    """Round every number of `net` so that its sums are exact, and let leaks be one half."""
+    """Round all weights of `net` so that its sums are exact, and set leaks to one half."""
     with torch.no_grad():
         for module in net.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -118,7 +118,7 @@ class Loop(nn.Module):
 
 
 class Opaque(Small):
-    """Asks its numbers which way to go, so that it cannot be traced."""
+    """Branches on the values of a tensor, so it cannot be traced."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.sn1(self.bn1(self.conv1(x)))
@@ -188,10 +188,10 @@ def planned(net: nn.Module, *inputs: torch.Tensor) -> Plan:
 
 
 def force(plan: Plan, group_mode: str, *inputs: torch.Tensor) -> dict[str, str]:
-    """Make every group of `plan` run in `way` where it can ('sparse' falls back on 'dense').
+    """Run every group of `plan` in `group_mode` where possible ('sparse' falls back to 'dense').
 
     Returns:
-        The way of each group. Membranes are reset.
+        The mode of each group. Membranes are reset.
     """
 
     def run_group(group: GroupStep, env: NodeValues) -> SpikeTensor:
@@ -214,7 +214,7 @@ def force(plan: Plan, group_mode: str, *inputs: torch.Tensor) -> dict[str, str]:
 
 
 def same(first: Any, right: Any) -> bool:
-    """Equal to the last digit (NaN equals NaN), in whatever tuples or dicts the tensors stand."""
+    """Compare trees of tensors bit for bit; NaN equals NaN."""
     if isinstance(first, torch.Tensor):
         if not isinstance(right, torch.Tensor) or first.shape != right.shape or first.dtype != right.dtype:
             return False

@@ -1,4 +1,4 @@
-"""`Accelerated` runs: the same numbers as the network's own code, whatever comes in; copies stand alone."""
+"""An accelerated network computes what its own code computes; copies are independent."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_family_is_unchanged_or_explains_why_not(name: str, mode: str, pre
         assert same(net(x), expected[0])
 
 
-def test_what_timing_itself_chooses_is_the_same_too() -> None:
+def test_really_measured_plan_equals_network() -> None:
     for build in (small, lambda: ready(Opaque())):
         net = build()
         expected, v = from_rest(net, X), membranes(net)
@@ -109,7 +109,7 @@ def test_membranes_are_carried_and_reset_as_before(mode: str, planned: Callable[
     assert len(runs) == 6
 
 
-def test_a_network_optimised_in_the_middle_of_a_sequence_goes_on(planned: Callable[..., Any]) -> None:
+def test_optimize_in_the_middle_of_a_sequence_keeps_state(planned: Callable[..., Any]) -> None:
     net = small()
     functional.reset_net(net)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_other_batches_sizes_and_steps(planned: Callable[..., Any]) -> None:
     assert len(runs) == before + 5, "each shape is measured once"
 
 
-def test_a_batch_of_another_size_without_a_reset(planned: Callable[..., Any]) -> None:
+def test_other_batch_size_without_reset_runs_the_network(planned: Callable[..., Any]) -> None:
     net, xs = small(), [images(3, n) for n in (2, 3, 3, 2)]
     functional.reset_net(net)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_networks_that_look_at_shapes_take_other_shapes(planned: Callable[..., A
         assert runs
 
 
-def test_only_so_many_shapes_are_kept(planned: Callable[..., Any]) -> None:
+def test_number_of_plans_is_limited(planned: Callable[..., Any]) -> None:
     net = small()
     planned(net, X)
     for n in range(1, 12):
@@ -180,7 +180,7 @@ def test_inputs_that_are_no_numbers(planned: Callable[..., Any]) -> None:
     assert v["sn1"].isnan().any()
 
 
-def test_an_empty_batch_and_a_call_by_keyword(planned: Callable[..., Any]) -> None:
+def test_empty_batch_and_keyword_call_run_the_network(planned: Callable[..., Any]) -> None:
     net = small()
     expected, empty = from_rest(net, X), from_rest(net, X[:, :0])
     runs = planned(net, X)
@@ -196,7 +196,7 @@ def test_an_empty_batch_and_a_call_by_keyword(planned: Callable[..., Any]) -> No
         net(X, X)
 
 
-def test_a_single_image_without_a_batch_axis(planned: Callable[..., Any]) -> None:
+def test_single_image_without_batch_axis(planned: Callable[..., Any]) -> None:
     net = ready(nn.Sequential(nn.Conv2d(3, 4, 3), neuron.IFNode(), nn.Conv2d(4, 4, 3), neuron.IFNode()))
     x = images()
     expected = from_rest(net, x)
@@ -214,7 +214,7 @@ def test_under_inference_mode(planned: Callable[..., Any]) -> None:
     assert same(from_rest(net, X), expected) and len(runs) == 2
 
 
-def test_a_child_may_be_optimised_before_its_parent(planned: Callable[..., Any]) -> None:
+def test_optimize_child_before_parent(planned: Callable[..., Any]) -> None:
     net = nn.Sequential(small(), nn.Flatten(0, 1)).eval()
     expected = from_rest(net, X)
     planned(net[0], X)
@@ -225,7 +225,7 @@ def test_a_child_may_be_optimised_before_its_parent(planned: Callable[..., Any])
     assert isinstance(vars(net[0])["forward"], AcceleratedForward) and same(from_rest(net, X), expected)
 
 
-def test_the_sample_is_not_written_to(planned: Callable[..., Any]) -> None:
+def test_optimize_does_not_write_to_the_sample(planned: Callable[..., Any]) -> None:
     x = X.clone()
     net = small()
     planned(net, x)
@@ -278,7 +278,7 @@ def test_without_a_sample_a_network_that_cannot_be_traced_is_watched(prefer: Pre
     assert same(from_rest(net, X), expected)
 
 
-def test_a_first_call_with_bad_input_fails_as_the_network_does(planned: Callable[..., Any]) -> None:
+def test_first_call_with_bad_input_raises_the_networks_error(planned: Callable[..., Any]) -> None:
     bad = images(3, 2, channels=4)
     with pytest.raises(RuntimeError) as plain:
         from_rest(small(), bad)
@@ -297,7 +297,7 @@ def test_a_first_call_with_bad_input_fails_as_the_network_does(planned: Callable
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deep_copy_is_independent(kind: str, prefer: Prefer) -> None:
+def test_deepcopy_is_independent(kind: str, prefer: Prefer) -> None:
     prefer("sparse", "events")
     build, options = KINDS[kind]
     net = build()
@@ -321,7 +321,7 @@ def test_a_deep_copy_is_independent(kind: str, prefer: Prefer) -> None:
     assert same(from_rest(net, X), expected)
 
 
-def test_a_copy_of_a_network_that_needs_a_sample_to_be_traced(planned: Callable[..., Any]) -> None:
+def test_deepcopy_of_a_network_that_needs_a_sample(planned: Callable[..., Any]) -> None:
     net, x = ready(Constant()), images(2)
     expected = from_rest(net, x)
     runs = planned(net, x)
@@ -331,7 +331,7 @@ def test_a_copy_of_a_network_that_needs_a_sample_to_be_traced(planned: Callable[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimised_model_can_be_pickled(kind: str, prefer: Prefer) -> None:
+def test_optimized_model_can_be_pickled(kind: str, prefer: Prefer) -> None:
     prefer("sparse", "events")
     build, options = KINDS[kind]
     net = build()

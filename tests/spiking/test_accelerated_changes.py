@@ -1,4 +1,4 @@
-"""`Accelerated` notices: new numbers, other modules, hooks, training and gradients after `optimize`."""
+"""Changes after `optimize` are detected: weights, modules, hooks, training and gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("when", ["before the first call", "between calls"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_honoured(change: str, when: str, planned: Callable[..., Any]) -> None:
+def test_changed_network_equals_original(change: str, when: str, planned: Callable[..., Any]) -> None:
     net = small()
     before = from_rest(net, X)
     runs = planned(net, X)
@@ -128,8 +128,8 @@ def test_another_dtype_and_step_mode(planned: Callable[..., Any]) -> None:
     assert same(from_rest(net, X), expected.float())
 
 
-def test_what_is_written_through_data_is_seen_after_optimising_again(planned: Callable[..., Any]) -> None:
-    """torch keeps no count of such writes; the docstrings say so. This pins down where the limit is."""
+def test_optimize_again_sees_writes_through_data(planned: Callable[..., Any]) -> None:
+    """torch does not count such writes, as documented."""
     net = small()
     before = from_rest(net, X)
     planned(net, X)
@@ -163,7 +163,7 @@ def test_hooks_registered_later_fire(planned: Callable[..., Any]) -> None:
     assert same(from_rest(net, X), expected) and runs == [1], "back on the plan"
 
 
-def test_a_hook_that_changes_a_value_changes_the_output(planned: Callable[..., Any]) -> None:
+def test_hook_that_changes_a_value_changes_the_output(planned: Callable[..., Any]) -> None:
     net = small()
     before = from_rest(net, X)
     planned(net, X)
@@ -203,7 +203,7 @@ def test_training_falls_back_with_gradients_intact(kind: str, prefer: Prefer) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_input_that_wants_gradients_gets_them(kind: str, prefer: Prefer) -> None:
+def test_input_that_requires_gradients_gets_them(kind: str, prefer: Prefer) -> None:
     prefer("sparse", "events")
     build, options = KINDS[kind]
     net, plain = build(), build()
@@ -218,7 +218,7 @@ def test_an_input_that_wants_gradients_gets_them(kind: str, prefer: Prefer) -> N
 
 
 def test_in_eval_mode_weights_get_no_gradients(planned: Callable[..., Any]) -> None:
-    """As documented: an optimised network in eval mode is for inference."""
+    """An optimized network in eval mode is for inference, as documented."""
     net = small()
     planned(net, X)
     functional.reset_net(net)

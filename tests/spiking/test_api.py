@@ -1,4 +1,4 @@
-"""`optimize`, `restore`, `layer_times`: always a way back, and what is refused is named."""
+"""Tests of `optimize`, `restore` and `layer_times`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Prefer = Callable[..., Any]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_restore_takes_everything_back(kind: str, prefer: Prefer) -> None:
+def test_restore_undoes_everything(kind: str, prefer: Prefer) -> None:
     prefer("sparse", "events")
     build, options = KINDS[kind]
     net = build()
@@ -87,7 +87,7 @@ def test_custom_forward_is_restored(planned: Callable[..., Any]) -> None:
 
 
 def test_restored_modules_have_current_weights(prefer: Prefer) -> None:
-    """What was loaded into a network whose modules are replaced stays when they come back."""
+    """Weights loaded into replaced modules are kept by `restore`."""
     prefer("events")
     net = small()
     sparseflow.optimize(net, X, policy="static")
@@ -99,7 +99,7 @@ def test_restored_modules_have_current_weights(prefer: Prefer) -> None:
     assert same(numbers(net), negative) and net.conv2.training and type(net.conv2) is layer.Conv2d
 
 
-def test_optimise_again_and_again(planned: Callable[..., Any]) -> None:
+def test_optimize_repeatedly(planned: Callable[..., Any]) -> None:
     net = small()
     expected, saved = from_rest(net, X), numbers(net)
     planned(net, X)
@@ -115,7 +115,7 @@ def test_optimise_again_and_again(planned: Callable[..., Any]) -> None:
     assert "forward" not in vars(net) and same(from_rest(net, X), expected)
 
 
-def test_a_state_dict_goes_to_disk_and_into_a_fresh_model(planned: Callable[..., Any]) -> None:
+def test_state_dict_round_trip(planned: Callable[..., Any]) -> None:
     net = small()
     expected = from_rest(net, X)
     planned(net, X)
@@ -235,7 +235,7 @@ def test_bad_options_are_named_and_the_model_is_left_alone(options: dict[str, An
     assert differences(state(net), saved) == []
 
 
-def test_a_failure_while_measuring_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimize_failed_measurement_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -249,7 +249,7 @@ def test_a_failure_while_measuring_leaves_the_model_alone(monkeypatch: pytest.Mo
         assert differences(state(net), saved) == []
 
 
-def test_optimising_leaves_no_trace_but_its_forward(planned: Callable[..., Any]) -> None:
+def test_optimize_changes_only_the_forward(planned: Callable[..., Any]) -> None:
     net = small()
     from_rest(net, X)
     saved, rng = state(net), torch.random.get_rng_state()
@@ -260,7 +260,7 @@ def test_optimising_leaves_no_trace_but_its_forward(planned: Callable[..., Any])
 
 
 @pytest.mark.parametrize("sample", [None, X], ids=["without a sample", "with one"])
-def test_a_missing_numba_names_its_extra(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_numba_names_the_extra(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)
@@ -272,7 +272,7 @@ def test_a_missing_numba_names_its_extra(sample: Any, monkeypatch: pytest.Monkey
     assert differences(state(net), saved) == []
 
 
-def test_a_cpu_has_nothing_for_halves(prefer: Prefer) -> None:
+def test_optimize_half_precision_on_cpu_keeps_the_network(prefer: Prefer) -> None:
     prefer("sparse")
     net = small()
     expected = from_rest(net, X)
@@ -289,7 +289,7 @@ def test_a_cpu_has_nothing_for_halves(prefer: Prefer) -> None:
 
 
 @pytest.mark.parametrize(("size", "block"), [(40, 16), (32, 16), (16, 8), (8, 4), (7, None)])
-def test_the_static_policy_goes_by_height(size: int, block: int | None) -> None:
+def test_static_policy_selects_by_height(size: int, block: int | None) -> None:
     net, x = small(), images(1, 1, size=size)
     expected = from_rest(net, x)
     sparseflow.optimize(net, x, policy="static")
@@ -323,12 +323,11 @@ def test_static_policy_keeps_unsupported_modules() -> None:
     sparseflow.optimize(net, X, policy="static")
     assert not any(isinstance(m, SparseConv2d) for m in net.modules())
     rows = {row.name: row for row in sparseflow.explain(net).layers}
-    assert "padding (1, 1)" in rows["conv3"].reason and "called 2 times" in rows["conv2"].reason
+    assert "`padding` (=(1, 1))" in rows["conv3"].reason and "called 2 times" in rows["conv2"].reason
     assert same(from_rest(net, X), expected)
 
 
-def test_static_policy_without_numba_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_static_policy_without_numba_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_conv, "find_spec", lambda name: None)
     net = small()
     expected = from_rest(net, X)

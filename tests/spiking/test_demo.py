@@ -1,4 +1,4 @@
-"""The demo: what it reports is what was measured, and the run that it writes says the same."""
+"""Tests of the demo: measured results, the run on disk and the report."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytest.importorskip("numba")
 
 from sparseflow.core.run import Run
 from sparseflow.core.timing import bootstrap_median
-from sparseflow.spiking import demo
 from sparseflow.spiking.demo import DemoResult, run_demo
 from sparseflow.spiking.models import pretrained
 from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
+from sparseflow.spiking.profile import bench
 from tests.spiking.nets import from_rest
 
 IMAGES, BATCH, ROUNDS = 14, 4, 4
@@ -44,7 +44,7 @@ def reports() -> list[tuple[str, float]]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory, reports: list[tuple[str, float]]) -> DemoResult:
-    """One demo of a tiny network, for every test here."""
+    """Run the demo of a tiny network once."""
     card = {
         "network": {"residual": "SEW", "depth": 18},
         "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3},
@@ -53,7 +53,7 @@ def result(tmp_path_factory: pytest.TempPathFactory, reports: list[tuple[str, fl
         patch.setenv("SPARSEFLOW_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(pretrained, "load_network", lambda name: tiny())
         patch.setattr(pretrained, "load_images", small_images)
-        patch.setattr(pretrained, "_read_card", lambda name: card)
+        patch.setattr(pretrained, "load_card", lambda name: card)
         return run_demo(
             out_dir=tmp_path_factory.mktemp("runs"),
             batch_size=BATCH,
@@ -63,8 +63,8 @@ def result(tmp_path_factory: pytest.TempPathFactory, reports: list[tuple[str, fl
         )
 
 
-def test_every_image_counts(result: DemoResult) -> None:
-    """Also those of the last batch, which is not whole."""
+def test_demo_counts_every_image(result: DemoResult) -> None:
+    """The last, partial batch counts too."""
     pixels, labels = small_images()
     x = (torch.from_numpy(pixels).float() / 255 - 0.5) / 0.5
     net = tiny()
@@ -79,14 +79,14 @@ def test_every_image_counts(result: DemoResult) -> None:
     assert result.predictions_identical
 
 
-def test_the_baseline_is_the_fastest_dense_form(result: DemoResult) -> None:
+def test_demo_baseline_is_the_fastest_dense_setting(result: DemoResult) -> None:
     assert set(result.latency_ms) == FORMS and all(ms > 0 for ms in result.latency_ms.values())
     dense = {name: ms for name, ms in result.latency_ms.items() if name != "optimised"}
     assert result.baseline == min(dense, key=dense.__getitem__)
     assert result.speedup.low <= result.speedup.median <= result.speedup.high
 
 
-def test_the_samples_bear_it_out(result: DemoResult) -> None:
+def test_demo_samples_match_the_result(result: DemoResult) -> None:
     rows = pyarrow.parquet.read_table(result.run_dir / "samples.parquet").to_pylist()
     assert len(rows) == ROUNDS * len(FORMS) and {row["batch"] for row in rows} == {BATCH}
     times = {(row["candidate"], row["round"]): row["latency_ms"] for row in rows}
@@ -114,13 +114,13 @@ def test_run_directory_matches_result(result: DemoResult) -> None:
     assert Path(plain["report"]) == result.report == result.run_dir / "report.html"
 
 
-def test_every_convolution_has_a_row(result: DemoResult) -> None:
+def test_demo_explains_every_convolution(result: DemoResult) -> None:
     convs = [name for name, m in tiny().named_modules() if isinstance(m, nn.Conv2d)]
     assert [layer.name for layer in result.explanation.layers] == convs
     assert all(layer.reason for layer in result.explanation.layers)
 
 
-def test_the_page_shows_it(result: DemoResult) -> None:
+def test_demo_report_shows_the_result(result: DemoResult) -> None:
     page = result.report.read_text()
     for part in (
         f"{result.speedup.median:.2f}×",
@@ -148,10 +148,12 @@ def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {"network": {"depth": 18}, "normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}}
     monkeypatch.setattr(pretrained, "load_network", lambda name: tiny())
     monkeypatch.setattr(pretrained, "load_images", small_images)
-    monkeypatch.setattr(pretrained, "_read_card", lambda name: card)
+    monkeypatch.setattr(pretrained, "load_card", lambda name: card)
 
 
-def test_fewer_images_than_a_batch(tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any]) -> None:
+def test_demo_with_fewer_images_than_a_batch(
+    tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any]
+) -> None:
     prefer("sparse", "dense", optimised=1.0)
     result = run_demo(out_dir=tmp_path, batch_size=256, rounds=4, compile_baselines=False, cache=False)
     assert result.num_images == result.batch_size == IMAGES and result.predictions_identical
@@ -161,7 +163,7 @@ def test_different_predictions_are_reported(
     tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer("sparse", "dense", optimised=1.0)
-    original = demo.optimize
+    original = bench.optimize
 
     def spoiled(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
         original(model, *args, **kwargs)
@@ -169,13 +171,13 @@ def test_different_predictions_are_reported(
             model.fc.weight.neg_()
         return model
 
-    monkeypatch.setattr(demo, "optimize", spoiled)
+    monkeypatch.setattr(bench, "optimize", spoiled)
     result = run_demo(out_dir=tmp_path, batch_size=8, rounds=4, compile_baselines=False, cache=False)
     assert not result.predictions_identical
     assert "predictions differ" in result.report.read_text()
 
 
-def test_a_form_that_cannot_run_is_left_out_with_a_warning(
+def test_demo_failing_baseline_is_skipped_with_warning(
     tiny_zoo: None, tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer("sparse", "dense", optimised=1.0)
@@ -200,11 +202,11 @@ def test_a_form_that_cannot_run_is_left_out_with_a_warning(
     assert set(result.latency_ms) == FORMS
 
 
-def test_failed_run_is_recorded(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_failure_is_recorded(tiny_zoo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(demo, "optimize", fail)
+    monkeypatch.setattr(bench, "optimize", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         run_demo(out_dir=tmp_path, batch_size=8, rounds=4, compile_baselines=False)
     (path,) = tmp_path.iterdir()
@@ -214,7 +216,7 @@ def test_failed_run_is_recorded(tiny_zoo: None, tmp_path: Path, monkeypatch: pyt
 def test_pretrained_network_on_few_images(
     tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real thing, on four images; its speed is for the benchmarks to say."""
+    """Run the shipped network on four images."""
     if pretrained.DEFAULT_NETWORK not in pretrained.list_names():
         pytest.skip("no network is shipped in this tree")
     pixels, labels = pretrained.load_images()

@@ -1,4 +1,4 @@
-"""`explain`: every convolution has its row, and what stands in it is true."""
+"""Tests of `explain`: every convolution has a row with correct values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(net: nn.Module) -> dict[str, Any]:
     return {row.name: row for row in sparseflow.explain(net).layers}
 
 
-def test_a_measured_network(prefer: Prefer) -> None:
+def test_explain_measured_network(prefer: Prefer) -> None:
     prefer("sparse", "dense", own=4.0, plan=2.0, module=3.0, sparse=1.0, dense=1.5)
     net = small()
     fed: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def test_layers_of_one_group_and_integers(prefer: Prefer) -> None:
     assert "in conv3" in str(sparseflow.explain(net))
 
 
-def test_the_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
+def test_explain_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
     class Mixed(Small):
         def __init__(self) -> None:
             super().__init__("s")
@@ -99,7 +99,7 @@ def test_the_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
     assert (actual["conv2"].backend, actual["second"].backend) == ("events", "dense, fused neuron")
 
 
-def test_a_network_left_as_it_was(prefer: Prefer) -> None:
+def test_explain_unchanged_network(prefer: Prefer) -> None:
     prefer("sparse", plan=9.0)
     net = small()
     sparseflow.optimize(net, X)
@@ -119,7 +119,7 @@ def test_a_network_left_as_it_was(prefer: Prefer) -> None:
         (lambda: ready(with_conv(nn.Conv2d(6, 6, 3, padding=2, dilation=2))), "conv2", "`dilation`"),
     ],
 )
-def test_every_refusal_has_its_reason(build: Any, name: str, words: str, prefer: Prefer) -> None:
+def test_explain_shows_every_refusal(build: Any, name: str, words: str, prefer: Prefer) -> None:
     prefer("sparse", plan=1.0)
     net = build()
     sparseflow.optimize(net, images(2) if net.sn1.step_mode == "s" else X)
@@ -135,7 +135,7 @@ def with_conv(conv: nn.Conv2d) -> Small:
     return net
 
 
-def test_a_silent_layer_is_flagged(prefer: Prefer) -> None:
+def test_explain_flags_silent_layer(prefer: Prefer) -> None:
     prefer("sparse")
     net = small()
     net.sn1.v_threshold = 1e6
@@ -148,7 +148,7 @@ def test_a_silent_layer_is_flagged(prefer: Prefer) -> None:
     assert "0.00 % !" in text and "under 0.1 %" in text.replace("\n", " ")
 
 
-def test_before_the_first_call() -> None:
+def test_explain_before_the_first_call() -> None:
     net = small()
     sparseflow.optimize(net)
     explanation = sparseflow.explain(net)
@@ -157,7 +157,7 @@ def test_before_the_first_call() -> None:
     assert "run the network once" in explanation.layers[1].reason
 
 
-def test_the_static_policy_says_that_it_did_not_measure() -> None:
+def test_explain_static_policy() -> None:
     net = small()
     sparseflow.optimize(net, images(1, 1, size=16), policy="static")
     explanation = sparseflow.explain(net)
@@ -166,7 +166,7 @@ def test_the_static_policy_says_that_it_did_not_measure() -> None:
     assert all(r.latency_before_ms is None and r.latency_after_ms is None for r in explanation.layers)
 
 
-def test_a_network_that_could_not_be_traced(prefer: Prefer) -> None:
+def test_explain_untraceable_network(prefer: Prefer) -> None:
     prefer(events=1.0, module=2.0)
     net = ready(Opaque())
     sparseflow.optimize(net, X)
@@ -180,7 +180,7 @@ def test_a_network_that_could_not_be_traced(prefer: Prefer) -> None:
     assert actual["conv1"].backend == "dense" and actual["conv2"].firing_rate is not None
 
 
-def test_it_goes_into_json_and_comes_out_the_same(prefer: Prefer) -> None:
+def test_explanation_to_dict_round_trips_json(prefer: Prefer) -> None:
     prefer("sparse", "dense")
     net = small()
     sparseflow.optimize(net, X)
@@ -192,7 +192,7 @@ def test_it_goes_into_json_and_comes_out_the_same(prefer: Prefer) -> None:
     }  # fmt: skip
 
 
-def test_it_reads_as_a_table(prefer: Prefer) -> None:
+def test_explanation_prints_a_table(prefer: Prefer) -> None:
     prefer("sparse", "dense", module=3.0, sparse=1.0)
     net = small()
     sparseflow.optimize(net, X)
@@ -217,8 +217,8 @@ def test_it_reads_as_a_table(prefer: Prefer) -> None:
     console.file.close()
 
 
-def test_brackets_in_names_are_not_markup(prefer: Prefer) -> None:
-    """Module names can hold anything but a dot; Rich reads square brackets as commands."""
+def test_explanation_escapes_markup(prefer: Prefer) -> None:
+    """Module names may contain square brackets, which Rich parses as markup."""
     prefer("sparse")
 
     class Bold(nn.Module):
@@ -236,6 +236,6 @@ def test_brackets_in_names_are_not_markup(prefer: Prefer) -> None:
 
 
 @pytest.mark.parametrize("message", [None, nn.Identity(), "model"])
-def test_what_was_not_optimised_is_refused(message: Any) -> None:
+def test_unoptimized_model_raises(message: Any) -> None:
     with pytest.raises(ModelError, match=r"sparseflow\.optimize"):
         sparseflow.explain(message)

@@ -1,4 +1,4 @@
-"""Every model family on a GPU: in both step modes and every way, its network's own numbers."""
+"""Every model family on a GPU, in both step modes and every group mode, equals its network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spikingjelly.activation_based import functional
 
 from sparseflow.spiking.api import optimize, restore
 from sparseflow.spiking.backends.packed.backend import PackedBackend
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.runtime.plan import Plan
 from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import dyadic, force, from_rest, membranes, same
@@ -50,7 +50,7 @@ def test_every_family_in_every_group_mode(name: str, mode: str, group_mode: str)
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_every_family_optimised(name: str, mode: str) -> None:
-    """Whatever is decided: the same output, the same keys, and the old network after `restore`."""
+    """Any decision keeps outputs and keys; `restore` returns the original network."""
     net, x = FAMILIES[name](mode)
     dyadic(net)
     net, x = net.cuda(), x.mul(16).round().div(16).cuda()

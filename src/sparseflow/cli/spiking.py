@@ -27,8 +27,7 @@ from sparseflow.cli.progress import progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sparseflow.spiking.profile.grid import GridResult
-    from sparseflow.spiking.profile.layers import LayerProfile
+    from sparseflow.spiking.api import LayerProfile
 
 app = typer.Typer(
     name="spiking",
@@ -107,13 +106,7 @@ def optimize(
         model, weights, batch_size, time_steps, image_size, width, num_classes, device
     )
     with progress_bar() as progress:
-        sparseflow.optimize(
-            network,
-            images,
-            policy=policy,
-            cache=cache,
-            progress=progress,
-        )
+        sparseflow.optimize(network, images, policy=policy, cache=cache, progress=progress)
     explanation = sparseflow.explain(network)
     emit(explanation.to_dict(), as_json, explanation)
 
@@ -131,7 +124,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Show the inputs and the sparsity of each convolution and the latency of its optimized group."""
-    from sparseflow.spiking.profile.layers import profile_layers
+    from sparseflow.spiking.api import profile_layers
 
     network, images = _open_model(
         model, weights, batch_size, time_steps, image_size, width, num_classes, device
@@ -172,7 +165,7 @@ def bench(
     """
     import torch
 
-    from sparseflow.spiking.profile.grid import build_cases, run_grid
+    from sparseflow.spiking.profile.bench import build_cases, run_grid
 
     cases = build_cases(
         models=model,
@@ -185,7 +178,7 @@ def bench(
     )
     torch_device = open_device(device)
     with progress_bar() as progress:
-        result = run_grid(
+        run = run_grid(
             cases,
             out,
             device=torch_device,
@@ -195,7 +188,8 @@ def bench(
             cache=cache,
             progress=progress,
         )
-    emit(result.to_dict(), as_json, _grid_table(result))
+    results = run.info["results"]
+    emit({"run": str(run.path), "cases": results}, as_json, _grid_table(run.path, results))
 
 
 def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
@@ -221,9 +215,9 @@ def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
     return make_table(columns, rows, title=title, no_wrap=("layer", "H x W", "ms"))
 
 
-def _grid_table(result: GridResult) -> Table:
+def _grid_table(run_dir: Path, results: dict[str, Any]) -> Table:
     rows = []
-    for name, case in result.cases.items():
+    for name, case in results.items():
         if "error" in case:
             rows.append((name, f"failed: {case['error']}", "", "", "", "", ""))
             continue
@@ -242,4 +236,4 @@ def _grid_table(result: GridResult) -> Table:
     columns = (
         "case", "fastest dense", "ms dense → sparse", "speedup (95 %)", "over eager", "firing", "same top-1",
     )  # fmt: skip
-    return make_table(columns, rows, title=str(result.run))
+    return make_table(columns, rows, title=str(run_dir))

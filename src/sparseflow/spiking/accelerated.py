@@ -20,7 +20,6 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
-    capture_inputs,
     tune_group,
     tune_layer,
     tune_network,
@@ -29,17 +28,16 @@ from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
 from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.selection import select_backend
-from sparseflow.spiking.graph import ConvSite, SpikeGraph, analyze
-from sparseflow.spiking.graph.module_state import preserve_state_without_grad, reset_neurons
-from sparseflow.spiking.profile.firing import FiringStats, profile_firing
+from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
+from sparseflow.spiking.graph.module_state import MutationGuard, preserve_state_without_grad, reset_neurons
+from sparseflow.spiking.graph.sites import ConvSite
+from sparseflow.spiking.profile.firing import FiringStats, observe_inputs, profile_firing
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
-from sparseflow.spiking.runtime.mutation_guard import MutationGuard
 from sparseflow.spiking.runtime.plan import Plan
 from sparseflow.spiking.runtime.sparse_conv import (
     SparseConv2d,
     get_conv_unsupported_reason,
-    select_conv_backend,
 )
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor
 
@@ -76,8 +74,7 @@ class AcceleratedForward:
         self.network_decision: Decision | None = None
         self.backend_name = "dense"
         self._cache, self.progress = cache, progress
-        self._originals: dict[str, nn.Conv2d] = {}
-        self._sparse: dict[str, SparseConv2d] = {}
+        self._replaced: dict[str, tuple[nn.Conv2d, SparseConv2d]] = {}
         self._original_forward = model.__dict__.get("forward")
         self._plans: dict[Any, Plan | None] = {}
         self._replays: dict[Any, GraphReplay] = {}
@@ -103,18 +100,17 @@ class AcceleratedForward:
         """Install this callable on the network; under the static policy, also replace convolutions."""
         self.model.__dict__["forward"] = self
         if self.policy == "static":
-            for site in self.graph.sites:
-                self._replace_static(site)
+            for site in self.graph.replaceable:
+                self.decisions[site.name] = self._replace_static(site)
 
     def uninstall(self) -> None:
         """Restore all original modules and the original forward."""
-        for name, conv in self._originals.items():
-            sparse = self._sparse[name]
+        for name, (conv, sparse) in self._replaced.items():
             if self.model.get_submodule(name) is sparse:
                 # Parameters and mode may have been changed on the sparse module.
                 conv.weight, conv.bias = sparse.weight, sparse.bias
                 conv.train(sparse.training)
-                _set_submodule(self.model, name, conv)
+                self.model.set_submodule(name, conv)
         if self._original_forward is None:
             self.model.__dict__.pop("forward", None)
         else:
@@ -122,44 +118,38 @@ class AcceleratedForward:
 
     def reinstall(self) -> None:
         """Undo `uninstall`."""
-        for name, conv in self._originals.items():
+        for name, (conv, sparse) in self._replaced.items():
             if self.model.get_submodule(name) is conv:
-                _set_submodule(self.model, name, self._sparse[name])
+                self.model.set_submodule(name, sparse)
         self.model.__dict__["forward"] = self
 
-    def _replace(self, name: str, block_size: int = 16, backend: Any = None) -> None:
+    def _replace(self, name: str, sparse: SparseConv2d) -> None:
         conv = self.model.get_submodule(name)
-        if isinstance(conv, nn.Conv2d) and not isinstance(conv, SparseConv2d):
-            sparse = SparseConv2d.from_dense(conv, block_size, backend=backend)
-            self._originals[name], self._sparse[name] = conv, sparse
-            _set_submodule(self.model, name, sparse)
+        assert isinstance(conv, nn.Conv2d)
+        self._replaced[name] = conv, sparse
+        self.model.set_submodule(name, sparse)
 
-    def _replace_static(self, site: ConvSite) -> None:
-        if not site.replaceable:
-            return
+    def _replace_static(self, site: ConvSite) -> Decision:
+        """Replace a convolution by the static rule, if the rule does not leave it dense."""
         if self._analyzed_key is None:
             raise SampleError("the static policy decides by feature-map height and needs a `sample`")
         conv, shape = self.model.get_submodule(site.name), site.value.shape
         assert isinstance(conv, nn.Conv2d)
-        unsupported_reason = (
-            get_conv_unsupported_reason(conv)
-            if shape
-            else f"called {len(site.nodes)} times, possibly with different heights"
-        )
-        if unsupported_reason is not None or shape is None:
-            self.decisions[site.name] = Decision(choice="dense", reason=str(unsupported_reason))
-            return
+        if shape is None:
+            reason = f"called {site.num_calls} times, possibly with different heights"
+            return Decision(choice="dense", reason=reason)
+        unsupported_reason = get_conv_unsupported_reason(conv)
+        if unsupported_reason is not None:
+            return Decision(choice="dense", reason=unsupported_reason)
         block = select_block_size(shape[-2])
         if block is None:
-            reason = f"{shape[-2]} rows: blocks do not pay off below 8"
-            self.decisions[site.name] = Decision(choice="dense", reason=reason)
-            return
-        self._replace(site.name, block)
-        backend = select_conv_backend(conv.weight.device)
+            return Decision(choice="dense", reason=f"{shape[-2]} rows: blocks do not pay off below 8")
+        sparse = SparseConv2d.from_dense(conv, block)
+        self._replace(site.name, sparse)
         reason = f"{shape[-2]} rows: blocks of {block}"
-        if backend == "dense":
+        if sparse.backend == "dense":
             reason += f"; no backend for {conv.weight.device} is installed (extra `spiking`)"
-        self.decisions[site.name] = Decision(choice=backend, reason=reason)
+        return Decision(choice=sparse.backend, reason=reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or self.policy != "measured" or not self._is_accelerable(args):
@@ -251,137 +241,126 @@ class AcceleratedForward:
             oldest = next(iter(self._plans))
             del self._plans[oldest]
             self._replays.pop(oldest, None)
-        if self.network_decision is not None and self.network_decision.choice == "layers":
-            self._plans[key] = None
-            return
-        if key != self._analyzed_key:
-            # A trace is valid for one input shape: branches and loops may depend on shapes.
-            self._graph, self._analyzed_key = self._analyze(inputs), key
-        if self.graph.module is None:
-            self._plans[key] = None
-            self._tune_layers(inputs)
-            return
+        plan = replay = None
+        if self.network_decision is None or self.network_decision.choice != "layers":
+            if key != self._analyzed_key:
+                # A trace is valid for one input shape: branches and loops may depend on shapes.
+                self._graph, self._analyzed_key = self._analyze(inputs), key
+            if self.graph.module is None:
+                self._tune_layers(inputs)
+            else:
+                plan, replay = self._tune_plan(inputs)
+            if self._cache:
+                self._cache.save()
+        self._plans[key] = plan
+        if replay is not None:
+            self._replays[key] = replay
+        self._reset_guard()
+
+    def _make_plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
+        """Make a plan of the traced network, or return why the network cannot run by a plan."""
         backend = select_backend(inputs[0], self.model, self.dtype)
         if backend is None:
-            self._plans[key] = None
             model_dtype = next((p.dtype for p in self.model.parameters()), inputs[0].dtype)
             requested = f" with dtype={self.dtype}" if self.dtype not in (None, model_dtype) else ""
-            self.network_decision = Decision(
-                choice="own", reason=f"no backend for {model_dtype}{requested} on {inputs[0].device}"
-            )
-            return
+            return f"no backend for {model_dtype}{requested} on {inputs[0].device}"
         self.backend_name = backend.name
         plan = Plan(self.graph, backend, self._shared)
-        if plan.write_hazard is not None:
-            self._plans[key] = None
-            self.network_decision = Decision(choice="own", reason=plan.write_hazard)
-            return
-        calls_per_sample = GPU_CALLS_PER_SAMPLE if inputs[0].is_cuda else 1
+        return plan if plan.write_hazard is None else plan.write_hazard
+
+    def _tune_plan(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | None, GraphReplay | None]:
+        """Select each group's mode, then the plan or the network's own code; return the plan if selected."""
+        plan = self._make_plan(inputs)
+        if isinstance(plan, str):
+            self.network_decision = Decision(choice="own", reason=plan)
+            return None, None
+        is_cuda = inputs[0].is_cuda
         selector = CandidateSelector(
-            device=str(inputs[0].device), cache=self._cache, calls_per_sample=calls_per_sample
+            device=str(inputs[0].device),
+            cache=self._cache,
+            calls_per_sample=GPU_CALLS_PER_SAMPLE if is_cuda else 1,
+            capture=is_cuda,
         )
+        num_tuned = 0
+
+        def tune_and_run(group: GroupStep, env: NodeValues) -> SpikeTensor:
+            nonlocal num_tuned
+            self._report(f"measuring {group.name}", num_tuned, len(plan.groups) + 1)
+            num_tuned += 1
+            self.decisions[group.name], spikes = tune_group(group, env, selector, plan.backend)
+            return spikes
+
         with preserve_state_without_grad(self.model):
             plan.choose_layouts(*inputs)
         with preserve_state_without_grad(self.model):
             if not self.firing:
                 names = [s.name for s in self.graph.sites if s.fed_by]
-                self.firing = self._profile_firing(inputs, names)
-            num_tuned = 0
-
-            def tune_and_run(group: GroupStep, env: NodeValues) -> SpikeTensor:
-                nonlocal num_tuned
-                self._report(f"measuring {group.name}", num_tuned, len(plan.groups) + 1)
-                num_tuned += 1
-                self.decisions[group.name], spikes = tune_group(group, env, selector, backend)
-                return spikes
-
+                self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
             plan.run(*inputs, group_runner=tune_and_run)
             self._report("measuring the whole network", num_tuned, len(plan.groups) + 1)
-            replay = self._tune_network(plan, inputs, selector)
+            self.network_decision, replay = self._tune_network(plan, inputs, selector)
             self._report("done", 1, 1)
-        assert self.network_decision is not None
-        self._plans[key] = plan if self.network_decision.choice == "plan" else None
-        self._reset_guard()
-        if replay is not None and self._plans[key] is not None:
-            self._replays[key] = replay
-        if self._cache:
-            self._cache.save()
+        return (plan, replay) if self.network_decision.choice == "plan" else (None, None)
 
     def _tune_network(
         self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
-    ) -> GraphReplay | None:
-        """Select the network's own code, the plan, or the plan with all groups dense. Returns its CUDA graph.
+    ) -> tuple[Decision, GraphReplay | None]:
+        """Select the network's own code, the plan, or the plan with all groups dense, and its CUDA graph.
 
         Groups were timed one by one, without the conversions of spikes between sparse and dense groups.
         """
         modes: dict[str, GroupMode] = {group.name: group.mode for group in plan.groups}
-        dense_modes: dict[str, GroupMode] = {
-            name: "dense" if mode == "sparse" else mode for name, mode in modes.items()
-        }
+        sparse_names = [name for name, mode in modes.items() if mode == "sparse"]
+        dense_modes: dict[str, GroupMode] = {**modes, **dict.fromkeys(sparse_names, "dense")}
         plan.set_modes(modes)
         reset_neurons(self.model)
         replays = {"plan": _capture_plan(plan, inputs)}
-        if replays["plan"] is not None and dense_modes != modes:
+        if replays["plan"] is not None and sparse_names:
             plan.set_modes(dense_modes)
             reset_neurons(self.model)
             replays["dense plan"] = _capture_plan(plan, inputs)
             plan.set_modes(modes)
         runs = {name: replay or plan.run for name, replay in replays.items() if replay or name == "plan"}
-        self.network_decision = tune_network(self.model, self.run_original, runs, inputs, selector)
-        if self.network_decision.choice == "dense plan":
+        decision = tune_network(self.model, self.run_original, runs, inputs, selector)
+        replay = replays.get(decision.choice)
+        if decision.choice == "dense plan":
             plan.set_modes(dense_modes)
             reason = "dense was faster in the whole network, without conversions of spikes"
-            for group in plan.groups:
-                if modes[group.name] == "sparse":
-                    decision = self.decisions[group.name]
-                    self.decisions[group.name] = decision.model_copy(
-                        update={"choice": "dense", "reason": reason}
-                    )
+            for name in sparse_names:
+                update = {"choice": "dense", "reason": reason}
+                self.decisions[name] = self.decisions[name].model_copy(update=update)
+            latency_ms = {**decision.latency_ms, "plan": decision.latency_ms["dense plan"]}
+            decision = decision.model_copy(update={"choice": "plan", "latency_ms": latency_ms})
         for group in plan.groups:
             group.fix_mode(group.mode)
-        replay = replays.get(self.network_decision.choice)
-        if self.network_decision.choice == "dense plan":
-            latency_ms = {
-                **self.network_decision.latency_ms,
-                "plan": self.network_decision.latency_ms["dense plan"],
-            }
-            self.network_decision = self.network_decision.model_copy(
-                update={"choice": "plan", "latency_ms": latency_ms}
-            )
-        return replay
+        return decision, replay
 
     def _tune_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Select layer by layer, for a network that could not be traced."""
         selector = CandidateSelector(device=str(inputs[0].device), cache=self._cache)
-        sites = [site for site in self.graph.sites if site.replaceable and site.name not in self._originals]
+        names = [site.name for site in self.graph.replaceable if site.name not in self._replaced]
+        layer_inputs: dict[str, torch.Tensor] = {}
         with preserve_state_without_grad(self.model):
-            layer_inputs = capture_inputs(
-                self.model, [site.name for site in sites], lambda: self.run_original(*inputs)
+            observe_inputs(
+                self.model,
+                names,
+                lambda: self.run_original(*inputs),
+                lambda name, x: layer_inputs.update({name: x.detach().clone()}),
             )
-        for index, site in enumerate(site for site in sites if site.name in layer_inputs):
-            self._report(f"measuring {site.name}", index, len(sites))
-            conv = self.model.get_submodule(site.name)
+        for index, name in enumerate(name for name in names if name in layer_inputs):
+            self._report(f"measuring {name}", index, len(names))
+            conv = self.model.get_submodule(name)
             assert isinstance(conv, nn.Conv2d)
-            decision, firing, sparse = tune_layer(conv, layer_inputs[site.name], selector)
-            self.decisions[site.name], self.firing[site.name] = decision, firing
-            if decision.choice != "module":
-                self._replace(site.name, sparse.block_size)
+            self.decisions[name], self.firing[name], sparse = tune_layer(conv, layer_inputs[name], selector)
+            if self.decisions[name].choice != "module":
+                self._replace(name, sparse)
         self.network_decision = Decision(
             choice="layers", reason="the network could not be traced; each layer was measured separately"
         )
-        if self._cache:
-            self._cache.save()
 
     def _report(self, message: str, completed: int, total: int) -> None:
         if self.progress:
             self.progress(message, completed / max(total, 1))
-
-    def _profile_firing(self, inputs: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, FiringStats]:
-        self.model.__dict__.pop("forward", None)
-        try:
-            return profile_firing(self.model, inputs, names)
-        finally:
-            self.model.__dict__["forward"] = self
 
     # A copy of the network gets its own AcceleratedForward, which tunes again when first called.
 
@@ -389,7 +368,7 @@ class AcceleratedForward:
         duplicate = AcceleratedForward.__new__(AcceleratedForward)
         memo[id(self)] = duplicate
         duplicate.__setstate__(self.__getstate__())
-        for name in ("model", "_originals", "_sparse", "_original_forward"):
+        for name in ("model", "_replaced", "_original_forward"):
             setattr(duplicate, name, copy.deepcopy(getattr(self, name), memo))
         return duplicate
 
@@ -398,13 +377,9 @@ class AcceleratedForward:
             **self.__dict__,
             "decisions": dict(self.decisions),
             "firing": dict(self.firing),
-            "_graph": None,
-            "_analyzed_key": None,
-            "_plans": {},
-            "_replays": {},
-            "_shared": None,
-            "_guard": None,
-            "progress": None,
+            **dict.fromkeys(
+                ("_graph", "_analyzed_key", "_plans", "_replays", "_shared", "_guard", "progress")
+            ),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -444,9 +419,3 @@ def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> GraphReplay |
 
 def make_input_key(inputs: tuple[torch.Tensor, ...]) -> Any:
     return tuple((tuple(x.shape), x.dtype, x.device) for x in inputs)
-
-
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(parent) if parent else model
-    setattr(owner, leaf, module)

@@ -7,61 +7,47 @@ the latency of one batch, dense and optimized, interleaved on the same images. T
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparseflow.core import timing
+from sparseflow.core.checks import check_between
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.report import Page, plot_before_after, plot_intervals
 from sparseflow.core.run import Run
-from sparseflow.errors import InputError
-from sparseflow.spiking.api import optimize
-from sparseflow.spiking.explanation import Explanation, explain
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.explanation import Explanation
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.profile.baselines import Forward, build_baselines, make_stateless
-from sparseflow.spiking.profile.bench import OPTIMIZED, compare_interleaved, warm_up
+from sparseflow.spiking.profile.bench import OPTIMIZED, BenchResult, bench
 
 MAX_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoResult:
+class DemoResult(BenchResult):
     """Result of the demo.
 
     Attributes:
-        speedup: Latency of the fastest dense baseline over the optimized network's: median of the paired
-            ratios and its 95 % interval.
-        baseline: Name of the fastest dense baseline.
-        latency_ms: Median latency per batch by setting.
-        predictions_identical: Whether all predictions on the shipped images are the same before and after.
-        accuracy_before: Accuracy of the network on the shipped images.
-        accuracy_after: Accuracy of the optimized network on the shipped images.
         batch_size: Images per batch.
         num_images: Images in total.
         num_threads: CPU threads used.
-        explanation: Result of `explain`.
         run_dir: Directory of the run.
         report: The report page.
     """
 
-    speedup: timing.Interval
-    baseline: str
-    latency_ms: dict[str, float]
-    predictions_identical: bool
     accuracy_before: float
     accuracy_after: float
     batch_size: int
     num_images: int
     num_threads: int
-    explanation: Explanation
     run_dir: Path
     report: Path
+
+    @property
+    def predictions_identical(self) -> bool:
+        """Whether all predictions on the shipped images are the same before and after."""
+        return self.top1_agreement == 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -107,61 +93,43 @@ def run_demo(
         InputError: The batch size is too large.
         MissingExtraError: A package of the `spiking` extra is missing.
     """
-    if not 1 <= batch_size <= MAX_BATCH_SIZE:
-        raise InputError(f"`batch_size` (={batch_size}) must be in [1, {MAX_BATCH_SIZE}]")
+    check_between(1, MAX_BATCH_SIZE, batch_size=batch_size)
     settings = {"network": network, "batch": batch_size, "rounds": rounds, "compiled": compile_baselines}
     with Run.start(out_dir, "sparseflow demo", settings, seed=0) as run:
         report = progress or (lambda message, fraction: None)
         report("loading the network and images", 0.0)
         model = pretrained.load_network(network)
-        pixels, labels_array = pretrained.load_images()
-        images, labels = pretrained.normalize(pixels, network), torch.from_numpy(labels_array)
-        parts = images.split(batch_size)
-        # Predictions cover all images; only full batches are timed.
-        batches = [b for b in parts if len(b) == batch_size] or [images]
-
-        report("accuracy of the original network", 0.03)
-        before = _predict(make_stateless(model), parts)
-        graph = analyze(model)
-        baselines = build_baselines(copy.deepcopy(model), graph, batches[0], compile=compile_baselines)
-        baselines = warm_up(baselines, batches[0], subrange(progress, 0.08, 0.40, "preparing dense: "))
-
-        report("measuring each layer", 0.40)
-        optimize(model, batches[0], cache=cache, progress=subrange(progress, 0.40, 0.65))
-        optimized = make_stateless(model)
-        after = _predict(optimized, parts)
-        report("dense and optimized, interleaved", 0.68)
-        comparison = compare_interleaved({**baselines, OPTIMIZED: optimized}, batches, rounds)
-        run.extend(comparison.to_rows(batch=batch_size))  # type: ignore[arg-type]
-        baseline = min(baselines, key=lambda name: comparison.samples(name).median_ms)
+        pixels, labels = pretrained.load_images()
+        images = pretrained.normalize(pixels, network)
+        measured = bench(
+            model,
+            images.split(batch_size),
+            labels=torch.from_numpy(labels),
+            rounds=rounds,
+            compile_baselines=compile_baselines,
+            cache=cache,
+            progress=subrange(progress, 0.03, 0.95),
+        )
+        run.extend(measured.comparison.to_rows(batch=batch_size))  # type: ignore[arg-type]
         result = DemoResult(
-            speedup=comparison.speedup(OPTIMIZED, baseline=baseline),
-            baseline=baseline,
-            latency_ms={name: comparison.samples(name).median_ms for name in (*baselines, OPTIMIZED)},
-            predictions_identical=bool((before == after).all()),
-            accuracy_before=(before == labels).float().mean().item(),
-            accuracy_after=(after == labels).float().mean().item(),
-            batch_size=len(batches[0]),
-            num_images=len(before),
+            **vars(measured),
+            batch_size=min(batch_size, len(images)),
+            num_images=len(images),
             num_threads=torch.get_num_threads(),
-            explanation=explain(model),
             run_dir=run.path,
             report=run.path / "report.html",
         )
         report("writing the report", 0.97)
         run.update_results(**{k: v for k, v in result.to_dict().items() if k not in ("run", "report")})
-        write_report(result, comparison, run, pretrained.load_card(network))
+        write_report(result, run, pretrained.load_card(network))
     report("done", 1.0)
     return result
 
 
-def _predict(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([forward(b).argmax(dim=-1) for b in batches])
-
-
-def write_report(result: DemoResult, comparison: timing.Comparison, run: Run, card: dict[str, Any]) -> None:
+def write_report(result: DemoResult, run: Run, card: dict[str, Any]) -> None:
     """Write the demo's report to `result.report`."""
-    baselines = [name for name in result.latency_ms if name != OPTIMIZED]
+    comparison = result.comparison
+    baselines = [name for name in comparison.times_ms if name != OPTIMIZED]
     network = card["network"]
     page = Page(
         "A spiking network, dense and optimized",
@@ -175,9 +143,7 @@ def write_report(result: DemoResult, comparison: timing.Comparison, run: Run, ca
     page.section(
         "End to end", "Each dot is one batch. In each round all settings ran once, on the same images."
     )
-    page.samples(
-        "Latency of one batch", {name: comparison.samples(name).times_ms for name in result.latency_ms}
-    )
+    page.samples("Latency of one batch", comparison.times_ms)
     speedups = [comparison.speedup(OPTIMIZED, baseline=name) for name in baselines]
     page.figure(
         plot_intervals(
@@ -226,15 +192,16 @@ def _add_layers(page: Page, explanation: Explanation) -> None:
         and layer.latency_before_ms is not None
         and layer.latency_after_ms is not None
     ]
-    page.figure(
-        plot_before_after(
-            "Latency of each group",
-            [layer.name for layer in timed],
-            [float(layer.latency_before_ms or 0.0) for layer in timed],
-            [float(layer.latency_after_ms or 0.0) for layer in timed],
-            unit="ms",
+    if timed:  # empty if the network's own code was faster than the plan
+        page.figure(
+            plot_before_after(
+                "Latency of each group",
+                [layer.name for layer in timed],
+                [float(layer.latency_before_ms or 0.0) for layer in timed],
+                [float(layer.latency_after_ms or 0.0) for layer in timed],
+                unit="ms",
+            )
         )
-    )
     rows = [
         {
             "layer": layer.name,

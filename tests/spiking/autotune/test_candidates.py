@@ -1,4 +1,4 @@
-"""What is measured decides: never slower, never something else, and remembered on disk."""
+"""Tests of measured decisions: never slower, never another result, cached on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Prefer = Callable[..., Any]
 
 
 def ways(net: nn.Module) -> dict[str, str]:
-    """The way of each group in the only plan of `net`."""
+    """Return the mode of each group in the only plan of `net`."""
     (plan,) = get_accelerated_forward(net).list_plans()
     assert plan is not None
     return {group.name: group.mode for group in plan.groups}
@@ -54,7 +54,7 @@ def test_each_group_takes_its_fastest_candidate(prefer: Prefer) -> None:
 
 
 @pytest.mark.parametrize("plan", [5.0, 5.1, (1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0)])
-def test_a_plan_that_is_not_surely_faster_is_dropped(plan: Any, prefer: Prefer) -> None:
+def test_plan_without_certain_gain_is_dropped(plan: Any, prefer: Prefer) -> None:
     prefer("sparse", plan=plan)
     net = small()
     expected = from_rest(net, X)
@@ -97,7 +97,7 @@ def test_candidate_with_wrong_output_is_rejected(
     assert same(from_rest(net, X), expected)
 
 
-def test_a_few_spikes_at_the_threshold_may_flip() -> None:
+def test_mismatch_below_the_limit_is_accepted() -> None:
     expected = torch.zeros(100, 1000)
     actual = expected.clone()
     actual.view(-1)[:11] = 1
@@ -147,9 +147,7 @@ def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["plan", "layers"])
-def test_a_cache_that_cannot_be_written_does_not_cost_the_optimisation(
-    kind: str, prefer: Prefer, tmp_path: Path
-) -> None:
+def test_optimize_unwritable_cache_still_optimizes(kind: str, prefer: Prefer, tmp_path: Path) -> None:
     prefer("sparse", "events")
     (tmp_path / "file").write_text("")
     build, options = KINDS[kind]
@@ -160,7 +158,7 @@ def test_a_cache_that_cannot_be_written_does_not_cost_the_optimisation(
     assert get_accelerated_forward(net).network_decision is not None and same(from_rest(net, X), expected)
 
 
-def test_a_damaged_cache_is_rebuilt(prefer: Prefer, tmp_path: Path) -> None:
+def test_damaged_cache_is_rebuilt(prefer: Prefer, tmp_path: Path) -> None:
     times = prefer("sparse")
     file = tmp_path / "c.json"
     file.write_text("{")

@@ -1,4 +1,4 @@
-"""TF32 is kept out of our own float32 convolutions, and the user's settings come back."""
+"""TF32 is disabled for our own float32 convolutions, and the user's settings are restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_is_off_within_and_back_afterwards(allowed: bool) -> None:
+def test_full_precision_disables_tf32_and_restores_it(allowed: bool) -> None:
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = allowed
     try:
@@ -30,7 +30,7 @@ def test_tf32_is_off_within_and_back_afterwards(allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = before
 
 
-def test_the_newer_settings_work_too() -> None:
+def test_full_precision_with_newer_settings() -> None:
     conv = getattr(torch.backends.cudnn, "conv", None)
     if conv is None or not hasattr(conv, "fp32_precision"):
         pytest.skip("this torch knows only the older settings")

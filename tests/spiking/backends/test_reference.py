@@ -1,4 +1,4 @@
-"""The oracle itself, against arithmetic done by hand."""
+"""The reference against arithmetic done by hand."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_case_matches_its_name(job: Any) -> None:
     assert cases.parse(job.name) == job
 
 
-def test_a_case_without_options() -> None:
+def test_case_without_options() -> None:
     job = cases.parse("spiking_resnet50:4:32")
     assert job.name == "spiking_resnet50:4:32" and job.settings == model_zoo.NetworkConfig()
     assert cases.parse("spiking_resnet50:4:32:32,classes=10").name == job.name, "usual values are not named"
@@ -130,7 +130,7 @@ def channels_firing(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     "spiking_resnet18:2:3:8,silent=0.5", "sew_resnet18:2:3:16,width=8,silent=0.25",
     "spiking_resnet50:2:3:16,width=16,silent=0.5", "sew_resnet50:2:3:16,width=8,silent=0.5,firing=0.3",
 ])  # fmt: skip
-def test_exactly_the_silenced_channels_never_fire(text: str) -> None:
+def test_only_silenced_channels_never_fire(text: str) -> None:
     job = cases.parse(text)
     net = model_zoo.build_network(job.model, job.settings)
     silent = silenced.silence_channels(net, job.silent)
@@ -217,7 +217,7 @@ def no_cache_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_run_on_a_cpu_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba")
     out = tmp_path / "n.json"
     common = ["--cpu", "--out", str(out), "--rounds", "2", "--exact", "--case"]

@@ -79,7 +79,7 @@ def test_spikes_have_exactly_the_stated_zero_blocks(
     assert set(x.unique().tolist()) <= {0.0, 1.0}
 
 
-def test_a_wrong_result_is_left_out_and_fails_the_script(tmp_path: Path) -> None:
+def test_wrong_result_is_excluded_and_fails_the_script(tmp_path: Path) -> None:
     bench = replay.Bench(torch.device("cpu"), rounds=1, calls=1, warmup=0, seed=0)
     expected = torch.ones(3, dtype=torch.float64)
     check = replay.close_to(expected, "fp32")
@@ -94,7 +94,7 @@ def test_a_wrong_result_is_left_out_and_fails_the_script(tmp_path: Path) -> None
     assert json.loads((tmp_path / "r.json").read_text())["status"] == "failed"
 
 
-def test_the_time_limit_ends_even_a_script_that_hangs(tmp_path: Path) -> None:
+def test_time_limit_ends_a_hanging_script(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch; from pathlib import Path; import replay; "
         "r = replay.Results(Path(sys.argv[1]), torch.device('cpu'), {}, seed=0, limit_s=5); "

@@ -220,7 +220,7 @@ def arguments(archive: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_leaves_complete_files(finished: Path) -> None:
+def test_run_writes_complete_files(finished: Path) -> None:
     log = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in log] == [1, 2]
     assert log[-1]["fraction"] == 1.0 and log[-1]["lr"] < 0.1
@@ -239,7 +239,7 @@ def test_resume_goes_on_and_ends_annealed(archive: Path, tmp_path: Path) -> None
     assert len(log) == 3, "a finished run has nothing left to train"
 
 
-def test_a_time_limit_ends_the_schedule(archive: Path, tmp_path: Path) -> None:
+def test_time_limit_ends_the_schedule(archive: Path, tmp_path: Path) -> None:
     assert train.main(arguments(archive, tmp_path, "--epochs", "100000", "--max-minutes", "0.001")) == 0
     last = json.loads((tmp_path / "tiny" / "log.jsonl").read_text().splitlines()[-1])
     assert last["fraction"] == 1.0 and last["epoch"] < 100000
@@ -263,14 +263,10 @@ def test_packaged_run_is_what_the_zoo_loads(
     written = package_network.package(finished, None, "tiny-net", tmp_path)
     assert [path.name for path in written] == ["tiny-net.safetensors", "tiny-net.json"]
     monkeypatch.setattr(pretrained, "_get_data_dir", lambda: tmp_path)
-    pretrained._read_card.cache_clear()
-    try:
-        data = cifar10.load_archive(archive)
-        with torch.no_grad():
-            logits = pretrained.load_network("tiny-net")(pretrained.normalize(data.images, "tiny-net"))
-        card = pretrained.load_card("tiny-net")
-    finally:
-        pretrained._read_card.cache_clear()
+    data = cifar10.load_archive(archive)
+    with torch.no_grad():
+        logits = pretrained.load_network("tiny-net")(pretrained.normalize(data.images, "tiny-net"))
+    card = pretrained.load_card("tiny-net")
     assert int((logits.argmax(1).numpy() == data.labels).sum()) == card["correct"]
     assert "--width 4" in card["command"] and str(archive) not in json.dumps(card)
 

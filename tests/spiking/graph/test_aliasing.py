@@ -1,4 +1,4 @@
-"""In-place operations: harmless ones are seen as such; the others keep a network from being rearranged."""
+"""In-place operations: harmless ones are accepted; others prevent a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.spiking.nets import Small, force, from_rest, images, membranes, plann
 
 
 class Written(Small):
-    """`Small`, with a forward pass of the test's choice."""
+    """`Small` with a given forward pass."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__("m")
@@ -29,7 +29,7 @@ class Written(Small):
 
 
 def residual(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """As ResNets write it: the sum is built in the convolution's own output."""
+    """ResNets add the shortcut in place to the convolution's output."""
     identity = m.sn1(m.bn1(m.conv1(x)))
     out = m.bn2(m.conv2(identity))
     out += identity
@@ -107,9 +107,7 @@ def test_harmless_writes_do_not_stop_a_plan(forward: Any, group_mode: str) -> No
         (into_the_input, "writes into the network's input"),
     ],
 )
-def test_a_write_that_shows_leaves_the_network_as_it_is(
-    forward: Any, words: str, prefer: Callable[..., Any]
-) -> None:
+def test_observable_write_keeps_the_network(forward: Any, words: str, prefer: Callable[..., Any]) -> None:
     prefer("sparse", "dense")
     net, x = ready(Written(forward)), images(3, 2)
     expected = from_rest(net, x.clone())

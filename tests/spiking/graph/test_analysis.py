@@ -1,4 +1,4 @@
-"""Analysis: what is said about values is true at run time, and each convolution gets the right verdict."""
+"""Values hold at run time, and each convolution gets the right verdict."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.graph import Refusal, SpikeGraph, SpikeValue, analyze
+from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
 from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
+from sparseflow.spiking.graph.sites import Refusal
 from sparseflow.spiking.graph.tracing import UntraceableError
+from sparseflow.spiking.graph.values import SpikeValue
 from tests.spiking import families
 
 pytest.importorskip("spikingjelly")
@@ -25,7 +27,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 
 def verdicts(graph: SpikeGraph) -> list[tuple[Any, ...]]:
     return [
-        (s.name, s.fed_by, s.value.kind, s.value.max_value, s.value.scale, s.replaceable, s.refusal, s.notes)
+        (s.name, s.fed_by, s.value.kind, s.value.max_value, s.replaceable, s.refusal, s.num_calls)
         for s in graph.sites
     ]
 
@@ -116,18 +118,18 @@ INTEGER: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "joined": (lambda a, b: torch.cat([a[:, :2], (a + b)[:, 2:]], 1), 2),
     "clamped": (lambda a, b: (a + b + a).clamp(max=2.0), 2),
 }
-SPARSE: dict[str, tuple[Callable[..., torch.Tensor], float | None]] = {
-    "scaled": (lambda a, b: a * 2.74, 2.74),
-    "scaled twice": (lambda a, b: 0.5 * (a * 3), 1.5),
-    "sum of scaled": (lambda a, b: a * 0.5 + b * 0.5, 0.5),
-    "negative": (lambda a, b: -a, -1.0),
-    "halved": (lambda a, b: a / 2, 0.5),
-    "a third": (lambda a, b: a / 3, None),
-    "difference": (lambda a, b: a - b, None),
-    "weighted": (lambda a, b: a + 2 * b, None),
-    "attention": (lambda a, b: a * torch.sigmoid(b), None),
-    "alpha": (lambda a, b: torch.add(a, b, alpha=0.5), None),
-    "active dropout": (lambda a, b: F.dropout(a, 0.5), None),
+SPARSE: dict[str, Callable[..., torch.Tensor]] = {
+    "scaled": lambda a, b: a * 2.74,
+    "scaled twice": lambda a, b: 0.5 * (a * 3),
+    "sum of scaled": lambda a, b: a * 0.5 + b * 0.5,
+    "negative": lambda a, b: -a,
+    "halved": lambda a, b: a / 2,
+    "a third": lambda a, b: a / 3,
+    "difference": lambda a, b: a - b,
+    "weighted": lambda a, b: a + 2 * b,
+    "attention": lambda a, b: a * torch.sigmoid(b),
+    "alpha": lambda a, b: torch.add(a, b, alpha=0.5),
+    "active dropout": lambda a, b: F.dropout(a, 0.5),
 }
 DENSE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "average pooling": (lambda a, b: F.avg_pool2d(a, 2), "average pooling"),
@@ -157,7 +159,7 @@ def test_binary_stays_binary(name: str) -> None:
     for graph in all_ways(OneOp(op).eval(), X):
         site = graph.sites[0]
         assert (site.value.kind, site.value.max_value, site.fed_by) == ("binary", 1, sources), str(graph)
-        assert site.replaceable and site.refusal is None and site.notes == ()
+        assert site.replaceable and site.refusal is None and site.num_calls == 1
         assert len(site.value.path) >= 1
 
 
@@ -168,20 +170,19 @@ def test_sums_of_spikes_are_small_integers(name: str) -> None:
         site = graph.sites[0]
         assert (site.value.kind, site.value.max_value) == ("integer", max_value), str(graph)
         assert site.fed_by and set(site.fed_by) <= set(AB)
-        assert site.replaceable and site.notes == (f"integer-values: 0 to {max_value}",)
+        assert site.replaceable
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_scaled_spikes_keep_their_zeros_only(name: str) -> None:
-    op, scale = SPARSE[name]
-    for graph in all_ways(OneOp(op).eval(), X):
+    for graph in all_ways(OneOp(SPARSE[name]).eval(), X):
         site = graph.sites[0]
-        assert (site.value.kind, site.value.scale) == ("sparse_real", pytest.approx(scale) if scale else None)
+        assert site.value.kind == "sparse_real"
         assert site.refusal is Refusal.REAL_VALUES and not site.replaceable and site.fed_by
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_everything_else_is_dense(name: str) -> None:
+def test_other_operations_are_dense(name: str) -> None:
     op, word = DENSE[name]
     for graph in all_ways(OneOp(op).eval(), X):
         site = graph.sites[0]
@@ -228,7 +229,7 @@ def test_layers(name: str) -> None:
             assert site.reason is not None and "`1" in site.reason
 
 
-def test_a_layer_with_a_hook_or_another_forward_proves_nothing() -> None:
+def test_layer_with_hook_or_other_forward_is_dense() -> None:
     class Half(nn.Identity):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return input * 0.5 + 1
@@ -243,7 +244,7 @@ def test_a_layer_with_a_hook_or_another_forward_proves_nothing() -> None:
             assert graph.sites[0].value.kind == "dense"
 
 
-def test_a_dropout_that_is_active_is_no_identity() -> None:
+def test_active_dropout_is_not_an_identity() -> None:
     net = nn.Sequential(neuron.IFNode(), nn.Dropout(), nn.Conv2d(4, 2, 1)).train()
     for graph in all_ways(net, X):
         assert graph.sites[0].value.kind == "sparse_real"
@@ -259,7 +260,7 @@ class Doubled(nn.Conv2d):
 
 
 class Named(nn.Conv2d):
-    """Another name for the same thing."""
+    """A subclass without changes."""
 
 
 def hooked_conv() -> nn.Conv2d:
@@ -292,19 +293,17 @@ def hooked_conv() -> nn.Conv2d:
         (hooked_conv(), Refusal.HOOKED),
     ],
 )
-def test_the_shape_of_the_convolution(conv: Any, refusal: Refusal | None) -> None:
+def test_unsupported_geometry_is_refused(conv: Any, refusal: Refusal | None) -> None:
     for graph in all_ways(nn.Sequential(neuron.IFNode(), conv).eval(), X):
         (site,) = graph.sites
         assert site.refusal == refusal and site.replaceable == (refusal is None)
         assert (site.reason is None) == (refusal is None)
         assert site.fed_by == ("0",) and site.name == "1"
-        assert (site.in_channels, site.out_channels, site.groups) == (4, 4, conv.groups)
+        assert (site.in_channels, site.out_channels) == (4, 4)
         assert site.kernel_size == conv.kernel_size and site.stride == conv.stride
-        assert site.padding == {"same": (1, 1), "valid": (0, 0)}.get(conv.padding, conv.padding)
-        assert site.type == ("ConvTranspose2d" if refusal is Refusal.TRANSPOSED else "Conv2d")
 
 
-def test_a_patched_forward_is_refused() -> None:
+def test_patched_forward_is_refused() -> None:
     conv = nn.Conv2d(4, 4, 1)
     conv.forward = lambda input: input  # type: ignore[method-assign]
     for graph in all_ways(nn.Sequential(neuron.IFNode(), conv).eval(), X):
@@ -315,7 +314,7 @@ def test_a_patched_forward_is_refused() -> None:
 
 
 class Fork(nn.Module):
-    """One neuron feeds a main path and a shortcut; their sum is dense and starts over at the next neuron."""
+    """One neuron feeds a main path and a shortcut; their sum is dense until the next neuron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +330,7 @@ class Fork(nn.Module):
         return self.last(self.sn2(y)) + self.after(y)
 
 
-def test_a_fork_reaches_every_successor() -> None:
+def test_fork_reaches_every_successor() -> None:
     for graph in all_ways(Fork().eval(), X):
         actual = {site.name: site for site in graph.sites}
         assert actual["main"].fed_by == actual["short"].fed_by == ("sn",)
@@ -344,7 +343,7 @@ def test_a_fork_reaches_every_successor() -> None:
 
 
 class InPlaceBehindTheBack(nn.Module):
-    """Spikes are changed after they were made; what reads them later must not take them for spikes."""
+    """Spikes are changed in place; later readers must not treat them as spikes."""
 
     def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -380,7 +379,7 @@ def assign(x: torch.Tensor) -> None:
         (lambda x: x.requires_grad_(False), "binary"),
     ],
 )
-def test_in_place_changes_are_detected(change: Callable[[torch.Tensor], Any], kind: str) -> None:
+def test_in_place_change_is_dense(change: Callable[[torch.Tensor], Any], kind: str) -> None:
     for graph in all_ways(InPlaceBehindTheBack(change).eval(), X):
         actual = {site.name: site for site in graph.sites}
         assert actual["before"].value.kind == "binary"
@@ -392,7 +391,7 @@ def test_in_place_changes_are_detected(change: Callable[[torch.Tensor], Any], ki
 
 
 class Twice(nn.Module):
-    """One convolution read at two places."""
+    """One convolution that is called twice."""
 
     def __init__(self, second: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -402,18 +401,17 @@ class Twice(nn.Module):
         return self.conv(self.sn(x)) + self.conv(self.second(self.sn(x)))
 
 
-def test_a_shared_convolution_is_judged_over_all_its_calls() -> None:
+def test_shared_convolution_joins_all_calls() -> None:
     for graph in all_ways(Twice(lambda x: x + x).eval(), X):
         (site,) = graph.sites
-        assert site.replaceable and site.notes == ("integer-values: 0 to 2", "called 2 times")
-        assert len(site.nodes) == (2 if graph.method == "fx" else 0)
+        assert site.replaceable and site.num_calls == 2 and site.value.max_value == 2
     for graph in all_ways(Twice(lambda x: x + 0.5).eval(), X):
         (site,) = graph.sites
         assert site.refusal is Refusal.SHARED_MODULE and site.fed_by == ()
         assert site.reason == "called 2 times, but only 1 of the calls read spikes"
 
 
-def test_a_convolution_within_an_opaque_module_is_refused() -> None:
+def test_convolution_in_opaque_module_is_refused() -> None:
     inner = nn.Sequential(nn.Conv2d(4, 4, 1), neuron.IFNode())
     net = nn.Sequential(neuron.IFNode(), layer.ElementWiseRecurrentContainer(inner, lambda a, b: a + b))
     for graph in all_ways(net.eval(), X):
@@ -440,7 +438,7 @@ def test_containers_and_step_modes(step_mode: str) -> None:
         assert all(site.replaceable for site in graph.sites), str(graph)
 
 
-def test_a_module_made_during_the_call_is_followed() -> None:
+def test_trace_module_created_during_the_call() -> None:
     class Resize(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -474,7 +472,7 @@ class Untraceable(nn.Module):
         return self.other(self.pool(x)).mean() + y
 
 
-def test_the_fallback_watches_a_run() -> None:
+def test_analyze_untraceable_network_observes_a_run() -> None:
     net = Untraceable().eval()
     blind = analyze(net)
     assert blind.method == "hooks" and blind.module is None and blind.trace_error
@@ -497,7 +495,7 @@ def test_the_fallback_watches_a_run() -> None:
         analyze(net, X, method="fx")
 
 
-def test_a_network_that_keeps_activations_between_calls_is_watched() -> None:
+def test_network_with_stored_activations_is_observed() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -513,7 +511,7 @@ def test_a_network_that_keeps_activations_between_calls_is_watched() -> None:
     assert graph.sites[0].fed_by == ("sn",)
 
 
-def test_what_nobody_saw_being_made_is_dense() -> None:
+def test_tensor_of_unobserved_origin_is_dense() -> None:
     class Smuggled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -577,7 +575,7 @@ def test_sew_connections(cnf: str, kind: str, step_mode: str) -> None:
 
 
 def check_at_run_time(graph: SpikeGraph, net: nn.Module, sample: torch.Tensor) -> dict[str, float]:
-    """Every value is what the analysis says: in a run that fires, and in one in which no neuron does.
+    """Check every value against the analysis, in a run that fires and in a silent run.
 
     Returns:
         The first run's firing rates by neuron.
@@ -611,13 +609,7 @@ def holds(value: SpikeValue, tensor: torch.Tensor, firing: bool) -> None:
         return
     if not firing:
         assert not tensor.any()
-    elif value.kind == "sparse_real":
-        if value.scale is not None:
-            counts = tensor.double() / value.scale
-            assert torch.allclose(counts, counts.round(), atol=1e-4)
-            assert value.count is not None
-            assert float(counts.min()) >= -1e-4 and float(counts.max()) <= value.count + 1e-4
-    else:
+    elif value.kind != "sparse_real":
         assert value.max_value is not None
         assert bool((tensor == tensor.round()).all())
         assert float(tensor.min()) >= 0 and float(tensor.max()) <= value.max_value
@@ -625,7 +617,7 @@ def holds(value: SpikeValue, tensor: torch.Tensor, firing: bool) -> None:
 
 
 class Recorder(fx.Interpreter):
-    """Notes every tensor when it is made, and once more at the end, after all in-place operations."""
+    """Records every tensor when it is created and again after all in-place operations."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -724,9 +716,9 @@ class Random(nn.Module):
         return [*created, *read]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.lists(STEP, min_size=1, max_size=9))
-def test_whatever_is_said_about_a_random_network_is_true(steps: list[tuple[Any, ...]]) -> None:
+def test_values_of_random_networks_hold_at_run_time(steps: list[tuple[Any, ...]]) -> None:
     net = Random(steps).eval()
     sample = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(2)) * 3
     try:
@@ -775,7 +767,7 @@ def test_analysis_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_a_registered_neuron_is_a_source_and_its_promise_is_checked() -> None:
+def test_registered_neuron_is_a_source_and_is_checked() -> None:
     class Step(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x > 0).float() * 2
@@ -806,7 +798,7 @@ def test_shapes_are_those_of_the_sample() -> None:
     assert analyze(net).sites[0].value.shape is None
 
 
-def test_a_network_without_neurons_has_no_sparse_convolution() -> None:
+def test_network_without_neurons_has_no_sparse_convolution() -> None:
     for graph in all_ways(nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval(), X):
         assert not graph.neurons and not graph.replaceable
         assert graph.sites[1].reason == "fed by ReLU at `1`"
@@ -836,7 +828,7 @@ def test_only_modules_are_analysed(model: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fx", "hooks", "auto"])
 @pytest.mark.parametrize("sample", [torch.rand(2, 5, 6, 6), torch.rand(3), "image", (X, X, X)])
-def test_a_sample_that_does_not_fit_is_named(sample: Any, method: Any) -> None:
+def test_unfitting_sample_raises(sample: Any, method: Any) -> None:
     net = nn.Sequential(neuron.IFNode(), nn.Conv2d(4, 4, 3)).eval()
     with pytest.raises(SampleError):
         analyze(net, sample, method=method)
@@ -844,13 +836,13 @@ def test_a_sample_that_does_not_fit_is_named(sample: Any, method: Any) -> None:
     assert node.v == 0.0
 
 
-def test_an_unknown_method_is_refused() -> None:
+def test_analyze_unknown_method_raises() -> None:
     with pytest.raises(ValueError, match="'guess'"):
         analyze(nn.Identity(), method="guess")  # type: ignore[arg-type]
     assert analyze(nn.Identity(), method="hooks").sites == ()
 
 
-def test_a_network_on_meta_is_analysed_without_running() -> None:
+def test_analyze_meta_network_does_not_run_it() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), neuron.IFNode(), nn.Conv2d(4, 4, 3)).eval()
     assert [site.replaceable for site in analyze(net).sites] == [False, True]

@@ -1,4 +1,4 @@
-"""Which layers form a group: what is folded, what is added, and what is left to the network."""
+"""Tests of groups: folded layers, added terms, and layers that stay outside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 pytest.importorskip("spikingjelly")
@@ -15,11 +15,12 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import layer, neuron
 
 from sparseflow.spiking.backends.spec import NeuronSpec
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.graph.fusion_matcher import (
+    ConvMatch,
     FusionMatcher,
     GroupMatch,
-    fold_batchnorm,
+    fold_conv_match,
     make_group_spec,
     skip_repetition,
 )
@@ -31,7 +32,7 @@ SPEC = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
 
 
 class Parts(nn.Module):
-    """Layers to build a forward pass from. [N, 4, 6, 6] everywhere, one step at a time."""
+    """Layers for a forward pass on [N, 4, 6, 6], one time step per call."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def match_groups(
     return groups(net, images(2, channels=4, size=6))
 
 
-def test_a_small_network_is_three_groups() -> None:
+def test_small_network_has_three_groups() -> None:
     actual = groups(small(), images(3, 2))
     assert list(actual) == ["sn1", "sn2", "sn3"]
     stem, middle, last = actual.values()
@@ -93,14 +94,14 @@ def test_groups_of_every_family_are_disjoint_and_end_in_their_output(name: str, 
             assert set(node.users) <= set(group.inner)
 
 
-def test_an_identity_residual_is_a_skip() -> None:
+def test_identity_residual_is_a_skip() -> None:
     actual = match_groups(lambda m, s: m.a(m.bn(m.conv(s)) + s))
     assert [c.name for c in actual["a"].sources] == ["conv"] and [n.name for n in actual["a"].skips] == [
         "start"
     ]
 
 
-def test_a_strided_residual_is_a_second_source() -> None:
+def test_strided_residual_is_a_second_source() -> None:
     actual = match_groups(lambda m, s: m.a(m.bn(m.conv(s)) + m.bn2(m.down(s))))
     assert [(c.name, c.bn_name) for c in actual["a"].sources] == [("conv", "bn"), ("down", "bn2")]
     assert actual["a"].name == "conv" and len(actual["a"].inputs) == 1
@@ -133,12 +134,12 @@ def test_spikes_added_behind_a_neuron(forward: Any, skips: int) -> None:
     assert len(group.post_skips) == skips and (group.output is not group.neuron) == bool(skips)
 
 
-def test_one_addition_belongs_to_one_neuron() -> None:
+def test_addition_belongs_to_one_neuron() -> None:
     actual = match_groups(lambda m, s: m.a(m.conv(s)) + m.b(m.conv2(s)))
     assert [len(actual[name].post_skips) for name in ("a", "b")].count(1) == 1
 
 
-def test_a_neuron_read_twice_does_not_swallow_the_addition() -> None:
+def test_neuron_with_two_readers_does_not_claim_the_addition() -> None:
     def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
         a = m.a(m.conv(s))
         return m.b(m.conv2(a)) + (a + s)
@@ -165,12 +166,12 @@ def test_a_neuron_read_twice_does_not_swallow_the_addition() -> None:
         pytest.param(lambda m, s: m.a(m.bn(m.conv(s)) - m.conv(s)), None, id="shared convolution"),
     ],
 )
-def test_what_cannot_be_folded_is_left_to_the_network(forward: Any, change: Any) -> None:
+def test_unfoldable_layers_stay_outside_groups(forward: Any, change: Any) -> None:
     group = match_groups(forward, change or (lambda m: None))["a"]
     assert group.sources == () and group.dense_convs == () and len(group.dense) >= 1
 
 
-def test_a_convolution_that_two_read_is_run_once_by_the_network() -> None:
+def test_convolution_with_two_readers_is_not_fused() -> None:
     def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
         y = m.conv(s)
         return m.a(y) + m.b(y)
@@ -180,7 +181,7 @@ def test_a_convolution_that_two_read_is_run_once_by_the_network() -> None:
     assert [n.name for n in actual["a"].dense] == [n.name for n in actual["b"].dense] == ["conv"]
 
 
-def test_a_tensor_added_to_itself_is_not_two_sources() -> None:
+def test_tensor_added_to_itself_is_one_term() -> None:
     def forward(m: Any, s: torch.Tensor) -> torch.Tensor:
         y = m.conv(s)
         return m.a(y + y)
@@ -188,11 +189,11 @@ def test_a_tensor_added_to_itself_is_not_two_sources() -> None:
     assert match_groups(forward)["a"].sources == ()
 
 
-def test_a_neuron_that_runs_twice_has_no_group() -> None:
+def test_neuron_called_twice_has_no_group() -> None:
     assert "a" not in match_groups(lambda m, s: m.a(m.conv(m.a(s))))
 
 
-def test_a_neuron_without_known_dynamics_has_no_group() -> None:
+def test_neuron_without_spec_has_no_group() -> None:
     actual = match_groups(lambda m, s: m.k(m.conv(s)), lambda m: setattr(m, "k", neuron.KLIFNode().eval()))
     assert "k" not in actual
 
@@ -204,22 +205,22 @@ def test_a_neuron_without_known_dynamics_has_no_group() -> None:
         layer.WSConv2d(4, 4, 3, padding=1),
     ],
 )
-def test_a_convolution_that_computes_more_is_not_folded(conv: nn.Module) -> None:
+def test_convolution_with_extra_computation_is_not_folded(conv: nn.Module) -> None:
     for forward in (lambda m, s: m.a(m.special(s)), lambda m, s: m.a(m.special(m.pool(s)))):
         group = match_groups(forward, lambda m: setattr(m, "special", conv.eval()))["a"]
         assert group.sources == () and group.dense_convs == ()
 
 
-def test_a_parametrized_convolution_is_folded_with_what_it_computes() -> None:
+def test_parametrized_convolution_folds_its_computed_weight() -> None:
     conv: Any = parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
-    weight, _ = fold_batchnorm(conv, None)
+    weight, _ = fold(conv)
     assert torch.equal(weight, conv.weight.detach())
 
 
 # --- a time-constant input ----------------------------------------------------------------------------------
 
 
-def test_a_constant_input_is_convolved_once() -> None:
+def test_constant_input_is_convolved_once() -> None:
     from tests.spiking.nets import ready
 
     group = groups(ready(Constant()), images(2))["sn1"]
@@ -242,7 +243,7 @@ def test_a_constant_input_is_convolved_once() -> None:
         (lambda x: x.unsqueeze(0) * 1, None),
     ],
 )
-def test_what_counts_as_a_repetition(repeat: Any, steps: int | None) -> None:
+def test_skip_repetition(repeat: Any, steps: int | None) -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return repeat(x)
@@ -251,6 +252,13 @@ def test_what_counts_as_a_repetition(repeat: Any, steps: int | None) -> None:
     source, actual = skip_repetition(nodes[-2])
     assert actual == steps
     assert (source.op == "placeholder") == (steps is not None) and (steps is not None or source is nodes[-2])
+
+
+def fold(conv: nn.Module, bn: nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold `bn` into `conv`, as the match of both does."""
+    node = fx.Graph().placeholder("x")
+    match = ConvMatch(input=node, node=node, name="conv", bn_name=None if bn is None else "bn")
+    return fold_conv_match(match, {"conv": conv} if bn is None else {"conv": conv, "bn": bn})
 
 
 # --- arithmetic ---------------------------------------------------------------------------------------------
@@ -268,7 +276,7 @@ def test_folding_is_exact_to_float32(norm: bool, bias: bool, affine: bool) -> No
     if affine:
         nn.init.normal_(bn.weight)
         nn.init.normal_(bn.bias)
-    weight, shift = fold_batchnorm(conv, bn if norm else None)
+    weight, shift = fold(conv, bn if norm else None)
     assert weight.dtype == shift.dtype == torch.float32 and not weight.requires_grad
     x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
     y = conv.double()(x)
@@ -288,12 +296,12 @@ def test_padding_in_words_is_padding_in_pixels(padding: Any, pixels: int) -> Non
     assert spec.sources[0].padding == pixels and spec.sources[0].stride == 1
 
 
-def test_a_group_knows_what_it_adds() -> None:
+def test_group_spec_counts_all_terms() -> None:
     net = Parts(lambda m, s: m.a((m.bn(m.conv(s)) + s) + m.pool(s)) + s)
     match = groups(net, images(2, channels=4, size=6))["a"]
     spec = make_group_spec(match, dict(net.named_modules()), SPEC, 4)
     assert (len(spec.sources), spec.skips, spec.dense_inputs, spec.post_skips) == (1, 1, 1, 1)
-    assert torch.equal(spec.bias, fold_batchnorm(net.conv, net.bn)[1])
+    assert torch.equal(spec.bias, fold(net.conv, net.bn)[1])
 
 
 def test_only_a_traced_network_has_groups() -> None:
@@ -304,7 +312,7 @@ def test_only_a_traced_network_has_groups() -> None:
 
 
 def test_small_networks_fire() -> None:
-    """What the tests of this folder rest on: the networks are neither silent nor saturated."""
+    """The networks of these tests are neither silent nor saturated."""
     for make in (neuron.IFNode, neuron.LIFNode, lambda: neuron.ParametricLIFNode(init_tau=2.0)):
         net = small(make=make)
         rates: list[float] = []

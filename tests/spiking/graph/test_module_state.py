@@ -1,4 +1,4 @@
-"""Memories: taken down, put back, and a network that was looked at is as it was, to the bit."""
+"""Module state: snapshots, their restoration bit for bit, and detection of changes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional, neuron
 
 from sparseflow.spiking.graph.module_state import (
+    MutationGuard,
     copy_neuron_states,
     preserve_state,
     preserve_state_without_grad,
@@ -24,7 +25,7 @@ Held = dict[tuple[str, str, str], tuple[Any, torch.Tensor | None]]
 
 
 def state(net: nn.Module) -> Held:
-    """Everything that a module holds, by identity and by bits."""
+    """Return all attributes of all modules, by identity and by bits."""
     actual: Held = {}
     for name, module in net.named_modules():
         for key, value in vars(module).items():
@@ -46,7 +47,7 @@ def differences(first: Held, right: Held) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_memories_are_copies_that_can_be_put_back_again_and_again() -> None:
+def test_copied_states_can_be_restored_repeatedly() -> None:
     net, x = small(), images(3, 2)
     from_rest(net, x)
     saved = copy_neuron_states(net)
@@ -63,7 +64,7 @@ def test_memories_are_copies_that_can_be_put_back_again_and_again() -> None:
     assert same(membranes(net), before)
 
 
-def test_memories_at_rest_are_numbers() -> None:
+def test_copied_states_at_rest_are_numbers() -> None:
     net = small()
     saved = copy_neuron_states(net)
     from_rest(net, images(3, 2))
@@ -71,7 +72,7 @@ def test_memories_at_rest_are_numbers() -> None:
     assert net.sn1.v == 0.0 and not isinstance(net.sn1.v, torch.Tensor)
 
 
-def test_custom_neuron_state_is_its_v() -> None:
+def test_copied_state_of_a_custom_neuron_is_its_v() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,7 +86,7 @@ def test_custom_neuron_state_is_its_v() -> None:
 
 
 @pytest.mark.parametrize("carried", [False, True])
-def test_running_leaves_no_trace(carried: bool) -> None:
+def test_preserve_state_restores_everything(carried: bool) -> None:
     net, x = small(), images(3, 2)
     net.bn2.eps = 1e-5
     net.bn2.train()
@@ -102,7 +103,7 @@ def test_running_leaves_no_trace(carried: bool) -> None:
     assert differences(state(net), before) == [] and torch.equal(torch.random.get_rng_state(), seed)
 
 
-def test_a_failure_inside_leaves_no_trace_either() -> None:
+def test_preserve_state_restores_after_an_error() -> None:
     net, x = small(), images(3, 2)
     before = state(net)
     with pytest.raises(RuntimeError), preserve_state_without_grad(net):
@@ -130,7 +131,7 @@ def test_a_failure_inside_leaves_no_trace_either() -> None:
     ],
     ids=lambda t: f"{t.dtype} {tuple(t.shape)} {t.stride()}",
 )
-def test_tensors_of_every_kind_come_back(value: torch.Tensor) -> None:
+def test_preserve_state_restores_every_kind_of_tensor(value: torch.Tensor) -> None:
     net = nn.Module()
     net.register_buffer("held", value)
     before = value.clone()
@@ -143,9 +144,80 @@ def test_tensors_of_every_kind_come_back(value: torch.Tensor) -> None:
     assert net.held is value and torch.equal(value.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-def test_the_sign_of_zero_comes_back() -> None:
+def test_preserve_state_restores_the_sign_of_zero() -> None:
     net = nn.Module()
     net.register_buffer("held", torch.tensor([-0.0]))
     with preserve_state(net):
         net.held.abs_()  # type: ignore[union-attr, operator]
     assert net.held.signbit().item()  # type: ignore[union-attr, operator]
+
+
+class ConstantNeuron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_threshold, self.v_reset = 1.0, None
+        self.v: float | torch.Tensor = 0.0
+
+
+class GuardedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.neuron = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), ConstantNeuron()
+
+
+@pytest.fixture
+def guarded() -> GuardedNet:
+    return GuardedNet().eval()
+
+
+def make_guard(net: GuardedNet) -> MutationGuard:
+    return MutationGuard(net, [net.neuron])
+
+
+def test_guard_accepts_an_untouched_network(guarded: GuardedNet) -> None:
+    guard = make_guard(guarded)
+    guarded.neuron.v = torch.ones(2)  # a membrane is not a constant
+    assert guard.is_structure_unchanged() and guard.are_values_unchanged()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda net: net.conv.weight.add_(1),
+        lambda net: net.bn.running_mean.mul_(2),
+        lambda net: net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}),
+        lambda net: setattr(net.conv.weight, "data", net.conv.weight.data.clone()),
+    ],
+    ids=["weight", "buffer", "load_state_dict", "other memory"],
+)
+def test_guard_detects_new_values(guarded: GuardedNet, write) -> None:  # type: ignore[no-untyped-def]
+    guard = make_guard(guarded)
+    with torch.no_grad():
+        write(guarded)
+    assert guard.is_structure_unchanged()
+    assert not guard.are_values_unchanged()
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        lambda net: setattr(net, "conv", nn.Conv2d(2, 3, 3)),
+        lambda net: setattr(net.conv, "weight", nn.Parameter(net.conv.weight.detach().clone())),
+        lambda net: setattr(net.neuron, "v_threshold", 0.5),
+        lambda net: setattr(net.neuron, "v_reset", 0.0),
+        lambda net: delattr(net.neuron, "v_reset"),
+        lambda net: net.add_module("extra", nn.Identity()),
+    ],
+    ids=["module", "parameter", "threshold", "reset", "deleted", "added"],
+)
+def test_guard_detects_replaced_modules(guarded: GuardedNet, swap) -> None:  # type: ignore[no-untyped-def]
+    guard = make_guard(guarded)
+    swap(guarded)
+    assert not guard.is_structure_unchanged()
+
+
+def test_guard_accepts_inference_tensors() -> None:
+    with torch.inference_mode():
+        guarded = GuardedNet().eval()
+    guard = make_guard(guarded)
+    assert guard.is_structure_unchanged() and guard.are_values_unchanged()

@@ -1,4 +1,4 @@
-"""The registry: which modules are neurons, what they put out, and whether their constants reproduce them."""
+"""Tests of the registry: neurons, their outputs and their constants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spikingjelly.activation_based import functional, neuron, surrogate
 
 
 def simulate(spec: NeuronSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spikes [T, …] and final membrane by the equations of `kernels/spec.py`, in x's dtype."""
+    """Spikes [T, …] and final membrane by the equations of `backends/spec.py`, in x's dtype."""
     u = torch.full_like(x[0], spec.v_rest)
     spikes = []
     for step in x:
@@ -52,7 +52,7 @@ LINEAR: list[tuple[str, Callable[..., nn.Module]]] = [
     [(1.0, None), (1.0, 0.0), (1.0, 0.5), (1.0, -0.25), (0.3, None), (0.3, 0.0), (0.3, -0.25)],
 )
 @pytest.mark.parametrize("name, make", LINEAR, ids=[name for name, _ in LINEAR])
-def test_the_spec_reproduces_the_neuron(
+def test_spec_reproduces_the_neuron(
     name: str, make: Callable[..., nn.Module], v_threshold: float, v_reset: float | None
 ) -> None:
     node: Any = make(v_threshold=v_threshold, v_reset=v_reset).eval().double()
@@ -81,7 +81,7 @@ def test_parametric_lif_is_read_at_each_call() -> None:
 
 
 class _Quiet(neuron.LIFNode):
-    """Overrides nothing that matters."""
+    """Overrides nothing relevant."""
 
     def __init__(self) -> None:
         super().__init__(tau=4.0)
@@ -98,7 +98,7 @@ class _Halved(neuron.LIFNode):
 
 
 class _Sluggish(neuron.LIFNode):
-    """Other dynamics, but still spikes."""
+    """Has other dynamics but outputs spikes."""
 
     def single_step_functional_forward(self, inputs: Any, states: Any, **kwargs: Any) -> Any:
         return super().single_step_functional_forward((inputs[0] * 0.9,), states, **kwargs)
@@ -131,7 +131,7 @@ class _SimpleUsers(neuron.SimpleBaseNode):
         self.v = 0.5 * self.v + x
 
 
-def test_a_subclass_that_overrides_nothing_keeps_its_parents_spec() -> None:
+def test_subclass_without_overrides_inherits_the_spec() -> None:
     info = get_neuron_info(_Quiet())
     assert info is not None and info.reason is None and info.spec is not None
     assert info.spec.beta == pytest.approx(0.25) and info.type == "_Quiet"
@@ -176,7 +176,7 @@ def test_inspecting_a_neuron_does_not_change_it() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_a_patched_instance_loses_the_spec() -> None:
+def test_patched_instance_has_no_spec() -> None:
     node = neuron.IFNode()
     node.forward = lambda x: x * 2  # type: ignore[method-assign]
     info = get_neuron_info(node)
@@ -198,7 +198,7 @@ def test_a_patched_instance_loses_the_spec() -> None:
         (lambda x: x.sign(), "real", None, False),
     ],
 )
-def test_the_surrogate_function_decides_what_comes_out(
+def test_surrogate_determines_the_output(
     function: Any, output: str, max_value: int | None, has_spec: bool
 ) -> None:
     info = get_neuron_info(neuron.LIFNode(surrogate_function=function).eval())
@@ -233,7 +233,7 @@ def test_other_dynamics_are_neurons_with_a_named_refusal(make: Callable[[], nn.M
     assert info.output == output
 
 
-def test_what_a_fused_kernel_would_not_keep_up_refuses_the_spec() -> None:
+def test_unsupported_neuron_feature_refuses_the_spec() -> None:
     recording = neuron.IFNode(store_v_seq=True)
     hooked = neuron.IFNode()
     hooked.register_forward_hook(lambda *_: None)
@@ -245,7 +245,7 @@ def test_what_a_fused_kernel_would_not_keep_up_refuses_the_spec() -> None:
         assert info.reason is not None and word in info.reason
 
 
-def test_an_online_neuron_in_training_mode_is_not_binary() -> None:
+def test_online_neuron_in_training_mode_is_real() -> None:
     info = get_neuron_info(neuron.OTTTLIFNode().train())
     assert info is not None and info.output == "real" and info.spec is None
 
@@ -253,7 +253,7 @@ def test_an_online_neuron_in_training_mode_is_not_binary() -> None:
 @pytest.mark.parametrize(
     "module", [nn.ReLU(), nn.Conv2d(1, 1, 1), neuron.NonSpikingIFNode(), nn.Sequential()]
 )
-def test_everything_else_is_no_neuron(module: nn.Module) -> None:
+def test_other_modules_are_not_neurons(module: nn.Module) -> None:
     assert not is_spiking_neuron(module) and get_neuron_info(module) is None
 
 
@@ -294,13 +294,13 @@ def test_registered_class_and_unchanged_subclasses_are_neurons(user_module: type
     assert not is_spiking_neuron(_Mine())
 
 
-def test_a_spec_may_be_a_function_of_the_module(user_module: type[_Mine]) -> None:
+def test_register_neuron_spec_function(user_module: type[_Mine]) -> None:
     register_neuron(user_module, spec=lambda module: SPEC)
     info = get_neuron_info(_Mine())
     assert info is not None and info.spec == SPEC
 
 
-def test_a_user_may_overrule_what_is_known() -> None:
+def test_registration_overrides_builtin_neuron() -> None:
     try:
         register_neuron(_Halved, output="integer", max_value=2)
         info = get_neuron_info(_Halved())
@@ -329,7 +329,7 @@ def test_bad_registration_error_names_the_value(
 def test_spikingjelly_is_not_imported_for_a_network_without_it() -> None:
     code = (
         "import sys, torch\n"
-        "from sparseflow.spiking.graph import analyze\n"
+        "from sparseflow.spiking.graph.analysis import analyze\n"
         "analyze(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))\n"
         "assert not any(name.split('.')[0] == 'spikingjelly' for name in sys.modules)\n"
     )

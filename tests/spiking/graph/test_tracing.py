@@ -1,4 +1,4 @@
-"""Tracing: the graph computes what the network computes, and the network is left as it was."""
+"""Traced graphs compute what the network computes; tracing leaves the network unchanged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_containers_are_seen_through() -> None:
     assert same(outputs(traced, sample), expected)
 
 
-def test_a_loop_over_time_steps_needs_a_sample_and_refuses_other_lengths() -> None:
+def test_trace_loop_over_steps_needs_a_sample() -> None:
     net = net_in_containers()
     with pytest.raises(UntraceableError, match=r"`3`.*sample"):
         trace(net)
@@ -120,7 +120,7 @@ class Ranks(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (3, 2, 3, 4, 4)])
-def test_a_branch_on_the_rank_is_settled_by_the_sample(shape: tuple[int, ...]) -> None:
+def test_trace_branch_on_rank_takes_the_samples_branch(shape: tuple[int, ...]) -> None:
     net, sample = Ranks().eval(), torch.rand(shape)
     traced = trace(net, sample)
     expected = outputs(net, sample)
@@ -135,7 +135,7 @@ def test_a_branch_on_the_rank_is_settled_by_the_sample(shape: tuple[int, ...]) -
 
 
 class InPlace(nn.Module):
-    """`+=` on a tensor that somebody else still holds, and an element assignment."""
+    """`+=` on a tensor with another reader, and an element assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class DependsOnNumbers(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Adds what it put out last time."""
+    """Adds its previous output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Remembers(nn.Module):
         return self.last
 
 
-def test_a_branch_on_numbers_cannot_be_traced() -> None:
+def test_trace_branch_on_numbers_raises() -> None:
     for sample in (None, torch.rand(2, 2)):
         with pytest.raises(UntraceableError):
             trace(DependsOnNumbers(), sample)
@@ -234,7 +234,7 @@ def test_only_modules_are_traced(model: Any) -> None:
         trace(model)
 
 
-def test_a_sample_that_does_not_fit_is_named() -> None:
+def test_unfitting_sample_raises() -> None:
     with pytest.raises(SampleError):
         trace(Ranks(), torch.rand(2, 5, 4, 4))
     with pytest.raises(SampleError):
@@ -299,7 +299,7 @@ def test_kept_state_undoes_whatever_a_run_does() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_state_is_put_back_after_an_error() -> None:
+def test_state_is_restored_after_an_error() -> None:
     net = neuron.IFNode()
     with pytest.raises(RuntimeError, match="stop"), preserve_state(net):
         net(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Networks by name: built the same each time, firing, and bad names say what there is."""
+"""Networks by name are reproducible and fire; unknown names list the known ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rates(net: nn.Module, x: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18", "spiking_resnet50"])
-def test_a_random_network_fires_and_is_always_the_same(name: str) -> None:
+def test_random_network_fires_and_is_reproducible(name: str) -> None:
     rng = torch.random.get_rng_state()
     net, duplicate = build_network(name, TINY), build_network(name, TINY)
     assert torch.equal(torch.random.get_rng_state(), rng), "the global generator is left alone"
@@ -64,7 +64,7 @@ def test_a_random_network_fires_and_is_always_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize(("image", "downsampled"), [(32, False), (64, False), (65, True)])
-def test_the_stem_goes_by_the_image(image: int, downsampled: bool) -> None:
+def test_stem_depends_on_the_image_size(image: int, downsampled: bool) -> None:
     net = build_network("spiking_resnet18", NetworkConfig(width=8, image_size=image, time_steps=1))
     first = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
     assert (first.kernel_size == (7, 7)) == downsampled
@@ -87,7 +87,7 @@ def user_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_factory_of_the_users(user_module: ModuleType) -> None:
+def test_build_network_from_user_factory(user_module: ModuleType) -> None:
     assert isinstance(build_network("my_networks:small"), Small)
     with pytest.raises(ModelError, match="my_networks:number"):
         build_network("my_networks:number")
@@ -145,7 +145,7 @@ def test_samples_are_smooth_and_always_the_same(size: int) -> None:
         .diff().abs().mean())  # fmt: skip
 
 
-def test_make_it_fire_leaves_a_network_at_rest_in_eval_mode() -> None:
+def test_calibrate_firing_leaves_the_network_at_rest() -> None:
     # How often the last of so few neurons fire is a matter of their weights.
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_network_fires_at_the_requested_rate(name: str, firing: float) -> None:
 
 
 @pytest.mark.parametrize("firing", [0.0, 1.0, -1.0, float("nan")])
-def test_a_firing_rate_out_of_range(firing: float) -> None:
+def test_calibrate_firing_rate_out_of_range_raises(firing: float) -> None:
     with pytest.raises(InputError, match="`firing_rate`"):
         calibrate_firing(Small(), images(3, 2), firing_rate=firing)
 
@@ -183,7 +183,7 @@ def test_follow_changes_nothing_but_statistics() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_case_of_a_grid(batch: int) -> None:
+def test_grid_case_fields(batch: int) -> None:
     case = BenchCase(model="sew_resnet18", config=TINY, batch_size=batch)
     assert case.name == f"sew_resnet18, width 8, 16x16, 3 classes, T 2, batch {batch}"
     model, x, labels = case.build()

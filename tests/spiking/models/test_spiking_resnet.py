@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import fx, nn
 
+from sparseflow.core import extras
 from sparseflow.errors import InputError, MissingExtraError
 from sparseflow.spiking.models.spiking_resnet import (
     DEPTHS,
     SpikingResNet,
-    if_neuron,
     spiking_resnet,
 )
 
@@ -69,7 +67,7 @@ def test_width_64_resnet18_has_the_usual_parameters() -> None:
 
 
 @pytest.mark.parametrize("stem_once", [False, True])
-def test_a_constant_image_equals_its_repeated_sequence(stem_once: bool) -> None:
+def test_constant_image_equals_its_repeated_sequence(stem_once: bool) -> None:
     plain = firing()
     net = spiking_resnet(18, width=4, T=3, stem_once=stem_once).eval()
     net.load_state_dict(plain.state_dict())
@@ -79,7 +77,7 @@ def test_a_constant_image_equals_its_repeated_sequence(stem_once: bool) -> None:
     torch.testing.assert_close(out, run(plain, x.unsqueeze(0).repeat(3, 1, 1, 1, 1)), rtol=1e-5, atol=1e-6)
 
 
-def test_a_sequence_may_change_over_time() -> None:
+def test_sequence_may_change_over_time() -> None:
     net = firing()
     x = torch.randn(3, 2, 3, 16, 16)
     assert not torch.equal(run(net, x), run(net, x[:1].repeat(3, 1, 1, 1, 1)))
@@ -119,7 +117,7 @@ def test_traces_with_spikingjelly_as_leaves(depth: int, step_mode: str, residual
 
 
 @pytest.mark.parametrize(("residual", "binary"), [("spiking", True), ("sew_add", False)])
-def test_what_convolutions_are_fed(residual: str, binary: bool) -> None:
+def test_convolution_inputs_are_spikes(residual: str, binary: bool) -> None:
     net = firing(residual=residual)
     fed: list[torch.Tensor] = []
     for name, module in net.named_modules():
@@ -132,7 +130,7 @@ def test_what_convolutions_are_fed(residual: str, binary: bool) -> None:
 
 
 def test_neuron_factory_is_used_for_every_neuron() -> None:
-    net = spiking_resnet(18, width=2, neuron=if_neuron)
+    net = spiking_resnet(18, width=2, neuron=lambda: neuron.IFNode(step_mode="m"))
     actual = [m for m in net.modules() if isinstance(m, neuron.BaseNode)]
     assert len(actual) == 17
     assert all(type(m) is neuron.IFNode for m in actual)
@@ -155,6 +153,6 @@ def test_bad_arguments_are_named(kwargs: dict[str, object], message: str) -> Non
 
 
 def test_missing_spikingjelly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spikingjelly.activation_based", None)
+    monkeypatch.setattr(extras.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"sparseflow\[spiking\]"):
         spiking_resnet(18, width=2)

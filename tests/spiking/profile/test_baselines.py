@@ -1,4 +1,4 @@
-"""Dense forms: each computes what the network computes from rest, call after call."""
+"""Each dense baseline computes what the network computes from rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("spikingjelly")
 
 from spikingjelly.activation_based import functional, neuron
 
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.profile.baselines import EAGER, LoopNeuron, build_baselines, fold_network
 from tests.spiking.families import CASES, FAMILIES
@@ -37,7 +37,7 @@ X = images(3, 2)
 
 @pytest.mark.parametrize("shape", [(4, 2, 3, 5, 6), (4, 2, 7)])
 @pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
-def test_a_plain_neuron_is_the_neuron(make: Any, shape: tuple[int, ...]) -> None:
+def test_loop_neuron_equals_the_neuron(make: Any, shape: tuple[int, ...]) -> None:
     original = make().eval()
     original.step_mode = "m"
     info = get_neuron_info(original)
@@ -72,7 +72,7 @@ def test_folded_network_has_no_batchnorm_and_same_output(plain: bool) -> None:
     assert same(net.state_dict(), saved_state) and type(net.sn1) is neuron.LIFNode
 
 
-def test_a_shared_batchnorm_stays() -> None:
+def test_shared_batchnorm_is_not_folded() -> None:
     class Shared(Small):
         def features(self, x: torch.Tensor) -> torch.Tensor:
             x = self.sn1(self.bn1(self.conv1(x)))
@@ -117,13 +117,13 @@ def test_every_form_is_the_network_from_rest(build: Any, x: torch.Tensor) -> Non
 
 
 def test_unreplaced_neurons_also_start_from_rest() -> None:
-    """A neuron without a plain twin would otherwise carry its membrane from one timing round to the next."""
+    """A neuron that is not replaced must not carry its membrane to the next timing round."""
     net = Small(make=lambda: neuron.KLIFNode())
     net.sn1 = neuron.IFNode(step_mode="m")
     assert check_forms(ready(net), X, compile=False, exact=False) == ALL
 
 
-def test_a_network_that_cannot_be_traced_has_two_forms() -> None:
+def test_untraceable_network_has_two_baselines() -> None:
     assert check_forms(ready(Opaque()), X, compile=False) == {EAGER, "channels_last"}
 
 

@@ -1,4 +1,4 @@
-"""What flows into a convolution, against counting by hand."""
+"""Firing statistics against counting by hand."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_zero_blocks_are_counted_with_those_that_are_cut_off(shape: tuple[int, .
 
 
 @pytest.mark.parametrize(("value", "ratio"), [(0.0, 1.0), (1.0, 0.0)])
-def test_all_and_nothing(value: float, ratio: float) -> None:
+def test_all_ones_and_all_zeros(value: float, ratio: float) -> None:
     assert compute_zero_block_ratio(torch.full((1, 2, 9, 9), value), 4) == ratio
 
 
-def test_a_single_image_needs_no_batch_axis() -> None:
+def test_single_image_needs_no_batch_axis() -> None:
     x = (torch.rand(4, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.1).float()
     assert measure_firing(x) == measure_firing(x.unsqueeze(0))
 
 
 @pytest.mark.parametrize("lead", [(2,), (3, 2)])
-def test_an_input_is_described(lead: tuple[int, ...]) -> None:
+def test_firing_stats_of_an_input(lead: tuple[int, ...]) -> None:
     x = torch.zeros(*lead, 4, 12, 10)
     x[..., 1, 0, 0] = 2.0
     x[0].select(-3, 3)[..., 11, 9] = 1.0
@@ -75,7 +75,7 @@ def test_nearly_silent_layers_are_flagged(rate: float, flagged: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["s", "m"])
-def test_a_network_is_watched_without_a_trace(mode: str) -> None:
+def test_observation_leaves_no_trace(mode: str) -> None:
     net = small(mode)
     x = images(3, 2) if mode == "m" else images(2)
     from_rest(net, x)
@@ -92,7 +92,7 @@ def test_a_network_is_watched_without_a_trace(mode: str) -> None:
     assert not any(m._forward_pre_hooks for m in net.modules())
 
 
-def test_the_last_of_several_calls_counts() -> None:
+def test_profile_firing_last_call_counts() -> None:
     net, x = ready(Loop()), images(3, 2)
     observed: list[torch.Tensor] = []
     handle = net.net.conv2.register_forward_pre_hook(lambda m, args: observed.append(args[0].clone()))
@@ -110,7 +110,7 @@ def test_hooks_are_gone_after_a_failure() -> None:
     assert not any(m._forward_pre_hooks for m in net.modules())
 
 
-def test_a_convolution_called_by_keyword_is_seen() -> None:
+def test_convolution_called_by_keyword_is_analyzed() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

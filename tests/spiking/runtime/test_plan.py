@@ -1,4 +1,4 @@
-"""A plan computes what its network computes, whatever way each group runs in; exactly, on exact weights."""
+"""Plans compute exactly what their network computes, in every mode of each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 from sparseflow.errors import RunError
 from sparseflow.spiking.backends.events import format
 from sparseflow.spiking.backends.events.backend import EventBackend
-from sparseflow.spiking.graph import analyze
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
 from sparseflow.spiking.runtime.plan import Plan, SpikeTensor
 from tests.spiking.families import BY_VALUE, CASES, FAMILIES
@@ -43,7 +43,7 @@ WAYS = ("module", "dense", "sparse")
 
 
 def agree(net: nn.Module, x: torch.Tensor, group_mode: str, *, exact: bool = True) -> dict[str, str]:
-    """Two calls in a row, from rest: outputs and membranes are the network's. Returns each group's way."""
+    """Check outputs and membranes of two consecutive calls from rest. Returns each group's mode."""
     plan = planned(net, x)
     ways = force(plan, group_mode, x)
     functional.reset_net(net)
@@ -73,7 +73,7 @@ def test_every_family_in_every_group_mode(name: str, mode: str, group_mode: str)
 
 
 def test_every_family_has_sparse_groups() -> None:
-    """Otherwise the test above would compare the network with itself."""
+    """The test above compares the network with something else."""
     reached = {}
     for name, mode in CASES:
         net, x = FAMILIES[name](mode)
@@ -178,7 +178,7 @@ def test_integers_go_through_several_sew_blocks(group_mode: str) -> None:
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_a_shared_convolution_and_a_shared_neuron(group_mode: str) -> None:
+def test_shared_convolution_and_shared_neuron(group_mode: str) -> None:
     class Shared(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             a = self.sn1(self.bn1(self.conv1(x)))
@@ -211,7 +211,7 @@ def test_pools_read_spikes(pool: nn.Module, group_mode: str) -> None:
 
 
 @pytest.mark.parametrize("group_mode", WAYS)
-def test_a_constant_stem_is_computed_once(group_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_stem_is_computed_once(group_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = ready(Constant()), images(2)
     agree(net, x, group_mode)
     plan = planned(net, x)
@@ -228,7 +228,7 @@ def test_a_constant_stem_is_computed_once(group_mode: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_a_plan_runs_other_batches_and_sizes(group_mode: str) -> None:
+def test_plan_runs_other_batch_and_image_sizes(group_mode: str) -> None:
     net = small()
     plan = planned(net, images(3, 2))
     force(plan, group_mode, images(3, 2))
@@ -238,8 +238,8 @@ def test_a_plan_runs_other_batches_and_sizes(group_mode: str) -> None:
         assert same(plan.run(x), expected) and same(membranes(net), v)
 
 
-def test_what_is_prepared_fits_the_shapes_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend may lay out buffers for the shape that it is told."""
+def test_prepared_group_fits_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend may allocate buffers for the shape that it gets."""
     monkeypatch.setattr(EventBackend, "shape_agnostic", False)
     prepare = EventBackend.prepare
 
@@ -294,7 +294,7 @@ def test_membranes_of_another_batch_fail_as_in_the_network(group_mode: str) -> N
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-def test_a_membrane_set_by_hand_is_where_it_starts(group_mode: str) -> None:
+def test_membrane_set_by_hand_is_the_initial_state(group_mode: str) -> None:
     net, x = small(), images(3, 2)
     plan = planned(net, x)
     force(plan, group_mode, x)
@@ -349,7 +349,7 @@ def test_broadcast_additions(shape: tuple[int, ...], reason: str | None) -> None
     assert ways["conv2"] == ("module" if reason else "sparse")
 
 
-def test_a_skip_that_is_broadcast_over_time_is_left_to_the_network() -> None:
+def test_skip_broadcast_over_time_runs_the_modules() -> None:
     class First(Small):
         def features(self, x: torch.Tensor) -> torch.Tensor:
             s = self.sn1(self.bn1(self.conv1(x)))
@@ -381,7 +381,7 @@ def test_several_inputs_defaults_and_nested_outputs() -> None:
     assert same(plan.run(x, y), expected)
 
 
-def test_a_convolution_called_by_keyword() -> None:
+def test_convolution_called_by_keyword() -> None:
     class Keyword(Small):
         def __init__(self) -> None:
             super().__init__("s")
@@ -442,7 +442,7 @@ def test_groups_emit_what_their_readers_take() -> None:
     assert [group.output_form for group in plan.groups] == ["dense", "dense", "dense"]
 
 
-def test_a_neuron_that_lies_about_its_spikes_is_found_out() -> None:
+def test_neuron_with_undeclared_outputs_raises() -> None:
     class Liar(neuron.IFNode):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = super().forward(x)
@@ -535,7 +535,7 @@ def test_dropped_weights_are_prepared_again(group_mode: str) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of tensors that come into being while it is active, and of events on loan.
+    """Tracks the bytes of tensors that are created while it is active, and of pooled events.
 
     Attributes:
         peak: The most that were alive at once. What an operation allocates and frees inside is not seen.
@@ -579,10 +579,10 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize("images_", [1, 8])
 @pytest.mark.parametrize("family", ["small", "spiking_resnet", "sew_resnet"])
-def test_no_more_memory_than_the_network_itself(
+def test_plan_frees_values_early(
     family: str, images_: int, group_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At its peak a run of the plan holds no more activations than the network's own code does."""
+    """The peak memory of a plan is at most that of the network's own code."""
     if family == "small":
         net, x = small(channels=32), images(4, images_, size=16)
     else:

@@ -1,4 +1,4 @@
-"""`SparseConv2d` is `nn.Conv2d` for spikes and for everything else, whatever it runs on."""
+"""`SparseConv2d` computes what `nn.Conv2d` computes, on every backend."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_from_dense_computes_what_the_convolution_computes(geometry: dict[str, A
                 assert torch.equal(sparse(x.transpose(-1, -2).contiguous().transpose(-1, -2)), expected)
 
 
-def test_the_event_kernel_did_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_runs_the_event_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = SparseConv2d.from_dense(conv(padding=1))
     monkeypatch.setattr(SparseConv2d, "_run_dense", lambda self, x: pytest.fail("ran F.conv2d"))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_training_gives_weights_gradients_without_input_gradients() -> None:
 
 
 @pytest.mark.parametrize("change", ["weight", "bias", "load", "assign"])
-def test_new_numbers_are_honoured(change: str) -> None:
+def test_new_weights_are_used(change: str) -> None:
     dense = conv(padding=1)
     sparse, x = SparseConv2d.from_dense(dense), spikes(2, 5, 6, 6)
     with torch.no_grad():
@@ -179,21 +179,21 @@ def test_repr() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (nn.Conv2d(2, 2, 5), r"kernel_size \(5, 5\)"),
-        (nn.Conv2d(2, 2, (3, 1)), r"kernel_size \(3, 1\)"),
-        (nn.Conv2d(2, 2, 3, stride=3), r"stride \(3, 3\)"),
-        (nn.Conv2d(2, 2, 3, stride=(1, 2)), r"stride \(1, 2\)"),
-        (nn.Conv2d(2, 2, 3, groups=2), r"groups \(=2\)"),
-        (nn.Conv2d(2, 2, 3, dilation=2), r"dilation \(2, 2\)"),
-        (nn.Conv2d(2, 2, 3, padding=2), r"padding \(2, 2\)"),
-        (nn.Conv2d(2, 2, 3, padding=(0, 1)), r"padding \(0, 1\)"),
-        (nn.Conv2d(2, 2, 1, padding=1), r"padding \(1, 1\)"),
-        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "padding_mode 'reflect'"),
+        (nn.Conv2d(2, 2, 5), r"`kernel_size` \(=\(5, 5\)\)"),
+        (nn.Conv2d(2, 2, (3, 1)), r"`kernel_size` \(=\(3, 1\)\)"),
+        (nn.Conv2d(2, 2, 3, stride=3), r"`stride` \(=\(3, 3\)\)"),
+        (nn.Conv2d(2, 2, 3, stride=(1, 2)), r"`stride` \(=\(1, 2\)\)"),
+        (nn.Conv2d(2, 2, 3, groups=2), r"`groups` \(=2\)"),
+        (nn.Conv2d(2, 2, 3, dilation=2), r"`dilation` \(=\(2, 2\)\)"),
+        (nn.Conv2d(2, 2, 3, padding=2), r"`padding` \(=\(2, 2\)\)"),
+        (nn.Conv2d(2, 2, 3, padding=(0, 1)), r"`padding` \(=\(0, 1\)\)"),
+        (nn.Conv2d(2, 2, 1, padding=1), r"`padding` \(=\(1, 1\)\)"),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), "`padding_mode` .='reflect'"),
         (nn.Linear(2, 2), "Linear"),
         (nn.ConvTranspose2d(2, 2, 3), "ConvTranspose2d"),
     ],
 )
-def test_what_it_cannot_be_is_named(bad: Any, words: str) -> None:
+def test_from_dense_unsupported_convolution_raises(bad: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         SparseConv2d.from_dense(bad)
     if isinstance(bad, nn.Conv2d):
@@ -219,7 +219,7 @@ def test_shapes_are_checked(shape: tuple[int, ...]) -> None:
         SparseConv2d.from_dense(conv())(torch.zeros(shape))
 
 
-def test_without_numba_it_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_select_conv_backend_without_numba_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         sparse_conv, "find_spec", lambda name: None if name in ("numba", "triton") else find(name)
@@ -231,7 +231,7 @@ def test_without_numba_it_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(SparseConv2d.from_dense(dense)(x), dense(x))
 
 
-def test_a_gpu_gets_blocks() -> None:
+def test_select_conv_backend_gpu_uses_blocks() -> None:
     pytest.importorskip("triton")
     assert select_conv_backend(torch.device("cuda")) == "blocks"
     assert select_conv_backend(torch.device("mps")) == "dense"

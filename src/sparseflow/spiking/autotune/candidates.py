@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.precision import is_tf32_allowed
 from sparseflow.spiking.graph.module_state import copy_neuron_states, restore_neuron_states
 from sparseflow.spiking.profile.firing import FiringStats, measure_firing
-from sparseflow.spiking.runtime.cuda_graphs import capture_replay
 from sparseflow.spiking.runtime.group_step import GroupStep
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, to_dense
@@ -78,15 +76,9 @@ def tune_group(
             if mismatch:
                 notes.append(f"'{mode}' differs from the network's own modules on the sample: {mismatch}")
                 del candidates[mode]
-    key = _make_group_key(group, env, backend)
-    decision = selector.lookup(key, candidates)
-    if decision is None:
-        if selector.device.startswith("cuda"):
-            candidates = {mode: capture_replay(run) for mode, run in candidates.items()}
-        decision = selector.select(key, candidates, "module")
+    decision = selector.select(_make_group_key(group, env, backend), candidates, "module")
     if notes:
         decision = decision.model_copy(update={"reason": "; ".join([decision.reason, *notes])})
-    candidates.clear()
     group.fix_mode(decision.choice)  # type: ignore[arg-type]
     group.neuron.v = v_before
     return decision, group.run(env)
@@ -132,32 +124,9 @@ def tune_network(
 
         return work
 
-    uncached = replace(selector, cache=None)
+    uncached = replace(selector, cache=None, capture=False)
     runs = {"own": original, **plans}
     return uncached.select("network", {name: make_run(run) for name, run in runs.items()}, "own")
-
-
-def capture_inputs(model: nn.Module, names: list[str], run: Callable[[], object]) -> dict[str, torch.Tensor]:
-    """Return the input of each named module while `run` runs; of several calls the last."""
-    inputs: dict[str, torch.Tensor] = {}
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            partial(_store_input, inputs, name), with_kwargs=True
-        )
-        for name in names
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return inputs
-
-
-def _store_input(
-    inputs: dict[str, torch.Tensor], name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    inputs[name] = (args[0] if args else next(iter(kwargs.values()))).detach().clone()
 
 
 def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:

@@ -47,7 +47,7 @@ class DecisionCache:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or get_default_cache_path()
+        self.path = path or get_cache_dir() / "decisions.json"
         self._added: dict[str, Decision] = {}
         self._decisions, problem = self._read()
         if problem is not None:
@@ -74,6 +74,8 @@ class DecisionCache:
 
         Warns if the file cannot be written.
         """
+        if not self._added:
+            return
         merged = {**self._read()[0], **self._added}
         try:
             _CacheFile(decisions=dict(sorted(merged.items()))).save(self.path, indent=1)
@@ -83,7 +85,3 @@ class DecisionCache:
                 "directory",
                 stacklevel=2,
             )
-
-
-def get_default_cache_path() -> Path:
-    return get_cache_dir() / "decisions.json"

@@ -10,13 +10,14 @@ The policy `static` is a rule by feature-map height (`backends.blocks.geometry.s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from sparseflow.core import device as devices
 from sparseflow.core import timing
 from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
+from sparseflow.spiking.runtime.cuda_graphs import capture_replay
 
 Policy = Literal["measured", "static"]
 
@@ -37,6 +38,7 @@ class CandidateSelector:
         cache: Cache of decisions; None measures every time.
         seed: Seed of the order of candidates within each round.
         calls_per_sample: Calls timed as one; more than 1 hides the start-up time of an idle GPU.
+        capture: Time a CUDA graph of each candidate.
     """
 
     device: str
@@ -45,6 +47,7 @@ class CandidateSelector:
     cache: DecisionCache | None = None
     seed: int = 0
     calls_per_sample: int = 1
+    capture: bool = False
 
     def select(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
         """Time `candidates` and select the fastest; `baseline` stays unless another is significantly faster.
@@ -54,13 +57,14 @@ class CandidateSelector:
             candidates: Name -> call that runs it once.
             baseline: The candidate that is always safe.
         """
-        cached = self.lookup(key, candidates)
-        if cached is not None:
+        cache_key = f"{devices.describe_device(self.device).key()}|{key}"
+        cached = self.cache.get(cache_key) if self.cache else None
+        if cached is not None and cached.choice in candidates:
             return cached
         if len(candidates) == 1:
             return Decision(choice=baseline, reason="no other candidate")
         result = timing.compare(
-            candidates,
+            {name: capture_replay(run) for name, run in candidates.items()} if self.capture else candidates,
             baseline=baseline,
             rounds=self.rounds,
             warmup=self.warmup,
@@ -82,13 +86,5 @@ class CandidateSelector:
             )
         decision = Decision(choice=choice, reason=reason, latency_ms=latency_ms)
         if self.cache:
-            self.cache.put(self._make_cache_key(key), decision)
+            self.cache.put(cache_key, decision)
         return decision
-
-    def lookup(self, key: str, candidates: Container[str]) -> Decision | None:
-        """Return the cached decision if it is still among the candidates."""
-        cached = self.cache.get(self._make_cache_key(key)) if self.cache else None
-        return cached if cached is not None and cached.choice in candidates else None
-
-    def _make_cache_key(self, key: str) -> str:
-        return f"{devices.describe_device(self.device).key()}|{key}"

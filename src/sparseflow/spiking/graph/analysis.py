@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.observation import observe_run
 from sparseflow.spiking.graph.propagation import ValuePropagation, check_neuron_output
 from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
-from sparseflow.spiking.graph.sites import ConvCall, ConvSite, Refusal, describe_site
+from sparseflow.spiking.graph.sites import ConvSite, Refusal, describe_site
 from sparseflow.spiking.graph.tracing import Sample, UntraceableError, split_arguments, trace, trace_once
 from sparseflow.spiking.graph.values import SpikeValue
 
@@ -104,8 +105,7 @@ def analyze(model: nn.Module, sample: Sample | None = None, *, method: AnalysisM
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if method not in ("auto", "fx", "hooks"):
-        raise ValueError(f"`method` (={method!r}) must be 'auto', 'fx' or 'hooks'")
+    check_one_of(("auto", "fx", "hooks"), method=method)
     neurons = {
         name: info for name, module in model.named_modules() if (info := get_neuron_info(module)) is not None
     }
@@ -133,12 +133,10 @@ def _analyze_by_tracing(
         module = trace(model, sample)
         shapes = _check_traced_module(model, module, sample, neurons, warnings)
     propagation = ValuePropagation(module, neurons)
-    calls: dict[str, list[ConvCall]] = {}
+    calls: dict[str, list[SpikeValue]] = {}
     for name, node, value in propagation.inputs:
         source = node.all_input_nodes[0].name if node.all_input_nodes else ""
-        calls.setdefault(name, []).append(
-            ConvCall(node=node.name, value=value.with_shape(shapes.get(source)))
-        )
+        calls.setdefault(name, []).append(value.with_shape(shapes.get(source)))
     values = {name: value.with_shape(shapes.get(name)) for name, value in propagation.values.items()}
     called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
     warnings += _collect_warnings(module, neurons, called)
@@ -170,7 +168,7 @@ def _collect_warnings(module: fx.GraphModule, neurons: Iterable[str], called: se
 
 
 def _collect_sites(
-    model: nn.Module, calls: dict[str, list[ConvCall]], called: set[str]
+    model: nn.Module, calls: dict[str, list[SpikeValue]], called: set[str]
 ) -> tuple[ConvSite, ...]:
     sites = []
     for name, module in model.named_modules():
@@ -194,8 +192,6 @@ def _refuse_all(
         for name, module in model.named_modules()
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
     ]
-    # The missing sample takes precedence over other refusals.
-    sites = [replace(s, refusal=absent[0], reason=absent[1], replaceable=False) for s in sites]
     return SpikeGraph(
         model=model,
         module=None,
@@ -211,16 +207,12 @@ def _analyze_by_observation(
     model: nn.Module, sample: Sample, neurons: dict[str, NeuronInfo], error: UntraceableError | None
 ) -> SpikeGraph:
     observer = observe_run(model, sample, neurons)
-    calls = {
-        name: [ConvCall(node=None, value=value) for value in values]
-        for name, values in observer.inputs.items()
-    }
     return SpikeGraph(
         model=model,
         module=None,
         values=observer.values,
         neurons=neurons,
-        sites=_collect_sites(model, calls, observer.called),
+        sites=_collect_sites(model, observer.inputs, observer.called),
         method="hooks",
         trace_error=None if error is None else str(error),
         warnings=(

@@ -21,7 +21,6 @@ SpecBuilder = Callable[[Any], "NeuronSpec | str"]
 
 _NEURONS = "spikingjelly.activation_based.neuron"
 _SURROGATES = "spikingjelly.activation_based.surrogate"
-_BASES = ("BaseNode", "SimpleBaseNode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +43,11 @@ class NeuronEntry:
 def find_builtin_neuron(cls: type) -> NeuronEntry | None:
     """Return the entry of one of spikingjelly's own classes; None for other classes."""
     module = cls.__module__
-    if not module.startswith("spikingjelly.") or "spikingjelly" not in sys.modules:
+    if "spikingjelly" not in sys.modules:
         return None
-    if module == "spikingjelly.activation_based.encoding":
-        if cls.__name__ != "PoissonEncoder":
-            return None
+    if module == "spikingjelly.activation_based.encoding" and cls.__name__ == "PoissonEncoder":
         return NeuronEntry(spec=None, output="binary", max_value=1, reason="it samples its spikes at random")
-    if not module.startswith(_NEURONS):
-        return None
-    if cls.__name__ in _LINEAR:
-        return NeuronEntry(spec=_LINEAR[cls.__name__], output="binary", max_value=1)
-    if cls.__name__ in _NONLINEAR_BINARY:
-        return NeuronEntry(spec=None, output="binary", max_value=1, reason=_NONLINEAR_BINARY[cls.__name__])
-    if cls.__name__ in _NONLINEAR_REAL:
-        return NeuronEntry(spec=None, output="real", reason=_NONLINEAR_REAL[cls.__name__])
-    if cls.__name__ in _BASES:
-        return NeuronEntry(
-            spec=None, output="binary", max_value=1, reason=f"`{cls.__name__}` defines no dynamics"
-        )
-    return None
+    return _ENTRIES.get(cls.__name__) if module.startswith(_NEURONS) else None
 
 
 def _build_leaky_spec(module: Any, rate: float) -> NeuronSpec | str:
@@ -90,11 +75,9 @@ def _build_if_spec(module: Any) -> NeuronSpec | str:
 
 
 def _build_lif_spec(module: Any) -> NeuronSpec | str:
-    return (
-        _build_leaky_spec(module, 1.0 / module.tau)
-        if isinstance(module.tau, (int, float))
-        else "its tau is a tensor"
-    )
+    if not isinstance(module.tau, (int, float)):
+        return "its tau is a tensor"
+    return _build_leaky_spec(module, 1.0 / module.tau)
 
 
 def _build_parametric_lif_spec(module: Any) -> NeuronSpec | str:
@@ -129,6 +112,8 @@ _NONLINEAR_BINARY: dict[str, str] = {
     "PSN": "it mixes all time steps at once",
     "MaskedPSN": "it mixes several time steps at once",
     "SlidingPSN": "it mixes several time steps at once",
+    "BaseNode": "`BaseNode` defines no dynamics",
+    "SimpleBaseNode": "`SimpleBaseNode` defines no dynamics",
 }
 _NONLINEAR_REAL: dict[str, str] = {
     "LIAFNode": "it outputs an activation of its membrane, not spikes",
@@ -140,6 +125,16 @@ _NONLINEAR_REAL: dict[str, str] = {
     "FewSpikeNode": "it outputs a weighted sum of spikes",
     "NoisyBaseNode": "it adds noise to its spikes",
     "FlexSN": "its dynamics are user-defined",
+}
+_ENTRIES = {
+    **{name: NeuronEntry(spec=spec, output="binary", max_value=1) for name, spec in _LINEAR.items()},
+    **{
+        name: NeuronEntry(spec=None, output="binary", max_value=1, reason=reason)
+        for name, reason in _NONLINEAR_BINARY.items()
+    },
+    **{
+        name: NeuronEntry(spec=None, output="real", reason=reason) for name, reason in _NONLINEAR_REAL.items()
+    },
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
-from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.layer_rules import has_library_forward
 from sparseflow.spiking.graph.sites import get_padding, is_plain_conv
 
@@ -221,11 +221,10 @@ class FusionMatcher:
 
 
 def _is_addition(node: fx.Node) -> bool:
-    plain = node.op == "call_function" and node.target in _ADDITIONS
-    plain = plain or (node.op == "call_method" and node.target in ("add", "add_"))
-    return (
-        plain and len(node.args) == 2 and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
-    )
+    targets = {"call_function": _ADDITIONS, "call_method": ("add", "add_")}
+    adds = node.target in targets.get(node.op, ())
+    plain = len(node.args) == 2 and not node.kwargs
+    return adds and plain and all(isinstance(operand, fx.Node) for operand in node.args)
 
 
 def skip_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
@@ -253,12 +252,14 @@ def skip_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
     return source, steps
 
 
-def fold_batchnorm(conv: nn.Conv2d, bn: nn.BatchNorm2d | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fold an eval-mode BatchNorm into the convolution in front of it.
+def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fold the eval-mode BatchNorm (if any) of a match into its convolution.
 
     Returns:
         float32 weight [C_out, C_in, k, k] and float32 bias [C_out], computed in float64.
     """
+    conv, bn = modules[match.name], None if match.bn_name is None else modules[match.bn_name]
+    assert isinstance(conv, nn.Conv2d) and (bn is None or isinstance(bn, nn.BatchNorm2d))
     weight = conv.weight.detach().double()
     bias = torch.zeros(conv.out_channels, dtype=torch.float64, device=weight.device)
     if conv.bias is not None:
@@ -281,18 +282,16 @@ def make_group_spec(
     """Make the spec of `match` with the current weights, for a neuron layer of `channels` channels."""
     sources: list[SpikeSource] = []
     bias = torch.zeros(channels)
-    for conv in match.sources:
-        module = modules[conv.name]
-        assert isinstance(module, nn.Conv2d)
-        padding = get_padding(module)
-        assert padding is not None and padding[0] == padding[1]
+    for conv in (*match.sources, *match.dense_convs):
+        # The neuron kernel adds all biases; in a dense convolution they would cost a GPU one more pass.
         weight, shift = fold_conv_match(conv, modules)
-        sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
         bias = bias.to(shift.device) + shift
-    for conv in match.dense_convs:
-        # The neuron kernel adds the bias; in the convolution it would cost a GPU one more pass.
-        _, shift = fold_conv_match(conv, modules)
-        bias = bias.to(shift.device) + shift
+        if conv in match.sources:
+            module = modules[conv.name]
+            assert isinstance(module, nn.Conv2d)
+            padding = get_padding(module)
+            assert padding is not None and padding[0] == padding[1]
+            sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
     return GroupSpec(
         sources=tuple(sources),
         bias=bias,
@@ -301,11 +300,3 @@ def make_group_spec(
         dense_inputs=len(match.dense_convs) + len(match.dense),
         post_skips=len(match.post_skips),
     )
-
-
-def fold_conv_match(conv: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fold_batchnorm` for a `ConvMatch`."""
-    module = modules[conv.name]
-    bn = None if conv.bn_name is None else modules[conv.bn_name]
-    assert isinstance(module, nn.Conv2d) and (bn is None or isinstance(bn, nn.BatchNorm2d))
-    return fold_batchnorm(module, bn)

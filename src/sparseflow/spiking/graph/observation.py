@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparseflow.errors import SampleError, SparseFlowError
@@ -99,7 +100,7 @@ class RunObserver:
 
     def set_value(self, tree: Any, value: SpikeValue) -> None:
         """Set the value of the tensors in `tree`."""
-        for tensor in _iterate_tensors(tree):
+        for tensor in _list_tensors(tree):
             self._tags[tensor] = (value.with_shape(tensor.shape), _get_version(tensor))
 
     def invalidate(self, written: torch.Tensor) -> None:
@@ -111,13 +112,7 @@ class RunObserver:
 
     def substitute_values(self, tree: Any) -> Any:
         """Return `tree` with each tensor replaced by its value."""
-        if isinstance(tree, torch.Tensor):
-            return self._get_value(tree)
-        if isinstance(tree, (list, tuple)):
-            return tuple(self.substitute_values(item) for item in tree)
-        if isinstance(tree, dict):
-            return {key: self.substitute_values(item) for key, item in tree.items()}
-        return tree
+        return tree_map_only(torch.Tensor, self._get_value, tree)
 
     def _get_value(self, tensor: torch.Tensor) -> Any:
         tag = self._tags.get(tensor)
@@ -125,16 +120,16 @@ class RunObserver:
             default = v.make_dense("a tensor of unknown origin")
             return extract_scalar(tensor, default) if tensor in self._constants else default
         value, version = tag
-        return (
-            value if version == _get_version(tensor) else v.make_dense("a tensor that was changed in place")
-        )
+        if version != _get_version(tensor):
+            return v.make_dense("a tensor that was changed in place")
+        return value
 
     def _on_enter(self, module: nn.Module, args: Any) -> None:
         if self.inside_layer or module not in self._leaves:
             self._stack.append(None)
             return
         # Read before the layer runs, which may write into its input.
-        reads = tuple(self._get_value(tensor) for tensor in _iterate_tensors(args))
+        reads = tuple(self._get_value(tensor) for tensor in _list_tensors(args))
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
             read = next((item for item in reads if isinstance(item, SpikeValue)), None)
             self.inputs.setdefault(self._leaves[module], []).append(
@@ -170,10 +165,7 @@ class _ObserverMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._observer.inside_layer:
             return func(*args, **kwargs)
-        known_args, known_kwargs = (
-            self._observer.substitute_values(args),
-            self._observer.substitute_values(kwargs),
-        )
+        known_args, known_kwargs = self._observer.substitute_values((args, kwargs))
         result = func(*args, **kwargs)
         value = _apply_operation(func, known_args, known_kwargs)
         written = args[0] if args and rules.mutates_first_argument(func, args, kwargs) else None
@@ -199,15 +191,8 @@ def _apply_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return rules.apply_rule(rules.OperationCall(op=op, args=args, kwargs=kwargs))
 
 
-def _iterate_tensors(tree: Any) -> Iterable[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _iterate_tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _iterate_tensors(item)
+def _list_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _iterate_model_tensors(model: nn.Module) -> Iterable[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from sparseflow.errors import ModelError
 from sparseflow.spiking.graph import layer_rules, rules
@@ -87,12 +88,9 @@ class ValuePropagation:
         if node.op == "get_attr":
             return v.make_dense(f"the constant `{node.target}`")
         if node.op == "output":
-            return (
-                self._current[node.args[0]]
-                if isinstance(node.args[0], fx.Node)
-                else v.make_dense("several outputs")
-            )
-        args, kwargs = self._substitute_values(node.args), self._substitute_values(node.kwargs)
+            result = node.args[0]
+            return self._current[result] if isinstance(result, fx.Node) else v.make_dense("several outputs")
+        args, kwargs = map_arg((node.args, node.kwargs), self._get_argument)
         if node.op == "call_module":
             return self._apply_layer(node, (*args, *kwargs.values()))
         if node.target is getattr:
@@ -128,19 +126,12 @@ class ValuePropagation:
         other = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         return rules.get_operation_name(node.target) in rules.VALUE_INDEX_OPS and isinstance(other, int)
 
-    def _substitute_values(self, tree: Any) -> Any:
-        """Return `tree` with each node replaced by its value; constants with one element become numbers."""
-        if isinstance(tree, fx.Node):
-            return self._get_constant(tree) if tree.op == "get_attr" else self._current[tree]
-        if isinstance(tree, (list, tuple)):
-            return tuple(self._substitute_values(item) for item in tree)
-        if isinstance(tree, Mapping):
-            return {key: self._substitute_values(item) for key, item in tree.items()}
-        return tree
-
-    def _get_constant(self, node: fx.Node) -> Any:
-        attribute = operator.attrgetter(str(node.target))(self._module)
-        return extract_scalar(attribute, self._current[node])
+    def _get_argument(self, node: fx.Node) -> Any:
+        """Return the node's value; constants with one element become numbers."""
+        value = self._current[node]
+        if node.op != "get_attr":
+            return value
+        return extract_scalar(operator.attrgetter(str(node.target))(self._module), value)
 
 
 def extract_scalar(tensor: Any, default: SpikeValue) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.builtin_neurons import (
     NeuronEntry,
@@ -38,16 +39,8 @@ _IGNORED_NAMES = {
 }  # fmt: skip
 # Set on instances, so that a class attribute or property of the same name overrides them.
 _INSTANCE_ATTRIBUTES = {
-    "v",
-    "v_threshold",
-    "v_reset",
-    "tau",
-    "decay_input",
-    "w",
-    "surrogate_function",
-    "step_mode",
-    "training",
-}
+    "v", "v_threshold", "v_reset", "tau", "decay_input", "w", "surrogate_function", "step_mode", "training",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +90,13 @@ def register_neuron(
 
     Raises:
         TypeError: `cls` is not a subclass of `torch.nn.Module`.
-        ValueError: `output` is unknown, or 'integer' has no positive `max_value`.
+        InputError: `output` is unknown, or 'integer' has no positive `max_value`.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"`cls` must be a subclass of torch.nn.Module, got {cls!r}")
-    if output not in ("binary", "integer", "real"):
-        raise ValueError(f"`output` (={output!r}) must be 'binary', 'integer' or 'real'")
-    if output == "integer" and (max_value is None or max_value < 1):
-        raise ValueError(f"`max_value` (={max_value}) must be a positive integer when output is 'integer'")
+    check_one_of(("binary", "integer", "real"), output=output)
+    if output == "integer":
+        check_at_least(1, max_value=max_value)
     bound = {"binary": 1, "integer": max_value, "real": None}[output]
     reason = None if spec is not None else f"`{cls.__name__}` was registered without a spec"
     _registered[cls] = NeuronEntry(spec=spec, output=output, max_value=bound, reason=reason)

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,14 +81,6 @@ def _first_of_pair(call: OperationCall) -> SpikeValue:
     return _keep_value(call)
 
 
-def _add(call: OperationCall) -> SpikeValue:
-    return _sum(call, 1)
-
-
-def _sub(call: OperationCall) -> SpikeValue:
-    return _sum(call, -1)
-
-
 def _sum(call: OperationCall, sign: int) -> SpikeValue:
     first, second = call.get_argument(0, "input"), call.get_argument(1, "other")
     alpha = call.get_argument(2, "alpha", 1)
@@ -108,7 +101,7 @@ def _sum(call: OperationCall, sign: int) -> SpikeValue:
 
 
 def _reverse_sub(call: OperationCall) -> SpikeValue:
-    return _sub(OperationCall(op="sub", args=(call.args[1], call.args[0]), kwargs=call.kwargs))
+    return _sum(OperationCall(op="sub", args=(call.args[1], call.args[0]), kwargs=call.kwargs), -1)
 
 
 def _mul(call: OperationCall) -> SpikeValue:
@@ -124,30 +117,10 @@ def _mul(call: OperationCall) -> SpikeValue:
 def _div(call: OperationCall) -> SpikeValue:
     dividend, divisor = call.get_argument(0, "input"), call.get_argument(1, "other")
     is_finite_number = isinstance(divisor, (int, float)) and divisor != 0 and math.isfinite(divisor)
-    if (
-        not isinstance(dividend, SpikeValue)
-        or not is_finite_number
-        or call.kwargs.get("rounding_mode") is not None
-    ):
+    rounds = call.kwargs.get("rounding_mode") is not None
+    if not isinstance(dividend, SpikeValue) or not is_finite_number or rounds:
         return v.make_dense(f"`{call.op}`")
-    if math.frexp(divisor)[0] in (0.5, -0.5):
-        return v.scale_by(dividend, 1.0 / divisor, call.op)
-    # x / d rounds differently from x * (1 / d), so the result has no known scale.
-    return v.multiply(dividend, v.make_dense("a quotient"), call.op)
-
-
-def _neg(call: OperationCall) -> SpikeValue:
-    return v.scale_by(call.input, -1.0, call.op)
-
-
-def _relu(call: OperationCall) -> SpikeValue:
-    return v.clamp_at_zero(call.input, call.op)
-
-
-def _abs(call: OperationCall) -> SpikeValue:
-    if call.input.kind == "sparse_real":
-        return SpikeValue(kind="sparse_real", sources=call.input.sources, path=(*call.input.path, call.op))
-    return _relu(call)
+    return v.scale_by(dividend, 1.0 / divisor, call.op)
 
 
 def _join(call: OperationCall) -> SpikeValue:
@@ -159,16 +132,9 @@ def _join(call: OperationCall) -> SpikeValue:
     return v.make_dense(f"`{call.op}`")
 
 
-def _zeros(call: OperationCall) -> SpikeValue:
-    return v.ZERO
-
-
 def _cast(call: OperationCall) -> SpikeValue:
-    value = call.input
-    if value.kind == "sparse_real":
-        return v.multiply(value, v.make_dense("a cast"), call.op)
     # All dtypes represent the integers up to 127 exactly.
-    return _keep_value(call) if (value.max_value or 0) <= 127 else v.make_dense(f"`{call.op}`")
+    return _keep_value(call) if (call.input.max_value or 0) <= 127 else v.make_dense(f"`{call.op}`")
 
 
 def _copy(call: OperationCall) -> SpikeValue:
@@ -183,11 +149,9 @@ def _dropout(call: OperationCall) -> SpikeValue:
 
 
 def _adaptive_max_pool(call: OperationCall) -> SpikeValue:
-    return (
-        v.make_dense(f"`{call.op}` with indices")
-        if call.get_argument(2, "return_indices", False)
-        else _keep_value(call)
-    )
+    if call.get_argument(2, "return_indices", False):
+        return v.make_dense(f"`{call.op}` with indices")
+    return _keep_value(call)
 
 
 def _max_pool(call: OperationCall) -> SpikeValue:
@@ -201,9 +165,9 @@ def _max_pool(call: OperationCall) -> SpikeValue:
 
 def _interpolate(call: OperationCall) -> SpikeValue:
     mode = call.get_argument(3, "mode", "nearest")
-    return (
-        _keep_value(call) if mode in ("nearest", "nearest-exact") else v.make_dense(f"{mode} interpolation")
-    )
+    if mode in ("nearest", "nearest-exact"):
+        return _keep_value(call)
+    return v.make_dense(f"{mode} interpolation")
 
 
 def _pad(call: OperationCall) -> SpikeValue:
@@ -218,92 +182,60 @@ def _assign(call: OperationCall) -> SpikeValue:
     target, assigned = call.input, call.get_argument(2, "value")
     if isinstance(assigned, SpikeValue):
         return v.join((target, assigned), "setitem")
-    return (
-        v.join((target, v.ZERO), "setitem")
-        if assigned == 0
-        else v.make_dense("a constant assigned to elements")
-    )
+    if assigned == 0:
+        return v.join((target, v.ZERO), "setitem")
+    return v.make_dense("a constant assigned to elements")
 
 
 _ELEMENT_MOVES = (
-    *(
-        "flatten",
-        "unflatten",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "swapdims",
-    ),
-    *(
-        "movedim",
-        "moveaxis",
-        "t",
-        "contiguous",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-    ),
-    *("repeat", "tile", "clone", "detach", "alias", "select", "narrow", "index_select", "getitem", "chunk"),
-    *("split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "roll", "flip"),
-    *("fliplr", "flipud", "rot90", "gather", "take", "take_along_dim", "masked_select", "diagonal", "unfold"),
-    *("requires_grad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"),
-    *("amax", "amin"),
-)
+    "flatten", "unflatten", "reshape", "view_as", "reshape_as", "permute", "transpose", "swapaxes",
+    "swapdims", "movedim", "moveaxis", "t", "contiguous", "squeeze", "unsqueeze", "expand", "expand_as",
+    "broadcast_to", "repeat", "tile", "clone", "detach", "alias", "select", "narrow", "index_select",
+    "getitem", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+    "roll", "flip", "fliplr", "flipud", "rot90", "gather", "take", "take_along_dim", "masked_select",
+    "diagonal", "unfold", "requires_grad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "native_channel_shuffle", "amax", "amin",
+)  # fmt: skip
 _CASTS = (
-    "float",
-    "half",
-    "double",
-    "bfloat16",
-    "int",
-    "long",
-    "short",
-    "bool",
-    "to",
-    "type",
-    "type_as",
-    "cpu",
+    "float", "half", "double", "bfloat16", "int", "long", "short", "bool", "to", "type", "type_as", "cpu",
     "cuda",
-)
+)  # fmt: skip
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 VALUE_INDEX_OPS = ("max", "min")  # with `dim` these yield (values, indices)
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENT_MOVES, _keep_value),
-    **dict.fromkeys(_CASTS, _cast),
-    **dict.fromkeys(("clamp", "clip"), _clamp),
-    **dict.fromkeys(("max", "min", "maximum", "minimum"), _first_of_pair),
-    **dict.fromkeys(("stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack"), _join),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _zeros),
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
-    **dict.fromkeys(
-        ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _adaptive_max_pool
-    ),
-    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"), _dropout),
-    **dict.fromkeys(("add", "radd"), _add),
-    **dict.fromkeys(("sub", "subtract"), _sub),
-    **dict.fromkeys(("rsub",), _reverse_sub),
-    **dict.fromkeys(("mul", "multiply", "rmul"), _mul),
-    **dict.fromkeys(("div", "divide", "truediv", "true_divide"), _div),
-    "view": _view,
-    "repeat_interleave": _repeat_interleave,
-    "neg": _neg,
-    "negative": _neg,
-    "relu": _relu,
-    "abs": _abs,
-    "interpolate": _interpolate,
-    "upsample": _interpolate,
-    "pad": _pad,
-    "setitem": _assign,
-    "copy": _copy,
+    op: rule
+    for ops, rule in (
+        (_ELEMENT_MOVES, _keep_value),
+        (_CASTS, _cast),
+        (_DROPOUTS, _dropout),
+        (("clamp", "clip"), _clamp),
+        (("max", "min", "maximum", "minimum"), _first_of_pair),
+        (("stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack"), _join),
+        (("zeros", "zeros_like", "new_zeros", "zero"), lambda call: v.ZERO),
+        (("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
+        (("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), _adaptive_max_pool),
+        (("add", "radd"), partial(_sum, sign=1)),
+        (("sub", "subtract"), partial(_sum, sign=-1)),
+        (("rsub",), _reverse_sub),
+        (("mul", "multiply", "rmul"), _mul),
+        (("div", "divide", "truediv", "true_divide"), _div),
+        (("neg", "negative"), lambda call: v.scale_by(call.input, -1.0, call.op)),
+        (("relu", "abs"), lambda call: v.clamp_at_zero(call.input, call.op)),
+        (("view",), _view),
+        (("repeat_interleave",), _repeat_interleave),
+        (("interpolate", "upsample"), _interpolate),
+        (("pad",), _pad),
+        (("setitem",), _assign),
+        (("copy",), _copy),
+    )
+    for op in ops
 }
 # Operations whose result may share memory with their first argument.
 _VIEWS = {
     *(set(_ELEMENT_MOVES) - {"clone", "repeat", "tile", "roll", "gather", "take", "amax", "amin"}),
     *_CASTS,
-    *("view", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout"),
+    *_DROPOUTS,
+    *("view", "alpha_dropout"),
     *("as_strided", "view_as_real", "view_as_complex", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
     *("broadcast_tensors", "meshgrid", "conj", "resolve_conj", "resolve_neg", "positive", "real", "imag"),
     *("adjoint", "numpy", "values", "rename", "refine_names", "align_to", "set", "slice"),
@@ -331,12 +263,10 @@ def get_operation_name(target: Any) -> str | None:
         if not (builtin or owner.split(".")[0] in ("torch", "_operator", "operator")):
             return None
     stripped = name.strip("_")
-    inplace = {f"i{op}": op for op in ("add", "sub", "mul", "truediv")}
-    return (
-        inplace.get(stripped, stripped)
-        if owner in ("_operator", "operator") or name.startswith("__")
-        else stripped
-    )
+    is_operator = owner in ("_operator", "operator") or name.startswith("__")
+    if is_operator and stripped in ("iadd", "isub", "imul", "itruediv"):
+        return stripped[1:]
+    return stripped
 
 
 def mutates_first_argument(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -352,18 +282,12 @@ def mutates_first_argument(target: Any, args: tuple[Any, ...], kwargs: Mapping[s
     return kwargs.get("inplace") is True or (position < len(args) and args[position] is True)
 
 
-def _find_inplace_positions() -> dict[str, int]:
-    """Find the position of the `inplace` flag of torch.nn.functional's functions."""
-    positions: dict[str, int] = {}
-    for name, function in vars(nn.functional).items():
-        if inspect.isfunction(function) and "inplace" in (
-            names := list(inspect.signature(function).parameters)
-        ):
-            positions[name] = names.index("inplace")
-    return positions
-
-
-_INPLACE_POSITION = _find_inplace_positions()
+_INPLACE_POSITION = {
+    name: list(inspect.signature(function).parameters).index("inplace")
+    for name, function in vars(nn.functional).items()
+    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
+}
+"""Position of the `inplace` flag of torch.nn.functional's functions."""
 
 
 def may_alias(op: str | None) -> bool:

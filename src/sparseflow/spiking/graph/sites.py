@@ -38,28 +38,19 @@ class ConvSite:
 
     Attributes:
         name: Module name.
-        node: The first fx node that calls it; None if there is none.
-        nodes: All fx nodes that call it.
-        type: 'Conv2d' or 'ConvTranspose2d'.
-        kernel_size, stride, padding: (height, width). `padding` is in pixels, also for 'same' and 'valid';
-        (-1, -1) if
-            the two sides differ.
+        num_calls: How often the forward pass calls it.
+        kernel_size, stride: (height, width).
         fed_by: Names of the neurons whose spikes it reads, sorted.
         value: What is known about its input (over all its calls).
         replaceable: Whether a sparse convolution can replace it.
         refusal: Why not, as a code; None if replaceable.
         reason: The refusal as a sentence.
-        notes: Facts that a replacement must respect: 'integer-values', 'called 4 times', …
     """
 
     name: str
-    node: str | None
-    nodes: tuple[str, ...]
-    type: str
+    num_calls: int
     kernel_size: tuple[int, int]
     stride: tuple[int, int]
-    padding: tuple[int, int]
-    groups: int
     in_channels: int
     out_channels: int
     fed_by: tuple[str, ...]
@@ -67,49 +58,26 @@ class ConvSite:
     replaceable: bool
     refusal: Refusal | None
     reason: str | None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvCall:
-    """One call of a convolution: the fx node (None outside a traced graph) and its input value."""
-
-    node: str | None
-    value: SpikeValue
 
 
 def describe_site(
-    name: str, conv: nn.Conv2d | nn.ConvTranspose2d, reads: Sequence[ConvCall], absent: tuple[Refusal, str]
+    name: str, conv: nn.Conv2d | nn.ConvTranspose2d, reads: Sequence[SpikeValue], absent: tuple[Refusal, str]
 ) -> ConvSite:
     """Describe one convolution and decide whether it can be replaced.
 
     Args:
         name: Module name.
         conv: The module.
-        reads: Its calls, in order.
+        reads: Input value of each of its calls, in order.
         absent: Refusal and sentence to use if there are no calls.
     """
-    value = (
-        v.join([read.value for read in reads], "calls")
-        if len(reads) > 1
-        else (reads[0].value if reads else v.make_dense(absent[1]))
-    )
-    refusal = (_check_input(value, reads) if reads else absent) or _check_geometry(conv)
-    notes = []
-    if value.kind == "integer":
-        notes.append(f"integer-values: 0 to {value.max_value}")
-    if len(reads) > 1:
-        notes.append(f"called {len(reads)} times")
-    nodes = tuple(read.node for read in reads if read.node is not None)
+    value = v.join(reads, "calls") if len(reads) > 1 else next(iter(reads), v.make_dense(absent[1]))
+    refusal = (_check_input(value, reads) if reads else absent) or _check_module(conv)
     return ConvSite(
         name=name,
-        node=nodes[0] if nodes else None,
-        nodes=nodes,
-        type="ConvTranspose2d" if isinstance(conv, nn.ConvTranspose2d) else "Conv2d",
+        num_calls=len(reads),
         kernel_size=_to_pair(conv.kernel_size),
         stride=_to_pair(conv.stride),
-        padding=get_padding(conv) or (-1, -1),
-        groups=conv.groups,
         in_channels=conv.in_channels,
         out_channels=conv.out_channels,
         fed_by=tuple(sorted(value.sources)) if value.kind != "dense" else (),
@@ -117,7 +85,6 @@ def describe_site(
         replaceable=refusal is None,
         refusal=None if refusal is None else refusal[0],
         reason=None if refusal is None else refusal[1],
-        notes=tuple(notes),
     )
 
 
@@ -136,11 +103,10 @@ def _to_pair(sizes: object) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def _check_input(value: SpikeValue, reads: Sequence[ConvCall]) -> tuple[Refusal, str] | None:
+def _check_input(value: SpikeValue, reads: Sequence[SpikeValue]) -> tuple[Refusal, str] | None:
     if value.is_spikes:
         return None
-    if any(read.value.is_spikes for read in reads):
-        num_spike_calls = sum(read.value.is_spikes for read in reads)
+    if num_spike_calls := sum(read.is_spikes for read in reads):
         return (
             Refusal.SHARED_MODULE,
             f"called {len(reads)} times, but only {num_spike_calls} of the calls read spikes",
@@ -150,7 +116,7 @@ def _check_input(value: SpikeValue, reads: Sequence[ConvCall]) -> tuple[Refusal,
     return Refusal.NOT_SPIKE_FED, f"fed by {value.cause or 'no neuron'}"
 
 
-def _check_geometry(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | None:
+def _check_module(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | None:
     """Return why the convolution itself is not supported, or None."""
     if isinstance(conv, nn.ConvTranspose2d):
         return Refusal.TRANSPOSED, "transposed convolutions are not replaced"
@@ -158,6 +124,11 @@ def _check_geometry(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str]
         return Refusal.CUSTOM_CONV, f"`{type(conv).__name__}` defines its own forward pass"
     if conv._forward_hooks or conv._forward_pre_hooks:
         return Refusal.HOOKED, "it has forward hooks, which a replacement would not call"
+    return check_geometry(conv)
+
+
+def check_geometry(conv: nn.Conv2d) -> tuple[Refusal, str] | None:
+    """Return why the shape of the convolution is not supported, or None."""
     if conv.kernel_size not in ((1, 1), (3, 3)):
         return Refusal.KERNEL_SIZE, f"`kernel_size` (={conv.kernel_size}) is neither 3x3 nor 1x1"
     if conv.stride not in ((1, 1), (2, 2)):

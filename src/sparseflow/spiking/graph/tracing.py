@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import Attribute, TraceError
+from torch.utils._pytree import tree_leaves
 
 from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.graph.module_state import preserve_state
@@ -233,8 +235,10 @@ class SpikingTracer(fx.Tracer):
         """Run one node; the caller of the tracer undoes state changes."""
         if kind == "placeholder":
             return self._inputs.get(str(target), _UNKNOWN)
-        args, kwargs = _substitute_values(args), _substitute_values(kwargs)
-        if _holds_unknown((args, kwargs)):
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda item: item.get_value() if isinstance(item, _ValueProxy) else item
+        )
+        if any(leaf is _UNKNOWN for leaf in tree_leaves((args, kwargs))):
             return _UNKNOWN
         self._running = True
         try:
@@ -258,30 +262,6 @@ _QUERY_FUNCTIONS = {
     getattr, operator.getitem, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
     operator.add, operator.sub, operator.mul, operator.floordiv,
 }  # fmt: skip
-
-
-def _substitute_values(tree: Any) -> Any:
-    """Return `tree` with each proxy replaced by its value in the sample's run."""
-    if isinstance(tree, _ValueProxy):
-        return tree.get_value()
-    if isinstance(tree, (list, tuple)):
-        items = [_substitute_values(item) for item in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, dict):
-        return {key: _substitute_values(item) for key, item in tree.items()}
-    if isinstance(tree, slice):
-        return slice(
-            _substitute_values(tree.start), _substitute_values(tree.stop), _substitute_values(tree.step)
-        )
-    return tree
-
-
-def _holds_unknown(tree: Any) -> bool:
-    if isinstance(tree, (list, tuple)):
-        return any(_holds_unknown(item) for item in tree)
-    if isinstance(tree, dict):
-        return any(_holds_unknown(item) for item in tree.values())
-    return tree is _UNKNOWN
 
 
 def _depends_only_on_ranks(node: fx.Node) -> bool:

@@ -32,9 +32,6 @@ class SpikeValue:
         sources: Names of the neuron modules that its non-zeros come from; empty for dense values.
         path: Operations since those neurons, in order, as `op` or `op@module`.
         shape: Shape of the tensor in the sample's run; None without one.
-        scale: For `sparse_real`: the constant c if each element is c times a small non-negative integer (at
-            most `count`), else None.
-        count: For `sparse_real` with a `scale`: the largest such integer.
         inverted: True for 1 - spikes: elements are 0 or 1 but mostly 1. Such a value is `dense` and becomes
             binary again when multiplied by spikes (SEW's IAND).
         cause: For dense values: what made them so, in words that fit after "fed by".
@@ -45,8 +42,6 @@ class SpikeValue:
     sources: frozenset[str] = frozenset()
     path: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
-    scale: float | None = None
-    count: int | None = None
     inverted: bool = False
     cause: str | None = None
 
@@ -66,11 +61,6 @@ class SpikeValue:
 ZERO = SpikeValue(kind="binary", max_value=0)
 
 
-def make_binary(*sources: str, path: tuple[str, ...] = ()) -> SpikeValue:
-    """Make the value of spikes of the neurons named `sources`."""
-    return SpikeValue(kind="binary", max_value=1, sources=frozenset(sources), path=path)
-
-
 def make_integer(max_value: int, sources: Iterable[str], path: tuple[str, ...] = ()) -> SpikeValue:
     """Make integers 0 … `max_value`; binary if that is 1, dense if it is too large to be exact."""
     if max_value > _MAX_EXACT_INTEGER:
@@ -84,17 +74,17 @@ def make_dense(cause: str) -> SpikeValue:
     return SpikeValue(kind="dense", cause=cause)
 
 
-def _make_sparse(
-    values: Iterable[SpikeValue], path: tuple[str, ...], scale: float | None = None, count: int | None = None
-) -> SpikeValue:
-    sources = frozenset[str]().union(*(value.sources for value in values))
-    return SpikeValue(
-        kind="sparse_real",
-        sources=sources,
-        path=path,
-        scale=scale,
-        count=count if scale is not None else None,
-    )
+def _make_inverted(sources: frozenset[str], path: tuple[str, ...]) -> SpikeValue:
+    cause = "1 - spikes, which are mostly ones"
+    return SpikeValue(kind="dense", inverted=True, sources=sources, path=path, cause=cause)
+
+
+def _make_sparse(values: Iterable[SpikeValue], path: tuple[str, ...]) -> SpikeValue:
+    return SpikeValue(kind="sparse_real", sources=_unite_sources(values), path=path)
+
+
+def _unite_sources(values: Iterable[SpikeValue]) -> frozenset[str]:
+    return frozenset[str]().union(*(value.sources for value in values))
 
 
 def _find_longest_path(values: Iterable[SpikeValue]) -> tuple[str, ...]:
@@ -115,15 +105,11 @@ def join(values: Iterable[SpikeValue], op: str) -> SpikeValue:
     weakest = max(operands, key=lambda value: _RANK[value.kind])
     if weakest.kind == "dense":
         if all(value.inverted for value in operands):
-            sources = frozenset[str]().union(*(value.sources for value in operands))
-            return SpikeValue(kind="dense", inverted=True, sources=sources, path=path, cause=weakest.cause)
+            return _make_inverted(_unite_sources(operands), path)
         return make_dense(weakest.cause or f"`{op}`")
     if weakest.kind == "sparse_real":
-        scales = {value.scale for value in operands if value != ZERO}
-        scale = scales.pop() if len(scales) == 1 else None
-        return _make_sparse(operands, path, scale, max(value.count or 0 for value in operands))
-    sources = frozenset[str]().union(*(value.sources for value in operands))
-    return make_integer(max(_get_max_value(value) for value in operands), sources, path)
+        return _make_sparse(operands, path)
+    return make_integer(max(map(_get_max_value, operands)), _unite_sources(operands), path)
 
 
 def add(first: SpikeValue, second: SpikeValue, op: str = "add") -> SpikeValue:
@@ -137,8 +123,7 @@ def add(first: SpikeValue, second: SpikeValue, op: str = "add") -> SpikeValue:
             return make_dense(value.cause or f"`{op}`")
     path = (*_find_longest_path((first, second)), op)
     if "sparse_real" in (first.kind, second.kind):
-        scale = first.scale if first.scale == second.scale else None
-        return _make_sparse((first, second), path, scale, (first.count or 0) + (second.count or 0))
+        return _make_sparse((first, second), path)
     return make_integer(_get_max_value(first) + _get_max_value(second), first.sources | second.sources, path)
 
 
@@ -158,13 +143,7 @@ def subtract_from_one(value: SpikeValue, op: str = "sub") -> SpikeValue:
     if value.inverted:
         return SpikeValue(kind="binary", max_value=1, sources=value.sources, path=path)
     if value.kind == "binary":
-        return SpikeValue(
-            kind="dense",
-            inverted=True,
-            sources=value.sources,
-            path=path,
-            cause="1 - spikes, which are mostly ones",
-        )
+        return _make_inverted(value.sources, path)
     return make_dense(value.cause or "a difference from one")
 
 
@@ -175,13 +154,7 @@ def multiply(first: SpikeValue, second: SpikeValue, op: str = "mul") -> SpikeVal
     path = (*_find_longest_path((first, second)), op)
     if first.inverted and second.inverted:
         # Both factors are 0 or 1 and so is their product, but nothing makes it sparse.
-        return SpikeValue(
-            kind="dense",
-            inverted=True,
-            sources=first.sources | second.sources,
-            path=path,
-            cause="1 - spikes, which are mostly ones",
-        )
+        return _make_inverted(first.sources | second.sources, path)
     for value, other in ((first, second), (second, first)):
         if other.inverted and value.kind != "dense":
             return replace(value, path=path, shape=None)
@@ -202,11 +175,7 @@ def scale_by(value: SpikeValue, factor: float, op: str = "mul") -> SpikeValue:
         return ZERO
     if value.kind == "dense":
         return make_dense(value.cause or f"`{op}`")
-    path = (*value.path, op)
-    if value.kind == "sparse_real":
-        scale = None if value.scale is None else value.scale * factor
-        return _make_sparse((value,), path, scale, value.count)
-    return _make_sparse((value,), path, float(factor), _get_max_value(value))
+    return _make_sparse((value,), (*value.path, op))
 
 
 def clamp_at_zero(value: SpikeValue, op: str = "relu") -> SpikeValue:
@@ -214,8 +183,5 @@ def clamp_at_zero(value: SpikeValue, op: str = "relu") -> SpikeValue:
     if value.kind in ("binary", "integer") or value.inverted:
         return value.append_op(op)
     if value.kind == "sparse_real":
-        scale_preserved = value.scale is not None and value.scale > 0
-        return _make_sparse(
-            (value,), (*value.path, op), value.scale if scale_preserved else None, value.count
-        )
+        return _make_sparse((value,), (*value.path, op))
     return make_dense(f"`{op}`")

@@ -4,8 +4,7 @@ A name is one of
 
 * a pretrained network (`pretrained.list_names()`);
 * `spiking_resnet<depth>` or `sew_resnet<depth>`, depth 18, 34, 50, 101 or 152, with random weights and
-BatchNorm
-  statistics calibrated so that it fires (`calibrate_firing`);
+  BatchNorm statistics calibrated so that it fires (`calibrate_firing`);
 * `package.module:factory`, a callable without arguments that returns a module in eval mode.
 """
 
@@ -186,9 +185,8 @@ def _measure_mean_rate(net: nn.Module, x: torch.Tensor) -> float:
 def sample_images(config: NetworkConfig, batch_size: int) -> torch.Tensor:
     """Sample random images, float32 [batch_size, 3, image_size, image_size], smooth like photographs."""
     generator = torch.Generator().manual_seed(config.seed)
-    coarse = torch.randn(
-        batch_size, 3, max(2, config.image_size // 4), max(2, config.image_size // 4), generator=generator
-    )
+    coarse_size = max(2, config.image_size // 4)
+    coarse = torch.randn(batch_size, 3, coarse_size, coarse_size, generator=generator)
     size = (config.image_size, config.image_size)
     return nn.functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
 

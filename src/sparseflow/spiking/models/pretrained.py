@@ -8,7 +8,6 @@ A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weigh
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING, Any
@@ -47,12 +46,21 @@ def list_names() -> list[str]:
     return sorted(name.removesuffix(".safetensors") for name in file_names if name.endswith(".safetensors"))
 
 
-@cache
-def _read_card(name: str) -> dict[str, Any]:
-    if name not in list_names():
-        raise InputError(
-            f"unknown pretrained network {name!r}; available: {', '.join(list_names()) or 'none'}"
-        )
+def load_card(name: str = DEFAULT_NETWORK) -> dict[str, Any]:
+    """Load the card of a pretrained network.
+
+    Returns:
+        ``network`` (depth, width, T, residual, …), ``normalization`` (``mean``, ``std``), ``test_accuracy``
+        with ``correct`` and ``test_images``, ``firing_rate`` by neuron, ``conv_input_density`` by
+        convolution, ``seed``, ``command`` and more.
+
+    Raises:
+        InputError: The name is unknown.
+        FileFormatError: The card is damaged.
+    """
+    names = list_names()
+    if name not in names:
+        raise InputError(f"unknown pretrained network {name!r}; available: {', '.join(names) or 'none'}")
     try:
         card = json.loads(_read(f"{name}.json"))
     except ValueError as error:
@@ -61,21 +69,6 @@ def _read_card(name: str) -> dict[str, Any]:
     if missing:
         raise _make_damaged_error(f"{name}.json", f"lacks {', '.join(missing)}")
     return card
-
-
-def load_card(name: str = DEFAULT_NETWORK) -> dict[str, Any]:
-    """Load the card of a pretrained network.
-
-    Returns:
-        ``network`` (depth, width, T, residual, …), ``normalization`` (``mean``, ``std``), ``test_accuracy``
-        with ``correct`` and ``test_images``, ``firing_rate`` by neuron, ``conv_input_density`` by
-        convolution, ``seed``, ``command`` and more. A fresh copy.
-
-    Raises:
-        InputError: The name is unknown.
-        FileFormatError: The card is damaged.
-    """
-    return json.loads(json.dumps(_read_card(name)))
 
 
 def load_network(name: str = DEFAULT_NETWORK) -> SpikingResNet:
@@ -94,15 +87,9 @@ def load_network(name: str = DEFAULT_NETWORK) -> SpikingResNet:
 
     from sparseflow.spiking.models.spiking_resnet import spiking_resnet
 
-    network = _read_card(name)["network"]
-    net = spiking_resnet(
-        network["depth"],
-        width=network["width"],
-        num_classes=network["num_classes"],
-        T=network["T"],
-        stem=network["stem"],
-        residual=network["residual"],
-    )
+    network = load_card(name)["network"]
+    keys = ("depth", "width", "num_classes", "T", "stem", "residual")
+    net = spiking_resnet(**{key: network[key] for key in keys})
     try:
         tensors = load_tensors(_read(f"{name}.safetensors"))
         # load_state_dict copies into float32 parameters, so the fp16 values arrive exactly.
@@ -148,7 +135,7 @@ def normalize(pixels: np.ndarray, name: str = DEFAULT_NETWORK) -> torch.Tensor:
         raise InputError(
             f"`pixels` is {pixels.dtype} {list(pixels.shape)}; expected uint8 [N, 3, H, W] (RGB)"
         )
-    normalization = _read_card(name)["normalization"]
+    normalization = load_card(name)["normalization"]
     mean = torch.tensor(normalization["mean"]).view(1, 3, 1, 1)
     std = torch.tensor(normalization["std"]).view(1, 3, 1, 1)
     return (torch.from_numpy(pixels).float() / 255 - mean) / std

@@ -3,11 +3,9 @@
 Two kinds of residual connections are supported:
 
 * ``"spiking"``: the residual is added to the current *before* the block's last neuron, so all activations
-between
-  convolutions are binary (SpikingResNet, Zheng et al., arXiv 2011.05280).
+  between convolutions are binary (SpikingResNet, Zheng et al., arXiv 2011.05280).
 * ``"sew_add"``: the residual is added to the spikes *after* the last neuron, so activations are small
-integers
-  (SEW-ResNet with ADD, Fang et al., arXiv 2102.04159).
+  integers (SEW-ResNet with ADD, Fang et al., arXiv 2102.04159).
 
 ``forward`` does not depend on data or shapes, so torch.fx traces a network with the spikingjelly layers and
 neurons as leaves.
@@ -20,7 +18,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from sparseflow.errors import InputError, MissingExtraError
+from sparseflow.core import extras
+from sparseflow.core.checks import check_at_least, check_one_of
 
 Stem = Literal["cifar", "imagenet"]
 Residual = Literal["spiking", "sew_add"]
@@ -37,11 +36,7 @@ DEPTHS: dict[int, tuple[bool, tuple[int, int, int, int]]] = {
 
 
 def _import_layers() -> Any:
-    try:
-        from spikingjelly.activation_based import layer
-    except ImportError as error:
-        raise MissingExtraError("spikingjelly", "spiking") from error
-    return layer
+    return extras.require("spikingjelly.activation_based.layer", "spiking")
 
 
 def lif_neuron(*, tau: float = 2.0, v_threshold: float = 1.0) -> nn.Module:
@@ -54,28 +49,11 @@ def lif_neuron(*, tau: float = 2.0, v_threshold: float = 1.0) -> nn.Module:
     Raises:
         MissingExtraError: spikingjelly is not installed.
     """
-    _import_layers()
+    extras.require("spikingjelly", "spiking")
     from spikingjelly.activation_based import neuron, surrogate
 
     return neuron.LIFNode(
         tau=tau,
-        v_threshold=v_threshold,
-        surrogate_function=surrogate.ATan(),
-        detach_reset=True,
-        step_mode="m",
-    )
-
-
-def if_neuron(*, v_threshold: float = 1.0) -> nn.Module:
-    """A multi-step IF neuron with hard reset to 0, detached reset and an ATan surrogate.
-
-    Raises:
-        MissingExtraError: spikingjelly is not installed.
-    """
-    _import_layers()
-    from spikingjelly.activation_based import neuron, surrogate
-
-    return neuron.IFNode(
         v_threshold=v_threshold,
         surrogate_function=surrogate.ATan(),
         detach_reset=True,
@@ -131,11 +109,9 @@ class SpikingBlock(nn.Module):
             self.sn2 = neuron()
         self.downsample: nn.Module | None = None
         if stride != 1 or c_in != c_out:
-            modules = list(_make_conv_bn(layer, c_in, c_out, 1, stride))
             # A SEW shortcut must carry spikes, because it is added to spikes.
-            if residual == "sew_add":
-                modules.append(neuron())
-            self.downsample = nn.Sequential(*modules)
+            last = [neuron()] if residual == "sew_add" else []
+            self.downsample = nn.Sequential(*_make_conv_bn(layer, c_in, c_out, 1, stride), *last)
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -177,10 +153,8 @@ class SpikingResNet(nn.Module):
         self.T = T
         self.step_mode = "m"
         self.stem_once = stem_once
-        if stem == "cifar":
-            self.conv1, self.bn1 = _make_conv_bn(layer, 3, width, 3)
-        else:
-            self.conv1, self.bn1 = _make_conv_bn(layer, 3, width, 7, 2)
+        kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
+        self.conv1, self.bn1 = _make_conv_bn(layer, 3, width, kernel, stride)
         self.sn1 = neuron()
         self.maxpool = (
             layer.MaxPool2d(3, stride=2, padding=1, step_mode="m") if stem == "imagenet" else nn.Identity()
@@ -188,19 +162,12 @@ class SpikingResNet(nn.Module):
         c_in = width
         stages: list[nn.Module] = []
         for stage, count in enumerate(counts):
-            blocks = []
+            blocks: list[nn.Module] = []
             for block in range(count):
-                stride = 2 if stage > 0 and block == 0 else 1
-                blocks.append(
-                    SpikingBlock(
-                        c_in,
-                        width << stage,
-                        bottleneck=bottleneck,
-                        stride=stride,
-                        residual=residual,
-                        neuron=neuron,
-                    )
-                )
+                blocks.append(SpikingBlock(
+                    c_in, width << stage, bottleneck=bottleneck, stride=2 if stage > 0 and block == 0 else 1,
+                    residual=residual, neuron=neuron,
+                ))  # fmt: skip
                 c_in = (width << stage) * (4 if bottleneck else 1)
             stages.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
@@ -261,22 +228,11 @@ def spiking_resnet(
         InputError: An argument is out of range.
         MissingExtraError: spikingjelly is not installed.
     """
-    if depth not in DEPTHS:
-        raise InputError(f"`depth` (={depth}) must be one of {sorted(DEPTHS)}")
-    if stem not in ("cifar", "imagenet"):
-        raise InputError(f"`stem` (={stem!r}) must be 'cifar' or 'imagenet'")
-    if residual not in ("spiking", "sew_add"):
-        raise InputError(f"`residual` (={residual!r}) must be 'spiking' or 'sew_add'")
-    for name, value in (("width", width), ("num_classes", num_classes), ("T", T)):
-        if value < 1:
-            raise InputError(f"`{name}` (={value}) must be at least 1")
+    check_one_of(DEPTHS, depth=depth)
+    check_one_of(("cifar", "imagenet"), stem=stem)
+    check_one_of(("spiking", "sew_add"), residual=residual)
+    check_at_least(1, width=width, num_classes=num_classes, T=T)
     return SpikingResNet(
-        depth,
-        width=width,
-        num_classes=num_classes,
-        T=T,
-        stem=stem,
-        residual=residual,
-        neuron=neuron,
+        depth, width=width, num_classes=num_classes, T=T, stem=stem, residual=residual, neuron=neuron,
         stem_once=stem_once,
-    )
+    )  # fmt: skip

@@ -17,9 +17,8 @@ from torch import fx, nn
 
 from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.backends.spec import NeuronSpec
-from sparseflow.spiking.graph import SpikeGraph
+from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import FusionMatcher, fold_conv_match
-from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.plan import Plan
 
@@ -31,7 +30,7 @@ but is not a baseline, because it is not available without SparseFlow.
 """
 
 EAGER = "eager"
-"""Uses the fused neuron kernel but neither packs nor skips; reported, but not a baseline."""
+"""Name of the setting that runs the network as it is."""
 
 
 class LoopNeuron(nn.Module):
@@ -87,7 +86,7 @@ def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
         spec = graph.neurons[match.neuron_name].spec
         neuron = original[match.neuron_name]
         if plain and spec is not None and getattr(neuron, "step_mode", "m") == "m":
-            _set_submodule(folded, match.neuron_name, LoopNeuron(spec))
+            folded.set_submodule(match.neuron_name, LoopNeuron(spec))
         for conv in (*match.sources, *match.dense_convs):
             if conv.bn_node is None:
                 continue
@@ -102,11 +101,6 @@ def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
     folded.graph.lint()
     folded.recompile()
     return folded.eval()
-
-
-def _set_submodule(module: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent) if parent else module, leaf, new)
 
 
 def build_baselines(
@@ -172,13 +166,7 @@ def _make_dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype
     plan = Plan(graph, backend)
     for group in plan.groups:
         group.mode, group.output_form = "dense", "dense"
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        reset_neurons(graph.model)
-        with torch.no_grad():
-            return plan.run(x)
-
-    return run
+    return make_stateless(graph.model, plan.run)
 
 
 def _with_cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:
@@ -187,6 +175,10 @@ def _with_cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format
         return forward(x.to(dtype=dtype, memory_format=layout) if is_image_batch else x.to(dtype)).to(x.dtype)
 
     return run
+
+
+def _with_channels_last(forward: Forward) -> Forward:
+    return lambda x: forward(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
 
 
 def _with_cuda_graph(forward: Forward, sample: torch.Tensor) -> Forward:
@@ -201,22 +193,16 @@ def _with_cuda_graph(forward: Forward, sample: torch.Tensor) -> Forward:
     return run
 
 
-def make_stateless(model: nn.Module) -> Forward:
-    """Wrap `model` to start from rest at each call, without gradients."""
+def make_stateless(model: nn.Module, forward: Forward | None = None) -> Forward:
+    """Wrap `forward` (by default the model's) to reset the model before each call, without gradients."""
     # Collected once: walking the modules takes 0.2 ms, which is not part of the network's latency.
     stateful = [module for module in model.modules() if callable(getattr(module, "reset", None))]
+    run_model = model if forward is None else forward
 
     def run(x: torch.Tensor) -> torch.Tensor:
         for module in stateful:
             module.reset()  # type: ignore[operator]
         with torch.no_grad():
-            return model(x)
-
-    return run
-
-
-def _with_channels_last(forward: Forward) -> Forward:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return forward(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+            return run_model(x)
 
     return run

@@ -1,16 +1,19 @@
 """Benchmarks of whole networks against their dense baselines, in one run on one device.
 
 `bench` measures one network at one batch size: all dense baselines that can run and the optimized network,
-interleaved, on the same input. The fastest dense one is the baseline of the speedup.
+interleaved, on the same inputs. The fastest dense one is the baseline of the speedup. `run_grid` measures
+networks by dataset, time steps and batch size in one resumable run.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,11 +25,16 @@ from sparseflow.errors import RunError, SparseFlowError
 from sparseflow.spiking.api import optimize
 from sparseflow.spiking.autotune.candidates import GPU_CALLS_PER_SAMPLE
 from sparseflow.spiking.explanation import Explanation, explain
-from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.models.model_zoo import BenchCase
+from sparseflow.spiking.graph.analysis import analyze
+from sparseflow.spiking.models import pretrained
+from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
 from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
 
 OPTIMIZED = "optimised"
+
+Dataset = Literal["cifar10", "cifar100"]
+_NUM_CLASSES: dict[Dataset, int] = {"cifar10": 10, "cifar100": 100}
+_GRID_MODELS = tuple(f"spiking_resnet{depth}" for depth in (18, 34, 50, 101, 152))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +70,15 @@ class BenchResult:
     energy_j: dict[str, float]
     explanation: Explanation
 
+    @property
+    def latency_ms(self) -> dict[str, float]:
+        """Median latency of one batch by setting."""
+        return {name: self.comparison.samples(name).median_ms for name in self.comparison.times_ms}
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types, without the samples."""
         plain = {k: v for k, v in asdict(self).items() if k not in ("comparison", "explanation")}
-        times = {name: self.comparison.samples(name).median_ms for name in self.comparison.times_ms}
-        return {**plain, "latency_ms": times, "layers": self.explanation.to_dict()["layers"]}
+        return {**plain, "latency_ms": self.latency_ms, "layers": self.explanation.to_dict()["layers"]}
 
 
 def warm_up(
@@ -96,14 +108,8 @@ def compare_interleaved(
     """Time all candidates interleaved; in each round all of them get the same batch."""
 
     def cycle_batches(forward: Forward) -> Callable[[], object]:
-        calls = 0
-
-        def run() -> object:
-            nonlocal calls
-            calls += 1
-            return forward(batches[calls % len(batches)])
-
-        return run
+        remaining = itertools.cycle(batches)
+        return lambda: forward(next(remaining))
 
     return timing.compare(
         {name: cycle_batches(forward) for name, forward in candidates.items()},
@@ -119,7 +125,7 @@ def compare_interleaved(
 
 def bench(
     model: nn.Module,
-    x: torch.Tensor,
+    batches: Sequence[torch.Tensor],
     *,
     labels: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -128,27 +134,29 @@ def bench(
     cache: bool = True,
     progress: Progress | None = None,
 ) -> BenchResult:
-    """Measure `model` on `x`, dense and optimized.
+    """Measure `model` dense and optimized.
 
     Args:
-        model: In eval mode, on the device of `x`; it is optimized in place.
-        x: One batch.
-        labels: int64 [N], for accuracy.
+        model: In eval mode, on the device of `batches`; it is optimized in place.
+        batches: Inputs. All of them count for predictions; those of the first one's size are timed.
+        labels: int64 [N] for all batches, for accuracy.
         dtype: See `optimize`.
         rounds: Paired timing rounds.
         compile_baselines: Let the dense baselines use `torch.compile` too.
         cache: Cache the autotuner's decisions on disk.
         progress: Called with a message and the fraction done.
     """
-    before = make_stateless(model)(x)
-    candidates = build_baselines(copy.deepcopy(model), analyze(model), x, compile=compile_baselines)
-    candidates = warm_up(candidates, x, subrange(progress, 0.0, 0.4, "preparing dense: "))
-    optimize(model, x, dtype=dtype, cache=cache, progress=subrange(progress, 0.4, 0.7))
+    report = progress or (lambda message, fraction: None)
+    report("accuracy of the original network", 0.0)
+    before = _predict(make_stateless(model), batches)
+    timed = [x for x in batches if x.shape == batches[0].shape]
+    candidates = build_baselines(copy.deepcopy(model), analyze(model), timed[0], compile=compile_baselines)
+    candidates = warm_up(candidates, timed[0], subrange(progress, 0.05, 0.4, "preparing dense: "))
+    optimize(model, timed[0], dtype=dtype, cache=cache, progress=subrange(progress, 0.4, 0.7))
     candidates[OPTIMIZED] = make_stateless(model)
-    after = candidates[OPTIMIZED](x)
-    if progress:
-        progress("dense and optimized, interleaved", 0.7)
-    comparison = compare_interleaved(candidates, [x], rounds, warmup=3)
+    after = _predict(candidates[OPTIMIZED], batches)
+    report("dense and optimized, interleaved", 0.7)
+    comparison = compare_interleaved(candidates, timed, rounds, warmup=3)
     baseline = min(
         (n for n in candidates if n not in (OPTIMIZED, FUSED_DENSE)),
         key=lambda n: comparison.samples(n).median_ms,
@@ -160,23 +168,64 @@ def bench(
         baseline=baseline,
         speedup=comparison.speedup(OPTIMIZED, baseline=baseline),
         speedup_eager=comparison.speedup(OPTIMIZED, baseline=EAGER),
-        top1_agreement=_compute_fraction(before.argmax(-1) == after.argmax(-1)),
-        accuracy_before=None if labels is None else _compute_fraction(before.argmax(-1) == labels),
-        accuracy_after=None if labels is None else _compute_fraction(after.argmax(-1) == labels),
+        top1_agreement=_compute_fraction(before == after),
+        accuracy_before=None if labels is None else _compute_fraction(before == labels),
+        accuracy_after=None if labels is None else _compute_fraction(after == labels),
         firing_rate=_compute_mean([layer.firing_rate for layer in spike_fed]),
         zero_block_ratio=_compute_mean([layer.zero_block_ratio for layer in spike_fed]),
         nearly_silent=tuple(layer.name for layer in spike_fed if layer.warning),
-        energy_j=measure_energy({n: candidates[n] for n in (EAGER, baseline, OPTIMIZED)}, x),
+        energy_j=measure_energy({n: candidates[n] for n in (EAGER, baseline, OPTIMIZED)}, timed[0]),
         explanation=explanation,
     )
-    if progress:
-        progress("done", 1.0)
+    report("done", 1.0)
     return result
 
 
-def bench_grid(
+def _predict(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([forward(x).argmax(dim=-1) for x in batches])
+
+
+def build_cases(
+    *,
+    models: Sequence[str] | None = None,
+    dataset: Dataset = "cifar10",
+    time_steps: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    image_size: int = 32,
+    width: int = 64,
+    full_grid: bool = False,
+) -> list[BenchCase]:
+    """Build the cases of a benchmark.
+
+    Args:
+        models: Networks by name; by default the shipped one, or with `full_grid` every depth.
+        dataset: Sets the number of classes; `full_grid` uses both.
+        time_steps: Numbers of time steps; by default 4, or with `full_grid` 4 and 16.
+        batch_sizes: By default 32, or with `full_grid` 1, 8 and 32.
+        image_size: Height and width of the input, pixels.
+        width: Channels of the first stage.
+        full_grid: Use the defaults of the full grid.
+    """
+    return [
+        BenchCase(
+            model=model,
+            config=NetworkConfig(
+                time_steps=steps, num_classes=_NUM_CLASSES[name], image_size=image_size, width=width
+            ),
+            batch_size=batch_size,
+        )
+        for model, name, steps, batch_size in itertools.product(
+            models or (_GRID_MODELS if full_grid else (pretrained.DEFAULT_NETWORK,)),
+            _NUM_CLASSES if full_grid else (dataset,),
+            time_steps or ((4, 16) if full_grid else (4,)),
+            batch_sizes or ((1, 8, 32) if full_grid else (32,)),
+        )
+    ]
+
+
+def run_grid(
     cases: Sequence[BenchCase],
-    run: Run,
+    out_dir: Path,
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
@@ -184,39 +233,58 @@ def bench_grid(
     compile_baselines: bool = True,
     cache: bool = True,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Measure all cases and record all samples in `run`; cases that `run` already contains are skipped.
+) -> Run:
+    """Measure all cases in a new run below `out_dir`, or resume the run at `out_dir`.
 
-    A case that fails is recorded with its error, and the others continue.
+    Finished cases are skipped. A case that fails is recorded with its error, and the others continue.
+
+    Args:
+        cases: Networks, inputs and batch sizes.
+        out_dir: Directory of runs, or the directory of a run to resume.
+        device: Device of the measurements.
+        dtype, rounds, compile_baselines, cache, progress: See `bench`.
 
     Returns:
-        Case name -> `BenchResult.to_dict()`, or `{"error": ...}`.
+        The finished run. Its results are, by case name, `BenchResult.to_dict()` or `{"error": message}`.
+
+    Raises:
+        FileFormatError: The run to resume is damaged.
+        RunError: Another process writes the run.
     """
-    results: dict[str, Any] = dict(run.info.get("results", {}))
-    for i, case in enumerate(cases):
-        if case.name in results and "error" not in results[case.name]:
-            continue
-        try:
-            model, x, labels = case.build()
-            result = bench(
-                model.to(device),
-                x.to(device),
-                labels=None if labels is None else labels.to(device),
-                dtype=dtype,
-                rounds=rounds,
-                compile_baselines=compile_baselines,
-                cache=cache,
-                progress=subrange(progress, i / len(cases), (i + 1) / len(cases), f"{case.name}: "),
-            )
-        except (SparseFlowError, RuntimeError) as error:
-            results[case.name] = {"error": f"{type(error).__name__}: {error}"}
-        else:
-            run.extend(result.comparison.to_rows(case=case.name))  # type: ignore[arg-type]
-            results[case.name] = result.to_dict()
-        run.update_results(**{case.name: results[case.name]})
-    if progress:
-        progress("done", 1.0)
-    return results
+    if (out_dir / "run.json").is_file():
+        run = Run.open(out_dir)
+    else:
+        config = {
+            "cases": [case.name for case in cases],
+            "half": dtype == torch.float16,
+            "rounds": rounds,
+            "compiled": compile_baselines,
+        }
+        run = Run.start(out_dir, "sparseflow spiking bench", config, 0, device=device)
+    with run:
+        for i, case in enumerate(cases):
+            if "error" not in run.info.get("results", {}).get(case.name, {"error": "not measured"}):
+                continue
+            try:
+                model, x, labels = case.build()
+                result = bench(
+                    model.to(device),
+                    [x.to(device)],
+                    labels=None if labels is None else labels.to(device),
+                    dtype=dtype,
+                    rounds=rounds,
+                    compile_baselines=compile_baselines,
+                    cache=cache,
+                    progress=subrange(progress, i / len(cases), (i + 1) / len(cases), f"{case.name}: "),
+                )
+            except (SparseFlowError, RuntimeError) as error:
+                run.update_results(**{case.name: {"error": f"{type(error).__name__}: {error}"}})
+            else:
+                run.extend(result.comparison.to_rows(case=case.name))  # type: ignore[arg-type]
+                run.update_results(**{case.name: result.to_dict()})
+        if progress:
+            progress("done", 1.0)
+    return run
 
 
 def _compute_fraction(hits: torch.Tensor) -> float:
@@ -238,14 +306,8 @@ def measure_energy(
 
     energy_j: dict[str, float] = {}
     for name, forward in forwards.items():
-        calls = max(
-            10,
-            int(
-                seconds
-                * 1e3
-                / max(timing.measure(lambda forward=forward: forward(x), device=x.device).median_ms, 1e-3)
-            ),
-        )
+        latency_ms = timing.measure(lambda forward=forward: forward(x), device=x.device).median_ms
+        calls = max(10, int(seconds * 1e3 / max(latency_ms, 1e-3)))
         torch.cuda.synchronize(x.device)
         start = nvml.read_energy_j(x.device)
         for _ in range(calls):

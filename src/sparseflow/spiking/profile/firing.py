@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,26 +69,44 @@ def measure_firing(x: torch.Tensor) -> FiringStats:
     )
 
 
+def observe_inputs(
+    model: nn.Module,
+    names: Iterable[str],
+    run: Callable[[], object],
+    observe: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Call `run`, and `observe(name, input)` before each call of a module in `names`."""
+
+    def make_hook(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: observe(name, args[0] if args else next(iter(kwargs.values())))
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(make_hook(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def profile_firing(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], names: Iterable[str]
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    names: Iterable[str],
+    *,
+    forward: Callable[..., object] | None = None,
 ) -> dict[str, FiringStats]:
-    """Run `model` once and compute the input statistics of each convolution in `names`.
+    """Run `model` (or `forward`) once and compute the input statistics of each convolution in `names`.
 
     The model's state and the random state are restored. If a convolution runs several times (step mode
     's'), its last input counts.
     """
     stats: dict[str, FiringStats] = {}
-    handles = []
-    for name in names:
-
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            stats[name] = measure_firing(args[0] if args else next(iter(kwargs.values())))
-
-        handles.append(model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
-    try:
-        with preserve_state_without_grad(model):
-            model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run = model if forward is None else forward
+    with preserve_state_without_grad(model):
+        observe_inputs(
+            model, names, lambda: run(*inputs), lambda name, x: stats.update({name: measure_firing(x)})
+        )
     return stats

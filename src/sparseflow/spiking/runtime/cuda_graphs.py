@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-WARMUP_RUNS = 3
+from sparseflow.spiking.backends.packed.variant_timing import capture_graph
 
 
 def capture_replay(work: Callable[[], object]) -> Callable[[], object]:
@@ -21,24 +21,11 @@ def capture_replay(work: Callable[[], object]) -> Callable[[], object]:
     device).
     """
     try:
-        graph, _ = _capture(work)
+        graph, _ = capture_graph(work)
     except RuntimeError:
         torch.cuda.synchronize(torch.cuda.current_device())
         return work
     return graph.replay
-
-
-def _capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP_RUNS):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return graph, result
 
 
 class GraphReplay:
@@ -65,7 +52,7 @@ class GraphReplay:
                 neuron.v = rest_value
             return run(*self._inputs)
 
-        self._graph, self._output = _capture(work)
+        self._graph, self._output = capture_graph(work)
         self._membranes = [neuron.v for neuron in self._neurons]
         # spikingjelly stores state in a registry, which is faster to read than neuron.v.
         self._states = [

@@ -78,11 +78,7 @@ class GroupStep:
     def fix_mode(self, mode: GroupMode) -> None:
         """Set the mode and drop the buffers of the other modes."""
         self.mode = mode
-        self._prepared = {
-            prepared_mode: prepared
-            for prepared_mode, prepared in self._prepared.items()
-            if prepared_mode == mode
-        }
+        self._prepared = {kept: group for kept, group in self._prepared.items() if kept == mode}
 
     def set_layout(self, layout: ChannelLayout) -> None:
         """Set the channel layout; the groups that read or add these spikes must agree."""
@@ -100,11 +96,11 @@ class GroupStep:
         info = get_neuron_info(self.neuron)
         assert info is not None and info.spec is not None
         spec = make_group_spec(self.match, self.modules, info.spec, channels)
-        layout = self.layout
-        inputs = [None if order is None else order.permutation for order in layout.inputs]
-        return permute_group(
-            spec, outputs=None if layout.output is None else layout.output.permutation, inputs=inputs
-        )
+        orders = [
+            None if order is None else order.permutation
+            for order in (self.layout.output, *self.layout.inputs)
+        ]
+        return permute_group(spec, outputs=orders[0], inputs=orders[1:])
 
     def _prepare(self, mode: GroupMode, shape: GroupShape) -> PreparedGroup:
         """Return the group prepared for `mode`, by this plan or another."""
@@ -141,7 +137,7 @@ class GroupStep:
         addends = [self._get_spikes(node, env) for node in (*match.skips, *match.post_skips)]
         forms = [spikes.native if mode == "sparse" else spikes.addend for spikes in addends]
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
-        steps, shape = self._compute_shape(sources, match.skips, dense, env)
+        shape = self._compute_shape(sources, match.skips, dense, env)
         v = self.neuron.v
         if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
             # The neuron itself handles membranes of another batch size.
@@ -149,7 +145,7 @@ class GroupStep:
         prepared = self._prepare(mode, shape)
         source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
         v = v if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
-        out, v = prepared(source_inputs, skips, dense, post, steps=steps, v=v, out=output_form)
+        out, v = prepared(source_inputs, skips, dense, post, steps=shape.steps, v=v, out=output_form)
         self.neuron.v = v
         if output_form == "dense":
             out = out[0] if self.single_step else out
@@ -197,7 +193,7 @@ class GroupStep:
         sources = self._get_sources(env)
         dense = [self._run_dense_conv(conv, env) for conv in self.match.dense_convs]
         dense += [self._get_sequence(node, env) for node in self.match.dense]
-        _, shape = self._compute_shape(sources, self.match.skips, dense, env)
+        shape = self._compute_shape(sources, self.match.skips, dense, env)
         return self.backend.get_unsupported_reason(self.make_spec(shape.output[0]), shape)
 
     def _make_spike_tensor(
@@ -276,7 +272,7 @@ class GroupStep:
         skips: Sequence[fx.Node],
         dense: Sequence[torch.Tensor],
         env: NodeValues,
-    ) -> tuple[int, GroupShape]:
+    ) -> GroupShape:
         repeats = [conv.repeats for conv in self.match.dense_convs if conv.repeats]
         shapes = [s.shape for s in sources]
         addend_shapes = [self._get_spikes(node, env).shape for node in skips]
@@ -291,15 +287,13 @@ class GroupStep:
             k, s, p = spec_conv.kernel_size[0], spec_conv.stride[0], padding[0]
             output = (spec_conv.out_channels, (height + 2 * p - k) // s + 1, (width + 2 * p - k) // s + 1)
         all_shapes = [*shapes, *addend_shapes]
-        steps = max([*(shape[0] for shape in all_shapes), *repeats])
-        shape = GroupShape(
-            steps=steps,
+        return GroupShape(
+            steps=max([*(shape[0] for shape in all_shapes), *repeats]),
             images=all_shapes[0][1],
             sources=tuple((c, h, w) for _, _, c, h, w in shapes),
             output=(output[0], output[1], output[2]),
             max_value=max([1, *(s.max_value for s in sources)]),
         )
-        return steps, shape
 
     def _run_modules(self, env: NodeValues) -> SpikeTensor:
         local: NodeValues = dict(env)

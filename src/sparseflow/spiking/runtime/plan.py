@@ -26,13 +26,19 @@ from torch.fx.node import map_arg
 from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backends.base import Backend
-from sparseflow.spiking.graph import SpikeGraph
 from sparseflow.spiking.graph.aliasing import find_write_hazard
+from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
-from sparseflow.spiking.runtime.spike_passthrough import Passthrough, match_passthrough
-from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
+from sparseflow.spiking.runtime.spike_tensor import (
+    NodeValues,
+    Passthrough,
+    SpikeTensor,
+    match_passthrough,
+    run_node,
+    to_dense,
+)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.spec import SpikeSource
-from sparseflow.spiking.graph.sites import get_padding, is_plain_conv
+from sparseflow.spiking.backends.blocks.geometry import BLOCK_SIZES
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.graph.sites import check_geometry, get_padding, is_plain_conv
 
 ConvBackend = Literal["dense", "events", "blocks"]
-BLOCK_SIZES = (4, 8, 16)
+_UNUSED_NEURON = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=None)
+"""Completes the spec of a group of which only the convolution runs."""
 
 
 class SparseConv2d(nn.Conv2d):
@@ -25,6 +28,10 @@ class SparseConv2d(nn.Conv2d):
 
     Input [N, C, H, W] or [T, N, C, H, W], floating point; the output has the same rank and dtype.
 
+    Args:
+        args, kwargs: See `nn.Conv2d`.
+        block_size, backend: See the attributes.
+
     Attributes:
         backend: "events" (CPU, Numba), "blocks" (GPU, Triton, two-stage) or "dense".
         block_size: Edge of a block of pixels for "blocks" (4, 8 or 16).
@@ -33,31 +40,13 @@ class SparseConv2d(nn.Conv2d):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        block_size: int = 16,
-        backend: ConvBackend = "dense",
+        self, *args: Any, block_size: int = 16, backend: ConvBackend = "dense", **kwargs: Any
     ) -> None:
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
-            device, dtype,
-        )  # fmt: skip
+        super().__init__(*args, **kwargs)
         reason = get_conv_unsupported_reason(self)
         if reason is not None:
             raise InputError(f"SparseConv2d does not support this convolution: {reason}")
-        if block_size not in BLOCK_SIZES:
-            raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
+        check_one_of(BLOCK_SIZES, block_size=block_size)
         self.block_size = block_size
         self.backend: ConvBackend = backend
         self.timed = False
@@ -83,15 +72,12 @@ class SparseConv2d(nn.Conv2d):
             raise InputError(
                 f"`conv` must be a plain nn.Conv2d; {type(conv).__name__} defines its own forward"
             )
-        reason = get_conv_unsupported_reason(conv)
-        if reason is not None:
-            raise InputError(f"SparseConv2d does not support this convolution: {reason}")
+        names = (
+            "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups",
+            "padding_mode",
+        )  # fmt: skip
         sparse = cls(
-            conv.in_channels,
-            conv.out_channels,
-            (conv.kernel_size[0], conv.kernel_size[1]),
-            stride=(conv.stride[0], conv.stride[1]),
-            padding=conv.padding,  # type: ignore[arg-type]
+            **{name: getattr(conv, name) for name in names},
             bias=conv.bias is not None,
             block_size=block_size,
             backend=backend or select_conv_backend(conv.weight.device),
@@ -136,10 +122,11 @@ class SparseConv2d(nn.Conv2d):
         """Run on events; None if the input is not spikes or not float32 on a CPU."""
         if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
             return None
-        from sparseflow.spiking.backends import events
+        from sparseflow.spiking.backends.events.backend import encode
+        from sparseflow.spiking.backends.events.group import EventGroup
 
         try:
-            events_input = events.encode(x if x.dim() == 5 else x.unsqueeze(0))
+            events = encode(x if x.dim() == 5 else x.unsqueeze(0))
         except InputError:
             return None
         stamp = tuple(
@@ -152,8 +139,10 @@ class SparseConv2d(nn.Conv2d):
             source = SpikeSource(
                 weight=self.weight.detach(), stride=self.stride[0], padding=self._get_square_padding()
             )
-            self._prepared = stamp, events.prepare_conv(source, self.bias)
-        y = self._prepared[1](events_input)
+            bias = torch.zeros(self.out_channels) if self.bias is None else self.bias.detach()
+            spec = GroupSpec(sources=(source,), bias=bias, neuron=_UNUSED_NEURON)
+            self._prepared = stamp, EventGroup(spec, "sparse")
+        y = self._prepared[1].convolve([events])
         return y if x.dim() == 5 else y[0]
 
     def _get_square_padding(self) -> int:
@@ -164,7 +153,7 @@ class SparseConv2d(nn.Conv2d):
     def _run_blocks(self, x: torch.Tensor) -> torch.Tensor | None:
         if not x.is_cuda:
             return None
-        from sparseflow.spiking.backends.blocks import sparse_conv2d
+        from sparseflow.spiking.backends.blocks.conv import sparse_conv2d
 
         y = sparse_conv2d(
             x.flatten(0, -4),
@@ -186,20 +175,11 @@ class SparseConv2d(nn.Conv2d):
 
 def get_conv_unsupported_reason(conv: nn.Conv2d) -> str | None:
     """Return why `conv` cannot be replaced (a sentence), or None if it can."""
-    kernel = tuple(conv.kernel_size)
-    if kernel not in ((3, 3), (1, 1)):
-        return f"kernel_size {kernel} is neither 3x3 nor 1x1"
-    if tuple(conv.stride) not in ((1, 1), (2, 2)):
-        return f"stride {tuple(conv.stride)} is neither 1 nor 2"
-    if conv.groups != 1:
-        return f"groups (={conv.groups}) is not 1"
-    if tuple(conv.dilation) != (1, 1):
-        return f"dilation {tuple(conv.dilation)} is not 1"
-    if conv.padding_mode != "zeros":
-        return f"padding_mode '{conv.padding_mode}' is not 'zeros'"
-    padding = get_padding(conv)
-    if padding not in ((0, 0), (1, 1)) or (kernel == (1, 1) and padding != (0, 0)):
-        return f"padding {conv.padding} with kernel {kernel} is not supported"
+    refusal = check_geometry(conv)
+    if refusal is not None:
+        return refusal[1]
+    if conv.kernel_size == (1, 1) and get_padding(conv) != (0, 0):
+        return f"`padding` (={conv.padding}) of a 1x1 convolution is not 0"
     return None
 
 

@@ -14,8 +14,14 @@ import torch
 pytest.importorskip("triton", reason="the block kernels need triton")
 
 from sparseflow.errors import DeviceError, InputError
-from sparseflow.spiking.backends.blocks import ActiveChunks, ConvTiling, conv, prescan, sparse_conv2d
-from sparseflow.spiking.backends.blocks.geometry import choose_tiling, compute_reach, make_geometry
+from sparseflow.spiking.backends.blocks import conv
+from sparseflow.spiking.backends.blocks.conv import ActiveChunks, prescan, sparse_conv2d
+from sparseflow.spiking.backends.blocks.geometry import (
+    ConvTiling,
+    choose_tiling,
+    compute_reach,
+    make_geometry,
+)
 from sparseflow.spiking.backends.blocks.reference import (
     run_active_reference,
     run_conv2d_reference,
@@ -189,7 +195,7 @@ def test_any_strides() -> None:
     _check(wide.contiguous(memory_format=torch.channels_last)[:, 2:20], 3)
 
 
-def test_every_value_counts() -> None:
+def test_zero_block_ratio_counts_every_value() -> None:
     x = torch.zeros(1, 16, 8, 8, device=DEVICE)
     for value in (1e-45, float("nan"), -3.0):
         x[0, 5, 7, 0] = value
@@ -282,7 +288,7 @@ def test_refusals() -> None:
         sparse_conv2d(x, weight, active=prescan(x, 8), block_size=16)
 
 
-def test_a_cpu_tensor_is_refused_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensor_without_interpreter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     from sparseflow.spiking.backends.blocks import triton as kernels

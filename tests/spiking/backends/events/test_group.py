@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends import events as events_package
-from sparseflow.spiking.backends.events import EventGroup, Events, decode, encode, prepare_group
+from sparseflow.spiking.backends.base import ConvolutionKind, SpikeForm
+from sparseflow.spiking.backends.events import format as format_module
 from sparseflow.spiking.backends.events import group as group_module
-from sparseflow.spiking.backends.events.kernels import threads
+from sparseflow.spiking.backends.events.backend import decode, encode
+from sparseflow.spiking.backends.events.format import Events
+from sparseflow.spiking.backends.events.group import EventGroup
+from sparseflow.spiking.backends.events.kernels import compiler
 from sparseflow.spiking.backends.reference import run_convolution_reference, run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 
@@ -67,28 +70,29 @@ def _check(
     expected, expected_v = run_group_reference(
         spec, spikes, skips, dense, post_skips, v, time_steps=time_steps
     )
-    conv: Literal["event", "dense"]
-    for conv in ("event", "dense"):
-        group = prepared if prepared is not None and conv == "event" else prepare_group(spec, conv=conv)
-        inputs: list[Any] = [encode(x) for x in spikes] if conv == "event" else spikes
+    convolution: ConvolutionKind
+    for convolution in ("sparse", "dense"):
+        sparse = convolution == "sparse"
+        group = prepared if prepared is not None and sparse else EventGroup(spec, convolution)
+        inputs: list[Any] = [encode(x) for x in spikes] if sparse else spikes
         other_inputs = [encode(x) for x in skips], dense, [encode(x) for x in post_skips]
-        out: Literal["events", "dense"]
-        for out in ("events", "dense"):
-            actual, found_v = group(inputs, *other_inputs, v, True, out, time_steps=time_steps)
-            assert isinstance(actual, Events) == (out == "events")
-            assert torch.equal(_dense(actual), expected), (conv, out)
-            assert found_v is not None and torch.equal(found_v, expected_v), (conv, out)
+        out: SpikeForm
+        for out in ("native", "dense"):
+            actual, actual_v = group(inputs, *other_inputs, steps=time_steps, v=v, out=out)
+            assert isinstance(actual, Events) == (out == "native")
+            assert torch.equal(_dense(actual), expected), (convolution, out)
+            assert torch.equal(actual_v, expected_v), (convolution, out)
             if isinstance(actual, Events):
                 assert actual.max_value >= expected.max()
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is NaN (all ones), so that whatever a kernel leaves unwritten is seen."""
-    module = events_package.group.torch  # type: ignore[attr-defined]
+    """Poison fresh memory with NaN (all ones), so that an unwritten output fails."""
+    module = group_module.torch
     empty = torch.empty
     monkeypatch.setattr(module, "empty", lambda *size, **kw: empty(*size, **kw).fill_(float("nan")))
-    pool = events_package.format._POOL  # type: ignore[attr-defined]
+    pool = format_module._POOL
     take = pool.acquire
 
     def poisoned(nbytes: int) -> Any:
@@ -133,7 +137,7 @@ def test_input_channels(c_in: int) -> None:
 def test_weights_that_need_several_tiles_and_blocks() -> None:
     g = torch.Generator().manual_seed(5)
     spec = GroupSpec(sources=(_source(g, 256, 256, 3),), bias=_grid(g, 256), neuron=LIF)
-    group = prepare_group(spec, conv="event")
+    group = EventGroup(spec, "sparse")
     assert group._packed.tiles > 1
     _check(spec, [_spikes(g, 4, 2, 256, 4, 4, rate=0.05)], prepared=group)
 
@@ -155,19 +159,19 @@ def test_single_steps_carry_the_membrane() -> None:
     spec = GroupSpec(sources=(_source(g, 6, 20, 3),), bias=_grid(g, 20), neuron=SHIFTED)
     x = _spikes(g, 4, 2, 6, 5, 4)
     expected, expected_v = run_group_reference(spec, [x])
-    group, v = prepare_group(spec, conv="event"), None
+    group, v = EventGroup(spec, "sparse"), None
     for t in range(4):
-        out, v = group([encode(x[t : t + 1])], v=v, return_v=True)
+        out, v = group([encode(x[t : t + 1])], v=v)
         assert torch.equal(_dense(out), expected[t : t + 1])
     assert v is not None and torch.equal(v, expected_v)
 
 
-def test_membrane_is_returned_only_on_request_and_input_is_kept() -> None:
+def test_group_does_not_modify_the_initial_membrane() -> None:
     g = torch.Generator().manual_seed(4)
     spec = GroupSpec(sources=(_source(g, 3, 4, 1),), bias=_grid(g, 4), neuron=IF)
     v = _grid(g, 1, 4, 2, 2)
     before = v.clone()
-    assert prepare_group(spec, conv="event")([encode(_spikes(g, 2, 1, 3, 2, 2))], v=v)[1] is None
+    EventGroup(spec, "sparse")([encode(_spikes(g, 2, 1, 3, 2, 2))], v=v)
     assert torch.equal(v, before)
 
 
@@ -207,9 +211,9 @@ def test_dense_convolution_of_a_constant_input_runs_once() -> None:
     spec = GroupSpec(sources=(_source(g, 3, 20, 3),), bias=_grid(g, 20), neuron=LIF)
     x = _grid(g, 1, 2, 3, 6, 6)
     expected, v = run_group_reference(spec, [x.expand(4, -1, -1, -1, -1)])
-    out, found_v = prepare_group(spec, conv="dense")([x], return_v=True, time_steps=4)
+    out, actual_v = EventGroup(spec, "dense")([x], steps=4)
     assert torch.equal(_dense(out), expected)
-    assert found_v is not None and torch.equal(found_v, v)
+    assert torch.equal(actual_v, v)
 
 
 def test_silent_time_steps_and_images() -> None:
@@ -242,7 +246,7 @@ def test_one_spike_in_a_corner(corner: tuple[int, int], stride: int) -> None:
 
 
 @pytest.mark.parametrize("largest", [2, 5])
-def test_whole_numbers_as_input(largest: int) -> None:
+def test_integer_input(largest: int) -> None:
     g = torch.Generator().manual_seed(12)
     spec = GroupSpec(sources=(_source(g, 20, 24, 3),), bias=_grid(g, 24), neuron=LIF)
     _check(spec, [_spikes(g, 2, 2, 20, 5, 4, rate=0.9, largest=largest)])
@@ -262,7 +266,7 @@ def test_rows_of_more_than_65536_entries() -> None:
 def test_any_number_of_threads(workers: int, openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_CYCLES_PER_THREAD", 1)
     if not openmp:
-        monkeypatch.setattr(threads, "_load_openmp", lambda: None)
+        monkeypatch.setattr(compiler, "_load_openmp", lambda: None)
     g = torch.Generator().manual_seed(14)
     spec = GroupSpec(sources=(_source(g, 20, 130, 3),), bias=_grid(g, 130), neuron=LIF)
     before = torch.get_num_threads()
@@ -277,7 +281,7 @@ def test_any_number_of_threads(workers: int, openmp: bool, monkeypatch: pytest.M
 def test_calls_from_several_threads_take_turns() -> None:
     g = torch.Generator().manual_seed(19)
     spec = GroupSpec(sources=(_source(g, 16, 32, 3),), bias=_grid(g, 32), neuron=LIF)
-    group = prepare_group(spec, conv="event")
+    group = EventGroup(spec, "sparse")
     inputs = [_spikes(g, 4, 2, 16, 9, 9) for _ in range(8)]
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(lambda x: _dense(group([encode(x)])[0]), inputs * 3))
@@ -288,7 +292,7 @@ def test_calls_from_several_threads_take_turns() -> None:
 _channels = st.sampled_from([1, 5, 16, 33, 64, 70])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     c_in=st.lists(_channels, min_size=1, max_size=3),
     c_out=_channels,
@@ -357,7 +361,7 @@ def test_machines_without_avx512(cpu: tuple[str, str], tmp_path: Path) -> None:
 def test_one_group_serves_inputs_of_changing_size() -> None:
     g = torch.Generator().manual_seed(15)
     spec = GroupSpec(sources=(_source(g, 20, 40, 3),), bias=_grid(g, 40), neuron=LIF)
-    group = prepare_group(spec, conv="event")
+    group = EventGroup(spec, "sparse")
     for t, n, h, w in ((1, 1, 2, 2), (4, 3, 9, 8), (2, 1, 3, 5), (5, 2, 4, 4)):
         _check(spec, [_spikes(g, t, n, 20, h, w)], prepared=group)
 
@@ -365,7 +369,7 @@ def test_one_group_serves_inputs_of_changing_size() -> None:
 def test_earlier_outputs_stay_valid_while_they_are_held() -> None:
     g = torch.Generator().manual_seed(16)
     spec = GroupSpec(sources=(_source(g, 8, 16, 3),), bias=_grid(g, 16), neuron=LIF)
-    group = prepare_group(spec, conv="event")
+    group = EventGroup(spec, "sparse")
     inputs = [_spikes(g, 2, 1, 8, 4, 4) for _ in range(3)]
     outputs = [group([encode(x)])[0] for x in inputs]
     for x, out in zip(inputs, outputs, strict=True):
@@ -378,7 +382,7 @@ def test_sums_are_the_convolution_alone() -> None:
     spec = GroupSpec(sources=(source,), bias=_grid(g, 70), neuron=IF)
     x = _spikes(g, 2, 3, 20, 7, 6, largest=2)
     expected = run_convolution_reference(source, x) + spec.bias.view(-1, 1, 1)
-    assert torch.equal(prepare_group(spec, conv="event").convolve([encode(x)]), expected)
+    assert torch.equal(EventGroup(spec, "sparse").convolve([encode(x)]), expected)
 
 
 @pytest.mark.parametrize(
@@ -391,9 +395,7 @@ def test_error_against_float64_is_that_of_dense(c_in: int, c_out: int, k: int, r
     spec = GroupSpec(sources=(source,), bias=torch.zeros(c_out), neuron=IF)
     x = _spikes(g, 2, 2, c_in, 8, 8, rate=rate)
     exact = run_convolution_reference(source, x.double())
-    own_error = (
-        (prepare_group(spec, conv="event").convolve([encode(x)]).double() - exact).square().mean().sqrt()
-    )
+    own_error = (EventGroup(spec, "sparse").convolve([encode(x)]).double() - exact).square().mean().sqrt()
     dense = (run_convolution_reference(source, x).double() - exact).square().mean().sqrt()
     assert own_error <= 1.1 * dense
 
@@ -415,12 +417,12 @@ def _spec(**changes: Any) -> GroupSpec:
 )
 def test_prepare_refuses_what_it_cannot_run(spec: GroupSpec, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        prepare_group(spec, conv="event")
+        EventGroup(spec, "sparse")
 
 
 def test_call_refuses_inputs_that_do_not_fit() -> None:
     x = torch.zeros(2, 1, 3, 4, 4)
-    group = prepare_group(_spec(skips=1, dense_inputs=1), conv="event")
+    group = EventGroup(_spec(skips=1, dense_inputs=1), "sparse")
     skip, dense = encode(torch.zeros(2, 1, 4, 4, 4)), torch.zeros(2, 1, 4, 4, 4)
     skip_empty = encode(torch.zeros(2, 0, 4, 4, 4))
     for message, arguments in {

@@ -1,4 +1,4 @@
-"""What the tests of the packed kernels share: where they run, exact numbers, neurons."""
+"""Shared cases of the packed kernels' tests: device, exact numbers, neurons."""
 
 from __future__ import annotations
 

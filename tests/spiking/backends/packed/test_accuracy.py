@@ -103,8 +103,8 @@ def test_short_chains_are_as_accurate_as_fp32(c_in: int) -> None:
     assert _error(chained_sum(*_run_fallback(spec, spikes), 1), exact) < FP32_LIKE
 
 
-def test_the_parts_of_all_units_in_one_chain_are_not() -> None:
-    """Why the kernels go to this trouble."""
+def test_one_long_chain_of_parts_is_inaccurate() -> None:
+    """Long chains of truncating sums are inaccurate, so the kernels avoid them."""
     spec, spikes, exact = _case(256)
     fed, parts = _run_fallback(spec, spikes)
     total = torch.zeros_like(exact)

@@ -15,19 +15,19 @@ from torch import nn
 pytest.importorskip("triton", reason="the packed kernels need triton")
 pytest.importorskip("spikingjelly")
 
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, neuron
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.base import ChannelLayout, ChannelOrder, GroupShape
 from sparseflow.spiking.backends.packed import variant_timing
-from sparseflow.spiking.backends.packed.backend import PackedBackend, UnpackedSpikes
+from sparseflow.spiking.backends.packed.backend import PackedBackend
 from sparseflow.spiking.backends.packed.format import PackedSpikes, unpack
 from sparseflow.spiking.backends.packed.hopper import group as hopper
 from sparseflow.spiking.backends.packed.triton_fallback import TritonFallbackGroup
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec
-from sparseflow.spiking.graph import analyze
-from sparseflow.spiking.models.spiking_resnet import if_neuron, lif_neuron, spiking_resnet
+from sparseflow.spiking.graph.analysis import analyze
+from sparseflow.spiking.models.spiking_resnet import lif_neuron, spiking_resnet
 from sparseflow.spiking.runtime import channel_layout
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, Plan, SpikeTensor
@@ -60,7 +60,7 @@ def _shape(spec: GroupSpec, inputs: list[torch.Tensor], expected: torch.Tensor) 
 def _values(out: Any) -> torch.Tensor:
     if isinstance(out, PackedSpikes):
         return unpack(out)
-    return (out.values if isinstance(out, UnpackedSpikes) else out).float()
+    return out.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -87,9 +87,9 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
     fed = [backend.encode(x, 1) if convolution == "sparse" else x.to(dtype) for x in inputs]
     actual, found_v = prepared(
         fed,
-        [backend.encode(bits, 1), backend.encode(integers)],
+        [backend.encode(bits, 1), backend.encode(integers, 2)],
         [x.to(dtype) for x in dense],
-        [backend.encode(x) for x in posts],
+        [backend.encode(x, 3) for x in posts],
         steps=2,
         v=v,
         out=out,
@@ -97,42 +97,21 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
     if out == "dense":
         assert actual.dtype == dtype
     else:
-        assert isinstance(actual, UnpackedSpikes if post else PackedSpikes)
-        assert (actual.T, actual.N, actual.C, actual.H, actual.W) == expected.shape == actual.shape
+        assert isinstance(actual, torch.Tensor if post else PackedSpikes)
+        assert actual.shape == expected.shape
     assert torch.equal(_values(actual), expected)
     assert found_v.dtype == torch.float32 and torch.equal(found_v, expected_v)
     assert torch.equal(v, before), "the membrane handed in is the caller's"
 
 
 @pytest.mark.parametrize("convolution", ["sparse", "dense"])
-def test_membranes_are_new_unless_reused(convolution: Any) -> None:
-    g = seeded(2)
-    spec = GroupSpec(sources=(source(g, 16, 16, 3),), bias=grid(g, 16), neuron=LIF)
-    x = spikes(g, 2, 1, 16, 4, 4)
-    shape = GroupShape(steps=2, images=1, sources=((16, 4, 4),), output=(16, 4, 4))
-    expected = [run_group_reference(spec, [x])]
-    expected.append(run_group_reference(spec, [x], v=expected[0][1]))
-    for original in (False, True):
-        backend = PackedBackend(DEVICE, torch.float32, reuse_membranes=original)
-        prepared = backend.prepare(spec, shape, convolution)
-        fed = backend.encode(x, 1) if convolution == "sparse" else x
-        out, first = prepared([fed], [], [], [], steps=2, v=None, out="dense")
-        assert torch.equal(out, expected[0][0]) and torch.equal(first, expected[0][1])
-        repeated, second = prepared([fed], [], [], [], steps=2, v=first, out="dense")
-        assert torch.equal(repeated, expected[1][0]) and torch.equal(second, expected[1][1])
-        assert (second.data_ptr() == first.data_ptr()) == original
-        assert original or torch.equal(first, expected[0][1])
-
-
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("convolution", ["sparse", "dense"])
-def test_membranes_keep_the_networks_channels(convolution: Any, original: bool) -> None:
+def test_prepared_group_returns_new_membranes_in_network_order(convolution: Any) -> None:
     g = seeded(8)
     spec = GroupSpec(sources=(source(g, 16, 24, 3),), bias=grid(g, 24), neuron=LIF)
     x = spikes(g, 2, 1, 16, 4, 4)
     shape = GroupShape(steps=2, images=1, sources=((16, 4, 4),), output=(24, 4, 4))
     order = ChannelOrder.from_permutation(torch.randperm(24, generator=g).to(DEVICE))
-    backend = PackedBackend(DEVICE, torch.float32, reuse_membranes=original)
+    backend = PackedBackend(DEVICE, torch.float32)
     moved = permute_group(spec, outputs=order.permutation)
     prepared = backend.prepare(moved, shape, convolution, ChannelLayout(output=order))
     fed = backend.encode(x, 1) if convolution == "sparse" else x
@@ -143,11 +122,10 @@ def test_membranes_keep_the_networks_channels(convolution: Any, original: bool) 
         out, v = prepared([fed], [], [], [], steps=2, v=v, out="dense")
         assert torch.equal(out, expected[:, :, order.permutation]) and torch.equal(v, expected_v)
         if before is not None:
-            assert (v.data_ptr() == before.data_ptr()) == original
-            assert original or same(before, start)
+            assert v.data_ptr() != before.data_ptr() and same(before, start)
 
 
-def test_a_group_without_convolution() -> None:
+def test_group_without_convolution_equals_reference() -> None:
     g = seeded(3)
     spec = GroupSpec(sources=(), bias=torch.zeros(8, device=DEVICE), neuron=LIF, dense_inputs=1)
     x = grid(g, 1, 2, 8, 3, 3) * 6
@@ -159,7 +137,7 @@ def test_a_group_without_convolution() -> None:
     assert torch.equal(_values(actual), expected) and torch.equal(v, expected_v)
 
 
-def test_refusals_have_reasons() -> None:
+def test_prepare_unsupported_group_raises() -> None:
     g = seeded(4)
     spec = GroupSpec(sources=(source(g, 8, 8, 3),), bias=grid(g, 8), neuron=LIF)
     shape = GroupShape(steps=2, images=1, sources=((8, 4, 4),), output=(8, 4, 4))
@@ -176,24 +154,23 @@ def test_refusals_have_reasons() -> None:
         prepared([backend.encode(spikes(g, 3, 1, 8, 4, 4), 1)], [], [], [], steps=2, v=None, out="native")
 
 
-def test_codes_and_means() -> None:
+def test_native_form_decodes_and_averages() -> None:
     backend = PackedBackend(DEVICE, torch.float16)
     x = spikes(seeded(5), 2, 3, 70, 4, 2)
-    for native in (backend.encode(x.half()), backend.encode(x.half(), 1)):
+    for native in (backend.encode(x.half(), 2), backend.encode(x.half(), 1)):
         assert torch.equal(backend.decode(native), x.half())
         assert torch.equal(backend.spatial_mean(native), x.mean(dim=(-2, -1)).half())
-    lazy = backend.encode(x)
-    assert isinstance(lazy, UnpackedSpikes) and lazy.pack() is lazy.pack()
+    assert isinstance(backend.encode(x, 1), PackedSpikes) and backend.encode_addend(x, 1) is x
 
 
 def test_variants_are_timed_once_for_groups_of_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     queries: list[list[str]] = []
 
-    def fastest(candidates: Any) -> tuple[str, dict[str, float]]:
+    def fastest(candidates: Any) -> str:
         queries.append(list(candidates))
         for prepare in candidates.values():
             prepare()()
-        return queries[-1][-1], {}
+        return queries[-1][-1]
 
     monkeypatch.setattr(variant_timing, "find_fastest", fastest)
     g = seeded(6)
@@ -233,7 +210,7 @@ def test_on_hopper_the_gluon_kernel_gets_at_most_one_dense_addend(monkeypatch: p
     prepared: Any = backend.prepare(spec, _shape(spec, [x], expected), "sparse")
     assert prepared.kernel == "gluon"
     actual, v = prepared(
-        [backend.encode(x, 1)], [backend.encode(integers)], dense, [], steps=4, v=None, out="native"
+        [backend.encode(x, 1)], [backend.encode(integers, 2)], dense, [], steps=4, v=None, out="native"
     )
     assert observed == [(0, 1)]
     assert torch.equal(_values(actual), expected) and torch.equal(v, expected_v)
@@ -246,7 +223,7 @@ def test_on_hopper_the_gluon_kernel_gets_at_most_one_dense_addend(monkeypatch: p
 
 
 def _run(plan: Plan, x: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The network's output, and every group's spikes as the network would see them."""
+    """Return the network's output and the dense spikes of every group."""
     observed: dict[str, torch.Tensor] = {}
 
     def record_group(group: GroupStep, env: NodeValues) -> SpikeTensor:
@@ -270,7 +247,7 @@ def _agree(
     dtype: torch.dtype = torch.float32,
     plan: Plan | None = None,
 ) -> dict[str, str]:
-    """Two calls in a row from rest: every spike and every membrane is the network's own."""
+    """Check every spike and membrane of two consecutive calls from rest."""
     net, x = net.to(DEVICE), x.to(DEVICE)
     plan = plan or _planned(net, x, dtype)
     functional.reset_net(net)
@@ -293,8 +270,12 @@ def _agree(
     return ways
 
 
+def _if_neuron() -> nn.Module:
+    return neuron.IFNode(step_mode="m")
+
+
 def _short(net: Any) -> nn.Module:
-    """One block a stage, with random exact weights."""
+    """Keep one block per stage, with random exact weights."""
     for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
         del stage[1:]
     return ready(net)
@@ -302,9 +283,9 @@ def _short(net: Any) -> nn.Module:
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
-def test_a_spiking_resnet_runs_as_its_modules_do(residual: Any, stem: Any, group_mode: str) -> None:
+def test_spiking_resnet_plan_equals_modules(residual: Any, stem: Any, group_mode: str) -> None:
     width = 16 if residual == "spiking" else 8  # two blocks of channels at the end, or one
-    net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=if_neuron))
+    net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=_if_neuron))
     ways = _agree(net, images(1, size=16 if stem == "imagenet" else 8), group_mode)
     assert "module" not in ways.values()
     if group_mode == "sparse":
@@ -318,13 +299,13 @@ def test_a_spiking_resnet_runs_as_its_modules_do(residual: Any, stem: Any, group
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 @pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
-def test_channels_in_another_order_change_nothing(
+def test_reordered_channels_equal_network(
     residual: Any, stem: Any, group_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width = 16 if residual == "sew_add" else 8
     monkeypatch.setattr(PackedBackend, "channel_block", width // 2)
     monkeypatch.setattr(channel_layout, "MIN_REORDER_GAIN", 0.0)
-    net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=if_neuron))
+    net = _short(spiking_resnet(18, width=width, T=2, residual=residual, stem=stem, neuron=_if_neuron))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, norm in net.named_modules():
@@ -344,7 +325,7 @@ def test_channels_in_another_order_change_nothing(
     _agree(net, x, group_mode, plan=plan)
 
 
-def test_a_bottleneck_with_lif_neurons() -> None:
+def test_bottleneck_with_lif_neurons_equals_network() -> None:
     ways = _agree(_short(spiking_resnet(50, width=4, T=2, neuron=lif_neuron)), images(1), "sparse")
     assert list(ways.values()).count("sparse") == 12
 

@@ -72,7 +72,7 @@ def test_spikes_of_4x4_maps_take_an_eighth_of_the_bytes_of_fp16() -> None:
     assert packed.nbytes * 10 < as_fp16
 
 
-def test_a_channel_table_is_a_permutation() -> None:
+def test_channel_table_refuses_non_permutations() -> None:
     assert make_channel_table(None, 3, "cpu") is None
     table = make_channel_table(torch.tensor([2, 0, 1]), 3, "cpu")
     assert table is not None and table.dtype == torch.int32 and table.tolist() == [2, 0, 1]

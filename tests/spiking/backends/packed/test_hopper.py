@@ -1,4 +1,4 @@
-"""The Hopper kernel's own address arithmetic, run on tensors instead of a GPU: every tap of every pixel."""
+"""The address arithmetic of the Hopper kernel, run on tensors without a GPU."""
 
 from __future__ import annotations
 

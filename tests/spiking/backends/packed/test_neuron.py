@@ -71,7 +71,7 @@ def _check(actual: NeuronOutput, expected: tuple[torch.Tensor, torch.Tensor]) ->
 def test_neurons_and_shapes(name: str, shape: tuple[int, ...]) -> None:
     g = seeded(1)
     x, bias = grid(g, *shape) * 3, grid(g, shape[2])
-    actual = run_neuron([x], NEURONS[name], bias=bias, dense=torch.float16, v_out=True)
+    actual = run_neuron([x], NEURONS[name], bias=bias, dense=torch.float16, write_v=True)
     expected = _expected(NEURONS[name], [x], bias)
     assert 0 < expected[0].mean() < 1 or x.numel() < 9
     _check(actual, expected)
@@ -83,7 +83,7 @@ def test_currents_of_any_dtype_and_order(dtype: torch.dtype, memory: str) -> Non
     x = (grid(seeded(2), 4, 2, 72, 4, 4) * 4).to(dtype)
     if memory == "channels last":
         x = x.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-    _check(run_neuron([x], LIF, dense=dtype, v_out=True), _expected(LIF, [x]))
+    _check(run_neuron([x], LIF, dense=dtype, write_v=True), _expected(LIF, [x]))
 
 
 def test_everything_at_once() -> None:
@@ -96,22 +96,22 @@ def test_everything_at_once() -> None:
     before = rows.clone()
     currents = [x, y.half(), constant]
     for spec in (SHIFTED, SOFT):
-        actual = run_neuron(currents, spec, bias=bias, skips=[pack(s) for s in skips], v=rows, v_out=True)
+        actual = run_neuron(currents, spec, bias=bias, skips=[pack(s) for s in skips], v=rows, write_v=True)
         _check(actual, _expected(spec, currents, bias, skips, v=v))
         assert torch.equal(rows, before)
 
 
-def test_a_constant_current_runs_over_all_steps() -> None:
+def test_constant_current_runs_over_all_steps() -> None:
     x = grid(seeded(4), 1, 2, 64, 3, 3)
-    _check(run_neuron([x], LIF, steps=6, v_out=True), _expected(LIF, [x], steps=6))
+    _check(run_neuron([x], LIF, steps=6, write_v=True), _expected(LIF, [x], steps=6))
     repeated = x.expand(6, -1, -1, -1, -1)
-    _check(run_neuron([repeated], LIF, v_out=True), _expected(LIF, [x], steps=6))
+    _check(run_neuron([repeated], LIF, write_v=True), _expected(LIF, [x], steps=6))
 
 
 def test_only_skips() -> None:
     g = seeded(5)
     skips = [spikes(g, 4, 1, 65, 3, 3), spikes(g, 4, 1, 65, 3, 3)]
-    actual = run_neuron([], LIF, skips=[pack(s) for s in skips], v_out=True)
+    actual = run_neuron([], LIF, skips=[pack(s) for s in skips], write_v=True)
     _check(actual, _expected(LIF, [], skips=skips))
 
 
@@ -128,16 +128,14 @@ def test_shortcuts_behind_the_neuron_are_added_in_dense_form() -> None:
         run_neuron([x], IF, post_skips=posts)
 
 
-def test_membrane_is_updated_in_place() -> None:
+def test_run_neuron_continues_from_the_last_membrane() -> None:
     x = grid(seeded(7), 4, 2, 64, 3, 3)
-    v = torch.zeros(2, 3, 3, 64, device=DEVICE)
-    first = run_neuron([x[:2]], LIF, v=v, v_out=v)
-    second = run_neuron([x[2:]], LIF, v=v, v_out=v)
-    assert first.v is v and second.v is v
+    first = run_neuron([x[:2]], LIF, write_v=True)
+    second = run_neuron([x[2:]], LIF, v=first.v, write_v=True)
     full, last = _expected(LIF, [x])
-    assert second.packed is not None
+    assert second.packed is not None and second.v is not None
     assert_packed(second.packed, full[2:])
-    assert torch.equal(v.permute(0, 3, 1, 2), last)
+    assert torch.equal(second.v.permute(0, 3, 1, 2), last)
 
 
 @pytest.mark.parametrize("channels", [64, 70])
@@ -148,11 +146,11 @@ def test_membranes_in_another_channel_order(channels: int) -> None:
     v = torch.empty(2, 3, 3, channels, device=DEVICE)
     v[..., positions] = start.permute(0, 2, 3, 1)
     table = make_channel_table(positions, channels, DEVICE)
-    actual = run_neuron([x], SHIFTED, v=v, v_out=v, v_columns=table)
+    actual = run_neuron([x], SHIFTED, v=v, write_v=True, v_columns=table)
     expected, last = _expected(SHIFTED, [x], v=start)
-    assert actual.packed is not None and actual.v is v
+    assert actual.packed is not None and actual.v is not None
     assert_packed(actual.packed, expected)
-    assert torch.equal(v[..., positions].permute(0, 3, 1, 2), last)
+    assert torch.equal(actual.v[..., positions].permute(0, 3, 1, 2), last)
     with pytest.raises(InputError, match=f"int32 \\[{channels}\\]"):
         run_neuron([x], SHIFTED, v=v, v_columns=positions)
 
@@ -167,7 +165,7 @@ def test_packed_output_is_written_to_destination() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 3, 70, 5, 3), (32, 1, 64, 4, 9), (3, 2, 200, 7, 7), (1, 1, 1, 1, 1)])
 @pytest.mark.parametrize("tile", [2, 16, 32])
-def test_what_fires_is_marked(shape: tuple[int, int, int, int, int], tile: int) -> None:
+def test_activity_marks_what_fires(shape: tuple[int, int, int, int, int], tile: int) -> None:
     x = (torch.rand(shape, generator=seeded(9)) < 0.002).float().to(DEVICE)
     out = allocate_packed(*shape, DEVICE, tile=tile)
     # without memory; behind the last pixel the bias alone would fire, if that counted

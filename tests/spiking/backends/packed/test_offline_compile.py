@@ -1,4 +1,4 @@
-"""The kernels compile for real GPUs without spills, the plain ones through the calls that launch them."""
+"""The kernels compile for GPUs without spills."""
 
 from __future__ import annotations
 

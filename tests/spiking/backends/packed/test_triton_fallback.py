@@ -13,7 +13,6 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.backends.packed.format import pack, unpack
 from sparseflow.spiking.backends.packed.triton_fallback import (
     TritonFallbackGroup,
-    get_fallback_unsupported_reason,
     list_fallback_variants,
     pack_fallback_weights,
 )
@@ -153,7 +152,7 @@ def test_full_images_see_zeros_around_them(k: int, stride: int, size: tuple[int,
 
 
 @pytest.mark.parametrize(("c_out", "k", "rate"), [(70, 3, 0.02), (128, 1, 0.1)])
-def test_what_fires_is_marked(c_out: int, k: int, rate: float) -> None:
+def test_activity_marks_what_fires(c_out: int, k: int, rate: float) -> None:
     g = seeded(11)
     spec = _spec(g, source(g, 64, c_out, k))
     spec = replace(spec, bias=torch.full((c_out,), -0.25, device=DEVICE))
@@ -245,7 +244,7 @@ def test_weights_are_kept_to_their_bits(parts: int, bits: int, scale: float) -> 
 def test_refusals_are_named() -> None:
     g = seeded(9)
     good = _spec(g, source(g, 8, 8, 3))
-    assert get_fallback_unsupported_reason(good) is None
+    assert TritonFallbackGroup.get_unsupported_reason(good) is None
     five = SpikeSource(weight=grid(g, 8, 8, 5, 5), padding=2)
     nan = SpikeSource(weight=torch.full((8, 8, 1, 1), float("nan")))
     cases = {
@@ -257,7 +256,7 @@ def test_refusals_are_named() -> None:
         "NaN": replace(good, sources=(nan,)),
     }
     for reason, spec in cases.items():
-        log = get_fallback_unsupported_reason(spec)
+        log = TritonFallbackGroup.get_unsupported_reason(spec)
         assert log is not None and reason in log
         with pytest.raises(InputError, match=reason):
             TritonFallbackGroup(spec, T=1, N=1, H=4, W=4, device=DEVICE)

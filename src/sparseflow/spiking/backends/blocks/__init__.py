@@ -4,10 +4,3 @@ Stage 1, `prescan`, marks the input blocks that hold a non-zero and lists, for e
 channel chunks that can reach it. Stage 2 multiplies only those. `sparse_conv2d` runs both. `geometry.py`
 defines the terms, `reference.py` the results.
 """
-
-from __future__ import annotations
-
-from sparseflow.spiking.backends.blocks.conv import ActiveChunks, prescan, sparse_conv2d
-from sparseflow.spiking.backends.blocks.geometry import ConvTiling
-
-__all__ = ["ActiveChunks", "ConvTiling", "prescan", "sparse_conv2d"]

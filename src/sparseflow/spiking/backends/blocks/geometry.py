@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import torch
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 
 BLOCK_SIZES = (4, 8, 16)
@@ -114,8 +115,7 @@ def make_geometry(
             f"kernel_size (={kernel_size}), stride (={stride}) and padding (={padding}) must be a 3x3 "
             "convolution with padding 0 or 1, or a 1x1 one without, and stride 1 or 2"
         )
-    if block_size not in BLOCK_SIZES:
-        raise InputError(f"`block_size` (={block_size}) must be one of {BLOCK_SIZES}")
+    check_one_of(BLOCK_SIZES, block_size=block_size)
     _, channels, height, width = shape
     if channels < 1 or min(height, width) + 2 * padding < kernel_size:
         raise InputError(

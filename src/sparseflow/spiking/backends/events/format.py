@@ -177,12 +177,8 @@ def _compute_start_bytes(shape: tuple[int, int, int, int, int]) -> int:
 
 def estimate_row_capacity(channels: int, width: int) -> int:
     """Entries to allocate per row of spikes initially: half of the maximum, which is rarely exceeded."""
-    return compute_max_row_capacity(channels, width) - width * channels // 2
-
-
-def compute_max_row_capacity(channels: int, width: int) -> int:
-    """Entries that hold any row of spikes."""
-    return (width + 1) * -(-channels // SLACK) * SLACK + SLACK
+    maximum = (width + 1) * -(-channels // SLACK) * SLACK + SLACK
+    return maximum - width * channels // 2
 
 
 def allocate_events(
@@ -196,24 +192,12 @@ def allocate_events(
         max_value: Upper bound of the values.
     """
     t, n, c, h, w = shape
-    row_capacity = (
-        -(-(estimate_row_capacity(c, w) if row_capacity is None else row_capacity) // SLACK) * SLACK
-    )
+    entries = estimate_row_capacity(c, w) if row_capacity is None else row_capacity
+    entries = -(-entries // SLACK) * SLACK
     rows = len(build_plane_table(t, c)) * n * h
-    loan = _PooledBuffer(
-        _compute_start_bytes(shape) + rows * row_capacity * _select_entry_dtype(c, w).itemsize
-    )
-    views = loan.buffer.get_layout(shape, row_capacity)
+    memory = _PooledBuffer(_compute_start_bytes(shape) + rows * entries * _select_entry_dtype(c, w).itemsize)
+    layout = memory.buffer.get_layout(shape, entries)
     return Events(
-        T=t,
-        N=n,
-        C=c,
-        H=h,
-        W=w,
-        start=views.start,
-        index=views.index,
-        max_value=max_value,
-        record=views.record,
-        address=views.address,
-        memory=loan,
-    )
+        T=t, N=n, C=c, H=h, W=w, start=layout.start, index=layout.index, max_value=max_value,
+        record=layout.record, address=layout.address, memory=memory,
+    )  # fmt: skip

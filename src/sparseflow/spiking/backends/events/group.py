@@ -1,15 +1,15 @@
-"""Fused groups on a CPU: `prepare_group` lays out the weights once; the result runs on any batch."""
+"""`EventGroup`: a fused group on a CPU, from events to events."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from sparseflow.errors import InputError
+from sparseflow.spiking.backends.base import ConvolutionKind, SpikeForm
 from sparseflow.spiking.backends.events.format import Events, allocate_events
 from sparseflow.spiking.backends.events.kernels.group import (
     OUT_EVENTS,
@@ -20,7 +20,7 @@ from sparseflow.spiking.backends.events.kernels.group import (
 from sparseflow.spiking.backends.events.kernels.llvm import LANES
 from sparseflow.spiking.backends.events.launch import GroupLaunch, Shape
 from sparseflow.spiking.backends.events.packing import pack_group
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.spec import GroupSpec
 
 _CYCLES_PER_THREAD = 50_000
 """Work below this is finished before another thread has woken up."""
@@ -34,58 +34,54 @@ def _to_channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 class EventGroup:
-    """A group with its weights laid out for this machine; created by `prepare_group`. Thread-safe.
+    """A group with its weights laid out for this machine, for inputs of any shape. Thread-safe.
 
-    Attributes:
-        spec: The group, without weights.
-        conv: 'event' sums weight rows per event; 'dense' runs oneDNN and fuses the rest.
+    Args:
+        spec: The group; its tensors may be on any device and are copied.
+        convolution: "sparse" sums weight rows per event; "dense" runs oneDNN and fuses the rest.
+
+    Raises:
+        InputError: The group has no input, or the event kernel does not support a source.
     """
 
-    def __init__(self, spec: GroupSpec, conv: Literal["event", "dense"]) -> None:
+    def __init__(self, spec: GroupSpec, convolution: ConvolutionKind) -> None:
+        _validate_spec(spec, convolution)
         self.spec = spec.without_weights()
-        self.conv = conv
-        self._packed = pack_group(spec, spec.sources if conv == "event" else ())
+        self.convolution = convolution
+        self._packed = pack_group(spec, spec.sources if convolution == "sparse" else ())
         self._dense_weights = [
             s.weight.detach().float().clone(memory_format=torch.channels_last)
-            for s in (spec.sources if conv == "dense" else ())
+            for s in (spec.sources if convolution == "dense" else ())
         ]
         self._launches: dict[tuple[object, ...], GroupLaunch] = {}
         self._lock = threading.Lock()
 
     def __call__(
         self,
-        spikes: Sequence[Events] | Sequence[torch.Tensor] = (),
+        sources: Sequence[Events] | Sequence[torch.Tensor] = (),
         skips: Sequence[Events] = (),
         dense: Sequence[torch.Tensor] = (),
         post_skips: Sequence[Events] = (),
-        v: torch.Tensor | None = None,
-        return_v: bool = False,
-        out: Literal["events", "dense"] = "events",
         *,
-        time_steps: int | None = None,
-    ) -> tuple[Events | torch.Tensor, torch.Tensor | None]:
-        """Run the group. Inputs are not modified.
+        steps: int | None = None,
+        v: torch.Tensor | None = None,
+        out: SpikeForm = "native",
+    ) -> tuple[Events | torch.Tensor, torch.Tensor]:
+        """Run the group; see `PreparedGroup`. Inputs are not modified.
 
         Args:
-            spikes: One input per source: `Events` if `conv` is 'event', else dense [T or 1, N, C_in, H, W].
-            skips: Events [T, N, C_out, H_out, W_out] added to the neuron's input.
-            dense: float32 [T or 1, N, C_out, H_out, W_out] added to the neuron's input.
-            post_skips: Events [T, N, C_out, H_out, W_out] added to the neuron's output.
+            sources: `Events` for a sparse convolution, else dense [T or 1, N, C_in, H, W].
+            skips, dense, post_skips: See `PreparedGroup`.
+            steps: T; needed only if all inputs are constant over time.
             v: Membrane before the first step [N, C_out, H_out, W_out]; the neuron's rest value if None.
-            return_v: Return the membrane after the last step.
             out: Form of the output.
-            time_steps: T; needed only if all inputs are constant over time.
-
-        Returns:
-            The output [T, N, C_out, H_out, W_out], as `Events` or channels-last float32, and the membrane
-            [N, C_out, H_out, W_out] or None.
 
         Raises:
             InputError: The inputs do not match the group or one another.
         """
         spec = self.spec
         for name, actual, expected in (
-            ("spikes", len(spikes), len(spec.sources)),
+            ("sources", len(sources), len(spec.sources)),
             ("skips", len(skips), spec.skips),
             ("dense", len(dense), spec.dense_inputs),
             ("post_skips", len(post_skips), spec.post_skips),
@@ -94,29 +90,27 @@ class EventGroup:
                 raise InputError(f"the group takes {expected} `{name}`, got {actual}")
         events: list[Events] = []
         reals = list(dense)
-        for source, x in zip(spec.sources, spikes, strict=True):
-            if isinstance(x, Events) != (self.conv == "event"):
-                raise InputError(f"a group with conv={self.conv!r} cannot take a {type(x).__name__}")
+        for i, x in enumerate(sources):
+            if isinstance(x, Events) != (self.convolution == "sparse"):
+                raise InputError(f"a {self.convolution} group cannot take a {type(x).__name__}")
             if isinstance(x, Events):
                 events.append(x)
             else:
-                reals.append(self._convolve(len(reals) - len(dense), source, x))
-        shape = self._infer_out_shape(events, reals, skips, post_skips, time_steps)
+                reals.append(self._convolve_dense(i, x))
+        shape = self._infer_out_shape(events, reals, skips, post_skips, steps)
         if v is not None and tuple(v.shape) != (shape[1], *shape[2:]):
             raise InputError(f"`v` must be {(shape[1], *shape[2:])}, got {tuple(v.shape)}")
         # Keep references until the kernel has run: it uses raw addresses.
         reals, before = [_to_channels_last(r) for r in reals], None if v is None else _to_channels_last(v)
-        after = torch.empty(shape[1], *shape[3:], shape[2]) if return_v else None
+        after = torch.empty(shape[1], *shape[3:], shape[2])
         with self._lock:
             launch = self._get_launch(shape, events, skips, reals, post_skips)
             launch.bind(events, skips, reals, post_skips, before, after)
-            spikes_out = self._run(launch, shape, 1 + sum(e.max_value for e in post_skips), out)
-        return spikes_out, None if after is None else after.movedim(-1, -3)
+            spikes = self._run(launch, shape, 1 + sum(e.max_value for e in post_skips), out)
+        return spikes, after.movedim(-1, -3)
 
     @staticmethod
-    def _run(
-        launch: GroupLaunch, shape: Shape, max_value: int, out: Literal["events", "dense"]
-    ) -> Events | torch.Tensor:
+    def _run(launch: GroupLaunch, shape: Shape, max_value: int, out: SpikeForm) -> Events | torch.Tensor:
         t, n, c, h, w = shape
         if out == "dense":
             result = torch.empty(t, n, h, w, c)
@@ -141,9 +135,9 @@ class EventGroup:
             launch.run(OUT_SUMS, result.data_ptr())
         return result.movedim(-1, -3)
 
-    def _convolve(self, number: int, source: SpikeSource, x: torch.Tensor) -> torch.Tensor:
+    def _convolve_dense(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        source, weight = self.spec.sources[number], self._dense_weights[number]
         flat = x.float().flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        weight = self._dense_weights[number]
         out = F.conv2d(flat, weight, stride=source.stride, padding=source.padding)
         return out.unflatten(0, x.shape[:2])
 
@@ -153,7 +147,7 @@ class EventGroup:
         reals: Sequence[torch.Tensor],
         skips: Sequence[Events],
         post_skips: Sequence[Events],
-        time_steps: int | None,
+        steps: int | None,
     ) -> Shape:
         """Infer (T, N, C, H, W) of the output; raise an InputError if two inputs disagree."""
         channels = self._packed.channels
@@ -168,20 +162,13 @@ class EventGroup:
                 raise InputError(
                     f"events of shape {source_events.shape} are too wide for an event convolution"
                 )
-            out_shapes.append(
-                (
-                    source_events.T,
-                    source_events.N,
-                    channels,
-                    source.compute_out_size(source_events.H),
-                    source.compute_out_size(source_events.W),
-                )
-            )
+            t, n, _, h, w = source_events.shape
+            out_shapes.append((t, n, channels, source.compute_out_size(h), source.compute_out_size(w)))
         out_shapes += [e.shape for e in (*skips, *post_skips)]
         if any(r.dim() != 5 for r in reals):
             shapes = [tuple(r.shape) for r in reals]
             raise InputError(f"dense inputs must be [T or 1, N, C, H, W], got shapes {shapes}")
-        steps = time_steps or (out_shapes[0][0] if out_shapes else max(r.shape[0] for r in reals))
+        steps = steps or (out_shapes[0][0] if out_shapes else max(r.shape[0] for r in reals))
         for real in reals:
             t, n, c, h, w = real.shape
             out_shapes.append((steps if t == 1 else t, n, c, h, w))
@@ -225,35 +212,7 @@ class EventGroup:
         return launch
 
 
-def prepare_conv(source: SpikeSource, bias: torch.Tensor | None = None) -> Callable[[Events], torch.Tensor]:
-    """Prepare one convolution without a neuron.
-
-    Args:
-        source: Weight, stride and padding.
-        bias: float32 [C_out], or None.
-
-    Returns:
-        A function from events [T, N, C_in, H, W] to float32 [T, N, C_out, H_out, W_out], channels last.
-
-    Raises:
-        InputError: The event kernel does not support the convolution.
-    """
-    bias = torch.zeros(source.weight.shape[0]) if bias is None else bias.detach()
-    neuron = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=None)
-    prepared = prepare_group(GroupSpec(sources=(source,), bias=bias, neuron=neuron), conv="event")
-    return lambda events: prepared.convolve([events])
-
-
-def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> EventGroup:
-    """Lay out a group's weights.
-
-    Args:
-        spec: The group; its tensors may be on any device and are copied.
-        conv: 'event' for the event kernel, 'dense' for oneDNN's convolution with everything else fused.
-
-    Raises:
-        InputError: The event kernel does not support a source.
-    """
+def _validate_spec(spec: GroupSpec, convolution: ConvolutionKind) -> None:
     if not spec.sources and not spec.dense_inputs:
         raise InputError("a group needs at least one source or dense input")
     for source in spec.sources:
@@ -263,11 +222,9 @@ def prepare_group(spec: GroupSpec, *, conv: Literal["event", "dense"]) -> EventG
                 f"a source's weight {tuple(source.weight.shape)} does not fit "
                 f"the bias {tuple(spec.bias.shape)}"
             )
-        if conv == "event" and (
-            k not in (1, 3) or source.stride not in (1, 2) or source.padding not in (0, 1)
-        ):
+        supported = k in (1, 3) and source.stride in (1, 2) and source.padding in (0, 1)
+        if convolution == "sparse" and not supported:
             raise InputError(
                 f"the event kernel runs 1x1 and 3x3 at stride 1 or 2 and padding 0 or 1, got kernel {k}, "
                 f"stride {source.stride}, padding {source.padding}"
             )
-    return EventGroup(spec, conv)

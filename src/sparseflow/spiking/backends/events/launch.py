@@ -13,8 +13,7 @@ from sparseflow.spiking.backends.events.format import (
     estimate_row_capacity,
     get_array_address,
 )
-from sparseflow.spiking.backends.events.kernels import threads
-from sparseflow.spiking.backends.events.kernels.compiler import compile_kernel
+from sparseflow.spiking.backends.events.kernels.compiler import compile_kernel, run_on_threads
 from sparseflow.spiking.backends.events.kernels.group import OUT_SUMS, make_group_kernel
 from sparseflow.spiking.backends.events.kernels.llvm import ALL_LANES, LANES
 from sparseflow.spiking.backends.events.kernels.planes import MAX_SHARED
@@ -179,5 +178,5 @@ class GroupLaunch:
         group["next_item"] = group["next_slot"] = group["need"] = 0
         if mode != OUT_SUMS:
             self._finished.fill(0)
-        threads.run_on_threads(self._function, self._address, self._num_threads)
+        run_on_threads(self._function, self._address, self._num_threads)
         return int(group["need"])

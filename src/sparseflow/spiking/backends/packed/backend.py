@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ from sparseflow.spiking.backends.packed.format import (
     allocate_packed,
     make_channel_table,
 )
-from sparseflow.spiking.backends.packed.hopper import group
+from sparseflow.spiking.backends.packed.group import get_unsupported_reason
+from sparseflow.spiking.backends.packed.hopper import group as hopper
 from sparseflow.spiking.backends.packed.neuron import run_neuron
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import GroupSpec
@@ -44,56 +45,8 @@ from sparseflow.spiking.backends.spec import GroupSpec
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(kw_only=True)
-class UnpackedSpikes:
-    """Spikes that are not packed: small integers, or bits that no reader has needed packed yet.
-
-    Attributes:
-        values: [T, N, C, H, W].
-    """
-
-    values: Tensor
-    _packed: PackedSpikes | None = field(default=None, repr=False)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """(T, N, C, H, W)."""
-        t, n, c, h, w = self.values.shape
-        return t, n, c, h, w
-
-    @property
-    def T(self) -> int:
-        """Time steps."""
-        return self.values.shape[0]
-
-    @property
-    def N(self) -> int:
-        """Images."""
-        return self.values.shape[1]
-
-    @property
-    def C(self) -> int:
-        """Channels."""
-        return self.values.shape[2]
-
-    @property
-    def H(self) -> int:
-        """Rows."""
-        return self.values.shape[3]
-
-    @property
-    def W(self) -> int:
-        """Columns."""
-        return self.values.shape[4]
-
-    def pack(self) -> PackedSpikes:
-        """Pack the spikes (cached); they must be 0 or 1."""
-        if self._packed is None:
-            self._packed = codec.pack(self.values)
-        return self._packed
-
-
-NativeSpikes = PackedSpikes | UnpackedSpikes
+NativeSpikes = PackedSpikes | Tensor
+"""Packed bits, or small integers [T, N, C, H, W] that do not fit into one bit."""
 
 
 class PackedBackend:
@@ -106,9 +59,6 @@ class PackedBackend:
             order does.
         tune: Number of kernel variants to time when a group is prepared, most promising first (once per
             group shape); 0 or 1 takes the first. Timing compiles the variants and waits for the GPU.
-        reuse_membranes: Each group writes its membrane to one buffer of its own, so that a captured graph
-            carries it from replay to replay without a copy. Otherwise each call returns a new tensor and
-            does not modify `v`.
 
     Raises:
         InputError: `dtype` is not supported.
@@ -118,18 +68,10 @@ class PackedBackend:
     shape_agnostic = False
     adds_dense_spikes = True
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        *,
-        tune: int = 0,
-        reuse_membranes: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, *, tune: int = 0) -> None:
         if dtype not in DTYPES:
             raise InputError(f"the packed backend supports fp16, bf16 and fp32, got {dtype}")
         self.device, self.dtype = torch.device(device), dtype
-        self.reuse_membranes = reuse_membranes
         self._tune = tune
         self._tuned: dict[Any, str] = {}
 
@@ -142,8 +84,7 @@ class PackedBackend:
         """Return why the sparse convolution cannot run, or None if it can."""
         if shape.max_value > 1:
             return "integer spikes do not fit into one bit"
-
-        return triton_fallback.get_fallback_unsupported_reason(replace(spec, post_skips=0))
+        return get_unsupported_reason(replace(spec, post_skips=0))
 
     def prepare(
         self,
@@ -165,40 +106,36 @@ class PackedBackend:
                 raise InputError(f"packed spikes do not support this group: {reason}")
             return _SparseGroup(self, spec, shape, layout)
 
-    def encode(self, dense: Tensor, max_value: int | None = None) -> NativeSpikes:
-        """Convert spikes [T, N, C, H, W] to native form; packs now if `max_value` is 1, else on demand."""
-        spikes = UnpackedSpikes(values=dense)
-        if max_value == 1:
-            with self.use_device():
-                return spikes.pack()
-        return spikes
+    def encode(self, dense: Tensor, max_value: int) -> NativeSpikes:
+        """Pack spikes [T, N, C, H, W] of 0 and 1; integers stay as they are."""
+        if max_value > 1:
+            return dense
+        with self.use_device():
+            return codec.pack(dense)
 
     def encode_addend(self, dense: Tensor, max_value: int) -> NativeSpikes:
-        """Wrap spikes [T, N, C, H, W] that a neuron only adds, without packing."""
-        return UnpackedSpikes(values=dense)
+        """Return spikes [T, N, C, H, W] as they are: a neuron adds them without packing."""
+        return dense
 
     def decode(self, native: NativeSpikes) -> Tensor:
         """Convert to [T, N, C, H, W] in the model's dtype."""
-        if isinstance(native, UnpackedSpikes):
-            return native.values
-
+        if isinstance(native, Tensor):
+            return native
         with self.use_device():
             return codec.unpack(native, self.dtype)
 
     def spatial_mean(self, native: NativeSpikes) -> Tensor:
         """Average over H and W: [T, N, C] in the model's dtype."""
-        if isinstance(native, UnpackedSpikes):
-            return native.values.mean(dim=(-2, -1))
-
+        if isinstance(native, Tensor):
+            return native.mean(dim=(-2, -1))
         with self.use_device():
             return pooling.spatial_mean(native, self.dtype)
 
     def max_pool(self, native: NativeSpikes, kernel: int, stride: int, padding: int) -> NativeSpikes:
         """Max-pool; `padding` is 0 or 1, at most half the window."""
-        if isinstance(native, UnpackedSpikes):
-            pooled = F.max_pool2d(native.values.flatten(0, 1), kernel, stride, padding)
-            return UnpackedSpikes(values=pooled.unflatten(0, native.values.shape[:2]))
-
+        if isinstance(native, Tensor):
+            pooled = F.max_pool2d(native.flatten(0, 1), kernel, stride, padding)
+            return pooled.unflatten(0, native.shape[:2])
         with self.use_device():
             has_activity = native.activity is not None
             return pooling.max_pool(
@@ -224,29 +161,19 @@ class PackedBackend:
         if len(names) == 1:
             return names[0]
         if key not in self._tuned:
-            self._tuned[key] = variant_timing.find_fastest({name: candidates[name] for name in names})[0]
+            self._tuned[key] = variant_timing.find_fastest({name: candidates[name] for name in names})
         return self._tuned[key]
 
 
 def _split_skips(skips: Sequence[NativeSpikes]) -> tuple[list[PackedSpikes], list[Tensor]]:
     """Split skips into packed ones and dense tensors [T, N, C, H, W]."""
-    bits: list[PackedSpikes] = []
-    reals: list[Tensor] = []
-    for skip in skips:
-        if isinstance(skip, UnpackedSpikes) and skip._packed is None:
-            reals.append(skip.values)
-        else:
-            bits.append(skip._packed if isinstance(skip, UnpackedSpikes) else skip)  # type: ignore[arg-type]
-    return bits, reals
+    bits = [skip for skip in skips if isinstance(skip, PackedSpikes)]
+    return bits, [skip for skip in skips if isinstance(skip, Tensor)]
 
 
 def _to_channels_last(v: Tensor | None) -> Tensor | None:
     """Convert [N, C, H, W] to contiguous fp32 [N, H, W, C]; no copy for this backend's membranes."""
     return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
-
-
-def _to_channels_first(rows: Tensor) -> Tensor:
-    return rows.permute(0, 3, 1, 2)
 
 
 def _get_network_channels(layout: ChannelLayout) -> Tensor | None:
@@ -263,7 +190,6 @@ class _SparseGroup:
     def __init__(
         self, backend: PackedBackend, spec: GroupSpec, shape: GroupShape, layout: ChannelLayout
     ) -> None:
-
         self.backend, self.spec, self.shape, self.layout = backend, spec, shape, layout
         self._parts = 2 if backend.dtype == torch.float32 else 1
         self._emit_activity = _emits_activity(layout, shape)
@@ -273,23 +199,16 @@ class _SparseGroup:
         names = self._list_hopper_variants(single)
         self.kernel = "gluon" if names else "triton"
         if names:
-            self._fused, self._group_class = single, group.HopperGroup
+            self._fused, self._group_class = single, hopper.HopperGroup
         else:
             self._fused, self._group_class = fused, triton_fallback.TritonFallbackGroup
-            names = [
-                v.name
-                for v in triton_fallback.list_fallback_variants(fused, T=shape.steps, parts=self._parts)
-            ]
+            variants = triton_fallback.list_fallback_variants(fused, T=shape.steps, parts=self._parts)
+            names = [v.name for v in variants]
         geometry = tuple((tuple(s.weight.shape), s.stride, s.padding) for s in fused.sources)
         key = (
-            self.kernel,
-            geometry,
-            shape,
-            fused.skips,
-            fused.dense_inputs,
-            self.layout.silent_fraction,
+            self.kernel, geometry, shape, fused.skips, fused.dense_inputs, layout.silent_fraction,
             self._emit_activity,
-        )
+        )  # fmt: skip
         self.variant = backend.select_variant(key, {name: partial(self._make_trial, name) for name in names})
         self._group: Any = self._prepare(self.variant)
         self.spec, self._fused = spec.without_weights(), self._fused.without_weights()
@@ -330,20 +249,17 @@ class _SparseGroup:
 
     def _list_hopper_variants(self, spec: GroupSpec) -> list[str]:
         """List the Hopper kernel's variants that fit; empty if it cannot run."""
-        if not self.backend.is_hopper():
-            return []
-
-        if group.get_hopper_unsupported_reason(spec) is not None:
+        if not self.backend.is_hopper() or hopper.get_hopper_unsupported_reason(spec) is not None:
             return []
         _, h, w = self.shape.output
-        variants = group.list_hopper_variants(
+        variants = hopper.list_hopper_variants(
             spec, T=self.shape.steps, N=self.shape.images, H=h, W=w, parts=self._parts
         )
         return [v.name for v in variants]
 
     def __call__(
         self,
-        sources: Sequence[NativeSpikes],
+        sources: Sequence[PackedSpikes],
         skips: Sequence[NativeSpikes],
         dense: Sequence[Tensor],
         post_skips: Sequence[NativeSpikes],
@@ -352,29 +268,25 @@ class _SparseGroup:
         v: Tensor | None,
         out: SpikeForm,
     ) -> tuple[Any, Tensor]:
-
         with self.backend.use_device():
-            packed_sources = [s.pack() if isinstance(s, UnpackedSpikes) else s for s in sources]
-            for s in packed_sources:
-                if steps != s.T:
-                    raise InputError(f"a source has {s.T} time steps, expected {steps}")
-            if packed_sources and not self.layout.silent_fraction:
-                packed_sources[0] = replace(packed_sources[0], activity=None, tile=0)
+            for s in sources:
+                if steps != s.shape[0]:
+                    raise InputError(f"a source has {s.shape[0]} time steps, expected {steps}")
+            if not self.layout.silent_fraction:
+                sources = [replace(sources[0], activity=None, tile=0), *sources[1:]]
             bits, dense_skips = _split_skips(skips)
             reals = [*dense, *dense_skips]
             if self.kernel == "gluon" and len(reals) > 1:
                 # The kernel reads one addend; the sum is fp32, so it is not rounded twice.
                 reals = [sum((x.float() for x in reals[1:]), start=reals[0].float())]
-            if not self.backend.reuse_membranes:
-                self._group.v = torch.empty_like(self._group.v)
+            # The caller keeps the last membrane, so each call writes to a new one.
+            self._group.v = torch.empty_like(self._group.v)
             rows = [words.to_channels_last(x) for x in reals]
-            spikes, v_last = self._group(packed_sources, bits, rows, _to_channels_last(v), True)
-            membrane = _to_channels_first(v_last)
-            if post_skips:
-                added = [s.values if isinstance(s, UnpackedSpikes) else s for s in post_skips]
-                total = codec.unpack(spikes, self.backend.dtype, add=added)
-                return total if out == "dense" else UnpackedSpikes(values=total), membrane
-            return codec.unpack(spikes, self.backend.dtype) if out == "dense" else spikes, membrane
+            spikes, v_last = self._group(sources, bits, rows, _to_channels_last(v), True)
+            membrane = v_last.permute(0, 3, 1, 2)
+            if post_skips or out == "dense":
+                return codec.unpack(spikes, self.backend.dtype, add=post_skips), membrane
+            return spikes, membrane
 
 
 class _DenseGroup:
@@ -396,9 +308,6 @@ class _DenseGroup:
             tile = ACTIVITY_TILE if _emits_activity(layout, shape) else 0
             self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
         self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
-        self._v: Tensor | None = None
-        if backend.reuse_membranes:
-            self._v = torch.empty((shape.images, h, w, c), dtype=torch.float32, device=backend.device)
 
     def _convolve(self, number: int, x: Tensor) -> Tensor:
         source = self.spec.sources[number]
@@ -418,7 +327,6 @@ class _DenseGroup:
         v: Tensor | None,
         out: SpikeForm,
     ) -> tuple[Any, Tensor]:
-
         packs = out == "native" and not post_skips
         with self.backend.use_device():
             bits, dense_skips = _split_skips(skips)
@@ -429,16 +337,13 @@ class _DenseGroup:
                 steps=steps,
                 bias=self._bias,
                 skips=bits,
-                post_skips=[s.values if isinstance(s, UnpackedSpikes) else s for s in post_skips],
+                post_skips=post_skips,
                 v=_to_channels_last(v),
                 packed=self._out if packs and self._out is not None else False,
                 dense=None if packs else self.backend.dtype,
-                v_out=True if self._v is None else self._v,
+                write_v=True,
                 v_columns=self._v_columns,
             )
         assert result.v is not None
-        membrane = _to_channels_first(result.v)
-        if packs:
-            return result.packed, membrane
-        assert result.dense is not None
-        return result.dense if out == "dense" else UnpackedSpikes(values=result.dense), membrane
+        membrane = result.v.permute(0, 3, 1, 2)
+        return result.packed if packs else result.dense, membrane

@@ -148,7 +148,6 @@ def unpack(
     spikes: PackedSpikes,
     dtype: torch.dtype = torch.float32,
     *,
-    channels_last: bool = True,
     add: Sequence[PackedSpikes | Tensor] = (),
 ) -> Tensor:
     """Unpack spikes, optionally adding a SEW shortcut.
@@ -156,11 +155,10 @@ def unpack(
     Args:
         spikes: Packed spikes.
         dtype: Data type of the result.
-        channels_last: Use memory [T, N, H, W, C]; else [T, N, C, H, W].
         add: Packed spikes of the same shape, or tensors [T or 1, N, C, H, W]; summed in fp32.
 
     Returns:
-        [T, N, C, H, W] of `dtype`.
+        [T, N, C, H, W] of `dtype`, channels last.
 
     Raises:
         InputError: An entry of `add` has another shape.
@@ -172,23 +170,18 @@ def unpack(
         shape = tuple(other.shape)
         if shape != spikes.shape and (isinstance(other, PackedSpikes) or shape != (1, *spikes.shape[1:])):
             raise InputError(f"cannot add a tensor of shape {shape} to spikes of shape {spikes.shape}")
-    order = (t, n, h, w, c) if channels_last else (t, n, c, h, w)
-    flat = torch.empty(order, dtype=dtype, device=spikes.data.device)
-    out = flat.permute(0, 1, 4, 2, 3) if channels_last else flat
+    flat = torch.empty((t, n, h, w, c), dtype=dtype, device=spikes.data.device)
     skips = tuple(other.words for other in add if isinstance(other, PackedSpikes))
-    denses, steps = with_time_strides([_rows(other) for other in add if isinstance(other, Tensor)])
+    denses, steps = with_time_strides([to_channels_last(other) for other in add if isinstance(other, Tensor)])
     words = spikes.words
-    check_step_size(out, *denses)
+    check_step_size(flat, *denses)
     pixels = n * h * w
     launch(
         unpack_kernel, (ceil_div(pixels, _PIXELS), spikes.blocks, t),
         words, flat, skips, denses, steps, pixels, words.stride(0), flat.stride(0),
-        c * h * w, c if channels_last else 1, 1 if channels_last else h * w,
-        C=c, G=spikes.blocks, H=h, W=w, P=_PIXELS, num_warps=4,
+        c * h * w, c, 1, C=c, G=spikes.blocks, H=h, W=w, P=_PIXELS, num_warps=4,
     )  # fmt: skip
-    return out
+    return flat.permute(0, 1, 4, 2, 3)
 
-
-_rows = to_channels_last  # `unpack` has an argument of that name
 
 assert BLOCK == 64

@@ -86,31 +86,6 @@ class PackedSpikes:
         return self.data.shape[-2]
 
     @property
-    def T(self) -> int:
-        """Time steps."""
-        return self.shape[0]
-
-    @property
-    def N(self) -> int:
-        """Images."""
-        return self.shape[1]
-
-    @property
-    def C(self) -> int:
-        """Channels, without padding."""
-        return self.shape[2]
-
-    @property
-    def H(self) -> int:
-        """Rows, without border."""
-        return self.shape[3]
-
-    @property
-    def W(self) -> int:
-        """Columns, without border."""
-        return self.shape[4]
-
-    @property
     def words(self) -> Tensor:
         """The memory as one int64 per position and block, [T, P, G].
 
@@ -121,8 +96,8 @@ class PackedSpikes:
     @property
     def pixels(self) -> Tensor:
         """The memory without the border, int16 [T, N, H, W, G, 4], as a writable view."""
-        inner = self.data[:, self.W + 2 :].unflatten(1, (self.N, self.H + 1, self.W + 1))
-        return inner[:, :, : self.H, : self.W]
+        _, n, _, h, w = self.shape
+        return self.data[:, w + 2 :].unflatten(1, (n, h + 1, w + 1))[:, :, :h, :w]
 
     @property
     def nbytes(self) -> int:
@@ -244,12 +219,12 @@ def add_activity(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
     Raises:
         InputError: There are more time steps, or `tile` is not positive.
     """
-    if spikes.T > MAX_ACTIVITY_STEPS or tile < 1:
+    t, n, _, h, w = spikes.shape
+    if t > MAX_ACTIVITY_STEPS or tile < 1:
         raise InputError(
             f"activity words have {MAX_ACTIVITY_STEPS} bits, one a time step, and at least one pixel: "
-            f"got {spikes.T} time steps and tiles of {tile}"
+            f"got {t} time steps and tiles of {tile}"
         )
-    t, n, _, h, w = spikes.shape
     fires = (spikes.pixels != 0).any(-1).reshape(t, n * h * w, spikes.blocks)
     tiles = -(-n * h * w // tile)
     padded = torch.zeros((t, tiles * tile, spikes.blocks), dtype=torch.bool, device=fires.device)
@@ -259,34 +234,3 @@ def add_activity(spikes: PackedSpikes, tile: int = 16) -> PackedSpikes:
     words = (active * bits.view(-1, 1, 1)).sum(0)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words)
     return replace(spikes, activity=words.t().to(torch.int32).contiguous(), tile=tile)
-
-
-def count_activity_words(
-    *, pixels: int, images: int, height: int, width: int, in_height: int, in_width: int, stride: int,
-    reach: int, tile: int,
-) -> int:  # fmt: skip
-    """Count the activity words, at most, that the inputs of one tile of output pixels span.
-
-    Args:
-        pixels: Output pixels of a tile.
-        images: N.
-        height: Output rows.
-        width: Output columns.
-        in_height: Input rows.
-        in_width: Input columns.
-        stride: Stride of the convolution.
-        reach: Rows and columns read on each side (1 for a 3x3, 0 for a 1x1).
-        tile: Input pixels per activity word.
-    """
-    count = images * height * width
-    first = torch.arange(0, count, pixels)
-    last = (first + pixels - 1).clamp(max=count - 1)
-
-    def input_position(pixel: torch.Tensor) -> torch.Tensor:
-        n, y, x = pixel // (height * width), pixel // width % height, pixel % width
-        return (n * in_height + y * stride) * in_width + x * stride
-
-    halo = reach * (in_width + 1)
-    low = (input_position(first) - halo).clamp(min=0) // tile
-    high = (input_position(last) + halo).clamp(max=images * in_height * in_width - 1) // tile
-    return int((high - low).max()) + 1

@@ -166,7 +166,7 @@ def run_neuron(
     v: Tensor | None = None,
     packed: PackedSpikes | bool = True,
     dense: torch.dtype | None = None,
-    v_out: Tensor | bool = False,
+    write_v: bool = False,
     v_columns: Tensor | None = None,
 ) -> NeuronOutput:
     """Run a layer of neurons over time, in one pass.
@@ -184,9 +184,9 @@ def run_neuron(
         packed: Whether to write packed spikes, or their destination. Its activity words, each for a power
             of two of at most 32 pixels, are filled.
         dense: dtype of the dense spikes to write; None for none.
-        v_out: Whether to write the last membrane, or its destination (fp32 [N, H, W, C]; may be `v`).
-        v_columns: int32 [C] on the currents' device (`format.make_channel_table`): the channel of `v` and
-            `v_out` for each channel of the neurons; None for the identity.
+        write_v: Whether to write the last membrane.
+        v_columns: int32 [C] on the currents' device (`format.make_channel_table`): the channel of both
+            membranes' memory for each channel of the neurons; None for the identity.
 
     Raises:
         InputError: The neuron has no input, or shapes disagree.
@@ -206,9 +206,7 @@ def run_neuron(
     if bits is not None and bits.shape != full_shape:
         raise InputError(f"`packed` is for spikes of shape {bits.shape}, expected {full_shape}")
     flat = None if dense is None else torch.empty((steps, n, h, w, c), dtype=dense, device=device)
-    last = None
-    if v_out is not False:
-        last = torch.empty((n, h, w, c), device=device) if v_out is True else v_out
+    last = torch.empty((n, h, w, c), device=device) if write_v else None
     steady = [x for x in rows if x.shape[0] == 1]
     varying, varying_steps = with_time_strides([x for x in rows if x.shape[0] > 1])
     posts = tuple(x.words for x in post_skips if isinstance(x, PackedSpikes))

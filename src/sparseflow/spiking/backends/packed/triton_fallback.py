@@ -20,25 +20,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflow.errors import InputError
-from sparseflow.spiking.backends.packed.format import (
-    BLOCK,
-    PackedSpikes,
-    allocate_packed,
-    count_blocks,
-    make_channel_table,
-)
+from sparseflow.spiking.backends.packed.format import BLOCK, PackedSpikes, count_blocks
+from sparseflow.spiking.backends.packed.group import PackedGroup, get_unsupported_reason, split_into_halves
 from sparseflow.spiking.backends.packed.neuron import fire
 from sparseflow.spiking.backends.packed.words import (
     ceil_div,
-    check_launchable,
-    check_step_size,
     choose_time_chunk,
     flat_to_padded_index,
     gather_bits,
@@ -222,6 +215,7 @@ class FallbackVariant:
         tc: Time steps whose sums are held at once.
         warps: Warps per program.
         stages: Depth of the pipeline that loads weights and spikes.
+        activity_tile: Pixels per activity word of the output, as a Hopper group behind it expects.
     """
 
     bm: int = 64
@@ -229,30 +223,12 @@ class FallbackVariant:
     tc: int = 1
     warps: int = 4
     stages: int = 3
+    activity_tile: ClassVar[int] = 16
 
     @property
     def name(self) -> str:
         """Unique name such as `m64n64t1w4s3`."""
         return f"m{self.bm}n{self.bn}t{self.tc}w{self.warps}s{self.stages}"
-
-
-def get_fallback_unsupported_reason(spec: GroupSpec) -> str | None:
-    """Return why this kernel cannot run `spec`, or None if it can."""
-    if not spec.sources:
-        return "the group has no convolution of spikes"
-    if len(spec.sources) > 2:
-        return f"{len(spec.sources)} convolutions of spikes (at most 2)"
-    if spec.post_skips:
-        return "spikes are added to the output (its values are integers, not bits)"
-    for i, source in enumerate(spec.sources):
-        k = source.weight.shape[-1]
-        if k not in (1, 3) or source.weight.shape[-2] != k or source.padding not in (0, 1):
-            return f"source {i}: kernel {k}, padding {source.padding}"
-        if source.stride not in (1, 2):
-            return f"source {i}: stride {source.stride}"
-        if not bool(torch.isfinite(source.weight).all()):
-            return f"source {i} has NaN or Inf weights"
-    return None
 
 
 def list_fallback_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[FallbackVariant]:
@@ -284,113 +260,39 @@ def pack_fallback_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
         shape = (blocks * BLOCK, k * k, count_blocks(c_out) * BLOCK)
         w = torch.zeros(shape, dtype=torch.float64, device=source.weight.device)
         w[:c_in, :, :c_out] = source.weight.double().reshape(c_out, c_in, k * k).permute(1, 2, 0) * 2.0**shift
-        residual = w.view(blocks, BLOCK, k * k, -1).transpose(1, 2)
-        pieces = []
-        for _ in range(parts):
-            pieces.append(residual.half())
-            residual = residual - pieces[-1].double()
-        steps.append(torch.stack(pieces, dim=2).flatten(0, 3))
+        steps.append(
+            split_into_halves(w.view(blocks, BLOCK, k * k, -1).transpose(1, 2), parts, 2).flatten(0, 3)
+        )
     return torch.cat(steps).contiguous(), 2.0 ** (-shift - 1)
 
 
-class TritonFallbackGroup:
-    """A group prepared for one shape on one device, with the interface of `HopperGroup`.
+class TritonFallbackGroup(PackedGroup):
+    """A group on any CUDA GPU, or on the CPU if Triton interprets its kernels."""
 
-    Calling it launches one kernel without allocation; the returned tensors are the same at each call.
+    get_unsupported_reason = staticmethod(get_unsupported_reason)
+    pack_weights = staticmethod(pack_fallback_weights)
 
-    Args:
-        spec: The group; `get_fallback_unsupported_reason(spec)` must be None.
-        T: Time steps.
-        N: Images.
-        H: Output rows.
-        W: Output columns.
-        device: A CUDA GPU, or the CPU if Triton interprets its kernels.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits and is about as accurate as an fp32
-            convolution.
-        variant: A name from `list_variants()`; the first if None.
-        in_sizes: (rows, columns) of each source's input; stride x output if None.
-        emit_activity: Whether the output has activity words of 16 pixels for a Hopper group behind it; at
-            most 32 time steps.
-        v_columns: Integers [C_out], the channel of the membranes' memory for each of the group's channels;
-            None for the identity.
+    @staticmethod
+    def list_variants(
+        spec: GroupSpec, *, T: int, N: int, H: int, W: int, parts: int = 1
+    ) -> list[FallbackVariant]:
+        return list_fallback_variants(spec, T=T, parts=parts)
 
-    Raises:
-        InputError: The group, the variant's name or the membrane order is not supported.
-        DeviceError: Triton cannot run on `device`.
-    """
-
-    def __init__(
-        self,
-        spec: GroupSpec,
-        *,
-        T: int,
-        N: int,
-        H: int,
-        W: int,
-        device: torch.device | str,
-        parts: int = 1,
-        variant: str | None = None,
-        in_sizes: Sequence[tuple[int, int]] | None = None,
-        emit_activity: bool = False,
-        v_columns: Tensor | None = None,
-    ) -> None:
-        reason = get_fallback_unsupported_reason(spec)
-        if reason is not None:
-            raise InputError(f"the packed group kernel does not support this group: {reason}")
-        self.device = torch.device(device)
-        self.spec, self.T, self.N, self.H, self.W, self.parts = spec, T, N, H, W, parts
-        self.in_sizes = list(in_sizes) if in_sizes else [(s.stride * H, s.stride * W) for s in spec.sources]
-        for source, (h, w) in zip(spec.sources, self.in_sizes, strict=True):
-            if (source.compute_out_size(h), source.compute_out_size(w)) != (H, W):
-                raise InputError(f"an input of {h}x{w} does not yield an output of {H}x{W}")
-        self._variants = list_fallback_variants(spec, T=T, parts=parts)
-        selected = [v for v in self._variants if variant is None or v.name == variant]
-        if not selected:
-            raise InputError(f"unknown variant {variant!r}; available: {[v.name for v in self._variants]}")
-        self.variant = selected[0]
-        weights, scale = pack_fallback_weights(spec, parts)
-        self.weights = weights.to(self.device)
-        self.scale = scale * spec.neuron.beta
-        self.c_out = spec.sources[0].weight.shape[0]
-        self.bias = torch.zeros(count_blocks(self.c_out) * BLOCK, device=self.device)
-        self.bias[: self.c_out] = (spec.bias.double() * spec.neuron.beta + spec.neuron.delta).float()
-        self.out = allocate_packed(T, N, self.c_out, H, W, self.device, tile=16 if emit_activity else 0)
-        self._v_columns = make_channel_table(v_columns, self.c_out, self.device)
-        self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
-        check_launchable(self.bias)
-        check_step_size(self.v.unsqueeze(0))
-
-    def list_variants(self) -> list[str]:
-        """List the names of the variants that fit."""
-        return [v.name for v in self._variants]
-
-    def __call__(
+    def launch(
         self,
         spikes: Sequence[PackedSpikes],
         skips: Sequence[PackedSpikes] = (),
         dense: Sequence[Tensor] = (),
         v: Tensor | None = None,
         write_v: bool = False,
-    ) -> tuple[PackedSpikes, Tensor | None]:
-        """Run the group.
-
-        Args:
-            spikes: One per source.
-            skips: Packed spikes of the output's shape, added to the neuron's input.
-            dense: fp16, bf16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out], in the order of `v_columns`; the rest value if None.
-            write_v: Whether to write the final membrane.
-
-        Returns:
-            (packed spikes [T, N, C_out, H, W], membrane fp32 [N, H, W, C_out] or None).
-        """
+    ) -> Any:
         spec, c, neuron = self.spec, self.variant, self.spec.neuron
         first, second = spec.sources[0], spec.sources[-1]
         two = len(spec.sources) > 1
         denses, dense_steps = with_time_strides(dense)
         x, x2 = spikes[0].words, spikes[-1].words
         tile, activity = get_activity(self.out, c.bm)
-        launch(
+        return launch(
             triton_group_kernel,
             (ceil_div(self.N * self.H * self.W, c.bm), count_blocks(self.c_out) * BLOCK // c.bn),
             spikes[0].data, spikes[-1].data, self.weights, self.bias, self.out.data.view(torch.int32),
@@ -409,4 +311,3 @@ class TritonFallbackGroup:
             READ_V=v is not None, WRITE_V=write_v, V_COLUMNS=self._v_columns is not None, TILE=tile,
             num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
-        return self.out, self.v if write_v else None

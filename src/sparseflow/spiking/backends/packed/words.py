@@ -152,11 +152,6 @@ def to_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def get_time_stride(x: torch.Tensor) -> int:
-    """Return the elements between two time steps, 0 if there is only one."""
-    return x.stride(0) if x.shape[0] > 1 else 0
-
-
 def choose_time_chunk(steps: int, limit: int = 4) -> int:
     """Choose the time steps to hold at once: the largest power of two up to `limit` that divides `steps`."""
     chunk = limit
@@ -167,4 +162,4 @@ def choose_time_chunk(steps: int, limit: int = 4) -> int:
 
 def with_time_strides(tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """Return tensors [T or 1, ...] and their time strides, as kernels take them."""
-    return tuple(tensors), tuple(get_time_stride(x) for x in tensors)
+    return tuple(tensors), tuple(x.stride(0) if x.shape[0] > 1 else 0 for x in tensors)

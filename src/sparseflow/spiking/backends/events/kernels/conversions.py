@@ -1,7 +1,6 @@
-"""Kernels between events and dense tensors: encode, decode, sums over space, max pooling.
+"""Kernels between events and dense tensors: encode, decode, sums over space.
 
-A work item of encode and of max pooling is one row of one image at all time steps; otherwise it is one
-image at one time step.
+A work item of encode is one row of one image at all time steps; otherwise it is one image at one time step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from sparseflow.spiking.backends.events.kernels.scalars import (
     read_float,
     read_int,
     read_short,
-    write_float,
     write_int,
     write_short,
 )
@@ -208,50 +206,6 @@ def run_count(address: int) -> None:
                         start += 4
 
 
-@jit
-def _pool_row(codec: Any, events: Any, line: int, pooled: int) -> None:
-    """Set each output pixel to 1.0 whose window holds an event of this input row."""
-    channels, stride, wide = codec.channels, codec.stride, events.wide
-    start, index = events.start + 4 * line * (codec.width + 1), line * events.row
-    for x in range(codec.width):
-        reach = x + codec.padding
-        first = max(0, (reach - codec.kernel) // stride + 1)
-        last = min(codec.out_width - 1, reach // stride)
-        for i in range(index + read_int(start + 4 * x), index + read_int(start + 4 * (x + 1))):
-            entry = read_int(events.index + 4 * i) if wide else read_short(events.index + 2 * i)
-            for out_x in range(first, last + 1):
-                write_float(pooled + 4 * ((out_x - x) * channels + entry), np.float32(1.0))
-
-
-@jit
-def run_max_pool(address: int) -> None:
-    """Events of zeros and ones -> events of their maximum over square windows."""
-    codec = carray(as_pointer(address), 1, CODEC)[0]
-    events = carray(as_pointer(codec.source), 1, EVENTS)[0]
-    pooled = codec.scratch + atomic_add(address + _NEXT_SLOT, 1) * codec.scratch_bytes
-    width, height, channels = codec.out_width, codec.out_height, codec.channels
-    vectors = (channels + 15) // 16
-    rows, step_bytes = codec.images * height, 2 * width * vectors
-    masks = pooled + codec.row_bytes
-    bits = masks + step_bytes + 8
-    while True:
-        row = atomic_add(address + _NEXT_ITEM, 1)
-        if row >= rows:
-            break
-        n, out_y = row // height, row % height
-        top = out_y * codec.stride - codec.padding
-        for t in range(codec.time_steps):
-            _write_zeros(pooled, width * channels)
-            for plane in range(events.planes):
-                if fires_at(events, plane, t):
-                    for y in range(max(0, top), min(codec.height, top + codec.kernel)):
-                        _pool_row(codec, events, (plane * codec.images + n) * codec.height + y, pooled)
-            _extract_bits(pooled, channels, bits + t * step_bytes, width, channels)
-        emit_row(
-            codec.out, 0, 0, rows, row, bits, step_bytes, masks, width, channels, 1, vectors, address + _NEED
-        )
-
-
 def make_encode_kernel(digest: str) -> Any:
     def encode_kernel(record):
         if digest:
@@ -274,11 +228,3 @@ def make_count_kernel(digest: str) -> Any:
             run_count(address_of(record))
 
     return count_kernel
-
-
-def make_max_pool_kernel(digest: str) -> Any:
-    def max_pool_kernel(record):
-        if digest:
-            run_max_pool(address_of(record))
-
-    return max_pool_kernel

@@ -113,11 +113,6 @@ CODEC = _make_dtype(
     "stride_h",
     "stride_w",
     "out",  # address of EVENTS, or of float32 [T, N, H, W, C] or [T, N, C]
-    "out_height",
-    "out_width",
-    "kernel",
-    "stride",
-    "padding",
     "scratch",
     "scratch_bytes",
     "row_bytes",  # of the part of the scratch memory that holds a row of floats

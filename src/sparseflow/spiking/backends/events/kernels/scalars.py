@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -21,88 +22,46 @@ from sparseflow.spiking.backends.events.kernels.llvm import (
 )
 
 
-@intrinsic
-def read_int(typingctx: Any, address: Any) -> Any:
-    """The int32 at an address, as int64."""
+def _make_reader(kind: ir.Type, result: Any, convert: Callable[[Any, Any], Any], align: int) -> Any:
+    @intrinsic
+    def read(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return convert(builder, load(builder, args[0], kind, align))
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(load(builder, args[0], I32, 4), I64)
+        return result(types.int64), codegen
 
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def write_int(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store the low 32 bits of `value`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, builder.trunc(args[1], I32), args[0], 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    return read
 
 
-@intrinsic
-def read_long(typingctx: Any, address: Any) -> Any:
-    """The int64 at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return load(builder, args[0], I64, 2)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def write_long(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store an int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, args[1], args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+read_int = _make_reader(I32, types.int64, lambda builder, value: builder.sext(value, I64), 4)
+"""The int32 at an address, as int64."""
+read_short = _make_reader(I16, types.int64, lambda builder, value: builder.zext(value, I64), 2)
+"""The uint16 at an address, as int64."""
+read_long = _make_reader(I64, types.int64, lambda builder, value: value, 2)
+"""The int64 at an address."""
+read_float = _make_reader(F32, types.float32, lambda builder, value: value, 4)
+"""The float32 at an address."""
 
 
-@intrinsic
-def read_short(typingctx: Any, address: Any) -> Any:
-    """The uint16 at an address, as int64."""
+def _make_writer(kind: ir.IntType, align: int) -> Any:
+    @intrinsic
+    def write(typingctx: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = args[1] if kind is I64 else builder.trunc(args[1], kind)
+            store(builder, value, args[0], align)
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(load(builder, args[0], I16, 2), I64)
+        return types.void(types.int64, types.int64), codegen
 
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def write_short(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store the low 16 bits of `value`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, builder.trunc(args[1], I16), args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    return write
 
 
-@intrinsic
-def read_float(typingctx: Any, address: Any) -> Any:
-    """The float32 at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return load(builder, args[0], F32, 4)
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def write_float(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store a float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, args[1], args[0], 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
+write_int = _make_writer(I32, 4)
+"""Store the low 32 bits of an int64."""
+write_short = _make_writer(I16, 2)
+"""Store the low 16 bits of an int64."""
+write_long = _make_writer(I64, 2)
+"""Store an int64."""
 
 
 @intrinsic

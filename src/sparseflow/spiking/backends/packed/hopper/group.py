@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflow.errors import DeviceError, InputError
+from sparseflow.errors import DeviceError
 from sparseflow.spiking.backends.packed.format import (
     BLOCK,
     K_CHANNEL,
     K_EXPONENT,
     WEIGHT_LIMIT,
     PackedSpikes,
-    allocate_packed,
-    count_activity_words,
     count_blocks,
-    make_channel_table,
 )
+from sparseflow.spiking.backends.packed.group import PackedGroup, get_unsupported_reason, split_into_halves
 from sparseflow.spiking.backends.packed.hopper.variants import (
     HopperVariant,
     count_units,
@@ -30,13 +29,9 @@ from sparseflow.spiking.backends.spec import GroupSpec
 
 def get_hopper_unsupported_reason(spec: GroupSpec) -> str | None:
     """Return why the Hopper kernel cannot run `spec`, or None if it can."""
-    count = len(spec.sources)
-    if count == 0:
-        return "the group has no convolution of spikes"
-    if count > 2:
-        return f"{count} spike sources (at most 2)"
-    if spec.post_skips:
-        return "spikes are added to the output (its values are integers, not bits)"
+    reason = get_unsupported_reason(spec)
+    if reason is not None:
+        return reason
     if spec.skips > 1 or spec.dense_inputs > 1:
         return f"{spec.skips} skips and {spec.dense_inputs} dense inputs (at most one of each)"
     c_out = spec.sources[0].weight.shape[0]
@@ -44,12 +39,10 @@ def get_hopper_unsupported_reason(spec: GroupSpec) -> str | None:
         return f"{c_out} output channels (must be a multiple of {BLOCK})"
     for i, source in enumerate(spec.sources):
         k = source.weight.shape[-1]
-        if (k, source.padding) not in ((3, 1), (1, 0)) or source.stride not in (1, 2):
-            return f"source {i}: kernel {k}, padding {source.padding}, stride {source.stride}"
+        if (k, source.padding) not in ((3, 1), (1, 0)):
+            return f"source {i}: kernel {k}, padding {source.padding}"
         if i == 1 and k != 1:
             return "the second source is not a 1x1 convolution"
-        if not bool(torch.isfinite(source.weight).all()):
-            return f"source {i} has NaN or Inf weights"
     return None
 
 
@@ -77,129 +70,36 @@ def pack_hopper_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
         power = torch.tensor([2.0**-e for e in K_EXPONENT], dtype=torch.float64, device=device)
         # [C_out, block, place, tap] -> [C_out, block, tap, place]
         w = (w.view(c_out, blocks, BLOCK, k * k)[:, :, order].transpose(2, 3)) * power
-        pieces = []
-        residual = w
-        for _ in range(parts):
-            piece = residual.half()
-            pieces.append(piece)
-            residual = residual - piece.double()
-        steps.append(torch.stack(pieces, dim=3).reshape(c_out, -1))
+        steps.append(split_into_halves(w, parts, 3).reshape(c_out, -1))
     return torch.cat(steps, dim=1).contiguous(), 2.0**-shift
 
 
-class HopperGroup:
-    """A group prepared for one shape on one Hopper GPU.
+class HopperGroup(PackedGroup):
+    """A group on a Hopper GPU (compute capability 9.0); `kernel.py` describes its arithmetic."""
 
-    Calling it launches one kernel without allocation or host synchronization, so it can be captured into a
-    CUDA graph. The returned tensors are the same at each call.
+    get_unsupported_reason = staticmethod(get_hopper_unsupported_reason)
+    list_variants = staticmethod(list_hopper_variants)
+    pack_weights = staticmethod(pack_hopper_weights)
 
-    Args:
-        spec: The group; `get_hopper_unsupported_reason(spec)` must be None.
-        T: Time steps.
-        N: Images.
-        H: Output rows.
-        W: Output columns.
-        device: A Hopper GPU.
-        parts: 1 rounds the weights to fp16; 2 keeps about 22 bits and is about as accurate as an fp32
-            convolution (`kernel.py`).
-        variant: A name from `list_variants()`; None takes the one estimated to be the fastest.
-        in_sizes: (rows, columns) of each source's input; stride x output if None.
-        emit_activity: Whether the output has activity words (`PackedSpikes.activity`), so that the next
-            group can skip silent blocks; at most 32 time steps.
-        v_columns: Integers [C_out], the channel of the membranes' memory for each of the group's channels;
-            None for the identity.
-
-    Raises:
-        InputError: The group, the variant's name or the membrane order is not supported.
-        DeviceError: `device` is not a CUDA GPU of compute capability 9.0.
-    """
-
-    def __init__(
-        self,
-        spec: GroupSpec,
-        *,
-        T: int,
-        N: int,
-        H: int,
-        W: int,
-        device: torch.device | str,
-        parts: int = 1,
-        variant: str | None = None,
-        in_sizes: Sequence[tuple[int, int]] | None = None,
-        emit_activity: bool = False,
-        v_columns: Tensor | None = None,
-    ) -> None:
-        reason = get_hopper_unsupported_reason(spec)
-        if reason is not None:
-            raise InputError(f"the packed group kernel does not support this group: {reason}")
-        self.device = torch.device(device)
-        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] != 9:
+    def __init__(self, spec: GroupSpec, *, device: torch.device | str, **options: Any) -> None:
+        if torch.device(device).type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
             raise DeviceError(
                 f"the packed group kernel needs a Hopper GPU (compute capability 9.0), got {device}"
             )
-        self.spec, self.T, self.N, self.H, self.W, self.parts = spec, T, N, H, W, parts
-        self.in_sizes = list(in_sizes) if in_sizes else [(s.stride * H, s.stride * W) for s in spec.sources]
-        for source, (h, w) in zip(spec.sources, self.in_sizes, strict=True):
-            if (source.compute_out_size(h), source.compute_out_size(w)) != (H, W):
-                raise InputError(f"an input of {h}x{w} does not yield an output of {H}x{W}")
-        self._variants = list_hopper_variants(spec, T=T, N=N, H=H, W=W, parts=parts)
-        selected = [v for v in self._variants if variant is None or v.name == variant]
-        if not selected:
-            raise InputError(f"unknown variant {variant!r}; available: {[v.name for v in self._variants]}")
-        self.variant = selected[0]
-        weights, scale = pack_hopper_weights(spec, parts)
-        neuron = spec.neuron
-        self.weights = weights.to(self.device)
-        self.scale = scale * neuron.beta
-        self.bias = (spec.bias.double() * neuron.beta + neuron.delta).float().to(self.device)
-        self.c_out = spec.sources[0].weight.shape[0]
-        self.out = allocate_packed(
-            T, N, self.c_out, H, W, self.device, tile=16 // self.variant.pair if emit_activity else 0
-        )
-        self.v = torch.empty((N, H, W, self.c_out), dtype=torch.float32, device=self.device)
+        super().__init__(spec, device=device, **options)
         v = self.variant
-        self._v_columns = make_channel_table(v_columns, self.c_out, self.device)
-        self.tiles = -(-N * H * W // v.pixels)
+        self.tiles = -(-self.N * self.H * self.W // v.pixels)
         columns = self.c_out // v.bn
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         walkers = self.tiles if v.ctas == 0 else min(self.tiles, max(1, sms * v.ctas // (columns * v.split)))
         self.grid = (walkers, columns, v.split)
         self._input_words: dict[int, int] = {}
+        shares = self.tiles * columns if v.split > 1 else 1
+        self._count = torch.zeros(shares, dtype=torch.int32, device=self.device)
+        self._partial = self.bias
         if v.split > 1:
-            shares = self.tiles * columns
             self._partial = torch.empty(shares * v.split * (v.tc // v.pair) * v.bm * v.bn, device=self.device)
-            self._count = torch.zeros(shares, dtype=torch.int32, device=self.device)
-        else:
-            self._partial = self.bias
-            self._count = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._descriptor = None
-
-    def list_variants(self) -> list[str]:
-        """List the names of the variants that fit."""
-        return [v.name for v in self._variants]
-
-    def __call__(
-        self,
-        spikes: Sequence[PackedSpikes],
-        skips: Sequence[PackedSpikes] = (),
-        dense: Sequence[Tensor] = (),
-        v: Tensor | None = None,
-        write_v: bool = False,
-    ) -> tuple[PackedSpikes, Tensor | None]:
-        """Run the group.
-
-        Args:
-            spikes: One per source. If the first has activity words, its silent blocks are skipped.
-            skips: Packed spikes of the output's shape, added to the neuron's input.
-            dense: fp16 or fp32 [T or 1, N, H, W, C_out], contiguous (channels last).
-            v: Initial membrane, fp32 [N, H, W, C_out], in the order of `v_columns`; the rest value if None.
-            write_v: Whether to write the final membrane.
-
-        Returns:
-            (packed spikes [T, N, C_out, H, W], membrane fp32 [N, H, W, C_out] or None).
-        """
-        self.launch(spikes, skips, dense, v, write_v)
-        return self.out, self.v if write_v else None
 
     def launch(
         self,
@@ -208,8 +108,7 @@ class HopperGroup:
         dense: Sequence[Tensor] = (),
         v: Tensor | None = None,
         write_v: bool = False,
-    ):  # returns Triton's compiled kernel, whose type Triton does not export
-        """Launch and return the compiled kernel (which reports its registers, spills and shared memory)."""
+    ) -> Any:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -248,7 +147,7 @@ class HopperGroup:
         )  # fmt: skip
 
     def _get_input_activity_words(self, spikes: Sequence[PackedSpikes]) -> int:
-        """`count_input_activity_words`, cached because each launch needs it."""
+        """Count the activity words that a tile reads; cached because each launch needs it."""
         tile = spikes[0].tile
         if spikes[0].activity is None:
             return 0
@@ -264,19 +163,25 @@ def count_input_activity_words(
 ) -> int:
     """Count the activity words that a variant's tile reads, rounded up to a power of two.
 
-    A word covers `tile` input pixels.
-
-    Covers the first source only. 0 if the variant cannot skip: a split K loop, or more blocks than mask bits.
+    A word covers `tile` input pixels. Covers the first source only. 0 if the variant cannot skip: a split K
+    loop, or more blocks than mask bits.
     """
     source = spec.sources[0]
     lists = count_units(spec)[0] // max(variant.ub, source.weight.shape[-1] ** 2)
     if variant.split > 1 or lists > 32:
         return 0
-    count = count_activity_words(
-        pixels=variant.pixels, images=N, height=H, width=W, in_height=in_size[0], in_width=in_size[1],
-        stride=source.stride, reach=source.padding, tile=tile,
-    )  # fmt: skip
-    return 1 << (count - 1).bit_length()
+    in_height, in_width = in_size
+    first = torch.arange(0, N * H * W, variant.pixels)
+    last = (first + variant.pixels - 1).clamp(max=N * H * W - 1)
+
+    def input_position(pixel: Tensor) -> Tensor:
+        n, y, x = pixel // (H * W), pixel // W % H, pixel % W
+        return (n * in_height + y * source.stride) * in_width + x * source.stride
+
+    halo = source.padding * (in_width + 1)
+    low = (input_position(first) - halo).clamp(min=0) // tile
+    high = (input_position(last) + halo).clamp(max=N * in_height * in_width - 1) // tile
+    return 1 << int((high - low).max()).bit_length()
 
 
 def make_kernel_constants(

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sparseflow.spiking.backends.packed.format import BLOCK, count_blocks
+from sparseflow.spiking.backends.packed.words import choose_time_chunk
 from sparseflow.spiking.backends.spec import GroupSpec
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a Hopper SM that CTAs can use."""
 
-H200_SMS = 132
+_SMS = 132
 """Streaming multiprocessors of the GPU on which the constants below were measured."""
 
 _RATE = {1: 4.5, 2: 5.4, 3: 5.4, 4: 5.5}
@@ -82,6 +83,11 @@ class HopperVariant:
         """Output pixels of a tile."""
         return self.bm // self.pair
 
+    @property
+    def activity_tile(self) -> int:
+        """Pixels per activity word of the output: those of one warp."""
+        return 16 // self.pair
+
 
 def count_units(spec: GroupSpec) -> tuple[int, int]:
     """Count the K steps (units) of the first and the second source."""
@@ -101,7 +107,7 @@ def list_hopper_variants(
         N: Images.
         H: Output rows.
         W: Output columns.
-        parts: See `HopperGroup`.
+        parts: See `PackedGroup`.
     """
     taps = spec.sources[0].weight.shape[-1] ** 2
     candidates = _list_3x3_candidates(spec, T, parts) if taps == 9 else _list_1x1_candidates(spec, T, parts)
@@ -116,7 +122,7 @@ _Row = tuple[bool, int, int, int, int, int, int, int, int, int]
 
 def _list_3x3_candidates(spec: GroupSpec, T: int, parts: int) -> list[HopperVariant]:
     units, units2 = count_units(spec)
-    tc = _choose_time_chunk(T)
+    tc = choose_time_chunk(T)
     nine = units // 9  # batches of nine taps
     single, in_parts, wide = not units2, parts > 1, spec.sources[0].weight.shape[0] % 128 == 0
     return _select_rows([
@@ -149,7 +155,7 @@ def _list_3x3_candidates(spec: GroupSpec, T: int, parts: int) -> list[HopperVari
 
 def _list_1x1_candidates(spec: GroupSpec, T: int, parts: int) -> list[HopperVariant]:
     units, units2 = count_units(spec)
-    tc = _choose_time_chunk(T)
+    tc = choose_time_chunk(T)
     ub = next(u for u in ((4, 2, 1) if parts == 1 else (2, 1)) if units % u == 0)
     single, in_parts, wide = not units2, parts > 1, spec.sources[0].weight.shape[0] % 128 == 0
     pair = 2 if in_parts and tc == 4 else 1
@@ -168,10 +174,6 @@ def _list_1x1_candidates(spec: GroupSpec, T: int, parts: int) -> list[HopperVari
         (True, 64, 64, tc, ub, 12 // ub, 4, 2, 0, pair),
         (True, 64, 64, tc, ub, 12 // ub, 4, 4, 0, pair),
     ])  # fmt: skip
-
-
-def _choose_time_chunk(T: int) -> int:
-    return next(chunk for chunk in (4, 2, 1) if T % chunk == 0)
 
 
 def _select_rows(rows: list[_Row]) -> list[HopperVariant]:
@@ -205,7 +207,7 @@ def _fit_variant(spec: GroupSpec, v: HopperVariant, *, T: int, parts: int) -> Ho
 
 
 def estimate_us(
-    spec: GroupSpec, v: HopperVariant, *, T: int, N: int, H: int, W: int, parts: int = 1, sms: int = H200_SMS
+    spec: GroupSpec, v: HopperVariant, *, T: int, N: int, H: int, W: int, parts: int = 1
 ) -> float:
     """Estimate the time of a variant in microseconds; only for comparing variants.
 
@@ -216,8 +218,7 @@ def estimate_us(
         N: Images.
         H: Output rows.
         W: Output columns.
-        parts: See `HopperGroup`.
-        sms: Streaming multiprocessors of the GPU.
+        parts: See `PackedGroup`.
     """
     units, units2 = count_units(spec)
     tiles, columns = -(-N * H * W // v.pixels), spec.sources[0].weight.shape[0] // v.bn
@@ -237,14 +238,14 @@ def estimate_us(
         return feeding * (flops / rate / 1e6 + _NEURON_US * T * v.bn / BLOCK / v.pair)
 
     if v.ctas:
-        walkers = min(tiles, max(1, sms * min(v.ctas, fit) // (columns * v.split)))
-        return _START_US + -(-tiles // walkers) * wave(-(-walkers * columns // sms))
+        walkers = min(tiles, max(1, _SMS * min(v.ctas, fit) // (columns * v.split)))
+        return _START_US + -(-tiles // walkers) * wave(-(-walkers * columns // _SMS))
     total, remaining = _START_US, tiles * columns * v.split
     if v.split > 1:
-        total += _SHARE_US * (1 + remaining / sms)
+        total += _SHARE_US * (1 + remaining / _SMS)
     while remaining > 0:
-        wave_ctas = min(remaining, sms * fit)
-        total += wave(-(-wave_ctas // sms))
+        wave_ctas = min(remaining, _SMS * fit)
+        total += wave(-(-wave_ctas // _SMS))
         remaining -= wave_ctas
     return total
 

@@ -1,4 +1,4 @@
-"""Spikes pass some layers in the backend's own form, with the network's own results."""
+"""Passthrough layers take spikes in native form and compute what the network computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, layer, neuron
 
 from sparseflow.spiking.backends.events.backend import EventBackend
-from sparseflow.spiking.runtime.spike_passthrough import Passthrough, match_passthrough
+from sparseflow.spiking.runtime.spike_tensor import Passthrough, match_passthrough
 from tests.spiking.nets import force, from_rest, images, planned, ready, same
 
 
@@ -37,7 +37,7 @@ class Between(nn.Module):
 
 
 def between(step_mode: str, *layers: nn.Module) -> tuple[Any, torch.Tensor]:
-    """The network, ready and firing, and its input."""
+    """Return the prepared, firing network and its input."""
     x = images(3, 2) if step_mode == "m" else images(3, 2)[0]
     return ready(Between(step_mode, *layers)), x
 
@@ -56,7 +56,7 @@ def between(step_mode: str, *layers: nn.Module) -> tuple[Any, torch.Tensor]:
     ],
     ids=str,
 )
-def test_outputs_equal_the_networks(step_mode: str, layers: list[nn.Module]) -> None:
+def test_plan_with_passthroughs_equals_the_network(step_mode: str, layers: list[nn.Module]) -> None:
     net, x = between(step_mode, *layers)
     plan = planned(net, x)
     expected = from_rest(net, x)
@@ -67,7 +67,7 @@ def test_outputs_equal_the_networks(step_mode: str, layers: list[nn.Module]) -> 
     assert expected.any(), "a silent network would prove nothing"
 
 
-def test_what_passes_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passthrough_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = between("m", nn.Identity(), layer.Dropout(0.5))
     plan = planned(net, x)
     force(plan, "sparse", x)
@@ -83,7 +83,7 @@ def test_what_passes_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
 
 
-def test_a_hook_or_training_on_what_is_passed_rules_the_plan_out() -> None:
+def test_passthrough_with_hook_or_in_training_conflicts() -> None:
     net, x = between("m", layer.Dropout(0.5))
     plan = planned(net, x)
     assert plan.get_bypass_conflict() is None
@@ -114,5 +114,5 @@ def test_a_hook_or_training_on_what_is_passed_rules_the_plan_out() -> None:
         (nn.Flatten(), True, None),
     ],
 )
-def test_passage(module: nn.Module, single: bool, expected: Passthrough | None) -> None:
+def test_match_passthrough(module: nn.Module, single: bool, expected: Passthrough | None) -> None:
     assert match_passthrough(module, single_step=single) == expected
