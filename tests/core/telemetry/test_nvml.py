@@ -19,9 +19,9 @@ class NVMLError(Exception):
 
 @pytest.fixture(autouse=True)
 def clear_cache() -> Iterator[None]:
-    nvml._is_available.cache_clear()
+    nvml._load.cache_clear()
     yield
-    nvml._is_available.cache_clear()
+    nvml._load.cache_clear()
 
 
 @pytest.fixture

@@ -61,34 +61,15 @@ def plot_before_after(
             "expected the same number of each, at least one"
         )
     with open_axes(rows=len(labels), row_in=0.42) as (figure, axes):
-        positions = range(len(labels))
         height = 0.36
-        axes.barh(
-            [position - height / 2 for position in positions],
-            before,
-            height=height,
-            color=BEFORE,
-            label=names[0],
-        )
-        axes.barh(
-            [position + height / 2 for position in positions],
-            after,
-            height=height,
-            color=AFTER,
-            label=names[1],
-        )
-        for position, first, second in zip(positions, before, after, strict=True):
-            for offset, value in ((-height / 2, first), (height / 2, second)):
-                axes.annotate(
-                    f"{value:.3g}",
-                    (value, position + offset),
-                    xytext=(4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                    color=MUTED,
-                )
-        axes.set_yticks(list(positions), labels)
+        for values, offset, color, name in (
+            (before, -height / 2, BEFORE, names[0]),
+            (after, height / 2, AFTER, names[1]),
+        ):
+            positions = [index + offset for index in range(len(labels))]
+            bars = axes.barh(positions, values, height=height, color=color, label=name)
+            axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, fontsize=8, color=MUTED)
+        axes.set_yticks(list(range(len(labels))), labels)
         axes.invert_yaxis()
         axes.set_xlim(0, max([*before, *after, 1e-9]) * 1.12)
         axes.set_xlabel(unit)
@@ -134,15 +115,10 @@ def plot_intervals(
         )
     with open_axes(rows=len(labels), row_in=0.34) as (figure, axes):
         for position, (median, low, high) in enumerate(zip(medians, lows, highs, strict=True)):
-            color = (
-                AFTER
-                if reference is None
-                else GOOD
-                if low > reference
-                else BAD
-                if high < reference
-                else MUTED
-            )
+            if reference is None:
+                color = AFTER
+            else:
+                color = GOOD if low > reference else BAD if high < reference else MUTED
             axes.plot([low, high], [position, position], color=color, linewidth=2.4, solid_capstyle="round")
             axes.plot([median], [position], "o", color=color, markersize=6.5, markeredgecolor=PAPER)
         if reference is not None:

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 def read_driver_version() -> str | None:
     """Read the version of the NVIDIA driver; None without NVML."""
-    if not _is_available():
+    pynvml = _load()
+    if pynvml is None:
         return None
-    import pynvml
-
     version = pynvml.nvmlSystemGetDriverVersion()
     return version.decode() if isinstance(version, bytes) else str(version)
 
@@ -32,11 +31,9 @@ def read_energy_j(device: str | torch.device) -> float | None:
         The energy, or None on a CPU, without `nvidia-ml-py` or the driver library, or if the GPU has no such
         counter.
     """
-    gpu = get_handle(device)
-    if gpu is None:
+    pynvml, gpu = _load(), get_handle(device)
+    if pynvml is None or gpu is None:
         return None
-    import pynvml
-
     try:
         return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
     except pynvml.NVMLError:
@@ -45,11 +42,9 @@ def read_energy_j(device: str | torch.device) -> float | None:
 
 def read_clocks_mhz(device: str | torch.device) -> dict[str, float]:
     """Read the current clocks of the GPU by domain (`core`, `memory`); unreadable clocks are left out."""
-    gpu = get_handle(device)
-    if gpu is None:
+    pynvml, gpu = _load(), get_handle(device)
+    if pynvml is None or gpu is None:
         return {}
-    import pynvml
-
     clocks: dict[str, float] = {}
     for name, domain in (("core", pynvml.NVML_CLOCK_SM), ("memory", pynvml.NVML_CLOCK_MEM)):
         try:
@@ -64,10 +59,9 @@ def get_handle(device: str | torch.device) -> Any | None:
     import torch
 
     target = torch.device(device)
-    if target.type != "cuda" or not _is_available():
+    pynvml = _load() if target.type == "cuda" else None
+    if pynvml is None:
         return None
-    import pynvml
-
     # By UUID, because CUDA_VISIBLE_DEVICES renumbers the devices of torch but not those of NVML.
     uuid = str(torch.cuda.get_device_properties(target).uuid)
     try:
@@ -77,13 +71,14 @@ def get_handle(device: str | torch.device) -> Any | None:
 
 
 @lru_cache(maxsize=1)
-def _is_available() -> bool:
+def _load() -> Any | None:
+    """Import and initialize NVML; None if that fails."""
     try:
         import pynvml
     except ImportError:
-        return False
+        return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return False
-    return True
+        return None
+    return pynvml
