@@ -1,8 +1,8 @@
-/* Intel MKL's sparse product behind the function that the runner calls, opened at run time from LIBRARY.
+/* Intel MKL's sparse product as a kernel of the runner; MKL is loaded at run time from LIBRARY.
 
-   Defined when compiled: LIBRARY (path of libmkl_rt), REAL (float or double), CREATE, MM and MV (names of the
-   three functions for REAL), ROWS, COLS, N_COLS (0 for a vector), THREADS. The inspector runs in the first call,
-   which is not timed: MKL has seen the matrix and knows that it will be used often. */
+   Macros: LIBRARY (path of libmkl_rt), REAL (float or double), CREATE, MM and MV (names of the functions for REAL),
+   ROWS, COLS, N_COLS (0 for a vector), THREADS. The inspector runs in the first call, which is not timed, with a
+   hint of many later calls. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -1,13 +1,13 @@
-/* Measures one kernel, and a reference beside it, in a process that holds nothing else.
+/* Measures one kernel and an optional reference in a process of its own.
  *
  *   harness REPORT OUTPUT REPEATS MIN_NS MAX_NS PAIRS MEMORY PARENT SLOWER  KERNEL [KERNEL]
  *   KERNEL = LIBRARY OUTPUT_BYTES INPUTS {FILE BYTES}*INPUTS
  *
- * REPORT, OUTPUT and each FILE are numbers of file descriptors that were inherited. The candidate stands first,
- * the reference, if any, second. A candidate whose first run takes more than SLOWER times as long as the reference's
- * (0: however long) is given up. REPORT is mapped and written as things happen, so that whoever finds this process
- * dead reads in it how far it came; `runner.py` knows the same layout. Every kernel has arrays of its own: inputs
- * that cannot be written, an output that begins as NaN, and behind the end of each a page that cannot be touched.
+ * REPORT, OUTPUT and each FILE are inherited file descriptors. The candidate is the first kernel, the reference the
+ * second. A candidate whose first run takes more than SLOWER times as long as the reference's is stopped; 0 sets no
+ * limit. REPORT is a memory map that is updated at every stage, so it shows how far a process got before it died;
+ * `harness.py` reads it. Every kernel has its own arrays: read-only inputs, an output filled with NaN, and an
+ * inaccessible page after the end of each.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -30,29 +30,29 @@
 
 #define ALIGNMENT 64u
 #define HUGE ((uintptr_t)2 << 20)
-/* How long a sample shall last: far above the clock's resolution and a thread's waking up. */
+/* Duration of a sample: far above the resolution of the clock and the time to wake a thread. */
 #define SAMPLE_NS 1000000
-#define MOST_CALLS 1000000
-/* A first run pays for cold caches, for starting threads and for whoever was on the CPU before; beyond this many
- * samples that no longer matters. */
+#define MAX_CALLS 1000000
+/* A first run includes cold caches and the start of threads. In runs longer than this many samples both are
+ * negligible. */
 #define LONG_RUN 50
-/* Added to what a candidate's first run may take: what the system may need for other things meanwhile. */
+/* Added to the limit of a candidate's first run, for interruptions by the system. */
 #define GRACE_NS 20000000
 
 enum { CANDIDATE, REFERENCE, SIDES };
-/* A stage and whom it is about: 2 * stage + side. */
+/* Stages; a step is 2 * stage + side. */
 enum { STARTING, LOADING, FIRST_RUN, TIMING, DONE };
 
 typedef struct {
-    int64_t step;        /* where it stands: 2 * stage + side */
-    int64_t pairs;       /* samples taken of each side */
+    int64_t step;        /* current step: 2 * stage + side */
+    int64_t pairs;       /* samples of each side */
     int64_t calls[SIDES]; /* calls in a sample */
     int64_t wall_ns;     /* from before the first sample to after the last */
-    int64_t cpu_ns;      /* CPU time of this process meanwhile */
-    int64_t waited_ns;   /* what its threads spent ready to run and without a CPU; -1 where the kernel is silent */
+    int64_t cpu_ns;      /* CPU time of this process during the samples */
+    int64_t waited_ns;   /* time that runnable threads waited for a CPU; -1 if unknown */
     int64_t threads;     /* threads alive at the end */
     int64_t cpus;        /* CPUs that OpenMP may use */
-    char message[512];   /* what went wrong; empty where nothing did */
+    char message[512];   /* error; empty without an error */
     int64_t samples[][SIDES]; /* nanoseconds of `calls` calls */
 } Report;
 
@@ -66,7 +66,7 @@ typedef struct {
 
 static Report *report;
 
-static void at(int stage, int side) { *(volatile int64_t *)&report->step = 2 * stage + side; }
+static void set_step(int stage, int side) { *(volatile int64_t *)&report->step = 2 * stage + side; }
 
 __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *format, ...) {
     va_list values;
@@ -77,13 +77,13 @@ __attribute__((noreturn, format(printf, 1, 2))) static void fail(const char *for
 }
 
 static void too_slow(int signal) {
-    static const char text[] = "it takes too many times as long as the reference, and was given up";
+    static const char text[] = "it takes too many times as long as the reference and was stopped";
     (void)signal;
     memcpy(report->message, text, sizeof text);
     _exit(1);
 }
 
-/* Gives up what still runs after so many nanoseconds; 0 takes that back. */
+/* Stops the run after `ns` nanoseconds; 0 removes the limit. */
 static void alarm_in(int64_t ns) {
     struct itimerval timer = {.it_value = {ns / 1000000000, ns % 1000000000 / 1000}};
     signal(SIGALRM, too_slow);
@@ -103,7 +103,7 @@ static int64_t cpu_now(void) {
            ((int64_t)use.ru_utime.tv_usec + use.ru_stime.tv_usec) * 1000;
 }
 
-/* What all threads together waited for a CPU since they began, and how many there are. */
+/* Total time that all threads have waited for a CPU, and their number. */
 static int64_t waited_now(int64_t *threads) {
     DIR *tasks = opendir("/proc/self/task");
     int64_t sum = tasks ? 0 : -1;
@@ -128,25 +128,25 @@ static int64_t waited_now(int64_t *threads) {
     return sum;
 }
 
-/* The pages that an array of so many bytes shall lie in: large ones where it fills one. */
+/* Page size of an array: huge pages if it fills at least one. */
 static uintptr_t page_of(size_t bytes) { return bytes >= HUGE ? HUGE : (uintptr_t)sysconf(_SC_PAGESIZE); }
 
-/* Memory that ends, up to the alignment, where a page begins that cannot be touched. */
+/* Allocates memory that ends, up to the alignment, at an inaccessible page. */
 static void *guarded(size_t bytes, const char *what, const char *library) {
     uintptr_t page = page_of(bytes), guard = (uintptr_t)sysconf(_SC_PAGESIZE);
     size_t room = (bytes + page - 1) / page * page;
     char *map = mmap(NULL, room + page + guard, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED)
-        fail("out of memory: %zu bytes for %s of %s cannot be had", bytes, what, library);
+        fail("out of memory: %zu bytes for %s of %s cannot be allocated", bytes, what, library);
     char *start = (char *)(((uintptr_t)map + page - 1) / page * page);
-    /* As the arrays of numpy and torch have them, and without which a time depends on which small pages were free;
-     * an error only says that there are none. */
+    /* numpy and torch use huge pages, too; with small pages a time depends on which pages are free. An error only
+     * means that there are no huge pages. */
     madvise(start, room, MADV_HUGEPAGE);
     mprotect(start + room, guard, PROT_NONE);
     return start + room - (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
-/* Makes an array that `guarded` gave read only. Whole pages, since a large one that is cut is large no more. */
+/* Makes an array of `guarded` read-only, in full pages, because a split huge page is no longer huge. */
 static void protect(char *array, size_t bytes) {
     uintptr_t page = page_of(bytes), start = (uintptr_t)array / page * page;
     if (bytes)
@@ -164,7 +164,7 @@ static void fill(char *array, size_t bytes, int file, const char *library) {
 
 static size_t number(const char *text) { return strtoull(text, NULL, 10); }
 
-/* Loads what the arguments from `*next` on describe, and moves it behind them. */
+/* Loads the kernel that the arguments from `*next` describe, and advances `*next`. */
 static Kernel load(char ***next) {
     Kernel kernel = {.library = *(*next)++};
     kernel.output_bytes = number(*(*next)++);
@@ -177,7 +177,7 @@ static Kernel load(char ***next) {
         fail("`sparseflow_kernel` is missing from %s", kernel.library);
     kernel.inputs = calloc(count + 1, sizeof *kernel.inputs);
     if (!kernel.inputs)
-        fail("out of memory: %zu pointers cannot be had", count);
+        fail("out of memory: %zu pointers cannot be allocated", count);
     for (size_t i = 0; i < count; i++) {
         int file = (int)number(*(*next)++);
         size_t bytes = number(*(*next)++);
@@ -196,48 +196,47 @@ static void save(const Kernel *kernel, int file) {
         ssize_t put =
             pwrite(file, (char *)kernel->output + done, kernel->output_bytes - done, (off_t)done);
         if (put <= 0 && !(put < 0 && errno == EINTR))
-            fail("the output cannot be handed back: %s", strerror(errno));
+            fail("the output cannot be written: %s", strerror(errno));
         done += put > 0 ? (size_t)put : 0;
     }
 }
 
-/* Nanoseconds of `calls` calls, at least one, so that a ratio never divides by nothing. */
+/* Nanoseconds of `calls` calls; at least one, so that ratios are finite. */
 static int64_t sample(const Kernel *kernel, int64_t calls) {
     void *outputs[] = {kernel->output};
     int64_t start = now();
     for (int64_t i = 0; i < calls; i++)
         kernel->run(kernel->inputs, outputs);
-    int64_t took = now() - start;
-    return took > 0 ? took : 1;
+    int64_t duration = now() - start;
+    return duration > 0 ? duration : 1;
 }
 
-/* How many calls last as long as a sample shall. */
+/* Number of calls that take as long as a sample. */
 static int64_t calls_for(const Kernel *kernel, int64_t first_ns) {
     if (first_ns >= LONG_RUN * SAMPLE_NS)
         return 1;
     for (int64_t calls = 1;;) {
-        /* A run that was interrupted, or that had threads to wake up, looks long, and too few calls would be
-         * taken: the shortest of some tells. */
-        int64_t took = calls == 1 ? first_ns : sample(kernel, calls), sum = took;
-        for (int more = 0; more < 1 || (more < 8 && sum < LONG_RUN / 10 * SAMPLE_NS); more++) {
-            int64_t again = sample(kernel, calls);
-            took = again < took ? again : took;
-            sum += again;
+        /* An interrupted run or one that wakes threads is too long, so the shortest of several is used. */
+        int64_t duration = calls == 1 ? first_ns : sample(kernel, calls), sum = duration;
+        for (int repeat = 0; repeat < 1 || (repeat < 8 && sum < LONG_RUN / 10 * SAMPLE_NS); repeat++) {
+            int64_t repeated = sample(kernel, calls);
+            duration = repeated < duration ? repeated : duration;
+            sum += repeated;
         }
-        int64_t wanted = (int64_t)((double)calls * SAMPLE_NS / (double)took) + 1;
-        if (wanted > MOST_CALLS)
-            wanted = MOST_CALLS;
-        if (8 * took >= SAMPLE_NS || calls == MOST_CALLS)
-            return wanted;
-        /* A short run tells its own length badly: go there in steps. */
-        calls = wanted < 16 * calls ? wanted : 16 * calls;
+        int64_t target = (int64_t)((double)calls * SAMPLE_NS / (double)duration) + 1;
+        if (target > MAX_CALLS)
+            target = MAX_CALLS;
+        if (8 * duration >= SAMPLE_NS || calls == MAX_CALLS)
+            return target;
+        /* The duration of a short run is inaccurate, so the number of calls grows in steps. */
+        calls = target < 16 * calls ? target : 16 * calls;
     }
 }
 
 int main(int count, char **arguments) {
     if (count < 13)
         return 2;
-    /* Whoever asked is gone: nobody would stop a kernel that hangs. */
+    /* Without the parent nothing would stop a kernel that hangs. */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if ((size_t)getppid() != number(arguments[8]))
         return 3;
@@ -249,7 +248,7 @@ int main(int count, char **arguments) {
     setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
     if (memory)
         setrlimit(RLIMIT_AS, &(struct rlimit){memory, memory});
-    /* Should the machine run out of memory, then this process shall go and not the one that waits for it. */
+    /* If the machine runs out of memory, Linux should kill this process and not its parent. */
     int score = open("/proc/self/oom_score_adj", O_WRONLY);
     if (score >= 0) {
         if (write(score, "1000", 4) < 0)
@@ -259,18 +258,18 @@ int main(int count, char **arguments) {
     report->cpus = omp_get_num_procs();
 
     int output = (int)number(arguments[2]);
-    int64_t repeats = (int64_t)number(arguments[3]), least_ns = (int64_t)number(arguments[4]),
-            most_ns = (int64_t)number(arguments[5]), first_ns[SIDES];
+    int64_t repeats = (int64_t)number(arguments[3]), min_ns = (int64_t)number(arguments[4]),
+            max_ns = (int64_t)number(arguments[5]), first_ns[SIDES];
     Kernel kernels[SIDES];
     double slower = strtod(arguments[9], NULL);
     char **next = arguments + 10;
     int sides = 0;
     for (; *next && sides < SIDES; sides++) {
-        at(LOADING, sides);
+        set_step(LOADING, sides);
         kernels[sides] = load(&next);
     }
     for (int side = sides - 1; side >= 0; side--) {
-        at(FIRST_RUN, side);
+        set_step(FIRST_RUN, side);
         int limited = side == CANDIDATE && sides > 1 && slower > 0;
         if (limited)
             alarm_in((int64_t)(slower * (double)first_ns[REFERENCE]) + GRACE_NS);
@@ -281,28 +280,28 @@ int main(int count, char **arguments) {
             save(&kernels[side], output);
     }
     for (int side = 0; side < sides; side++) {
-        at(TIMING, side);
+        set_step(TIMING, side);
         report->calls[side] = calls_for(&kernels[side], first_ns[side]);
     }
 
-    int64_t threads, waited = waited_now(&threads), cpu = cpu_now(), start = now(), passed = 0;
-    for (int64_t pair = 0, enough = 0; pair < (int64_t)capacity && !enough; pair++) {
+    int64_t threads, waited = waited_now(&threads), cpu = cpu_now(), start = now(), elapsed = 0;
+    for (int64_t pair = 0, finished = 0; pair < (int64_t)capacity && !finished; pair++) {
         for (int side = sides - 1; side >= 0; side--) {
-            /* A first run that took all the time there is has told what a second would. */
-            int told = first_ns[side] >= most_ns;
-            at(TIMING, side);
-            report->samples[pair][side] = told ? first_ns[side] : sample(&kernels[side], report->calls[side]);
-            enough |= told;
+            /* A first run that exceeds the maximum time is the only sample. */
+            int is_sampled = first_ns[side] >= max_ns;
+            set_step(TIMING, side);
+            report->samples[pair][side] = is_sampled ? first_ns[side] : sample(&kernels[side], report->calls[side]);
+            finished |= is_sampled;
         }
         report->pairs = pair + 1;
-        passed = now() - start;
-        enough |= passed >= most_ns || (pair + 1 >= repeats && passed >= least_ns);
+        elapsed = now() - start;
+        finished |= elapsed >= max_ns || (pair + 1 >= repeats && elapsed >= min_ns);
     }
-    report->wall_ns = passed;
+    report->wall_ns = elapsed;
     report->cpu_ns = cpu_now() - cpu;
     int64_t since = waited_now(&report->threads);
     report->waited_ns = since < 0 || waited < 0 ? -1 : since > waited ? since - waited : 0;
-    at(DONE, 0);
-    /* Nothing that a kernel's library does at its end belongs to the measurement. */
+    set_step(DONE, 0);
+    /* Skips the exit handlers of the kernels' libraries. */
     _exit(0);
 }

@@ -64,7 +64,7 @@ OPENMP_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "50000",
     "KMP_BLOCKTIME": "1",
 }
-_TOO_SLOW_SUFFIX = "and was given up"
+_TOO_SLOW_SUFFIX = "and was stopped"
 """End of the harness's message about a candidate that is too slow."""
 _DROPPED_PREFIXES = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_")
 
