@@ -37,7 +37,7 @@ def iter_functions(name: str, value: object) -> Iterator[tuple[str, Callable[...
 
 
 def find_faults(name: str, function: Callable[..., object]) -> list[str]:
-    """List what is wrong with the signature and the docstring of a function."""
+    """List the faults of a function's signature and docstring."""
     faults = []
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
@@ -57,7 +57,7 @@ def find_faults(name: str, function: Callable[..., object]) -> list[str]:
 
 
 def summarize(value: object) -> str:
-    """Return the first line of a docstring, empty where there is none."""
+    """Return the first line of a docstring; empty without a docstring."""
     return (inspect.getdoc(value) or "").partition("\n")[0]
 
 

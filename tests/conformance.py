@@ -1,4 +1,4 @@
-"""Conformance checks that every artifact file and every journal must pass, whatever wing it belongs to."""
+"""Conformance checks of the artifact files and journals of all wings."""
 
 from __future__ import annotations
 

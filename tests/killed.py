@@ -1,7 +1,7 @@
 """Helpers that kill a process in the middle of its work.
 
-The killed processes are forked from a new process that has imported what they need: test processes have
-threads and cannot be forked safely.
+The killed processes are forked from a new process that has imported all modules: test processes have threads
+and cannot be forked safely.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter, ValidationError
 
-from sparseflow.core.artifact import ArrayField, Artifact, DictField, load_tensors, save_tensors
+from sparseflow.core.artifact import ArrayField, Artifact, DictField
 from sparseflow.errors import FileFormatError, InputError
 from tests.conformance import check_artifact_file
 
@@ -222,16 +222,3 @@ def test_array_field_refuses_what_does_not_fit(values: object) -> None:
 def test_array_field_refuses_out_of_range_values(values: list[float]) -> None:
     with pytest.raises(ValidationError):
         FLOATS.validate_python(values)
-
-
-MARK = {"sparseflow": "thing", "version": "1"}
-
-
-def test_load_tensors_function_checks_the_tag(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    with pytest.raises(InputError):
-        load_tensors(path, MARK, "thing")
-    save_tensors(path, {"a": torch.arange(3)}, MARK | {"content": "so"})
-    assert load_tensors(path, MARK, "thing")[0]["content"] == "so"
-    with pytest.raises(FileFormatError):
-        load_tensors(path, {"sparseflow": "other"}, "thing")

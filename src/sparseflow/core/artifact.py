@@ -104,7 +104,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InputError: The file does not exist.
@@ -137,7 +137,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
     def load_tensors(
         cls, path: Path | str, *, device: torch.device | str = "cpu"
     ) -> tuple[Self, dict[str, Tensor]]:
-        """Read what `save_tensors` wrote. Nothing is unpickled.
+        """Read a file that `save_tensors` wrote. Nothing is unpickled.
 
         Raises:
             InputError: The file does not exist.
@@ -181,7 +181,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
 
     @classmethod
     def load_table(cls, path: Path | str) -> tuple[Self, pa.Table]:
-        """Read what `save_table` wrote.
+        """Read a file that `save_table` wrote.
 
         Raises:
             InputError: The file does not exist.
@@ -291,49 +291,3 @@ def _require_file(cls: type[Artifact], path: Path | str) -> Path:
     if not file.is_file():
         raise InputError(f"{file} does not exist; {cls.HINT}")
     return file
-
-
-def save_tensors(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors as safetensors without a format tag; prefer `Artifact.save_tensors`.
-
-    Args:
-        path: File to write. Its directory must exist.
-        tensors: Name -> tensor, on any device.
-        metadata: Metadata of the file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    from safetensors.torch import save
-
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_atomic(Path(path), save(contiguous, metadata=dict(metadata)))
-
-
-def load_tensors(
-    path: Path | str, required: Mapping[str, str], description: str
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read the metadata and tensors of a file of `save_tensors`; prefer `Artifact.load_tensors`.
-
-    Args:
-        path: File to read.
-        required: Metadata that the file must have.
-        description: Name of the content in error messages.
-
-    Raises:
-        InputError: The file does not exist.
-        FileFormatError: The file is damaged, or lacks the required metadata.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{file} does not exist")
-    try:
-        with safe_open(file, framework="pt") as stream:
-            metadata = stream.metadata() or {}
-            if any(metadata.get(name) != value for name, value in required.items()):
-                raise FileFormatError(f"{file} is not a {description} of this version of SparseFlow")
-            return metadata, {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise FileFormatError(f"{file} is not a readable {description}: {error}") from error

@@ -58,5 +58,5 @@ class EpochTrainer(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a result of `state_dict`."""
         ...

@@ -1,7 +1,7 @@
 """Training loop with checkpoints, exact resume, history and evaluation, on one or several processes.
 
 A training owns a directory: `checkpoint.pt`, `losses.jsonl` (see `history`), TensorBoard files, optionally
-`settings.json`, and what the task writes at the end. Running it again in the same directory continues from
+`settings.json`, and the task's results at the end. Running it again in the same directory continues from
 the last checkpoint. The resumed run gives the same weights as an uninterrupted one if every step draws its
 randomness from the seed and the step number only: bitwise on a CPU, up to the summation order on a GPU.
 """
@@ -65,7 +65,7 @@ class TrainingTask(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a result of `state_dict`."""
         ...
 
     def finish(self, out_dir: Path) -> None:
