@@ -278,11 +278,11 @@ def _format_scores(scores: Mapping[str, float]) -> tuple[str, str, str]:
 
 
 def _prediction_table(model: Path, prediction: Prediction) -> Table:
-    kernels, others = prediction.per_kernel[:_MAX_KERNEL_ROWS], prediction.per_kernel[_MAX_KERNEL_ROWS:]
+    kernels, hidden = prediction.per_kernel[:_MAX_KERNEL_ROWS], prediction.per_kernel[_MAX_KERNEL_ROWS:]
     entries = [(k.kernel_id, k.count, f"{k.mean_ms:.4f} ms", k.count * k.mean_ms, k.source) for k in kernels]
-    if others:
-        total_ms = sum(k.count * k.mean_ms for k in others)
-        entries.append((f"… {len(others)} more", sum(k.count for k in others), "", total_ms, ""))
+    if hidden:
+        total_ms = sum(k.count * k.mean_ms for k in hidden)
+        entries.append((f"… {len(hidden)} more", sum(k.count for k in hidden), "", total_ms, ""))
     rows = [
         (name, str(count), mean, f"{total_ms:.3f} ms", f"{100 * total_ms / prediction.mean_ms:.1f} %", source)
         for name, count, mean, total_ms, source in entries
