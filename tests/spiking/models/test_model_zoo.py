@@ -58,9 +58,7 @@ def test_random_network_fires_and_is_reproducible(name: str) -> None:
     actual = rates(net, x)
     assert len(actual) > 10 and all(0.005 < rate < 0.9 for rate in actual), actual
     assert from_rest(net, x).shape == (2, 3)
-    assert all(
-        not isinstance(m.v, torch.Tensor) for m in build_network(name, TINY).modules() if hasattr(m, "v")
-    )
+    assert all(not isinstance(m.v, torch.Tensor) for m in duplicate.modules() if hasattr(m, "v"))
 
 
 @pytest.mark.parametrize(("image", "downsampled"), [(32, False), (64, False), (65, True)])
@@ -156,8 +154,9 @@ def test_calibrate_firing_leaves_the_network_at_rest() -> None:
     assert all(0.01 < rate < 0.9 for rate in rates(net, images(3, 2)))
 
 
-@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
-@pytest.mark.parametrize("firing", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize(
+    ("name", "firing"), [("spiking_resnet18", 0.05), ("sew_resnet18", 0.3), ("spiking_resnet18", 0.6)]
+)
 def test_network_fires_at_the_requested_rate(name: str, firing: float) -> None:
     settings = NetworkConfig(**{**vars(TINY), "firing_rate": firing})
     net, duplicate = build_network(name, settings), build_network(name, settings)
@@ -174,7 +173,7 @@ def test_calibrate_firing_rate_out_of_range_raises(firing: float) -> None:
         calibrate_firing(Small(), images(3, 2), firing_rate=firing)
 
 
-def test_follow_changes_nothing_but_statistics() -> None:
+def test_calibrate_batchnorm_changes_statistics_only() -> None:
     net = build_network("spiking_resnet18", TINY)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     calibrate_batchnorm(net, sample_images(TINY, 8) * 3)

@@ -576,9 +576,14 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-@pytest.mark.parametrize("images_", [1, 8])
-@pytest.mark.parametrize("family", ["small", "spiking_resnet", "sew_resnet"])
+@pytest.mark.parametrize(
+    ("family", "images_", "group_mode"),
+    [
+        ("small", 1, "dense"), ("small", 8, "sparse"),
+        ("spiking_resnet", 1, "dense"), ("spiking_resnet", 8, "sparse"),
+        ("sew_resnet", 1, "sparse"), ("sew_resnet", 8, "dense"),
+    ],
+)  # fmt: skip
 def test_plan_frees_values_early(
     family: str, images_: int, group_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -297,8 +297,10 @@ def test_spiking_resnet_plan_equals_modules(residual: Any, stem: Any, group_mode
         assert sorted(used) == sorted(both if residual == "spiking" else second)
 
 
-@pytest.mark.parametrize("group_mode", ["dense", "sparse"])
-@pytest.mark.parametrize(("residual", "stem"), [("spiking", "imagenet"), ("sew_add", "cifar")])
+@pytest.mark.parametrize(
+    ("residual", "stem", "group_mode"),
+    [("spiking", "imagenet", "sparse"), ("sew_add", "cifar", "sparse"), ("sew_add", "cifar", "dense")],
+)
 def test_reordered_channels_equal_network(
     residual: Any, stem: Any, group_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
