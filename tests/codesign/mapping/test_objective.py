@@ -74,13 +74,13 @@ def test_incremental_state_matches_recomputation(seed: int, data: st.DataObject)
     arrays = build_arrays(problem)._replace(
         latency=problem.latency_ms.copy(), memory=problem.memory_bytes.copy()
     )
-    local_kernel.recompute(arrays, state)
+    local_kernel.recompute(tuple(arrays), tuple(state))
     for _ in range(5):
         k = data.draw(st.integers(0, segments - 1))
         t = data.draw(st.sampled_from(np.flatnonzero(finite[k]).tolist()))
         local_kernel.move_segment(arrays, state, k, t)
     saved = state.busy.copy(), state.free_bytes.copy(), int(state.num_broken[0])
-    local_kernel.recompute(arrays, state)
+    local_kernel.recompute(tuple(arrays), tuple(state))
     np.testing.assert_allclose(saved[0], state.busy, atol=1e-12)
     assert saved[1].tolist() == state.free_bytes.tolist() and saved[2] == state.num_broken[0]
     evaluation = evaluate_mapping(problem, state.slot)
