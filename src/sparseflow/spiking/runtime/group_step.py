@@ -78,7 +78,7 @@ class GroupStep:
     def fix_mode(self, mode: GroupMode) -> None:
         """Set the mode and drop the buffers of the other modes."""
         self.mode = mode
-        self._prepared = {kept: group for kept, group in self._prepared.items() if kept == mode}
+        self._prepared = {key: group for key, group in self._prepared.items() if key == mode}
 
     def set_layout(self, layout: ChannelLayout) -> None:
         """Set the channel layout; the groups that read or add these spikes must agree."""

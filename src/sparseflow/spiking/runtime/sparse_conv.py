@@ -28,10 +28,6 @@ class SparseConv2d(nn.Conv2d):
 
     Input [N, C, H, W] or [T, N, C, H, W], floating point; the output has the same rank and dtype.
 
-    Args:
-        args, kwargs: See `nn.Conv2d`.
-        block_size, backend: See the attributes.
-
     Attributes:
         backend: "events" (CPU, Numba), "blocks" (GPU, Triton, two-stage) or "dense".
         block_size: Edge of a block of pixels for "blocks" (4, 8 or 16).
@@ -40,9 +36,26 @@ class SparseConv2d(nn.Conv2d):
     """
 
     def __init__(
-        self, *args: Any, block_size: int = 16, backend: ConvBackend = "dense", **kwargs: Any
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 16,
+        backend: ConvBackend = "dense",
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
+            device, dtype,
+        )  # fmt: skip
         reason = get_conv_unsupported_reason(self)
         if reason is not None:
             raise InputError(f"SparseConv2d does not support this convolution: {reason}")
