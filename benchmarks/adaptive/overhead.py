@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def measure_pairs(
 ) -> list[list[float]]:
     """Measure one plan; returns rows of `COLUMNS`."""
     generator = np.random.default_rng(args.seed)
-    images, single_plan_selector = int(plan.tier is not None), selector.restrict([plan])
+    images, single_plan_selector = int(plan.tier is not None), replace(selector, plans=[plan])
 
     def run_request(decide: Callable[[Any], PlanDecider]) -> RequestOutput:
         inputs = make_full_prompt(prompts, plan, args.text_tokens)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from sparseflow.adaptive.profile import (
     select_representative_plans,
 )
 from sparseflow.adaptive.profile.importance import load_plan_space
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.run import Run
 from sparseflow.errors import InputError
@@ -97,11 +99,9 @@ def run_demo(
         FileFormatError: A file of the directory is damaged.
         MissingExtraError: A package of the `adaptive` extra is missing.
     """
-    if (num_questions is not None and num_questions < 1) or num_budgets < 2 or seed < 0:
-        raise InputError(
-            f"`num_questions` (={num_questions}) must be at least 1, `num_budgets` (={num_budgets}) at least "
-            f"2 and `seed` (={seed}) at least 0"
-        )
+    check_at_least(1, num_questions=1 if num_questions is None else num_questions)
+    check_at_least(2, num_budgets=num_budgets)
+    check_at_least(0, seed=seed)
     model_dir = resolve_model_dir(model)
     progress("loading the model", 0.0)
     network, tokenizer, task = load_vqa_model(model_dir, device=device)
@@ -133,27 +133,15 @@ def run_demo(
         with attach(
             network, profile=predictor, plan_quality=_find_file(model_dir, PLAN_QUALITY_FILE)
         ) as attached:
-            assert attached.selector is not None
-            request_size: dict[str, Any] = {"text_tokens": text_tokens[-1], "new_tokens": _NEW_TOKENS}
-            attached.selector = attached.selector.select_front(_NUM_CANDIDATE_PLANS, **request_size)
-            candidates = list(attached.selector.plans or ())
-            indices = [space.plans.index(plan) for plan in candidates]
-            p50, _ = predictor.predict_all(**request_size, images=1)
-            progress("warming up", 0.4)
-            if _warm_up(attached, warmup_samples, p50[indices]) > _OUTLIER_RATIO:
-                progress("warming up again: a request was much slower than predicted", 0.4)
-                predictor.forget(1.0)
-                _warm_up(attached, warmup_samples, p50[indices])
-            p50, p99 = predictor.predict_all(**request_size, images=1)
-            budgets_ms = np.geomspace(
-                p99[indices].min(), _BUDGET_MARGIN * p99[indices].max(), num_budgets
-            ).tolist()
+            p50, p99 = _select_candidates(attached, text_tokens[-1], warmup_samples, progress)
+            assert attached.selector is not None and attached.selector.plans is not None
+            budgets_ms = np.geomspace(p99.min(), _BUDGET_MARGIN * p99.max(), num_budgets).tolist()
             baselines = {
                 FULL_MODEL: space.geometry.full_plan(),
-                FASTEST_PLAN: candidates[int(p50[indices].argmin())],
+                FASTEST_PLAN: attached.selector.plans[int(p50.argmin())],
             }
             if num_questions is None:
-                samples = samples[: _count_questions(p50[indices], budgets_ms)]
+                samples = samples[: _count_questions(p50, budgets_ms)]
             rows: list[dict[str, Any]] = []
             for row in _answer(attached, tokenizer, samples, budgets_ms, baselines, seed, progress):
                 rows.append(row)
@@ -168,6 +156,31 @@ def run_demo(
     return result
 
 
+def _select_candidates(
+    attached: Attached, text_tokens: int, samples: Sequence[VqaSample], progress: Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """Restrict the selector to few plans, and warm them up.
+
+    Returns:
+        Predicted median and p99 latency of each candidate plan, each [num_candidates].
+    """
+    assert attached.selector is not None
+    request_size: dict[str, Any] = {"text_tokens": text_tokens, "new_tokens": _NEW_TOKENS}
+    attached.selector = selector = attached.selector.select_front(_NUM_CANDIDATE_PLANS, **request_size)
+    indices = [selector.all_plans.index(plan) for plan in selector.plans or ()]
+
+    def predict() -> tuple[np.ndarray, np.ndarray]:
+        p50, p99 = selector.predictor.predict_all(**request_size, images=1)
+        return p50[indices], p99[indices]
+
+    progress("warming up", 0.4)
+    if _warm_up(attached, samples, predict()[0]) > _OUTLIER_RATIO:
+        progress("warming up again: a request was much slower than predicted", 0.4)
+        selector.predictor.forget(1.0)
+        _warm_up(attached, samples, predict()[0])
+    return predict()
+
+
 def _measure_plans(
     runner: ProfileRunner,
     space: PlanSpace,
@@ -177,17 +190,14 @@ def _measure_plans(
     progress: Progress,
 ) -> PlanProfile:
     """Measure some plans, in as many rounds as the time limit allows."""
-    plans = select_representative_plans(space, _NUM_MEASURED_PLANS, seed=seed)
-    start_s = time.perf_counter()
-    collect_profile(
-        runner,
-        space,
-        path,
-        text_tokens=text_tokens,
-        plans=plans,
-        rounds=1,
-        decode_steps=_NEW_TOKENS,
+    collect = partial(
+        collect_profile, runner, space, path, text_tokens=text_tokens,
+        plans=select_representative_plans(space, _NUM_MEASURED_PLANS, seed=seed), decode_steps=_NEW_TOKENS,
         seed=seed,
+    )  # fmt: skip
+    start_s = time.perf_counter()
+    collect(
+        rounds=1,
         progress=lambda message, fraction: progress(
             message.replace("round 1/1", "first round"), fraction / _MAX_ROUNDS
         ),
@@ -195,18 +205,8 @@ def _measure_plans(
     elapsed_s = time.perf_counter() - start_s
     # Each cell ran twice: once to warm up.
     num_more_rounds = int((_PROFILE_TIME_S - elapsed_s) / (elapsed_s / 2))
-    return collect_profile(
-        runner,
-        space,
-        path,
-        text_tokens=text_tokens,
-        plans=plans,
-        rounds=min(max(1 + num_more_rounds, _MIN_ROUNDS), _MAX_ROUNDS),
-        warmup_runs=0,
-        decode_steps=_NEW_TOKENS,
-        seed=seed,
-        progress=progress,
-    )
+    num_rounds = min(max(1 + num_more_rounds, _MIN_ROUNDS), _MAX_ROUNDS)
+    return collect(rounds=num_rounds, warmup_runs=0, progress=progress)
 
 
 def _warm_up(attached: Attached, samples: Sequence[VqaSample], p50_ms: np.ndarray) -> float:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from sparseflow.adaptive.grid_vqa.config import KINDS
+from sparseflow.adaptive.grid_vqa.config import KINDS, VqaConfig
 from sparseflow.adaptive.grid_vqa.dataset import VqaDataset
 from sparseflow.adaptive.grid_vqa.model import build_vqa_model, load_vqa_model
 from sparseflow.adaptive.grid_vqa.train import (
@@ -35,6 +36,10 @@ from tests.adaptive.grid_vqa.little import bank, quick
 from tests.killed import ROOT, environment, run_script
 
 
+def config(**changes: Any) -> VqaConfig:
+    return quick(plan_samples=2, **changes)
+
+
 def assert_same(first: Path, other: Path) -> None:
     files = [load_file(folder / MODEL_DIR / "model.safetensors") for folder in (first, other)]
     torch.testing.assert_close(*files, rtol=0.0, atol=0.0)
@@ -44,7 +49,7 @@ def assert_same(first: Path, other: Path) -> None:
 def complete_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("complete_run")
     messages: list[tuple[str, float]] = []
-    trained = train(quick(), root, bank=bank(), progress=lambda *message: messages.append(message))
+    trained = train(config(), root, bank=bank(), progress=lambda *message: messages.append(message))
     assert trained.folder == root / MODEL_DIR and trained.report == json.loads(
         (root / REPORT_FILE).read_text()
     )
@@ -60,28 +65,28 @@ def test_train_writes_history_settings_model_and_report(complete_run: Path) -> N
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
     assert [row["step"] for row in rows if row["kind"] == "val"] == [4, 6, 8]
     assert {"full", "smallest_low", "smallest_medium", "smallest_high"} < set(rows[-1])
-    assert json.loads((complete_run / SETTINGS_FILE).read_text()) == quick().model_dump(mode="json")
+    assert json.loads((complete_run / SETTINGS_FILE).read_text()) == config().model_dump(mode="json")
     model, _, settings = load_vqa_model(complete_run / MODEL_DIR)
-    assert settings == quick() and model.config.text_config.num_hidden_layers == 4
+    assert settings == config() and model.config.text_config.num_hidden_layers == 4
     report = json.loads((complete_run / REPORT_FILE).read_text())
     assert report["samples"] == 12 and report["environment"]["device"]["kind"] == "cpu"
 
 
 def test_train_in_finished_directory_loads_report_or_raises(complete_run: Path) -> None:
-    second = train(quick(), complete_run, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
+    second = train(config(), complete_run, bank=bank(), progress=lambda *_: pytest.fail("it trained"))
     assert second.report == json.loads((complete_run / REPORT_FILE).read_text())
     with pytest.raises(InputError, match=r"train\.rate"):
-        train(quick(**{"train.rate": 0.1}), complete_run, bank=bank())
+        train(config(**{"train.rate": 0.1}), complete_run, bank=bank())
     with pytest.raises(InputError, match="count"):
-        train(quick(), complete_run, bank=bank(5))
+        train(config(), complete_run, bank=bank(5))
     with pytest.raises(InputError, match=r"settings.json"):
-        train(quick(), complete_run / SETTINGS_FILE, bank=bank())
+        train(config(), complete_run / SETTINGS_FILE, bank=bank())
 
 
 def test_train_with_other_test_settings_evaluates_again(complete_run: Path, tmp_path: Path) -> None:
     for name in (CHECKPOINT_FILE, REPORT_FILE, SETTINGS_FILE):
         (tmp_path / name).write_bytes((complete_run / name).read_bytes())
-    trained = train(quick(test_samples=7, test_shares={"left": 1.0}), tmp_path, bank=bank())
+    trained = train(config(test_samples=7, test_shares={"left": 1.0}), tmp_path, bank=bank())
     assert trained.report is not None
     assert trained.report["samples"] == 7 and set(trained.report["by_kind"]) == {"left"}
 
@@ -89,7 +94,7 @@ def test_train_with_other_test_settings_evaluates_again(complete_run: Path, tmp_
 def test_train_with_damaged_checkpoint_raises(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"torn")
     with pytest.raises(FileFormatError, match="remove it"):
-        train(quick(), tmp_path, bank=bank())
+        train(config(), tmp_path, bank=bank())
 
 
 KILLED = """
@@ -100,7 +105,9 @@ from tests.killed import killed_when
 
 for step in sys.argv[2:]:
     killed_when(
-        lambda progress: train(quick(), f"{sys.argv[1]}/{step}", bank=bank(), progress=progress),
+        lambda progress: train(
+            quick(plan_samples=2), f"{sys.argv[1]}/{step}", bank=bank(), progress=progress
+        ),
         lambda what, share: what.startswith(f"step {step} "),
     )
 """
@@ -119,7 +126,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_after_sigkill_gives_same_weights(step: int, complete_run: Path, killed: Path) -> None:
     folder = killed / str(step)
     completed: list[str] = []
-    train(quick(), folder, bank=bank(), progress=lambda message, _: completed.append(message))
+    train(config(), folder, bank=bank(), progress=lambda message, _: completed.append(message))
     # Checkpoints are those of steps 2, 4 and 6.
     assert completed[0].startswith(f"step {step // 2 * 2 + 1} of 8")
     assert_same(folder, complete_run)
@@ -131,7 +138,7 @@ import sys
 from sparseflow.adaptive.grid_vqa.train import train
 from tests.adaptive.grid_vqa.little import bank, quick
 
-trained = train(quick(), sys.argv[1], bank=bank())
+trained = train(quick(plan_samples=2), sys.argv[1], bank=bank())
 print("first" if trained.report else "other")
 """
 
@@ -158,7 +165,7 @@ def test_train_with_two_processes_shares_directory(complete_run: Path, tmp_path:
 
 
 def test_train_in_bfloat16_is_finite(tmp_path: Path) -> None:
-    trained = train(quick(**{"train.amp": "bf16"}), tmp_path, bank=bank())
+    trained = train(config(**{"train.amp": "bf16"}), tmp_path, bank=bank())
     model, _, _ = load_vqa_model(trained.folder)
     assert all(bool(value.isfinite().all()) for value in model.parameters())
 
@@ -167,7 +174,7 @@ def test_train_does_not_use_global_generator(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    train(quick(**{"train.steps": 1, "train.vision_steps": 1}), tmp_path, bank=bank())
+    train(config(**{"train.steps": 1, "train.vision_steps": 1}), tmp_path, bank=bank())
     assert torch.equal(torch.rand(1), expected)
 
 

@@ -61,8 +61,9 @@ def test_evaluate_policy_averages_several_policies() -> None:
     policies = [RandomPolicy(costs_ms=costs_ms, seed=seed) for seed in range(3)]
     mean = evaluate_policy(policies, table, budgets)
     evaluations = [evaluate_policy(policy, table, budgets) for policy in policies]
-    assert mean.accuracy.mean == pytest.approx(sum(each.accuracy.mean for each in evaluations) / 3)
-    regrets = torch.stack([each.per_request["regret"] for each in evaluations])
+    accuracies = [evaluation.accuracy.mean for evaluation in evaluations]
+    assert mean.accuracy.mean == pytest.approx(sum(accuracies) / 3)
+    regrets = torch.stack([evaluation.per_request["regret"] for evaluation in evaluations])
     torch.testing.assert_close(mean.per_request["regret"], regrets.mean(0))
 
 

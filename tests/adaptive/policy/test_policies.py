@@ -14,7 +14,6 @@ from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.policy.outcomes import OutcomeTable, budget_grid, find_feasible
 from sparseflow.adaptive.policy.policies import (
     ControllerPolicy,
-    ImitationPolicy,
     MarginPolicy,
     OraclePolicy,
     Policy,
@@ -155,7 +154,6 @@ def test_controller_policy_chooses_feasible_plans_in_any_block_order() -> None:
     assert torch.equal(free.choose(outcomes, samples, budgets)[-60:], choices)
     with pytest.raises(InputError):
         policy.choose(table(), torch.tensor([0]), torch.tensor([100.0]))
-    assert ImitationPolicy(controllers=controllers).name == "supervised on oracle"
 
 
 def test_margin_policy_scales_budget() -> None:

@@ -91,7 +91,7 @@ def decided(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget_ms", [35.0, 50.0, 60.0, 77.0, 95.0, 200.0])
 @pytest.mark.parametrize("learned", [False, True])
-def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None:
+def test_chosen_plan_fits_budget(seed: int, budget_ms: float, learned: bool) -> None:
     plan_selector = selector(controllers=controllers(seed) if learned else None)
     first, second, _ = decided(plan_selector, budget_ms)
     assert isinstance(first, InitialDecision) and first.feasible and second.feasible
@@ -102,7 +102,7 @@ def test_what_is_chosen_fits(seed: int, budget_ms: float, learned: bool) -> None
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_getting_ready_changes_nothing(learned: bool) -> None:
+def test_prepare_does_not_change_decision(learned: bool) -> None:
     plan_selector = selector(controllers=controllers(1) if learned else None)
     token = torch.randn(WIDTH)
     for remaining_ms in (30.0, 60.0, 95.0, math.inf):
@@ -119,7 +119,7 @@ def test_getting_ready_changes_nothing(learned: bool) -> None:
         assert collected[0] == collected[1]
 
 
-def test_a_request_can_be_asked_again_again() -> None:
+def test_choose_initial_again_starts_over() -> None:
     plan_selector = selector(controllers=controllers(1))
     decider = plan_selector.make_policy(text_tokens=3, images=1)
     request = queries(decider)
@@ -136,7 +136,7 @@ def test_a_request_can_be_asked_again_again() -> None:
     assert work_ms(decision.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
-def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> None:
+def test_without_controllers_selects_highest_quality() -> None:
     _, second, _ = decided(selector(), 70.0)
     find_feasible = [count_steps(plan) for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
     assert count_steps(second.plan) == max(find_feasible)
@@ -145,7 +145,7 @@ def test_without_controllers_what_does_most_is_taken_or_what_is_worth_most() -> 
     assert decided(selector(plan_quality=plan_quality), 1000.0)[1].plan == best
 
 
-def test_noise_of_timing_does_not_rank_plans() -> None:
+def test_quality_does_not_depend_on_predicted_latency() -> None:
     class Noisy(Formula):
         def predict_all(self, **queries: Any) -> tuple[np.ndarray, np.ndarray]:
             p50, p99 = super().predict_all(**queries)
@@ -156,25 +156,25 @@ def test_noise_of_timing_does_not_rank_plans() -> None:
     assert count_steps(plan) == count_steps(GEOMETRY.full_plan()) and plan.tier == "high"
 
 
-def test_of_equal_worth_the_quicker_is_taken() -> None:
+def test_equal_quality_selects_faster_plan() -> None:
     _, second, _ = decided(selector(plan_quality=[1.0] * len(SPACE)), 1000.0)
     assert work_ms(second.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
-def test_without_a_budget_everything_runs() -> None:
+def test_without_budget_selects_largest_plan() -> None:
     for plan_selector in (selector(), selector(controllers=controllers())):
         _, second, _ = decided(plan_selector, math.inf)
         assert second.plan.tier == "high" and second.plan.top_k == 8 and len(second.plan.blocks) == 16
 
 
-def test_only_allowed_plans_are_chosen() -> None:
+def test_selects_allowed_plans_only() -> None:
     few_plans = SPACE.plans[:40:7]
     for plan_selector in (selector(plans=few_plans), selector(plans=few_plans, controllers=controllers())):
         for budget_ms in (40.0, 60.0, 500.0, math.inf):
             assert decided(plan_selector, budget_ms)[1].plan in few_plans
 
 
-def test_time_that_was_lost_leaves_the_quickest_that_begins_so() -> None:
+def test_lost_time_selects_fastest_matching_plan() -> None:
     first, second, decider = decided(selector(controllers=controllers()), 60.0, left_ms=1.0)
     assert not second.feasible
     prompt_tokens = [
@@ -186,7 +186,7 @@ def test_time_that_was_lost_leaves_the_quickest_that_begins_so() -> None:
     assert [query["after"] for query in decider.selector.predictor.queries] == ["receipt", "insertion"]  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_met_is_refused_with_what_could() -> None:
+def test_reject_reports_smallest_feasible_budget() -> None:
     start_s = time.perf_counter()
     refusal, _, _ = decided(selector(), 20.0, on_infeasible="reject")
     passed_ms = 1e3 * (time.perf_counter() - start_s)
@@ -196,13 +196,13 @@ def test_what_cannot_be_met_is_refused_with_what_could() -> None:
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_best_effort_runs_the_quickest(learned: bool) -> None:
+def test_best_effort_selects_fastest_plan(learned: bool) -> None:
     first, second, _ = decided(selector(controllers=controllers() if learned else None), 20.0)
     assert not first.feasible and not second.feasible and first.max_new_tokens is None
     assert work_ms(second.plan, 4) == min(work_ms(plan, 4) for plan in SPACE.plans)
 
 
-def test_truncated_is_as_long_as_fits() -> None:
+def test_truncate_limits_tokens_to_budget() -> None:
     quickest = min(work_ms(plan, 0) for plan in SPACE.plans)
     first, second, _ = decided(selector(), 1.1 * (quickest + 2.0 * 3) + 1e-6, on_infeasible="truncate")
     assert first.feasible and first.max_new_tokens == second.max_new_tokens == 3
@@ -210,19 +210,19 @@ def test_truncated_is_as_long_as_fits() -> None:
     assert isinstance(refusal, Rejection) and "one token" in refusal.reason
 
 
-def test_requests_without_image_have_no_tier() -> None:
+def test_text_request_has_no_tier() -> None:
     for plan_selector in (selector(), selector(controllers=controllers())):
         first, second, _ = decided(plan_selector, 60.0, images=0)
         assert first.tier is None and second.plan.tier is None
 
 
-def test_the_size_of_a_request_is_told() -> None:
+def test_largest_plan_depends_on_request_size() -> None:
     _, _, decider = decided(selector(), 60.0, batch=3, load=0.5)
     for query in decider.selector.predictor.queries:  # type: ignore[attr-defined]
         assert {"text_tokens": 3, "images": 1, "batch": 3, "load": 0.5}.items() <= query.items()
 
 
-def test_predictions_count_from_receipt() -> None:
+def test_predicted_ms_includes_waiting_time() -> None:
     decider = selector().make_policy(text_tokens=3, images=1)
     request = replace(queries(decider), received_s=queries(decider).received_s - 2.0)
     first = decider.choose_initial(request, 60.0)
@@ -235,7 +235,7 @@ def test_predictions_count_from_receipt() -> None:
     assert first.predicted_ms > 2000.0 and second.predicted_ms > 2000.0
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_selector_of_mismatched_parts_raises() -> None:
     other = PlanSpace.from_importance(ModelGeometry(depth=12, top_k=8), [0.0] * 12)
     with pytest.raises(InputError):
         selector(predictor=Formula(other))
@@ -259,7 +259,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     assert set(get_args(OnInfeasible)) == {"reject", "best_effort", "truncate"}
 
 
-def test_a_tier_that_leaves_no_room_is_not_chosen() -> None:
+def test_tiers_beyond_context_are_excluded() -> None:
     # 3 words, 10, 30 or 60 vision tokens, and 4 new ones, of which the last takes no room.
     for max_tokens, tier in ((66, "high"), (65, "medium"), (36, "medium"), (35, "low")):
         for plan_selector in (
@@ -277,7 +277,7 @@ def test_a_tier_that_leaves_no_room_is_not_chosen() -> None:
     assert len(decided(selector(max_total_tokens=10), math.inf, images=0)[1].plan.blocks) == 16
 
 
-def test_room_is_what_the_profile_or_the_model_has() -> None:
+def test_max_total_tokens_defaults_to_profile_or_model() -> None:
     class Engine(Formula):
         def __init__(self) -> None:
             super().__init__()
@@ -285,10 +285,13 @@ def test_room_is_what_the_profile_or_the_model_has() -> None:
 
     assert selector().max_total_tokens is None
     assert selector(predictor=Engine()).max_total_tokens == 40
-    assert selector(predictor=Engine(), max_total_tokens=50).restrict(SPACE.plans[:3]).max_total_tokens == 50
+    assert (
+        replace(selector(predictor=Engine(), max_total_tokens=50), plans=SPACE.plans[:3]).max_total_tokens
+        == 50
+    )
 
 
-def test_few_plans() -> None:
+def test_select_front_keeps_front_and_ends() -> None:
     full, all_plans = GEOMETRY.full_plan(), SPACE.plans
     quickest = min(all_plans, key=lambda plan: work_ms(plan, 16))
     # By worth: the best plan is a cheap one, and still the one that does most is kept, for who has time.
@@ -315,7 +318,7 @@ def test_few_plans() -> None:
         selector().select_front(1)
 
 
-def test_tiers_that_were_not_measured_are_not_chosen() -> None:
+def test_unmeasured_tiers_are_excluded() -> None:
     class Low(Formula):
         def __init__(self) -> None:
             super().__init__()
@@ -330,7 +333,7 @@ def test_tiers_that_were_not_measured_are_not_chosen() -> None:
         selector(predictor=Low(), plans=[plan for plan in SPACE.plans if plan.tier == "high"])
 
 
-def test_where_tokens_of_tiers_are_known_they_are_not_guessed() -> None:
+def test_known_vision_tokens_replace_estimate() -> None:
     # By the profile's proportions, half of its image would be 5, 15 and 30 tokens.
     vision: Any = {"low": 20, "medium": 28, "high": 31}
     plan_selector = selector(max_total_tokens=35)

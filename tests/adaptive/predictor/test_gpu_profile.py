@@ -1,4 +1,4 @@
-"""A predictor of what was measured on a GPU: medians of plans that it has not seen, alone and beside others.
+"""Predictor of a GPU profile: medians of unseen plans, alone and under load.
 
 `results/adaptive/profile-cuda.parquet` is of the shipped model with photos, in an engine on an H200.
 """
@@ -17,19 +17,19 @@ from sparseflow.adaptive.profile import Measurement, PlanProfile
 
 FILE = Path(__file__).resolve().parents[3] / "results" / "adaptive" / "profile-cuda.parquet"
 
-Way = tuple[int, float, int]
+Condition = tuple[int, float, int]
 """Batch, load, new tokens."""
-Held = dict[Way, list[tuple[Measurement, float]]]
+HeldOut = dict[Condition, list[tuple[Measurement, float]]]
 
 
 @pytest.fixture(scope="module")
-def held_out() -> Held:
+def held_out() -> HeldOut:
     """Requests of plans that the predictor had not seen, each with its predicted median."""
     profile = PlanProfile.load(FILE)
     plans = np.random.default_rng(0).permutation(
         sorted({measurement.plan.id for measurement in profile.successful})
     )
-    actual: Held = defaultdict(list)
+    predictions: HeldOut = defaultdict(list)
     for part in (set(plans[::2].tolist()), set(plans[1::2].tolist())):
         known = tuple(measurement for measurement in profile.successful if measurement.plan.id not in part)
         predictor = PlanLatencyPredictor.fit(replace(profile, measurements=known))
@@ -44,11 +44,11 @@ def held_out() -> Held:
                 for measurement in unknown
             ]  # fmt: skip
             for measurement, p50 in zip(unknown, predictor.predict(queries)[0].tolist(), strict=True):
-                actual[measurement.batch, measurement.load, tokens].append((measurement, p50))
-    return actual
+                predictions[measurement.batch, measurement.load, tokens].append((measurement, p50))
+    return predictions
 
 
-def test_half_of_the_requests_are_below_the_median_however_they_are_run(held_out: Held) -> None:
+def test_half_of_requests_are_below_predicted_median(held_out: HeldOut) -> None:
     assert {(batch, load) for batch, load, _ in held_out} == {
         (b, load) for b in (1, 4, 8) for load in (0.0, 0.7)
     }
@@ -58,13 +58,13 @@ def test_half_of_the_requests_are_below_the_median_however_they_are_run(held_out
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7])
-def test_medians_alone(held_out: Held, tokens: int) -> None:
+def test_predicted_medians_of_single_requests_are_accurate(held_out: HeldOut, tokens: int) -> None:
     cells = defaultdict(list)
     for measurement, p50 in held_out[1, 0.0, tokens]:
         cells[measurement.plan.id, measurement.text_tokens].append((measurement.total_ms(tokens), p50))
     errors = [
         abs(p50[0] / np.median(elapsed_ms) - 1.0)
-        for elapsed_ms, p50 in (zip(*c, strict=True) for c in cells.values())
+        for elapsed_ms, p50 in (zip(*cell, strict=True) for cell in cells.values())
     ]
-    # Medians of six requests, half of which differ from the other half by 5 % themselves.
+    # The medians of two halves of six requests differ by 5 % themselves.
     assert np.mean(errors) < 0.05

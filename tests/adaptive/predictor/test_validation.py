@@ -31,7 +31,7 @@ def profiled(noise: float = 0.03) -> PlanProfile:
         )
 
 
-def test_promises_are_kept() -> None:
+def test_validate_coverage_matches_quantiles() -> None:
     profile = validate(profiled())
     assert [row.quantile for row in profile.quantiles] == [0.5, *QUANTILES]
     for row in profile.quantiles:
@@ -43,7 +43,7 @@ def test_promises_are_kept() -> None:
     assert profile.to_dict()["quantiles"][0]["quantile"] == 0.5
 
 
-def test_what_is_judged_was_not_seen() -> None:
+def test_fit_folds_holds_out_plans_and_lengths() -> None:
     full = profiled()
     observed = []
     for outcomes, predictors in fit_folds(full, levels=(0.9, 0.99)):
@@ -78,7 +78,7 @@ def test_what_is_judged_was_not_seen() -> None:
     assert validate(replace(full, measurements=slow)).p50_error > validate(full).p50_error + 0.02
 
 
-def test_too_little() -> None:
+def test_validate_too_small_profile_raises() -> None:
     full = profiled()
     groups = list(
         dict.fromkeys((measurement.plan, measurement.text_tokens) for measurement in full.successful)

@@ -73,7 +73,7 @@ def started_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GenerationRe
     return collected
 
 
-def test_requests_are_of_the_size_that_was_asked_for(
+def test_run_returns_times_of_requested_size(
     runtime: PlanRuntime, started_requests: list[tuple[GenerationRequest, int]]
 ) -> None:
     with make_runner(runtime) as runner:
@@ -90,7 +90,7 @@ def test_requests_are_of_the_size_that_was_asked_for(
         assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
 
 
-def test_so_many_run_when_its_turn_comes(
+def test_run_batch_has_concurrent_requests(
     runtime: PlanRuntime, started_requests: list[tuple[GenerationRequest, int]]
 ) -> None:
     with make_runner(runtime) as runner:
@@ -141,7 +141,7 @@ def test_apply_load_submits_background_requests(
             runner.run(TEXT, 9, steps=3)
 
 
-def test_groups_have_engines_of_their_own(runtime: PlanRuntime, tmp_path: Path) -> None:
+def test_groups_use_separate_engines(runtime: PlanRuntime, tmp_path: Path) -> None:
     runner, messages = make_runner(runtime, plans_per_group=2), []
     assert sorted(map(len, runner.groups)) == [1, 2]
     assert {plan for group in runner.groups for plan in group} == set(plans(runtime))
@@ -167,10 +167,10 @@ def test_groups_have_engines_of_their_own(runtime: PlanRuntime, tmp_path: Path) 
     assert metadata.config["prompts"] == [] and not metadata.config["graphs"]
 
 
-def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
+def test_run_with_invalid_argument_raises(runtime: PlanRuntime) -> None:
     with make_runner(runtime) as runner:
         for size in ({"text_tokens": 0}, {"steps": -1}, {"batch": 0}, {"batch": 5}):
-            with pytest.raises(InputError, match="must be at least 1"):
+            with pytest.raises(InputError, match=f"`{next(iter(size))}`"):
                 runner.run(**{"plan": TEXT, "text_tokens": 3, "steps": 1} | size)  # pyright: ignore[reportArgumentType]
         other = Plan(tier=None, insertion_position=2, top_k=2, blocks=(0, 1, 5))
         with pytest.raises(InputError, match="3 plans"):
@@ -185,7 +185,7 @@ def test_bad_requests_are_refused(runtime: PlanRuntime) -> None:
         RequestMix(new_tokens=1)
 
 
-def test_sizes_of_another_engine_are_refused(runtime: PlanRuntime, tmp_path: Path) -> None:
+def test_collect_into_profile_of_other_engine_raises(runtime: PlanRuntime, tmp_path: Path) -> None:
     space = PlanSpace.from_importance(runtime.geometry, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     options: dict[str, Any] = {"text_tokens": (5,), "rounds": 1, "decode_steps": 2, "warmup_runs": 0}
     with make_runner(runtime, plans_per_group=3) as runner:
@@ -196,7 +196,7 @@ def test_sizes_of_another_engine_are_refused(runtime: PlanRuntime, tmp_path: Pat
     assert PlanProfile.load(tmp_path / "p.parquet") == profile
 
 
-def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRuntime) -> None:
+def test_run_fitting_tiers_succeeds_when_highest_does_not_fit(runtime: PlanRuntime) -> None:
     low = PlanSpace.from_importance(runtime.geometry).plans[0]
     assert low.tier == "low"
     example = tiny.make_prompt(runtime.adapter.model)
@@ -209,9 +209,7 @@ def test_tiers_that_fit_are_measured_though_the_highest_does_not(runtime: PlanRu
         assert runner._traffic._submit(extra_tokens=9).request.max_new_tokens > 9
 
 
-def test_what_fails_is_noted_and_the_runner_goes_on(
-    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_after_failed_request_succeeds(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
 
@@ -229,16 +227,14 @@ def threads() -> int:
     return sum(item.name == "sparseflow-engine" for item in threading.enumerate())
 
 
-def test_what_times_depend_on_needs_no_engine_that_runs(runtime: PlanRuntime) -> None:
+def test_config_does_not_start_engine(runtime: PlanRuntime) -> None:
     with make_runner(runtime) as runner:
         before = threads()
         assert runner.config["contexts"] == [96] and runner.config["prompts"] == []
         assert runner._engine is None and threads() == before
 
 
-def test_an_engine_that_cannot_be_made_ready_is_closed(
-    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_warm_up_closes_engine(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threads()
 
     def fails(*args: Any, **named: Any) -> Any:
@@ -254,7 +250,7 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(
         assert len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
 
-def test_a_stream_that_breaks_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_stream_raises(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
         traffic = runner._traffic
@@ -279,7 +275,7 @@ def test_a_stream_that_breaks_is_told(runtime: PlanRuntime, monkeypatch: pytest.
         assert not runner._load and len(runner.run(TEXT, 3, steps=1).steps_ms) == 1
 
 
-def test_a_load_that_is_missed_is_told(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_load_raises(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_runner(runtime, settle_s=100.0) as runner:
         runner.run(TEXT, 3, steps=1)
         traffic, rates = runner._traffic, []
@@ -294,9 +290,7 @@ def test_a_load_that_is_missed_is_told(runtime: PlanRuntime, monkeypatch: pytest
         assert traffic._find_rate(0.5) == attempts[1], "the nearest of those that were measured"
 
 
-def test_standing_traffic_are_not_waited_for_without_end(
-    runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hold_concurrency_times_out(runtime: PlanRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_runner(runtime) as runner:
         runner.run(TEXT, 3, steps=1)
         traffic = runner._traffic

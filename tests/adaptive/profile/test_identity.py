@@ -16,7 +16,7 @@ from sparseflow.adaptive.profile import compute_model_id, compute_weights_id
 from tests.adaptive import tiny
 
 
-def test_times_hold_for_a_number_format_and_choices_for_weights() -> None:
+def test_ids_depend_on_number_format_or_weights() -> None:
     model, retrained = tiny.build_olmoe(dtype=torch.float32), tiny.build_olmoe(seed=1, dtype=torch.float32)
     half = copy.deepcopy(model).to(torch.bfloat16)
     assert compute_weights_id(half) == compute_weights_id(model) and compute_model_id(
@@ -30,7 +30,7 @@ def test_times_hold_for_a_number_format_and_choices_for_weights() -> None:
     ) == compute_model_id(model)
 
 
-def test_other_architectures_and_knobs(tmp_path: Path) -> None:
+def test_ids_of_other_architectures_differ(tmp_path: Path) -> None:
     model = tiny.build_llava_siglip(dtype=torch.float32)
     before = compute_weights_id(model)
     assert compute_weights_id(tiny.build_llava_siglip(depth=7, dtype=torch.float32)) != before
@@ -41,7 +41,7 @@ def test_other_architectures_and_knobs(tmp_path: Path) -> None:
     assert compute_weights_id(type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)) == before
 
 
-def test_a_change_of_one_block_is_seen() -> None:
+def test_weights_id_changes_with_one_block() -> None:
     model = tiny.build_olmoe(dtype=torch.float32)
     before = compute_weights_id(model)
     with torch.no_grad():

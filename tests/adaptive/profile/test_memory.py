@@ -26,7 +26,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[PlanRuntime]:
     runtime.remove()
 
 
-def test_the_last_new_token_needs_no_place() -> None:
+def test_select_fitting_tiers_excludes_last_token() -> None:
     sizes: dict[str, Any] = {"vision_tokens": {"low": 4, "medium": 20, "high": 56}, "text_tokens": 10}
     for limit, actual in (
         (70, ("low", "medium", "high")), (69, ("low", "medium")), (18, ("low",)), (17, ()),
@@ -34,7 +34,7 @@ def test_the_last_new_token_needs_no_place() -> None:
         assert select_fitting_tiers(**sizes, new_tokens=5, max_tokens=limit) == actual
 
 
-def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
+def test_compute_cache_bytes_equals_engine_cache(runtime: PlanRuntime) -> None:
     plan = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 2, 5))
     with Engine(runtime.adapter, runtime, plans=[plan], max_batch=3, max_tokens=40) as engine:
         engine.submit(
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_an_engine(runtime: PlanRuntime) -> None:
         check_cache_memory(runtime.adapter, plan, slots=3, tokens=40, free_bytes=messages - 1)
 
 
-def test_a_runner_refuses_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_with_too_large_cache_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = PlanRuntime(get_adapter(tiny.build_olmoe(dtype=torch.float32)))
     adapter, plans = runtime.adapter, [runtime.geometry.full_plan()]
     free = "sparseflow.adaptive.profile.engine_runner._get_free_bytes"

@@ -25,7 +25,7 @@ WORTH = PlanQuality(
 )
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_save_and_load_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "plan_quality.json"
     WORTH.save(path)
     quality = PlanQuality.load(path)
@@ -34,7 +34,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     quality.check("m", SPACE)
 
 
-def test_of_another_model_or_other_plans() -> None:
+def test_check_of_other_model_or_plans_raises() -> None:
     with pytest.raises(InputError, match=r"id m.*other"):
         WORTH.check("other", SPACE)
     with pytest.raises(InputError, match="other plans"):
@@ -45,7 +45,7 @@ def test_of_another_model_or_other_plans() -> None:
             PlanQuality(**{**content, "accuracy": accuracy})
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_load_of_invalid_file_raises(tmp_path: Path) -> None:
     path = WORTH.save(tmp_path / "plan_quality.json")
     check_artifact_file(PlanQuality.load, path, PlanQuality.HINT)
 
@@ -58,7 +58,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     ),
     max_plans_kept=st.integers(2, 12),
 )  # fmt: skip
-def test_the_front(points: list[tuple[float, float]], max_plans_kept: int) -> None:
+def test_select_pareto_plans_keeps_front_and_ends(
+    points: list[tuple[float, float]], max_plans_kept: int
+) -> None:
     ms, quality = map(list, zip(*points, strict=True))
     plans = PLANS[: len(points)]
     number = {plan: index for index, plan in enumerate(plans)}
@@ -77,7 +79,7 @@ def test_the_front(points: list[tuple[float, float]], max_plans_kept: int) -> No
     assert subset[0] == full[0] and subset[-1] == full[-1]
 
 
-def test_what_makes_no_front() -> None:
+def test_select_pareto_plans_with_invalid_arguments_raises() -> None:
     with pytest.raises(InputError, match="equally many"):
         select_pareto_plans([], [], [])
     with pytest.raises(InputError, match="equally many"):

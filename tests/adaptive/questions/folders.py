@@ -19,7 +19,7 @@ from sparseflow.adaptive.grid_vqa.vocabulary import CHAT_TEMPLATE
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import PlanSpace, Tier
 from sparseflow.adaptive.profile import Measurement, PlanProfile, ProfileMetadata, compute_model_id
-from sparseflow.adaptive.profile.metadata import get_device_facts
+from sparseflow.adaptive.profile.measurement import get_device_facts
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import Message, RequestLimits
@@ -66,9 +66,9 @@ def model_folder(folder: Path, family: str, *, dtype: torch.dtype = torch.float3
 @cache
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> ModelFolder:
     """The model of a folder; it must not be changed."""
-    actual = open_folder(folder, dtype=dtype)
-    actual.model.set_experts_implementation("eager")
-    return actual
+    loaded_folder = open_folder(folder, dtype=dtype)
+    loaded_folder.model.set_experts_implementation("eager")
+    return loaded_folder
 
 
 def picture(seed: int, *, width: int = 24, height: int = 16) -> bytes:
@@ -98,7 +98,7 @@ def lines(
 ) -> list[dict[str, Any]]:
     """Questions whose answers some plans give: what a plan, drawn for each, says."""
     random = np.random.default_rng(seed)
-    space, actual = space_of(loaded), []
+    space, lines = space_of(loaded), []
     runtime = PlanRuntime(get_adapter(loaded.model))
     try:
         for index in range(count):
@@ -119,10 +119,10 @@ def lines(
                 max_new_tokens=NEW_TOKENS,
             )
             text = loaded.tokenizer.decode(output.new_tokens[0], skip_special_tokens=True)
-            actual.append(line | {"answer": text or WORDS[0]})
+            lines.append(line | {"answer": text or WORDS[0]})
     finally:
         runtime.remove()
-    return actual
+    return lines
 
 
 def inputs_of(loaded: ModelFolder, line: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def written(folder: Path, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_what_is_read(tmp_path: Path) -> None:
+def test_read_questions_with_defaults(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     for name in ("a", "b"):
         (tmp_path / "pictures" / f"{name}.png").write_bytes(name.encode())
@@ -43,7 +43,7 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert second.location == f"{path}, line 3"
 
 
-def test_a_question_stays_where_it_is(tmp_path: Path) -> None:
+def test_read_questions_split_does_not_depend_on_other_lines(tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": f"{index} + 1 =", "answer": str(index + 1)} for index in range(1000)]
     before = {question.prompt: question.split for question in read_questions(written(tmp_path, *lines))}
     after = {
@@ -55,7 +55,7 @@ def test_a_question_stays_where_it_is(tmp_path: Path) -> None:
     assert counts == [611, 201, 188]  # of 600, 200 and 200, and the same everywhere
 
 
-def test_questions_about_one_image_stay_together(tmp_path: Path) -> None:
+def test_read_questions_of_one_image_share_split(tmp_path: Path) -> None:
     lines: list[Any] = []
     for image in range(40):
         (tmp_path / f"{image}.png").write_bytes(str(image).encode())
@@ -65,7 +65,7 @@ def test_questions_about_one_image_stay_together(tmp_path: Path) -> None:
     assert all(len(splits) == 1 for splits in of_image) and set().union(*of_image) == {"train", "val", "test"}
 
 
-def test_the_digest_is_of_everything(tmp_path: Path) -> None:
+def test_question_digest_covers_all_fields(tmp_path: Path) -> None:
     image = tmp_path / "a.png"
 
     def digest(content: bytes = b"a", **changes: Any) -> str:
@@ -104,7 +104,7 @@ def test_the_digest_is_of_everything(tmp_path: Path) -> None:
         (SUM | {"images": ["large.png"]}, r"line 2: the image .*large.png has more than 1000 bytes"),
     ],
 )
-def test_lines_that_are_no_questions(
+def test_read_questions_with_invalid_line_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Any, error_text: str
 ) -> None:
     monkeypatch.setattr(room, "LIMITS", room.RequestLimits(image_bytes=1000))
@@ -113,7 +113,7 @@ def test_lines_that_are_no_questions(
         read_questions(written(tmp_path, SUM, line))
 
 
-def test_files_that_hold_none(tmp_path: Path) -> None:
+def test_read_questions_of_empty_file_raises(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent.jsonl: No such file"):
         read_questions(tmp_path / "absent.jsonl")
     with pytest.raises(FileFormatError, match=r"questions.jsonl"):
@@ -124,7 +124,9 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
 
 
 @given(some.binary(max_size=60))
-def test_whatever_is_in_a_file(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_read_questions_of_any_bytes_reads_or_raises(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_bytes(content)
     with pytest.raises(FileFormatError):

@@ -54,12 +54,12 @@ class Made:
 
 @pytest.fixture(scope="module", params=["olmoe", "llava_siglip"])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    actual = Made(tmp_path_factory.mktemp(request.param), request.param)
-    yield actual
-    actual.asker.close()
+    setup = Made(tmp_path_factory.mktemp(request.param), request.param)
+    yield setup
+    setup.asker.close()
 
 
-def test_every_plan_and_question(setup: Made) -> None:
+def test_evaluate_plans_matches_generation(setup: Made) -> None:
     messages: list[float] = []
     outcomes = setup.task.evaluate_plans(
         setup.space, split="val", first=2, count=8, progress=lambda _, share: messages.append(share)
@@ -95,7 +95,9 @@ def test_every_plan_and_question(setup: Made) -> None:
         torch.testing.assert_close(outcomes.language[row], setup.asker.compute_language([ready])[0])
 
 
-def test_in_files_and_as_tables(setup: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_study_tables_of_questions_resumes(
+    setup: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(setup.task, "chunk_size", 6)
     calls: list[tuple[str, int, int]] = []
     real = setup.task.evaluate_plans
@@ -117,10 +119,10 @@ def test_in_files_and_as_tables(setup: Made, tmp_path: Path, monkeypatch: pytest
     del calls[:]
     tables = build_study_tables(setup.task, profile, tmp_path, counts=counts, context=ALONE)
     assert calls == [("val", 6, 4), ("test", 0, 6)]
-    assert [len(item) for item in (tables.train, tables.validation, tables.test)] == [6, 10, 6]
-    full = real(setup.space, split="val", first=0, count=10)
-    assert torch.equal(tables.validation.correct, full.correct)
-    torch.testing.assert_close(tables.validation.tokens, full.tokens, rtol=1e-5, atol=1e-6)
+    assert [len(table) for table in (tables.train, tables.validation, tables.test)] == [6, 10, 6]
+    expected = real(setup.space, split="val", first=0, count=10)
+    assert torch.equal(tables.validation.correct, expected.correct)
+    torch.testing.assert_close(tables.validation.tokens, expected.tokens, rtol=1e-5, atol=1e-6)
     assert set(tables.kinds) == {"even", "odd"}
     # Texts take what texts take, whatever the tier.
     medians = tables.test.latency_ms.median(2).values
@@ -133,14 +135,14 @@ def test_in_files_and_as_tables(setup: Made, tmp_path: Path, monkeypatch: pytest
         collect_outcomes(other, setup.space, tmp_path / "outcomes", {"train": 4}, context=ALONE)
 
 
-def test_scores_are_those_of_the_highest_tier(setup: Made) -> None:
+def test_scorer_uses_highest_tier(setup: Made) -> None:
     score = setup.task.make_scorer(15)
     assert setup.task.make_scorer(14).digest != score.digest
     questions = [*setup.task.splits["train"], *setup.task.splits["val"]][:15]
     for blocks in ((0, 1, 2, 3), (0, 2)):
         expected = []
         for question in questions:
-            line = {"prompt": question.prompt, "images": [item.name for item in question.images]}
+            line = {"prompt": question.prompt, "images": [path.name for path in question.images]}
             tier = get_adapter(setup.loaded.model).geometry.full_plan(images=bool(question.images)).tier
             output = generate(
                 setup.asker.adapter, setup.asker.runtime, folders.inputs_of(setup.loaded, line, setup.folder),
@@ -152,7 +154,7 @@ def test_scores_are_those_of_the_highest_tier(setup: Made) -> None:
         np.testing.assert_array_equal(score(blocks), expected)
 
 
-def test_a_tier_that_leaves_no_room(tmp_path: Path) -> None:
+def test_evaluate_plans_of_tier_without_space_are_wrong(tmp_path: Path) -> None:
     """Of a model whose context holds prompts with images at lower tiers only."""
     created = Made(tmp_path, "llava_siglip", 24)
     full_value = created.task.evaluate_plans(created.space, split="train", first=0, count=8)
@@ -171,17 +173,17 @@ def test_a_tier_that_leaves_no_room(tmp_path: Path) -> None:
         outcomes.tokens[features][:, 2], full_value.tokens[features][:, 1], rtol=1e-5, atol=1e-6
     )
     score = small.make_scorer(8)
-    full = created.space.plans.index(replace(created.space.geometry.full_plan(), tier="medium"))
-    np.testing.assert_array_equal(score((0, 1, 2, 3)), full_value.correct[:, full].numpy())
+    plan_index = created.space.plans.index(replace(created.space.geometry.full_plan(), tier="medium"))
+    np.testing.assert_array_equal(score((0, 1, 2, 3)), full_value.correct[:, plan_index].numpy())
     asker.close()
 
 
-def test_what_is_refused(setup: Made, tmp_path: Path) -> None:
-    subset = setup.task_of([line | {"split": "train"} for line in setup.lines])
+def test_task_with_too_few_questions_raises(setup: Made, tmp_path: Path) -> None:
+    train_task = setup.task_of([line | {"split": "train"} for line in setup.lines])
     with pytest.raises(InputError, match=r"0 questions for `val` .*30 of `train`, 0 of `val`"):
-        subset.select_samples(SampleCounts())
+        train_task.select_samples(SampleCounts())
     with pytest.raises(InputError, match=r"7 questions for `train` and `val` together .*at least 8"):
-        subset.make_scorer(7)
+        train_task.make_scorer(7)
     with pytest.raises(InputError, match=r"`val` has 10 questions; 4 from index 8"):
         setup.task.evaluate_plans(setup.space, split="val", first=8, count=4)
     num_items = [line | {"kind": f"k{index}"} for index, line in enumerate(setup.lines * 3)]

@@ -67,7 +67,7 @@ def tiers_of(setup: Asked) -> tuple[Any, ...]:
     return (None, *get_adapter(setup.loaded.model).geometry.tiers)
 
 
-def test_questions_become_what_a_server_makes_of_them(setup: Asked, asker: QuestionRunner) -> None:
+def test_prepare_equals_served_prompt(setup: Asked, asker: QuestionRunner) -> None:
     for question, inputs in zip(setup.questions, setup.inputs, strict=True):
         ready = asker.prepare(question)
         assert ready.prompt.inputs.keys() == inputs.keys()
@@ -77,7 +77,7 @@ def test_questions_become_what_a_server_makes_of_them(setup: Asked, asker: Quest
         assert ready.new_tokens == min(len(question.answer.split()) + 1, folders.NEW_TOKENS)
 
 
-def test_together_as_alone(setup: Asked, asker: QuestionRunner) -> None:
+def test_check_answers_of_batch_equals_single(setup: Asked, asker: QuestionRunner) -> None:
     ready, adapter = [asker.prepare(question) for question in setup.questions], asker.adapter
     all_items, output = set(), []
     for tier in tiers_of(setup):
@@ -96,7 +96,7 @@ def test_together_as_alone(setup: Asked, asker: QuestionRunner) -> None:
     assert all_items == set(range(COUNT)) and {True, False} == set(output), "a test of use has both"
 
 
-def test_controllers_learn_from_what_serving_shows_them(setup: Asked, asker: QuestionRunner) -> None:
+def test_controller_features_equal_those_of_serving(setup: Asked, asker: QuestionRunner) -> None:
     """Both by an engine, which runs prompts in parts, and by the model's own forward."""
     ready, adapter = [asker.prepare(question) for question in setup.questions], asker.adapter
     words, full = CpuWordEmbeddings(adapter), adapter.geometry.full_plan()
@@ -163,7 +163,7 @@ def ready_of(asker: QuestionRunner, folder: Path, *lines: dict[str, Any]) -> lis
     ]
 
 
-def test_it_ends_as_soon_as_no_answer_can_be_right(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_answers_stops_when_all_are_known(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     existing = folders.opened(text / "model", EXACT)
     asker, steps = QuestionRunner(existing), []
 
@@ -196,7 +196,7 @@ def test_it_ends_as_soon_as_no_answer_can_be_right(text: Path, monkeypatch: pyte
     asker.close()
 
 
-def test_without_memory_it_goes_by_halves(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_answers_out_of_memory_halves_batch(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asker = QuestionRunner(folders.opened(text / "model", EXACT))
     rows = ready_of(
         asker, text, *({"prompt": f"w{index}", "answer": "w5", "max_new_tokens": 2} for index in range(6, 11))
@@ -228,7 +228,7 @@ def test_without_memory_it_goes_by_halves(text: Path, monkeypatch: pytest.Monkey
     asker.close()
 
 
-def test_room_is_that_of_where_it_is_served(text: Path) -> None:
+def test_prepare_respects_max_total_tokens(text: Path) -> None:
     line = {"prompt": "w7 w8 w9", "answer": "w5", "max_new_tokens": 4}
     existing = folders.opened(text / "model", EXACT)
     asker = QuestionRunner(existing)
@@ -243,7 +243,7 @@ def test_room_is_that_of_where_it_is_served(text: Path) -> None:
     tight.close()
 
 
-def test_batches_have_a_bound(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_into_batches_limits_size_and_tokens(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asker = QuestionRunner(folders.opened(text / "model", EXACT))
     rows = ready_of(
         asker, text, *({"prompt": " ".join(["w7"] * index), "answer": "w5"} for index in (9, 1, 5, 2, 1))
@@ -255,7 +255,7 @@ def test_batches_have_a_bound(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
     asker.close()
 
 
-def test_what_cannot_be_asked(text: Path, tmp_path: Path) -> None:
+def test_prepare_of_invalid_question_raises(text: Path, tmp_path: Path) -> None:
     existing = folders.opened(text / "model", EXACT)
     asker = QuestionRunner(existing)
     for line, messages in (

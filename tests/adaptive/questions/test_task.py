@@ -8,7 +8,7 @@ from sparseflow.adaptive.questions.task import SampleCounts, SampleRange, SplitR
 from sparseflow.errors import InputError
 
 
-def test_how_many_samples_of_each_split_are_needed() -> None:
+def test_split_ranges_count_samples_of_splits() -> None:
     test = SampleRange(split="test", count=5)
     behind = SplitRanges(
         train=SampleRange(split="val", count=4),
@@ -22,6 +22,6 @@ def test_how_many_samples_of_each_split_are_needed() -> None:
     assert difference.counts() == {"train": 4, "val": 3, "test": 5}
 
 
-def test_counts_of_none() -> None:
+def test_sample_counts_below_1_raise() -> None:
     with pytest.raises(InputError, match=r"`validation` \(=0\) "):
         SampleCounts(validation=0)

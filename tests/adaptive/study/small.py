@@ -20,7 +20,7 @@ from sparseflow.adaptive.profile import (
     compute_model_id,
     compute_weights_id,
 )
-from sparseflow.adaptive.profile.metadata import get_device_facts
+from sparseflow.adaptive.profile.measurement import get_device_facts
 from sparseflow.adaptive.study import SampleCounts, StudyConfig
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.core.training.distributed import init_distributed
@@ -40,7 +40,7 @@ CONFIG = GrpoConfig(
 
 
 def model_folder(folder: Path) -> Path:
-    """Train a model for a second, and write it."""
+    """Train a model briefly and write it."""
     with init_distributed("cpu") as context:
         run = VqaLearner(SETTINGS, VqaDataset(SETTINGS, bank=bank()), context)
         for _ in range(run.num_steps):
@@ -69,7 +69,7 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
     )
     random = np.random.default_rng(0)
     measurements = [
-        visit_of(plan, tokens, round=index, factor=float(np.exp(noise * random.normal())))
+        make_measurement(plan, tokens, round=index, factor=float(np.exp(noise * random.normal())))
         for index in range(repeats)
         for tier in geometry.tiers
         for plan in [plan for plan in space.plans if plan.tier == tier][slice(plans)]
@@ -85,8 +85,10 @@ def profile_of(model: Any, *, plans: int | None = None, repeats: int = 3, noise:
     return PlanProfile(metadata=metadata, environments=({},), measurements=tuple(measurements))
 
 
-def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **options: Any) -> Measurement:
-    """A request that took what the formula says, times a factor."""
+def make_measurement(
+    plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **options: Any
+) -> Measurement:
+    """Measurement with the times of the formula, times a factor."""
     return Measurement(
         plan=plan, text_tokens=tokens, prefill_ms=factor * prefill(plan, tokens),
         steps_ms=tuple(factor * step(plan, tokens, index) for index in range(steps)), **options,
@@ -94,38 +96,38 @@ def visit_of(plan: Plan, tokens: int, *, factor: float = 1.0, steps: int = 3, **
 
 
 def prefill(plan: Plan, tokens: int) -> float:
-    """Of the formula, of a model whose own top-k is 3."""
+    """Prefill time by the formula, for a model with top-k 3."""
     return compute_prefill_ms(plan, tokens, top_k=3)
 
 
 def step(plan: Plan, tokens: int, step_index: int) -> float:
-    """One token after the first."""
+    """Time of a decode step by the formula."""
     assert plan.tier is not None
     return compute_step_ms(plan, tokens + VISION_TOKENS[plan.tier] + 1 + step_index, top_k=3)
 
 
 def truth(plan: Plan, tokens: int, new_tokens: int) -> float:
-    """What a request takes by the formula, without scatter."""
+    """Latency by the formula, without noise."""
     return prefill(plan, tokens) + sum(step(plan, tokens, index) for index in range(new_tokens - 1))
 
 
 def make_config(folder: Path, **changes: Any) -> StudyConfig:
-    """A study of the model in `folder / "model"` by `folder / "profile.parquet"`, into `folder / "study"`."""
-    args: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
+    """Config of a study of the model and profile in a directory, with its output in `study/`."""
+    paths: dict[str, Any] = {"model": folder / "model", "profile": folder / "profile.parquet"}
     return StudyConfig(
-        **args | {"out": folder / "study", "counts": COUNTS, "num_budgets": 6, "bank": bank()} | changes
+        **paths | {"out": folder / "study", "counts": COUNTS, "num_budgets": 6, "bank": bank()} | changes
     )
 
 
 def write_model_and_profile(folder: Path) -> str:
-    """Write model and profile where `asked` looks for them; gives the weights' id."""
+    """Write model and profile for `make_config`; return the id of the weights."""
     model = opened(model_folder(folder / "model"))
     profile_of(model).save(folder / "profile.parquet")
     return compute_weights_id(model)
 
 
 def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether weights are the very same."""
+    """Whether weights are identical."""
     return first.keys() == other.keys() and all(
-        torch.equal(item, other[name]) for name, item in first.items()
+        torch.equal(weight, other[name]) for name, weight in first.items()
     )

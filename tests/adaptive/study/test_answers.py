@@ -61,9 +61,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, evaluated_chunks) -> None:
+def test_collect_outcomes_equals_evaluation_of_all_samples(
+    model, space, tmp_path: Path, evaluated_chunks
+) -> None:
     messages: list[tuple[str, float]] = []
-    actual = collect_outcomes(
+    outcomes = collect_outcomes(
         make_task(model), space, tmp_path, {"val": 40, "test": 20}, context=ALONE,
         progress=lambda message, share: messages.append((message, share)),
     )  # fmt: skip
@@ -71,17 +73,17 @@ def test_what_the_model_answers_chunk_by_chunk(model, space, tmp_path: Path, eva
     assert messages[-1] == ("plans evaluated on 20 test samples", 1.0)
     expected: dict[Split, int] = {"val": 40, "test": 20}
     for split, count in expected.items():
-        full = evaluate_plans(model, DATA, space, split=split, count=count)
-        for field in fields(full):
-            first, other = getattr(actual[split], field.name), getattr(full, field.name)
+        expected = evaluate_plans(model, DATA, space, split=split, count=count)
+        for field in fields(expected):
+            first, other = getattr(outcomes[split], field.name), getattr(expected, field.name)
             if field.name in ("plans", "vision_tokens"):
                 assert first == other
             else:
                 torch.testing.assert_close(first, other)
-    assert 0.05 < actual["val"].correct.mean() < 0.95, "a test of use has both"
+    assert 0.05 < outcomes["val"].correct.mean() < 0.95
 
 
-def test_lengths_are_those_of_requests(model, space) -> None:
+def test_outcome_lengths_equal_requests(model, space) -> None:
     outcomes = evaluate_plans(model, DATA, space.plans[:1], split="test", count=12)
     for index, sample in enumerate(DATA.iterate_samples("test", 12)):
         ids = sample.inputs["input_ids"]
@@ -91,7 +93,7 @@ def test_lengths_are_those_of_requests(model, space) -> None:
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, evaluated_chunks) -> None:
+def test_collect_outcomes_resumes(model, space, tmp_path: Path, evaluated_chunks) -> None:
     def stop(message: str, share: float) -> None:
         raise KeyboardInterrupt
 
@@ -109,7 +111,9 @@ def test_it_goes_on_where_it_was_stopped(model, space, tmp_path: Path, evaluated
     assert evaluated_chunks == [("test", 0, 30)] and len(more["test"].kinds) == 30
 
 
-def test_of_another_model_task_or_plans(model, space, study_inputs: Path, tmp_path: Path) -> None:
+def test_collect_outcomes_into_directory_of_other_model_raises(
+    model, space, study_inputs: Path, tmp_path: Path
+) -> None:
     collect_outcomes(make_task(model), space, tmp_path, {"test": 4}, context=ALONE)
     other = VqaDataset(small.SETTINGS.model_copy(update={"test_shares": {"list": 1.0}}), bank=bank())
     with pytest.raises(InputError, match=r"test-000000.safetensors has other task"):
@@ -130,7 +134,7 @@ def test_of_another_model_task_or_plans(model, space, study_inputs: Path, tmp_pa
         evaluate_plans(model, DATA, space, count=4, first=3)
 
 
-def test_a_damaged_chunk(model, space, tmp_path: Path) -> None:
+def test_collect_outcomes_with_damaged_chunk_raises(model, space, tmp_path: Path) -> None:
     collect_outcomes(make_task(model), space, tmp_path, {"test": 4}, context=ALONE)
     path = tmp_path / "test-000000.safetensors"
     path.write_bytes(path.read_bytes()[:-20])

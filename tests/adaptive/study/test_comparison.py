@@ -40,7 +40,7 @@ def controllers(seed: int = 0) -> Controllers:
     return Controllers(PLANS, width=WIDTH, model_id="m", seed=seed)
 
 
-def test_everybody_is_judged_at_the_attainment_that_is_asked() -> None:
+def test_compare_calibrates_policies_to_attainment() -> None:
     messages: list[float] = []
     comparison = compare_with_baselines(
         make_tables(), controllers=[controllers(), controllers(1)], supervised=[controllers(2)],
@@ -50,26 +50,24 @@ def test_everybody_is_judged_at_the_attainment_that_is_asked() -> None:
         "controllers", "lookup table", "supervised on oracle", "best static plan", "random", "oracle"
     ]  # fmt: skip
     assert len(comparison.budgets_ms) == 6 and len(messages) == 6
-    *remaining_items, oracle = comparison.evaluations
+    *calibrated, oracle = comparison.evaluations
     assert oracle.regret.mean == 0.0 and oracle.met is None
-    for policy in remaining_items:
+    for policy in calibrated:
         assert policy.met is not None and policy.regret.mean >= 0.0
         assert not policy.met or policy.attainment.mean > 0.8
-    mask = [(policy.baseline, policy.subset.partition(" (")[0]) for policy in comparison.gains]
-    positions = [
+    pairs = [(gain["baseline"], gain["subset"].partition(" (")[0]) for gain in comparison.gains]
+    subsets = [
         "all requests", "tight budgets", "middle budgets", "loose budgets",
         "questions of the kind 'one'", "questions of the kind 'other'",
     ]  # fmt: skip
-    assert mask == [(policy.name, position) for policy in remaining_items[1:] for position in positions]
-    gain = comparison.gains[0].gains["goodput"]
-    assert gain.mean == pytest.approx(
-        remaining_items[0].goodput.mean - remaining_items[1].goodput.mean, abs=1e-6
-    )
-    thirds = [policy.gains["goodput"].mean for policy in comparison.gains[1:4]]
-    assert gain.mean == pytest.approx(sum(thirds) / 3, abs=1e-6)
+    assert pairs == [(policy.name, subset) for policy in calibrated[1:] for subset in subsets]
+    gain = comparison.gains[0]["goodput"]
+    assert gain["mean"] == pytest.approx(calibrated[0].goodput.mean - calibrated[1].goodput.mean, abs=1e-6)
+    thirds = [third["goodput"]["mean"] for third in comparison.gains[1:4]]
+    assert gain["mean"] == pytest.approx(sum(thirds) / 3, abs=1e-6)
 
 
-def test_without_controllers_the_lookup_table_is_held_against_the_others() -> None:
+def test_compare_without_controllers_starts_with_lookup_table() -> None:
     comparison = compare_with_baselines(make_tables(), num_budgets=3)
     assert [policy.name for policy in comparison.evaluations] == [
         "lookup table",
@@ -77,19 +75,19 @@ def test_without_controllers_the_lookup_table_is_held_against_the_others() -> No
         "random",
         "oracle",
     ]
-    assert {policy.policy for policy in comparison.gains} == {"lookup table"}
+    assert {gain["policy"] for gain in comparison.gains} == {"lookup table"}
 
 
-def test_few_questions_of_a_kind_are_not_compared() -> None:
-    subset = torch.arange(64) < 10
+def test_compare_skips_kinds_with_few_samples() -> None:
+    mask = torch.arange(64) < 10
     tables = make_tables()
-    first = StudyTables(**{**vars(tables), "kinds": {"one": subset}})
-    assert not any("kind" in item.subset for item in compare_with_baselines(first, num_budgets=3).gains)
+    first = StudyTables(**{**vars(tables), "kinds": {"one": mask}})
+    assert not any("kind" in gain["subset"] for gain in compare_with_baselines(first, num_budgets=3).gains)
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(InputError, match=r"`attainment` \(=0.0\)"):
-        compare_with_baselines(make_tables(), attainment=0.0)
+def test_compare_with_invalid_arguments_raises() -> None:
+    with pytest.raises(InputError, match=r"`attainment` \(=1.5\)"):
+        compare_with_baselines(make_tables(), attainment=1.5)
     with pytest.raises(InputError, match="other plans"):
         compare_with_baselines(
             make_tables(), controllers=[Controllers(make_space(), width=WIDTH, model_id="m")], num_budgets=3
@@ -103,7 +101,7 @@ def row(other: str, subset: str, low: float, high: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_verdict_says_who_wins_and_where_not() -> None:
+def test_summarize_gains_names_better_and_worse_subsets() -> None:
     sentences = summarize_gains(
         [
             row("lookup table", "all requests", 0.01, 0.03),

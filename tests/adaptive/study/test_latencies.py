@@ -21,7 +21,7 @@ def model(study_inputs: Path) -> object:
     return small.opened(study_inputs / "model")
 
 
-def test_what_was_measured_is_taken_as_it_is(model) -> None:
+def test_sample_latencies_of_measured_size_are_measurements(model) -> None:
     profile = small.profile_of(model)
     latencies = sample_latencies(profile, [RequestSize(6, 4), RequestSize(12, 2)])
     assert (
@@ -39,7 +39,7 @@ def test_what_was_measured_is_taken_as_it_is(model) -> None:
             np.testing.assert_allclose(sorted(latencies.ms[row, index]), sorted(measured), rtol=1e-5)
 
 
-def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> None:
+def test_sample_latencies_of_other_length_are_scaled(model) -> None:
     profile = small.profile_of(model, repeats=5, noise=0.05)
     sizes = [RequestSize(7, 3), RequestSize(9, 1), RequestSize(16, 4), RequestSize(6, 9)]
     latencies = sample_latencies(profile, sizes)
@@ -66,7 +66,7 @@ def test_other_lengths_by_ratios_with_the_scatter_of_real_requests(model) -> Non
             )
 
 
-def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -> None:
+def test_sample_latencies_of_unmeasured_plans_use_stand_ins(model) -> None:
     profile = small.profile_of(model, plans=6, repeats=4, noise=0.05)
     latencies = sample_latencies(profile, [RequestSize(6, 2), RequestSize(12, 4)])
     assert latencies.measured.sum() == 18 and not latencies.measured.all()
@@ -83,12 +83,12 @@ def test_plans_that_were_not_measured_scatter_and_err_as_unseen_ones_do(model) -
     assert (other.ms[:, ~latencies.measured] != latencies.ms[:, ~latencies.measured]).any()
 
 
-def test_the_least_load_and_requests_alone(model) -> None:
+def test_sample_latencies_uses_smallest_load_and_single_requests(model) -> None:
     profile = small.profile_of(model)
     busy, several = (
         [
             replace(
-                small.visit_of(measurement.plan, measurement.text_tokens, factor=factor),
+                small.make_measurement(measurement.plan, measurement.text_tokens, factor=factor),
                 round=measurement.round,
                 **options,
             )
@@ -96,16 +96,16 @@ def test_the_least_load_and_requests_alone(model) -> None:
         ]
         for factor, options in ((9.0, {"load": 0.5}), (7.0, {"batch": 4}))
     )
-    full = replace(profile, measurements=(*profile.measurements, *busy, *several))
-    single, actual = (
+    extended = replace(profile, measurements=(*profile.measurements, *busy, *several))
+    expected, samples = (
         sample_latencies(profile, [RequestSize(6, 4)]),
-        sample_latencies(full, [RequestSize(6, 4)]),
+        sample_latencies(extended, [RequestSize(6, 4)]),
     )
-    np.testing.assert_allclose(actual.ms, single.ms, rtol=0.02)
+    np.testing.assert_allclose(samples.ms, expected.ms, rtol=0.02)
     assert sample_latencies(replace(profile, measurements=tuple(busy)), [RequestSize(6, 4)]).load == 0.5
 
 
-def test_plans_measured_more_or_less_often(model) -> None:
+def test_sample_latencies_repeats_rare_measurements(model) -> None:
     profile = small.profile_of(model)
     first = profile.space.plans[0]
     fewer = replace(
@@ -120,7 +120,7 @@ def test_plans_measured_more_or_less_often(model) -> None:
     assert latencies.ms.shape[2] == 3 and len(set(latencies.ms[0, 0].tolist())) == 1
 
 
-def test_what_is_refused(model) -> None:
+def test_sample_latencies_with_invalid_arguments_raises(model) -> None:
     profile = small.profile_of(model)
     with pytest.raises(InputError, match=r"`sizes`"):
         sample_latencies(profile, [RequestSize(6, 0)])

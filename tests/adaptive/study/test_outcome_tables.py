@@ -46,23 +46,23 @@ def build_tables(model: Any, profile: PlanProfile, folder: Path, **counts: int) 
     )
 
 
-def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> None:
+def test_build_study_tables_joins_outcomes_and_latencies(model, tmp_path: Path) -> None:
     profile = small.profile_of(model, noise=0.0)
     tables = build_tables(model, profile, tmp_path, train=30, validation=20, test=40)
     outcomes = {
         name: evaluate_plans(model, DATA, profile.space, split=name, count=50) for name in ("val", "test")
     }
-    for table, split, subset in (
+    for table, split, rows in (
         (tables.train, "val", slice(30)),
         (tables.validation, "val", slice(30, 50)),
         (tables.test, "test", slice(40)),
     ):
-        assert torch.equal(table.correct, outcomes[split].correct[subset])
-        torch.testing.assert_close(table.language, outcomes[split].language[subset])
-        torch.testing.assert_close(table.tokens, outcomes[split].tokens[subset])
+        assert torch.equal(table.correct, outcomes[split].correct[rows])
+        torch.testing.assert_close(table.language, outcomes[split].language[rows])
+        torch.testing.assert_close(table.tokens, outcomes[split].tokens[rows])
         for index in range(len(table)):
             text, new = (
-                int(getattr(outcomes[split], name)[subset][index]) for name in ("text_tokens", "new_tokens")
+                int(getattr(outcomes[split], name)[rows][index]) for name in ("text_tokens", "new_tokens")
             )
             expected = [small.truth(plan, text, new) for plan in profile.space.plans]
             np.testing.assert_allclose(table.latency_ms[index].mean(1), expected, rtol=0.05)
@@ -72,10 +72,10 @@ def test_answers_and_latencies_of_the_same_requests(model, tmp_path: Path) -> No
     assert tables.size[1] == 2 and tables.latency.ms.shape == (1, len(profile.space), 3)
 
 
-def test_latencies_are_kept_and_made_anew_for_another_profile(
+def test_build_study_tables_stores_latencies_of_profile(
     model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile, subset = small.profile_of(model), {"train": 8, "validation": 4, "test": 8}
+    profile, counts = small.profile_of(model), {"train": 8, "validation": 4, "test": 8}
     created: list[int] = []
     real = room.sample_latencies
 
@@ -84,19 +84,19 @@ def test_latencies_are_kept_and_made_anew_for_another_profile(
         return real(profile, sizes)
 
     monkeypatch.setattr(room, "sample_latencies", noted)
-    first = build_tables(model, profile, tmp_path, **subset)
+    first = build_tables(model, profile, tmp_path, **counts)
     assert len(created) == 3  # before any answer, of all sizes, and of the one that pictures are of
-    second = build_tables(model, profile, tmp_path, **subset)
+    second = build_tables(model, profile, tmp_path, **counts)
     assert len(created) == 5 and second.train.identity() == first.train.identity()
-    other = build_tables(model, small.profile_of(model, repeats=2), tmp_path, **subset)
+    other = build_tables(model, small.profile_of(model, repeats=2), tmp_path, **counts)
     assert len(created) == 8 and other.train.latency_ms.shape[2] == 2
     path = tmp_path / OUTCOMES_DIR / LATENCIES_FILE
     path.write_bytes(b"nothing")
     with pytest.raises(FileFormatError, match=r"latencies.safetensors"):
-        build_tables(model, profile, tmp_path, **subset)
+        build_tables(model, profile, tmp_path, **counts)
 
 
-def test_a_profile_of_another_model_and_counts_of_none(model, tmp_path: Path) -> None:
+def test_build_study_tables_of_other_profile_raises(model, tmp_path: Path) -> None:
     profile = small.profile_of(model)
     other = replace(profile, metadata=replace(profile.metadata, model_id="other"))
     with pytest.raises(InputError, match="id other"):
@@ -105,7 +105,7 @@ def test_a_profile_of_another_model_and_counts_of_none(model, tmp_path: Path) ->
         SampleCounts(validation=0)
 
 
-def test_the_number_format_is_the_profiles(model) -> None:
+def test_get_dtype_is_that_of_profile(model) -> None:
     profile = small.profile_of(model)
 
     def read_dtype(**profile_config: str) -> torch.dtype:

@@ -43,7 +43,7 @@ def profile(model: Any) -> PlanProfile:
     return small.profile_of(model, plans=6)
 
 
-def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path) -> None:
+def test_page_of_profile_and_plan_quality(model, profile: PlanProfile, tmp_path: Path) -> None:
     plans = profile.space.plans
     quality = PlanQuality(
         model_id=compute_weights_id(model), space=profile.space, samples=50, task="t",
@@ -74,25 +74,25 @@ def test_a_profile_and_a_worth_alone(model, profile: PlanProfile, tmp_path: Path
         results.make_plan_results(profile, other)
 
 
-def test_too_little_to_judge_a_predictor_by(model, profile: PlanProfile, tmp_path: Path) -> None:
+def test_page_of_small_profile_has_no_validation(model, profile: PlanProfile, tmp_path: Path) -> None:
     quality = PlanQuality(
         model_id="m", space=profile.space, samples=1, task="t", accuracy=(0.5,) * len(profile.space)
     )
-    subset = replace(
+    small_profile = replace(
         profile,
         measurements=tuple(measurement for measurement in profile.measurements if measurement.round == 0)[
             ::6
         ],
     )
-    assert len(subset.measurements) == 6
+    assert len(small_profile.measurements) == 6
     with pytest.raises(InputError, match=r"at least 5"):
-        results.make_plan_results(subset, quality)
+        results.make_plan_results(small_profile, quality)
     study_results = results.make_plan_results(profile, quality) | {"predictor": None}
     read = text(write_results_page(study_results, tmp_path / "page.html"))
     assert "too few plans and lengths" in read
 
 
-def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
+def test_page_of_study_shows_policies_and_training(profile: PlanProfile, tmp_path: Path) -> None:
     outcome_tables = tables()
     comparison = compare_with_baselines(
         outcome_tables, controllers=[controllers()], supervised=[controllers(1)], num_budgets=6
@@ -132,6 +132,6 @@ def test_a_contest(profile: PlanProfile, tmp_path: Path) -> None:
     )
 
 
-def test_a_page_of_nothing(tmp_path: Path) -> None:
+def test_page_without_entries_raises(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="KeyError"):
         write_results_page({}, tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""A study from a model and a profile to a page: what it writes, that it goes on, and what it refuses."""
+"""Studies: files, resume, evaluation and refused inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.adaptive.study import small
 
 @pytest.fixture(scope="module")
 def studied(study_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a study that was stopped twice on its way."""
+    """Directory of a study that was interrupted three times."""
     out = tmp_path_factory.mktemp("studied")
 
     def stop_at(word: str) -> Any:
@@ -45,7 +45,7 @@ def studied(study_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return out
 
 
-def test_what_a_study_leaves(studied: Path, study_inputs: Path) -> None:
+def test_train_writes_results_controllers_and_page(studied: Path, study_inputs: Path) -> None:
     results = load_results(studied)
     assert results["samples"] == {"train": 48, "validation": 24, "test": 40}
     assert [policy["name"] for policy in results["policies"]] == [
@@ -72,46 +72,47 @@ def test_what_a_study_leaves(studied: Path, study_inputs: Path) -> None:
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only findings are looked at; drawing takes longer than they do."""
+    """Skip the page, which takes longer than the results."""
     monkeypatch.setattr("sparseflow.adaptive.study.run.write_page", lambda *_: None)
 
 
 @pytest.mark.usefixtures("no_page")
-def test_it_is_what_an_unbroken_one_gives(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
-    shares: list[float] = []
-    full = train(
+def test_train_after_interrupts_gives_same_results(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+    fractions: list[float] = []
+    results = train(
         small.make_config(study_inputs, out=tmp_path),
         small.CONFIG,
         num_seeds=2,
-        progress=lambda _, share: shares.append(share),
+        progress=lambda _, fraction: fractions.append(fraction),
     )
-    assert full is not None and shares == sorted(shares)
-    broken = load_results(studied)
+    assert results is not None and fractions == sorted(fractions)
+    interrupted = load_results(studied)
     for name in ("policies", "compared", "plans", "predictor", "budgets_ms", "model_id"):
-        assert json.loads(json.dumps(full[name])) == broken[name], name
+        assert json.loads(json.dumps(results[name])) == interrupted[name], name
 
 
-def test_judging_without_training(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+def test_evaluate_without_and_with_controllers(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
     config = small.make_config(study_inputs, out=tmp_path, attainment=0.9)
-    single = evaluate(config)
-    assert single is not None and single["attainment"] == 0.9
-    assert [policy["name"] for policy in single["policies"]] == [
+    baselines = evaluate(config)
+    assert baselines is not None and baselines["attainment"] == 0.9
+    assert [policy["name"] for policy in baselines["policies"]] == [
         "lookup table",
         "best static plan",
         "random",
         "oracle",
     ]
     assert (tmp_path / PLAN_QUALITY_FILE).is_file() and (tmp_path / "report.html").is_file()
-    args = evaluate(config, controllers=studied / "controllers.safetensors")
-    assert args is not None and args["policies"][0]["name"] == "controllers"
-    assert args["plans"] == single["plans"]
-    assert args["judged_at"]["attainment"] == "argument"
+    results = evaluate(config, controllers=studied / "controllers.safetensors")
+    assert results is not None and results["policies"][0]["name"] == "controllers"
+    assert results["plans"] == baselines["plans"]
+    assert results["judged_at"]["attainment"] == "argument"
 
 
 @pytest.mark.usefixtures("no_page")
-def test_controllers_are_judged_as_their_study_was(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+def test_evaluate_uses_conditions_of_study_of_controllers(
+    studied: Path, study_inputs: Path, tmp_path: Path
+) -> None:
     config = small.make_config(study_inputs, out=tmp_path / "judged")
-    # What the model answers, and what that takes, is the same for all.
     shutil.copytree(studied / OUTCOMES_DIR, config.out / OUTCOMES_DIR)
     study = json.loads((studied / "results.json").read_text("utf-8"))
     elsewhere = tmp_path / "study"
@@ -123,25 +124,27 @@ def test_controllers_are_judged_as_their_study_was(studied: Path, study_inputs: 
     assert results["judged_at"]["attainment"] == "default"
     assert results["judged_at"]["budgets"].startswith("default")
     narrower = budget_grid((1.1 * study["budgets_ms"][0], 0.9 * study["budgets_ms"][-1]), 6).tolist()
-    messages = study | {"attainment": 0.8, "budgets_ms": narrower}
-    (elsewhere / "results.json").write_text(json.dumps(messages))
+    content = study | {"attainment": 0.8, "budgets_ms": narrower}
+    (elsewhere / "results.json").write_text(json.dumps(content))
     known = evaluate(config, controllers=moved)
     assert known is not None and known["attainment"] == 0.8
     assert known["budgets_ms"] == pytest.approx(narrower)
     assert set(known["judged_at"].values()) == {"study of the controllers"}
-    (elsewhere / "results.json").write_text(json.dumps(messages | {"device": {"name": "another"}}))
+    (elsewhere / "results.json").write_text(json.dumps(content | {"device": {"name": "another"}}))
     other = evaluate(config, controllers=moved)
     assert other is not None and other["attainment"] == 0.8
     assert other["budgets_ms"] == results["budgets_ms"]
 
 
-def test_a_page_is_drawn_again(studied: Path, tmp_path: Path) -> None:
+def test_write_page_again_gives_same_page(studied: Path, tmp_path: Path) -> None:
     page = write_page(studied, tmp_path / "again.html")
     second, first = (path.read_text("utf-8") for path in (page, studied / "report.html"))
     assert len(second) == len(first)
 
 
-def test_what_is_refused(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
+def test_train_and_evaluate_with_invalid_arguments_raise(
+    studied: Path, study_inputs: Path, tmp_path: Path
+) -> None:
     config = small.make_config(study_inputs, out=tmp_path / "study")
     with pytest.raises(InputError, match=r"absent.parquet"):
         train(replace(config, profile=tmp_path / "absent.parquet"), small.CONFIG)
@@ -151,7 +154,11 @@ def test_what_is_refused(studied: Path, study_inputs: Path, tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"`num_seeds` \(=0\)"):
         train(replace(config, counts=SampleCounts(train=8, validation=4, test=4)), small.CONFIG, num_seeds=0)
     with pytest.raises(InputError, match=r"steps"):
-        train(small.make_config(study_inputs, out=studied), small.CONFIG.model_copy(update={"steps": 9}), num_seeds=2)
+        train(
+            small.make_config(study_inputs, out=studied),
+            small.CONFIG.model_copy(update={"steps": 9}),
+            num_seeds=2,
+        )
     other = Controllers.load(studied / "controllers.safetensors")
     other.model_id = "other"
     other.save(tmp_path / "other.safetensors")
@@ -166,8 +173,8 @@ def test_what_is_refused(studied: Path, study_inputs: Path, tmp_path: Path) -> N
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(FileFormatError, match=r"results.json"):
         write_page(tmp_path, tmp_path / "page.html")
-    retained = json.loads((studied / "results.json").read_text("utf-8"))
-    del retained["policies"][0]["curve"]
-    (tmp_path / "results.json").write_text(json.dumps(retained))
+    content = json.loads((studied / "results.json").read_text("utf-8"))
+    del content["policies"][0]["curve"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
     with pytest.raises(FileFormatError, match=r"KeyError\('curve'\)"):
         write_page(tmp_path, tmp_path / "page.html")

@@ -17,7 +17,7 @@ from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.controllers.networks import Stage1
 from sparseflow.adaptive.policy.evaluation import compare_policies, evaluate_policy
 from sparseflow.adaptive.policy.outcomes import OutcomeTable, budget_grid
-from sparseflow.adaptive.policy.policies import ControllerPolicy, ImitationPolicy
+from sparseflow.adaptive.policy.policies import ControllerPolicy
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.joint import JointTrainer
 from sparseflow.adaptive.training.train import CONTROLLERS, ControllerTrainResult, train
@@ -330,7 +330,7 @@ def test_train_by_imitation_of_text_model_reduces_loss(tmp_path: Path) -> None:
         held_out=held_out,
         model_id="text",
     )
-    policy = ImitationPolicy(controllers=train_result.controllers)
+    policy = ControllerPolicy(controllers=train_result.controllers)
     assert set(policy.choose(held_out, torch.arange(24), torch.full((24,), 60.0)).tolist()) <= set(
         range(len(plans))
     )

@@ -7,7 +7,7 @@ an upper bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -197,13 +197,6 @@ class ControllerPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImitationPolicy(ControllerPolicy):
-    """Controllers trained only by imitation of the oracle: `train` with 0 GRPO steps."""
-
-    name: str = "supervised on oracle"
-
-
-@dataclass(frozen=True, kw_only=True)
 class MarginPolicy:
     """A policy that is given a fraction of each budget, to leave room for jitter.
 
@@ -216,11 +209,13 @@ class MarginPolicy:
     policy: Policy
     margin: float
     met: bool = True
-    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         check_positive(margin=self.margin)
-        object.__setattr__(self, "name", self.name or self.policy.name)
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
 
     def choose(self, outcomes: OutcomeTable, samples: Tensor, budgets_ms: Tensor) -> Tensor:
         return self.policy.choose(outcomes, samples, check_budgets(budgets_ms) * self.margin)

@@ -33,6 +33,7 @@ from sparseflow.adaptive.plan.space import TIERS, Plan, Tier
 from sparseflow.adaptive.predictor.features import CompletedStage
 from sparseflow.adaptive.predictor.model import PlanLatencyPredictor
 from sparseflow.adaptive.profile.plan_quality import select_pareto_plans
+from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.errors import InputError
 
 OnInfeasible = Literal["reject", "best_effort", "truncate"]
@@ -163,10 +164,7 @@ class PlanSelector:
         Raises:
             InputError: `on_infeasible` is invalid.
         """
-        if on_infeasible not in ON_INFEASIBLE:
-            raise InputError(
-                f"`on_infeasible` (={on_infeasible!r}) must be one of {', '.join(ON_INFEASIBLE)}"
-            )
+        check_one_of(ON_INFEASIBLE, on_infeasible=on_infeasible)
         return RequestPolicy(
             selector=self, text_tokens=text_tokens, images=images, on_infeasible=on_infeasible, batch=batch,
             load=load, vision=vision, input_ids=input_ids,
@@ -214,10 +212,6 @@ class PlanSelector:
             key=lambda index: (_tier_rank(plans[index]), len(plans[index].blocks), plans[index].top_k),
         )
 
-    def restrict(self, plans: Sequence[Plan]) -> PlanSelector:
-        """Copy that selects among some plans."""
-        return replace(self, plans=plans)
-
     def select_front(
         self, max_plans: int = MAX_ENGINE_PLANS, *, text_tokens: int = 32, new_tokens: int = 16
     ) -> PlanSelector:
@@ -235,10 +229,7 @@ class PlanSelector:
         Raises:
             InputError: `max_plans` is below 2.
         """
-        if max_plans < 2:
-            raise InputError(
-                f"`max_plans` (={max_plans}) must be at least 2: the fastest and the largest plan"
-            )
+        check_at_least(2, max_plans=max_plans)
         images = int(bool(self.predictor.metadata.vision_tokens))
         ms, _ = self.predictor.predict_all(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
         fitting = self.plans_within_context(text_tokens=text_tokens, images=images, new_tokens=new_tokens)
@@ -261,9 +252,8 @@ class PlanSelector:
                 plans, ms[among].tolist(), estimate_quality[among].tolist(), max_plans - 1
             )
             selected_plans = [self.all_plans.index(plan) for plan in front]
-        return self.restrict(
-            [self.all_plans[index] for index in sorted({*selected_plans, *ends}, key=lambda index: ms[index])]
-        )
+        selected = sorted({*selected_plans, *ends}, key=lambda index: ms[index])
+        return replace(self, plans=[self.all_plans[index] for index in selected])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -296,21 +286,20 @@ class RequestPolicy:
         fits = self._candidates & (p99 <= remaining_ms)
         if not fits.any():
             return self._handle_infeasible(request, remaining_ms)
-        cpu_controllers = self.selector.cpu_controllers
+        cpu_controllers, word_embeddings = self.selector.cpu_controllers, self.selector.word_embeddings
         if math.isinf(remaining_ms):
-            self._decided_plan = self.selector.largest_plan(self._candidates)
+            index = self._decided_plan = self.selector.largest_plan(self._candidates)
         elif cpu_controllers is None:
-            self._decided_plan = self._argmax_quality(fits, p50)
+            index = self._decided_plan = self._argmax_quality(fits, p50)
         else:
-            word_embeddings = self.selector.word_embeddings
             assert word_embeddings is not None
             ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
             # Both stages were trained with the remaining budget at this point.
             self._stage1_output = cpu_controllers.choose_stage1(
                 word_embeddings.compute_feature(ids), remaining_ms, fits
             )
-            return self._make_initial_decision(self._stage1_output.plan, p50, request)
-        return self._make_initial_decision(self._decided_plan, p50, request)
+            index = self._stage1_output.plan
+        return self._make_initial_decision(index, p50, request)
 
     def prepare(self, request: GenerationRequest) -> None:
         """Predict latencies at the insertion, and run `choose_plan` once to warm the CPU cache."""
@@ -326,25 +315,29 @@ class RequestPolicy:
         p50, p99 = self._insertion_prediction or self._predict(self._new_tokens, "insertion")
         if self._stage1_output is None:
             assert self._decided_plan is not None
-            return self._make_decision(self._decided_plan, request, p50, p99, remaining_ms)
-        candidates = self._matching_plans()
+            index = self._decided_plan
+        else:
+            index = self._choose_stage2(self._stage1_output, latency_token, p99, remaining_ms)
+        return PlanDecision(
+            plan=self._get_plan(index),
+            max_new_tokens=self._new_tokens,
+            feasible=bool(p99[index] <= remaining_ms),
+            predicted_ms=_get_waited_ms(request) + float(p50[index]),
+        )
+
+    def _choose_stage2(
+        self, stage1: CpuStage1Output, latency_token: Tensor, p99: np.ndarray, remaining_ms: float
+    ) -> int:
+        """Number of a plan with the tier and position chosen by stage 1."""
+        assert self._candidates is not None and self.selector.cpu_controllers is not None
+        tier, position = self.selector.stage1_choices
+        candidates = self._candidates & (tier == stage1.tier) & (position == stage1.position)
         fits = candidates & (p99 <= remaining_ms)
         if not fits.any():
             # Time was lost in between: choose the fastest remaining plan.
-            index = int(np.flatnonzero(candidates)[p99[candidates].argmin()])
-            return self._make_decision(index, request, p50, p99, remaining_ms)
-        assert self.selector.cpu_controllers is not None
-        index = self.selector.cpu_controllers.choose_stage2(
-            latency_token.float().numpy(force=True), self._stage1_output, fits
-        )
-        return self._make_decision(index, request, p50, p99, remaining_ms)
-
-    def _matching_plans(self) -> np.ndarray:
-        """Candidates with the tier and position chosen by stage 1, [plans] bool."""
-        assert self._stage1_output is not None and self._candidates is not None
-        tier, position = self.selector.stage1_choices
-        return (
-            self._candidates & (tier == self._stage1_output.tier) & (position == self._stage1_output.position)
+            return int(np.flatnonzero(candidates)[p99[candidates].argmin()])
+        return self.selector.cpu_controllers.choose_stage2(
+            latency_token.float().numpy(force=True), stage1, fits
         )
 
     def _predict(self, new_tokens: int, after: CompletedStage) -> tuple[np.ndarray, np.ndarray]:
@@ -400,16 +393,6 @@ class RequestPolicy:
         predicted_ms = _get_waited_ms(request) + float(p50[index])
         return InitialDecision(
             tier=plan.tier, insertion_position=plan.insertion_position, predicted_ms=predicted_ms
-        )
-
-    def _make_decision(
-        self, index: int, request: GenerationRequest, p50: np.ndarray, p99: np.ndarray, remaining_ms: float
-    ) -> PlanDecision:
-        return PlanDecision(
-            plan=self._get_plan(index),
-            max_new_tokens=self._new_tokens,
-            feasible=bool(p99[index] <= remaining_ms),
-            predicted_ms=_get_waited_ms(request) + float(p50[index]),
         )
 
     def _get_plan(self, index: int) -> Plan:

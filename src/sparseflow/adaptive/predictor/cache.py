@@ -133,15 +133,15 @@ class PlanLatencyCache:
             table.interpolate_coefficients(context, batches)
             for table, context in zip(self._tables.steps, contexts, strict=True)
         ]
-        to_encode = count_encoded_images(images) if after == "receipt" else 0.0
+        num_encoded = count_encoded_images(images) if after == "receipt" else 0.0
         prefill_features, step_features = self._features[after == "insertion"], self._features[False]
         prefill_ms, *bucket_ms = np.empty(
             (1 + len(step_coefficients), len(self._loads), step_features.shape[1])
         )
         for index, (tier, _, columns) in enumerate(groups):
             prefill_ms[:, columns] = prefill_coefficients[index] @ prefill_features[:, columns]
-            if to_encode and self._tables.prefill.vision.shape[1]:
-                prefill_ms[:, columns] += to_encode * self._tables.prefill.vision[:, tier, None]
+            if num_encoded and self._tables.prefill.vision.shape[1]:
+                prefill_ms[:, columns] += num_encoded * self._tables.prefill.vision[:, tier, None]
             for step_ms, coefficients in zip(bucket_ms, step_coefficients, strict=True):
                 step_ms[:, columns] = coefficients[index] @ step_features[:, columns]
         decode_ms = sum_decode_steps(bucket_ms, np.array(new_tokens - 1.0))

@@ -161,7 +161,6 @@ class Calibration:
         tables: Latency tables.
         scale_coefficients: Coefficients of `residual_scale` at each load, shape [L, 4].
         scores: Scores of requests at each load.
-        step_scores: Scores of single decode steps at each load.
         held_out: Predicted and measured median of each held-out combination of plan, prompt length, batch,
             load and number of steps, shape [combinations, 2], milliseconds.
         tiers: Measured tiers, ascending.
@@ -170,7 +169,6 @@ class Calibration:
     tables: PhaseTables
     scale_coefficients: np.ndarray
     scores: list[np.ndarray]
-    step_scores: list[np.ndarray]
     held_out: np.ndarray
     tiers: tuple[Tier, ...]
 
@@ -185,17 +183,15 @@ class Calibration:
             loads = np.insert(loads, 1, MIN_BUSY_LOAD)
         weights = interpolation_weights(loads, measured)
 
-        def merge_neighbors(scores: list[np.ndarray]) -> list[np.ndarray]:
-            return [np.concatenate([scores[index] for index in np.flatnonzero(row)]) for row in weights]
-
         return replace(
-            self, tables=self.tables.resample_loads(loads),
+            self,
+            tables=self.tables.resample_loads(loads),
             scale_coefficients=weights @ self.scale_coefficients,
-            scores=merge_neighbors(self.scores), step_scores=merge_neighbors(self.step_scores),
-        )  # fmt: skip
+            scores=[np.concatenate([self.scores[index] for index in np.flatnonzero(row)]) for row in weights],
+        )
 
 
-def calibrate(profile: PlanProfile, *, num_folds: int = NUM_FOLDS, seed: int) -> Calibration:
+def calibrate(profile: PlanProfile, *, seed: int) -> Calibration:
     """Fit tables, residual scales and scores to a profile.
 
     Raises:
@@ -204,16 +200,16 @@ def calibrate(profile: PlanProfile, *, num_folds: int = NUM_FOLDS, seed: int) ->
     """
     measurements = profile.successful
     groups = [(measurement.plan.id, measurement.text_tokens) for measurement in measurements]
-    if len(set(groups)) < num_folds or not any(measurement.steps_ms for measurement in measurements):
+    if len(set(groups)) < NUM_FOLDS or not any(measurement.steps_ms for measurement in measurements):
         raise InputError(
             f"the profile has {len(set(groups))} combinations of plan and prompt length, and a predictor "
-            f"needs at least {num_folds}, with decode steps; profile more"
+            f"needs at least {NUM_FOLDS}, with decode steps; profile more"
         )
     loads = select_log_spaced_knots(np.array([measurement.load for measurement in measurements]), MAX_LOADS)
     phases = _make_phase_samples(profile, measurements)
     tables = _fit_tables(phases, np.arange(len(measurements)), loads, profile)
     held_out_ms = np.empty((len(phases), len(measurements)))
-    for fit_rows, held_out_rows in split_group_k_fold(groups, num_folds, seed):
+    for fit_rows, held_out_rows in split_group_k_fold(groups, NUM_FOLDS, seed):
         rows = np.array(held_out_rows)
         fold = _fit_tables(phases, np.array(fit_rows), loads, profile)
         for times, table, phase in zip(held_out_ms, (fold.prefill, *fold.steps), phases, strict=True):
@@ -325,7 +321,7 @@ def _score_requests(
     step_ms = bucket_ms[-1]
     nearest_load = np.abs(np.array([m.load for m in measurements])[:, None] - loads).argmin(axis=1)
     tiers = {measurement.plan.tier for measurement in measurements}
-    coefficients, scores, step_scores = [], [], []
+    coefficients, scores = [], []
     for load_index in range(len(loads)):
         rows = np.flatnonzero(nearest_load == load_index)
         # A measurement contains shorter requests; powers of two give short and long ones equal weight.
@@ -338,14 +334,8 @@ def _score_requests(
         coefficients.append(fit_residual_scale(prefill, step, decode, measured_ms))
         scale = residual_scale(coefficients[-1], prefill, step, decode)
         scores.append((measured_ms - prefill - decode) / scale)
-        pairs = [(step_ms[row], ms) for row in rows for ms in measurements[row].steps_ms[1:]] or [(1.0, 1.0)]
-        predicted_step, measured_step = np.array(pairs).T
-        step_scale = residual_scale(
-            coefficients[-1], np.zeros_like(predicted_step), predicted_step, predicted_step
-        )
-        step_scores.append((measured_step - predicted_step) / step_scale)
     return Calibration(
-        tables=tables, scale_coefficients=np.array(coefficients), scores=scores, step_scores=step_scores,
+        tables=tables, scale_coefficients=np.array(coefficients), scores=scores,
         held_out=_summarize_held_out(measurements, prefill_ms, bucket_ms),
         tiers=tuple(tier for tier in TIERS if tier in tiers),
     )  # fmt: skip

@@ -6,16 +6,15 @@ the answer has grown. Bucket b starts after 2^b - 1 steps; the last bucket is un
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sparseflow.adaptive.plan.space import ModelGeometry, Plan, Tier
+from sparseflow.adaptive.plan.space import ModelGeometry, Plan
+from sparseflow.core.checks import check_at_least, check_between, check_non_negative, check_one_of
 from sparseflow.errors import InputError
 
 CompletedStage = Literal["receipt", "vision", "insertion"]
@@ -61,31 +60,17 @@ class LatencyQuery:
                 f"`images` (={self.images}) contradicts the plan's tier (={self.plan.tier!r}): the tier is "
                 "None exactly if there are no images"
             )
-        check_completed_stage(self.after)
+        check_one_of(COMPLETED_STAGES, after=self.after)
 
 
 def check_request_size(
     text_tokens: int, images: float, new_tokens: int, batch: int, load: float, queued_ms: float
 ) -> None:
     """Raise InputError if a value is NaN, negative or out of range."""
-    for name, value, minimum in (
-        ("text_tokens", text_tokens, 0), ("new_tokens", new_tokens, 1), ("batch", batch, 1),
-    ):  # fmt: skip
-        if type(value) is not int or value < minimum:
-            raise InputError(f"`{name}` (={value!r}) must be an integer of at least {minimum}")
-    is_number = isinstance(images, int | float) and not isinstance(images, bool)
-    if not (is_number and math.isfinite(images) and images >= 0.0):
-        raise InputError(f"`images` (={images!r}) must be a finite, non-negative number of images")
-    if not 0.0 <= load <= 1.0:
-        raise InputError(f"`load` (={load}) must be a share of the device between 0 and 1")
-    if not (math.isfinite(queued_ms) and queued_ms >= 0.0):
-        raise InputError(f"`queued_ms` (={queued_ms}) must be a finite, non-negative time in milliseconds")
-
-
-def check_completed_stage(after: CompletedStage) -> None:
-    """Raise InputError if `after` is not a stage."""
-    if after not in COMPLETED_STAGES:
-        raise InputError(f"`after` (={after!r}) must be one of {', '.join(COMPLETED_STAGES)}")
+    check_at_least(0, text_tokens=text_tokens)
+    check_at_least(1, new_tokens=new_tokens, batch=batch)
+    check_non_negative(images=images, queued_ms=queued_ms)
+    check_between(0.0, 1.0, load=load)
 
 
 def count_step_buckets(max_steps: int) -> int:
@@ -222,125 +207,6 @@ def compute_plan_features(
     return features
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RequestFeatures:
-    """Features of n requests, float64 [n] unless stated otherwise.
-
-    Attributes:
-        prefill_features: Plan features of the blocks that the prefill still has to run, shape [n, K].
-        step_features: Plan features of all blocks, shape [n, K].
-        prompt: Padded prompt length, including tokens of images.
-        contexts: Mean padded context length of each step bucket, shape [S, n].
-        steps: Decode steps: tokens after the first one.
-        images: Images to encode; see `count_encoded_images`.
-        tier: Index into the model's tiers, int; 0 without images.
-        batch: Concurrent requests.
-        load: Share of the device that other requests use.
-        queued_ms: Queueing time.
-    """
-
-    prefill_features: np.ndarray
-    step_features: np.ndarray
-    prompt: np.ndarray
-    contexts: np.ndarray
-    steps: np.ndarray
-    images: np.ndarray
-    tier: np.ndarray
-    batch: np.ndarray
-    load: np.ndarray
-    queued_ms: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.prompt)
-
-
-class FeatureBuilder:
-    """Converts queries about one model to `RequestFeatures`.
-
-    Args:
-        geometry: Geometry of the model.
-        vision_tokens: Tokens of one image at each tier.
-        plans: Plans whose features are computed in advance.
-        padding: Padding of prompts and contexts.
-        num_buckets: Number of decode step buckets.
-    """
-
-    def __init__(
-        self,
-        geometry: ModelGeometry,
-        vision_tokens: Mapping[Tier, int],
-        plans: Sequence[Plan],
-        padding: PaddingBuckets,
-        num_buckets: int,
-    ) -> None:
-        self._geometry, self._vision_tokens, self._padding = geometry, dict(vision_tokens), padding
-        self._num_buckets = num_buckets
-        self._plan_index: dict[Plan, int] = {}
-        self._all_blocks = self._later_blocks = np.empty((0, count_plan_features(geometry)))
-        self._image_tokens = self._tier = np.empty(0, dtype=int)
-        self._add_plans(plans)
-        self._add_plans({replace(plan, tier=None): None for plan in plans})
-
-    def build(self, queries: Sequence[LatencyQuery]) -> RequestFeatures:
-        """Compute the features of each query.
-
-        Raises:
-            PlanError: The model cannot run a plan.
-            InputError: There are no queries, or a query has images and the profile has none.
-        """
-        if not queries:
-            raise InputError("`queries` is empty; pass at least one request")
-        if not self._vision_tokens and any(query.images for query in queries):
-            raise InputError("the profile contains no images, so requests with images cannot be predicted")
-        plan_index = self._plan_index
-        try:
-            rows = [plan_index[query.plan] for query in queries]
-        except KeyError:
-            return self._extend(queries).build(queries)
-        columns = zip(
-            *(
-                (query.text_tokens, query.images, query.new_tokens, query.batch, query.load, query.queued_ms)
-                for query in queries
-            ),
-            strict=True,
-        )
-        text, images, new, batch, load, queued = (np.array(column, dtype=float) for column in columns)
-        # Prompt lengths are integers, and so are padded lengths.
-        prompt = text + np.rint(images * self._image_tokens[rows])
-        prefill_features, to_encode = self._all_blocks[rows], count_encoded_images(images)
-        if any(query.after != "receipt" for query in queries):
-            inserted = np.array([query.after == "insertion" for query in queries])
-            prefill_features = np.where(inserted[:, None], self._later_blocks[rows], prefill_features)
-            to_encode = to_encode * [query.after == "receipt" for query in queries]
-        return RequestFeatures(
-            prefill_features=prefill_features, step_features=self._all_blocks[rows],
-            prompt=self._padding.pad_prompts(prompt),
-            contexts=self._padding.mean_contexts(prompt, new - 1.0, self._num_buckets),
-            steps=new - 1.0, images=to_encode, tier=self._tier[rows], batch=batch, load=load,
-            queued_ms=queued,
-        )  # fmt: skip
-
-    def _extend(self, queries: Sequence[LatencyQuery]) -> FeatureBuilder:
-        """Copy with the plans of queries added; other threads may be using this builder."""
-        extended = copy(self)
-        extended._plan_index = dict(self._plan_index)
-        extended._add_plans({query.plan: None for query in queries if query.plan not in self._plan_index})
-        return extended
-
-    def _add_plans(self, plans: Collection[Plan]) -> None:
-        geometry, new_plans = self._geometry, [plan for plan in plans if plan not in self._plan_index]
-        self._plan_index |= {plan: len(self._plan_index) + index for index, plan in enumerate(new_plans)}
-        self._all_blocks = np.concatenate([self._all_blocks, compute_plan_features(new_plans, geometry)])
-        self._later_blocks = np.concatenate(
-            [self._later_blocks, compute_plan_features(new_plans, geometry, inserted=True)]
-        )
-        tier_index = {tier: index for index, tier in enumerate(geometry.tiers)}
-        tokens = [self._vision_tokens.get(plan.tier, 0) if plan.tier else 0 for plan in new_plans]
-        tiers = [tier_index[plan.tier] if plan.tier else 0 for plan in new_plans]
-        self._image_tokens = np.concatenate([self._image_tokens, np.array(tokens, dtype=int)])
-        self._tier = np.concatenate([self._tier, np.array(tiers, dtype=int)])
-
-
-def count_encoded_images(images: np.ndarray | float) -> np.ndarray:
+def count_encoded_images(images: float) -> float:
     """Images to charge for encoding; less than one image costs as much as one."""
-    return np.where(np.greater(images, 0.0), np.maximum(images, 1.0), 0.0)
+    return max(images, 1.0) if images > 0.0 else 0.0

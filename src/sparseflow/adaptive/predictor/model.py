@@ -25,39 +25,30 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from sparseflow.adaptive.kernels import policy_inference
-from sparseflow.adaptive.plan.space import PlanSpace, Tier
+from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
 from sparseflow.adaptive.predictor.cache import CorrectionState, PlanLatencyCache
 from sparseflow.adaptive.predictor.calibration import (
     MIN_RELATIVE_SCALE,
     Calibration,
     PhaseTables,
     calibrate,
-    conformal_margin,
     residual_scale,
-    sum_decode_steps,
     summarize_scores,
 )
 from sparseflow.adaptive.predictor.features import (
+    COMPLETED_STAGES,
     CompletedStage,
-    FeatureBuilder,
     LatencyQuery,
     PaddingBuckets,
-    RequestFeatures,
-    check_completed_stage,
     check_request_size,
     count_plan_features,
 )
-from sparseflow.adaptive.predictor.online import (
-    WINDOW_SIZE,
-    ConformalMargin,
-    DriftCorrection,
-    DriftState,
-    MarginState,
-)
+from sparseflow.adaptive.predictor.online import WINDOW_SIZE, ConformalMargin, DriftCorrection, MarginState
 from sparseflow.adaptive.predictor.table import interpolation_weights
-from sparseflow.adaptive.profile.metadata import ProfileMetadata
+from sparseflow.adaptive.profile.measurement import ProfileMetadata
 from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.artifact import ArrayField, Artifact, DictField
+from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +57,7 @@ if TYPE_CHECKING:
 DEFAULT_LEVEL = 0.99
 """Default quantile of the upper prediction."""
 PhaseTimes = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Prefill, one step of the last bucket, and all steps, at each load: each [n, L], milliseconds."""
+"""Prefill, one step of the last bucket, and all steps, at each load: each [..., L], milliseconds."""
 
 
 class PlanLatencyPredictor:
@@ -80,30 +71,20 @@ class PlanLatencyPredictor:
         tiers: Measured tiers; predictions for other tiers are extrapolated.
     """
 
-    def __init__(
-        self,
-        *,
-        metadata: ProfileMetadata,
-        space: PlanSpace,
-        tables: PhaseTables,
-        scale_coefficients: np.ndarray,
-        step_margins: np.ndarray,
-        margins: Sequence[ConformalMargin],
-        corrections: tuple[DriftCorrection, DriftCorrection],
-        level: float = DEFAULT_LEVEL,
-        held_out_error: float,
-        tiers: Sequence[Tier],
-    ) -> None:
-        self.metadata, self.space, self.level = metadata, space, level
-        self.held_out_error, self.tiers = held_out_error, tuple(tiers)
-        self._tables, self._scale_coefficients = tables, scale_coefficients
-        self._step_margins, self._margins, self._corrections = step_margins, list(margins), corrections
-        self._loads = tables.prefill.loads
-        padding, plans = PaddingBuckets.from_config(metadata.config), space.plans
-        vision_tokens = metadata.vision_tokens
-        self._features = FeatureBuilder(space.geometry, vision_tokens, plans, padding, len(tables.steps))
-        self._cache = PlanLatencyCache(tables, space.geometry, plans, vision_tokens, padding)
-        self._plan_index = {plan: index for index, plan in enumerate(plans)}
+    def __init__(self, state: _PredictorState) -> None:
+        self._state = state
+        self.metadata, self.space, self.level = state.metadata, state.space, state.level
+        self.held_out_error = state.held_out_error
+        self.tiers = tuple(tier for tier in self.space.geometry.tiers if tier in state.tiers)
+        self._loads = state.tables.prefill.loads
+        self._margins = [ConformalMargin(margin, 1.0 - self.level) for margin in state.margins]
+        self._cache = self._make_cache(self.space.plans)
+        # Plans of all tiers are equal for requests without images.
+        self._plan_index = {
+            key: index
+            for index, plan in enumerate(self.space.plans)
+            for key in (plan, replace(plan, tier=None))
+        }
         self._predict_quantiles = policy_inference.load_kernels().predict_quantiles
         self._lock = threading.Lock()
         self._correction_state = self._snapshot_corrections()
@@ -159,23 +140,21 @@ class PlanLatencyPredictor:
             raise InputError(f"`level` (={level}) must lie between 0.5 and 1")
         predicted, measured = calibration.held_out.T
         num_loads = len(calibration.scores)
+        # Shuffled, because the first ones of ascending scores would be replaced first.
+        margins = [
+            np.random.default_rng(0).permutation(summarize_scores(scores, WINDOW_SIZE))
+            for scores in calibration.scores
+        ]
         return cls(
-            metadata=metadata,
-            space=space,
-            tables=calibration.tables,
-            scale_coefficients=calibration.scale_coefficients,
-            step_margins=np.array(
-                [conformal_margin(scores, 1.0 - level) for scores in calibration.step_scores]
-            ),
-            margins=[
-                ConformalMargin(1.0 - level, _shuffle(summarize_scores(scores, WINDOW_SIZE)))
-                for scores in calibration.scores
-            ],
-            corrections=(DriftCorrection(num_loads), DriftCorrection(num_loads)),
-            level=level,
-            held_out_error=float(np.mean(np.abs(predicted / measured - 1.0))),
-            tiers=calibration.tiers,
-        )
+            _PredictorState(
+                metadata=metadata, space=space, level=level, tiers=calibration.tiers,
+                held_out_error=float(np.mean(np.abs(predicted / measured - 1.0))),
+                tables=calibration.tables, scale_coefficients=calibration.scale_coefficients,
+                margins=tuple(MarginState(miss_rate=1.0 - level, scores=scores) for scores in margins),
+                prefill_correction=DriftCorrection.create(num_loads),
+                step_correction=DriftCorrection.create(num_loads),
+            )
+        )  # fmt: skip
 
     def check(self, model_id: str, device: torch.device | str) -> None:
         """Check that the profile is of this model on this device.
@@ -195,10 +174,13 @@ class PlanLatencyPredictor:
             PlanError: The model cannot run a plan.
             InputError: There are no queries, or a query has images and the profile has none.
         """
-        requests = self._features.build(queries)
-        weights = interpolation_weights(requests.load, self._loads)
-        median, upper = self._combine(self._predict_phases(requests), weights, self._correction_state)
-        return median + requests.queued_ms, upper + requests.queued_ms
+        if not queries:
+            raise InputError("`queries` is empty; pass at least one request")
+        prefill_ms, step_ms, decode_ms = map(np.stack, zip(*map(self._predict_phases, queries), strict=True))
+        weights = interpolation_weights(np.array([query.load for query in queries]), self._loads)
+        median, upper = self._combine((prefill_ms, step_ms, decode_ms), weights, self._correction_state)
+        queued_ms = np.array([query.queued_ms for query in queries])
+        return median + queued_ms, upper + queued_ms
 
     def predict_all(
         self,
@@ -222,31 +204,16 @@ class PlanLatencyPredictor:
             InputError: A value is out of range.
         """
         check_request_size(text_tokens, images, new_tokens, batch, load, queued_ms)
-        check_completed_stage(after)
+        check_one_of(COMPLETED_STAGES, after=after)
         latencies = self._cache.lookup((text_tokens, images, new_tokens, batch, after))
         low, fraction = self._cache.locate_load(load)
         state = self._correction_state
         median, upper = self._predict_quantiles(
             latencies.prefill_ms, latencies.step_ms, latencies.decode_ms, state.prefill, state.step,
-            state.margins, self._scale_coefficients, MIN_RELATIVE_SCALE, low, float(fraction),
+            state.margins, self._state.scale_coefficients, MIN_RELATIVE_SCALE, low, float(fraction),
             float(queued_ms),
         )  # fmt: skip
         return median, upper
-
-    def predict_phases(self, queries: Sequence[LatencyQuery]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Predict the `"prefill"` and one `"decode"` step of the last bucket, without queueing time.
-
-        Returns:
-            Median and upper quantile of each phase, each of shape [n], milliseconds.
-        """
-        state, requests = self._correction_state, self._features.build(queries)
-        prefill, step, _ = self._predict_phases(requests)
-        zeros, weights = np.zeros_like(prefill), interpolation_weights(requests.load, self._loads)
-        step_state = replace(state, margins=self._step_margins)
-        return {
-            "prefill": self._combine((prefill, zeros, zeros), weights, state),
-            "decode": self._combine((zeros, step, step), weights, step_state),
-        }
 
     def observe(self, query: LatencyQuery, measured_ms: float, *, prefill_ms: float | None = None) -> None:
         """Learn from a finished request.
@@ -271,16 +238,16 @@ class PlanLatencyPredictor:
             )
         if query.after != "receipt":
             raise InputError(f"`after` (={query.after!r}) must be 'receipt' for a finished request")
-        times = self._predict_query(query)
+        times = self._predict_phases(query)
         weights = interpolation_weights(np.array([query.load]), self._loads)
         with self._lock:
             state = self._correction_state
             (median,), (upper,) = self._combine(times, weights, state)
             (load_weights,) = weights
-            prefill, step, decode = (load_weights @ phase[0] for phase in times)
+            prefill, step, decode = (load_weights @ phase_ms for phase_ms in times)
             factor = load_weights @ state.step
             scale = residual_scale(
-                load_weights @ self._scale_coefficients, prefill * (load_weights @ state.prefill),
+                load_weights @ self._state.scale_coefficients, prefill * (load_weights @ state.prefill),
                 step * factor, decode * factor,
             )  # fmt: skip
             nearest = int(load_weights.argmax())
@@ -301,16 +268,16 @@ class PlanLatencyPredictor:
         Raises:
             InputError: `fraction` is out of range.
         """
-        if not 0.0 <= fraction <= 1.0:
-            raise InputError(f"`fraction` (={fraction}) must lie between 0 and 1")
+        check_between(0.0, 1.0, fraction=fraction)
         with self._lock:
-            for component in (*self._margins, *self._corrections):
+            for component in (*self._margins, self._state.prefill_correction, self._state.step_correction):
                 component.forget(fraction)
             self._correction_state = self._snapshot_corrections()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types, including everything learned from observations."""
-        return self._make_file().to_dict()
+        with self._lock:
+            return self._update_state().to_dict()
 
     @classmethod
     def from_dict(cls, record: object, source: Path | str = "predictor") -> PlanLatencyPredictor:
@@ -319,7 +286,7 @@ class PlanLatencyPredictor:
         Raises:
             FileFormatError: The record is of another format or version, or its content is invalid.
         """
-        return cls._from_file(_PredictorFile.from_dict(record, source))
+        return cls(_PredictorState.from_dict(record, source))
 
     def save(self, path: Path | str) -> None:
         """Write the predictor as JSON, including everything learned from observations.
@@ -327,7 +294,8 @@ class PlanLatencyPredictor:
         Raises:
             OSError: The file cannot be written.
         """
-        self._make_file().save(path)
+        with self._lock:
+            self._update_state().save(path)
 
     @classmethod
     def load(cls, path: Path | str) -> PlanLatencyPredictor:
@@ -337,69 +305,41 @@ class PlanLatencyPredictor:
             InputError: The file does not exist.
             FileFormatError: The file is foreign, damaged, or of another version.
         """
-        return cls._from_file(_PredictorFile.load(path))
+        return cls(_PredictorState.load(path))
 
-    def _make_file(self) -> _PredictorFile:
-        with self._lock:
-            prefill, step = self._corrections
-            return _PredictorFile(
-                metadata=self.metadata, space=self.space, level=self.level, tiers=self.tiers,
-                held_out_error=self.held_out_error, tables=self._tables,
-                scale_coefficients=self._scale_coefficients, step_margins=self._step_margins,
-                margins=tuple(margin.state for margin in self._margins),
-                prefill_correction=prefill.state, step_correction=step.state,
-            )  # fmt: skip
+    def _update_state(self) -> _PredictorState:
+        return self._state.model_copy(update={"margins": tuple(margin.state for margin in self._margins)})
 
-    @classmethod
-    def _from_file(cls, file: _PredictorFile) -> PlanLatencyPredictor:
-        return cls(
-            metadata=file.metadata, space=file.space, tables=file.tables,
-            scale_coefficients=file.scale_coefficients, step_margins=file.step_margins,
-            margins=[ConformalMargin.from_state(state, 1.0 - file.level) for state in file.margins],
-            corrections=(
-                DriftCorrection.from_state(file.prefill_correction),
-                DriftCorrection.from_state(file.step_correction),
-            ),
-            level=file.level, held_out_error=file.held_out_error,
-            tiers=[tier for tier in file.space.geometry.tiers if tier in file.tiers],
+    def _make_cache(self, plans: Sequence[Plan]) -> PlanLatencyCache:
+        return PlanLatencyCache(
+            self._state.tables, self.space.geometry, plans, self.metadata.vision_tokens,
+            PaddingBuckets.from_config(self.metadata.config),
         )  # fmt: skip
 
-    def _predict_phases(self, requests: RequestFeatures) -> PhaseTimes:
-        """Uncorrected times from the tables."""
-        prefill_ms = self._tables.prefill.predict(
-            requests.prompt, requests.batch, requests.prefill_features, requests.images, requests.tier
-        )
-        bucket_ms = [
-            table.predict(context, requests.batch, requests.step_features, requests.images, requests.tier)
-            for table, context in zip(self._tables.steps, requests.contexts, strict=True)
-        ]
-        return prefill_ms, bucket_ms[-1], sum_decode_steps(bucket_ms, requests.steps[:, None])
-
-    def _predict_query(self, query: LatencyQuery) -> PhaseTimes:
-        """`_predict_phases` of one query, from the cache if its plan is in the space."""
-        index = self._plan_index.get(query.plan)
+    def _predict_phases(self, query: LatencyQuery) -> PhaseTimes:
+        """Uncorrected times of a query, each of shape [L]."""
+        index, latency_cache = self._plan_index.get(query.plan), self._cache
         if index is None:
-            return self._predict_phases(self._features.build([query]))
-        latencies = self._cache.lookup(
+            index, latency_cache = 0, self._make_cache([query.plan])
+        latencies = latency_cache.lookup(
             (query.text_tokens, query.images, query.new_tokens, query.batch, query.after)
         )
-        return (
-            latencies.prefill_ms[None, :, index],
-            latencies.step_ms[None, :, index],
-            latencies.decode_ms[None, :, index],
-        )
+        return latencies.prefill_ms[:, index], latencies.step_ms[:, index], latencies.decode_ms[:, index]
 
     def _combine(
         self, times: PhaseTimes, weights: np.ndarray, state: CorrectionState
     ) -> tuple[np.ndarray, np.ndarray]:
         """Corrected median and upper quantile, each [n], not decreasing with the load.
 
-        `weights`, [n, L], interpolate between the loads of the tables.
+        Args:
+            times: Uncorrected times, each of shape [n, L] or [L].
+            weights: Interpolation between the loads of the tables, shape [n, L].
+            state: Corrections.
         """
         prefill, step, decode = times[0] * state.prefill, times[1] * state.step, times[2] * state.step
         median = prefill + decode
-        upper = median + state.margins * residual_scale(self._scale_coefficients, prefill, step, decode)
-        median, upper = np.maximum.accumulate(median, axis=1), np.maximum.accumulate(upper, axis=1)
+        upper = median + state.margins * residual_scale(self._state.scale_coefficients, prefill, step, decode)
+        median, upper = np.maximum.accumulate(median, axis=-1), np.maximum.accumulate(upper, axis=-1)
         return (median * weights).sum(axis=1), (upper * weights).sum(axis=1)
 
     def _correct(
@@ -411,7 +351,7 @@ class PlanLatencyPredictor:
         prefill_ms: float | None,
     ) -> None:
         """Update the drift corrections; `weights` is the weight of the observation at each load, [L]."""
-        prefill_correction, step_correction = self._corrections
+        prefill_correction, step_correction = self._state.prefill_correction, self._state.step_correction
         if prefill_ms is None:
             # The error is attributed to each phase in proportion to its time.
             total = prefill + decode
@@ -424,21 +364,18 @@ class PlanLatencyPredictor:
             step_correction.add((service_ms - prefill_ms) / decode, weights)
 
     def _snapshot_corrections(self) -> CorrectionState:
-        prefill, step = self._corrections
-        margins = np.array([margin.value for margin in self._margins])
-        return CorrectionState(prefill=prefill.factors, step=step.factors, margins=margins)
+        return CorrectionState(
+            prefill=self._state.prefill_correction.compute_factors(),
+            step=self._state.step_correction.compute_factors(),
+            margins=np.array([margin.value for margin in self._margins]),
+        )
 
 
-def _shuffle(scores: np.ndarray) -> np.ndarray:
-    """Shuffle ascending scores, because the first ones are replaced first."""
-    return np.random.default_rng(0).permutation(scores)
-
-
-class _PredictorFile(Artifact):
-    """File of a predictor at L loads; the fields are those of `PlanLatencyPredictor`."""
+class _PredictorState(Artifact):
+    """Fitted and learned values of a predictor at L loads; the content of its file."""
 
     FORMAT: ClassVar[str] = "sparseflow.adaptive.latency-predictor"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     HINT: ClassVar[str] = "fit it again with `sparseflow adaptive profile` into the same profile"
 
     metadata: ProfileMetadata
@@ -448,10 +385,9 @@ class _PredictorFile(Artifact):
     held_out_error: Annotated[float, Field(ge=0.0)]
     tables: PhaseTables
     scale_coefficients: Annotated[np.ndarray, ArrayField(np.float64, ndim=2, ge=0.0)]
-    step_margins: Annotated[np.ndarray, ArrayField(np.float64, ndim=1, ge=0.0)]
     margins: tuple[MarginState, ...]
-    prefill_correction: DriftState
-    step_correction: DriftState
+    prefill_correction: DriftCorrection
+    step_correction: DriftCorrection
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:
@@ -460,7 +396,7 @@ class _PredictorFile(Artifact):
         if not self.tables.steps or any(table.loads.tolist() != loads for table in tables):
             raise ValueError("`tables` must have at least one step table, all with the loads of the prefill")
         sizes = {
-            len(self.scale_coefficients), len(self.step_margins), len(self.margins),
+            len(self.scale_coefficients), len(self.margins),
             len(self.prefill_correction.per_load), len(self.step_correction.per_load),
         }  # fmt: skip
         if sizes != {len(loads)} or self.scale_coefficients.shape[1] != 4:

@@ -21,7 +21,7 @@ back towards the calibrated state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -47,104 +47,64 @@ _STEP_SIZE = 0.005
 _MIN_RATE_FACTOR, _MAX_RATE_FACTOR = 1.0 / 20.0, 5.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MedianState:
-    """Observations of a `RunningMedian`, oldest first.
+@dataclass(kw_only=True, eq=False)
+class RunningMedian:
+    """Exponentially weighted median of logarithms.
 
     Attributes:
-        logs: Logarithms, shape [n].
-        weights: Weights, shape [n].
+        logs: Latest observations, oldest first, shape [n].
+        weights: Their weights, shape [n].
     """
 
-    logs: Annotated[np.ndarray, ArrayField(np.float64, ndim=1)]
-    weights: Annotated[np.ndarray, ArrayField(np.float64, ndim=1, ge=0.0)]
+    logs: Annotated[np.ndarray, ArrayField(np.float64, ndim=1)] = field(default_factory=lambda: np.empty(0))
+    weights: Annotated[np.ndarray, ArrayField(np.float64, ndim=1, ge=0.0)] = field(
+        default_factory=lambda: np.empty(0)
+    )
 
     def __post_init__(self) -> None:
         if len(self.logs) != len(self.weights):
             raise InputError(f"expected one weight per log, got {len(self.weights)} and {len(self.logs)}")
 
-
-class RunningMedian:
-    """Exponentially weighted median of logarithms."""
-
-    def __init__(self, state: MedianState | None = None) -> None:
-        logs, weights = (np.empty(0), np.empty(0)) if state is None else (state.logs, state.weights)
-        # Index 0 is reserved for the prior.
-        self._logs = np.concatenate([[0.0], logs[-_MEMORY_SIZE:]])
-        self._weights = np.concatenate([[0.0], weights[-_MEMORY_SIZE:]])
-
-    @property
-    def state(self) -> MedianState:
-        """State to store."""
-        return MedianState(logs=self._logs[1:], weights=self._weights[1:])
-
     def add(self, log: float, weight: float) -> None:
         """Add an observation with a weight in (0, 1]; older weights decay accordingly."""
-        first = 2 if len(self._logs) > _MEMORY_SIZE else 1
-        log = min(max(log, -_MAX_LOG), _MAX_LOG)
-        self._logs = np.concatenate([[0.0], self._logs[first:], [log]])
-        self._weights = np.concatenate([[0.0], self._weights[first:] * _DECAY**weight, [weight]])
+        num_kept = _MEMORY_SIZE - 1
+        self.logs = np.append(self.logs[-num_kept:], min(max(log, -_MAX_LOG), _MAX_LOG))
+        self.weights = np.append(self.weights[-num_kept:] * _DECAY**weight, weight)
 
     def forget(self, fraction: float) -> None:
         """Reduce all weights by `fraction`."""
-        self._weights *= 1.0 - fraction
+        self.weights = self.weights * (1.0 - fraction)
 
     def compute(self, prior: float) -> float:
         """Compute the median, with `prior` as an additional observation."""
-        self._logs[0], self._weights[0] = prior, _PRIOR_WEIGHT
-        order = self._logs.argsort()
-        logs, weights = self._logs[order], self._weights[order]
-        # Each observation is at the center of its weight.
-        centers = weights.cumsum() - 0.5 * weights
-        half = 0.5 * weights.sum()
-        upper = int(centers.searchsorted(half))
-        if upper in (0, len(centers)):
-            return float(logs[min(upper, len(centers) - 1)])
-        fraction = (half - centers[upper - 1]) / (centers[upper] - centers[upper - 1])
-        return float(logs[upper - 1] + fraction * (logs[upper] - logs[upper - 1]))
+        logs, weights = np.append(prior, self.logs), np.append(_PRIOR_WEIGHT, self.weights)
+        order = logs.argsort()
+        logs, weights = logs[order], weights[order]
+        # Each observation is at the center of its weight, and values between two are interpolated.
+        return float(np.interp(0.5 * weights.sum(), weights.cumsum() - 0.5 * weights, logs))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DriftState:
-    """Stored state of a `DriftCorrection`.
+@dataclass(kw_only=True, eq=False)
+class DriftCorrection:
+    """Correction factors of one phase at each load.
 
     Attributes:
         overall: Observations at all loads.
         per_load: Observations at each load.
     """
 
-    overall: MedianState
-    per_load: tuple[MedianState, ...]
-
-
-class DriftCorrection:
-    """Correction factors of one phase at each load.
-
-    Args:
-        num_loads: Number of loads L.
-
-    Attributes:
-        factors: Factors on the predicted times, shape [L].
-    """
-
-    def __init__(self, num_loads: int) -> None:
-        self._overall, self._per_load = RunningMedian(), [RunningMedian() for _ in range(num_loads)]
-        self.factors = np.ones(num_loads)
+    overall: RunningMedian = field(default_factory=RunningMedian)
+    per_load: tuple[RunningMedian, ...]
 
     @classmethod
-    def from_state(cls, state: DriftState) -> DriftCorrection:
-        """Restore a correction."""
-        correction = cls(len(state.per_load))
-        correction._overall = RunningMedian(state.overall)
-        correction._per_load = [RunningMedian(median) for median in state.per_load]
-        correction._update_factors()
-        return correction
+    def create(cls, num_loads: int) -> DriftCorrection:
+        """Create a correction without observations."""
+        return cls(per_load=tuple(RunningMedian() for _ in range(num_loads)))
 
-    @property
-    def state(self) -> DriftState:
-        """State to store."""
-        per_load = tuple(median.state for median in self._per_load)
-        return DriftState(overall=self._overall.state, per_load=per_load)
+    def compute_factors(self) -> np.ndarray:
+        """Compute the factors on the predicted times, shape [L]."""
+        overall = self.overall.compute(0.0)
+        return np.exp([median.compute(overall) for median in self.per_load])
 
     def add(self, ratio: float, weights: np.ndarray) -> None:
         """Add an observation.
@@ -153,23 +113,17 @@ class DriftCorrection:
             ratio: Measured over predicted time, above 0.
             weights: Weight of the observation at each load, shape [L], in [0, 1].
         """
-        self._overall.add(math.log(ratio), float(weights.sum()))
-        for median, weight in zip(self._per_load, weights.tolist(), strict=True):
+        self.overall.add(math.log(ratio), float(weights.sum()))
+        for median, weight in zip(self.per_load, weights.tolist(), strict=True):
             if weight > 0.0:
                 median.add(math.log(ratio), weight)
             else:
                 median.forget(_IDLE_DECAY)
-        self._update_factors()
 
     def forget(self, fraction: float) -> None:
         """Reduce the weight of all observations by `fraction`."""
-        for median in (self._overall, *self._per_load):
+        for median in (self.overall, *self.per_load):
             median.forget(fraction)
-        self._update_factors()
-
-    def _update_factors(self) -> None:
-        overall = self._overall.compute(0.0)
-        self.factors = np.exp([median.compute(overall) for median in self._per_load])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,26 +147,18 @@ class ConformalMargin:
     """Adaptive conformal margin at one load.
 
     Args:
-        miss_rate: Target fraction of requests above the margin.
-        scores: Initial scores, at least one; the first ones are replaced first.
+        state: Initial scores, of which the first ones are replaced first, and effective miss rate.
+        target_rate: Target fraction of requests above the margin.
 
     Attributes:
         value: Margin, in units of the residual scale.
     """
 
-    def __init__(self, miss_rate: float, scores: np.ndarray) -> None:
-        self._target_rate = self._miss_rate = miss_rate
-        self._scores = self._initial_scores = np.array(scores, dtype=np.float64)[-WINDOW_SIZE:]
+    def __init__(self, state: MarginState, target_rate: float) -> None:
+        self._miss_rate, self._target_rate = state.miss_rate, target_rate
+        self._scores = self._initial_scores = state.scores[-WINDOW_SIZE:]
         self._num_observed = self._num_skipped = 0
-        self.value = conformal_margin(self._scores, miss_rate)
-
-    @classmethod
-    def from_state(cls, state: MarginState, target_rate: float) -> ConformalMargin:
-        """Restore a margin with the target miss rate."""
-        restored = cls(target_rate, state.scores)
-        restored._miss_rate = state.miss_rate
-        restored.value = conformal_margin(state.scores, state.miss_rate)
-        return restored
+        self.value = conformal_margin(self._scores, self._miss_rate)
 
     @property
     def state(self) -> MarginState:

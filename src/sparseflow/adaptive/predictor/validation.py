@@ -7,7 +7,7 @@ tables, scales and margins were fitted to the other folds only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,12 +60,7 @@ class ValidationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {
-            "quantiles": [dict(vars(row)) for row in self.quantiles],
-            "p50_error": self.p50_error,
-            "cells": [list(cell) for cell in self.cells],
-            "requests": self.requests,
-        }
+        return asdict(self)
 
 
 def can_validate(profile: PlanProfile) -> bool:

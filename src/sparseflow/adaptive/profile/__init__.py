@@ -1,10 +1,11 @@
 """Profiles: measured latencies of plans on a device, with all samples.
 
-- `measurement`, `metadata`, `storage`: a profile in memory and on disk
-- `runner`: protocol of runners; `engine_runner` (as served) and `eager_runner` (the model's own forward)
+- `measurement`, `storage`: a profile in memory and on disk
+- `runner`: protocol of runners, and the model's own forward; `engine_runner`: requests as served
 - `random_prompts`, `background_traffic`: requests to measure, and requests next to them
 - `collect`: the order of measurements
-- `identity`, `memory`: digests of models, and what fits into memory
+- `identity`, `memory`: digests of models, and capacity checks
+- `model_profile`: profiling of a model's directory
 - `importance`: blocks that a model can skip; `plan_quality`: accuracy of plans
 """
 
@@ -18,11 +19,9 @@ from sparseflow.adaptive.profile.collect import (
     make_background_load,
     select_representative_plans,
 )
-from sparseflow.adaptive.profile.eager_runner import EagerRunner
 from sparseflow.adaptive.profile.identity import compute_model_id, compute_weights_id
-from sparseflow.adaptive.profile.measurement import Measurement
-from sparseflow.adaptive.profile.metadata import ProfileMetadata
-from sparseflow.adaptive.profile.runner import ProfileRunner, RequestTimes
+from sparseflow.adaptive.profile.measurement import Measurement, ProfileMetadata
+from sparseflow.adaptive.profile.runner import EagerRunner, ProfileRunner, RequestTimes
 from sparseflow.adaptive.profile.storage import PlanProfile
 from sparseflow.core.lazy import attach
 

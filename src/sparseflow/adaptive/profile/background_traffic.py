@@ -18,6 +18,7 @@ from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.request import GenerationRequest, InitialDecision
 from sparseflow.adaptive.plan.space import Plan
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError, RunError
 
 MAX_LOAD = 0.9
@@ -69,11 +70,8 @@ class RequestMix:
     new_tokens: int = 17
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1 or self.new_tokens < 2:
-            raise InputError(
-                f"`lengths` (={list(self.lengths)}) must contain at least one number, all at least 1, and "
-                f"`new_tokens` (={self.new_tokens}) must be at least 2"
-            )
+        check_at_least(1, lengths=min(self.lengths, default=0))
+        check_at_least(2, new_tokens=self.new_tokens)
 
 
 class BackgroundTraffic:

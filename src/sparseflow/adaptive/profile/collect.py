@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ import numpy as np
 import torch
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
-from sparseflow.adaptive.profile.measurement import CaseKey, Measurement
-from sparseflow.adaptive.profile.metadata import ProfileMetadata, get_device_facts
+from sparseflow.adaptive.profile.measurement import (
+    Measurement,
+    ProfileMetadata,
+    get_device_facts,
+)
 from sparseflow.adaptive.profile.runner import ProfileRunner
 from sparseflow.adaptive.profile.storage import PlanProfile, ProfileWriter
+from sparseflow.core.checks import check_at_least, check_between
 from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError, SparseFlowError
@@ -81,11 +86,8 @@ def select_representative_plans(
         InputError: A count is too small.
     """
     tiers = space.tiers if tiers is None else tiers
-    if count < 2 * len(tiers) or num_text_plans < 0:
-        raise InputError(
-            f"`count` (={count}) must be at least {2 * len(tiers)}, two per tier, and `num_text_plans` "
-            f"(={num_text_plans}) must not be negative"
-        )
+    check_at_least(2 * len(tiers), count=count)
+    check_at_least(0, num_text_plans=num_text_plans)
     generator = np.random.default_rng(seed)
     selected: list[Plan] = []
     for index, tier in enumerate(tiers):
@@ -93,7 +95,7 @@ def select_representative_plans(
         tier_count = count // len(tiers) + (index < count % len(tiers))
         selected += _select_extremes(candidates, tier_count, generator)
     if num_text_plans and space.geometry.tiers:
-        text_plans = {_remove_image(plan): None for plan in space.plans}
+        text_plans = dict.fromkeys(replace(plan, tier=None) for plan in space.plans)
         selected += _select_extremes(list(text_plans), num_text_plans, generator)
     return tuple(selected)
 
@@ -107,10 +109,6 @@ def _select_extremes(plans: list[Plan], count: int, generator: np.random.Generat
     inner = ranked[1:-1]
     indices = generator.choice(len(inner), size=max(min(count - 2, len(inner)), 0), replace=False)
     return ends + [inner[index] for index in sorted(indices)]
-
-
-def _remove_image(plan: Plan) -> Plan:
-    return Plan(tier=None, insertion_position=plan.insertion_position, top_k=plan.top_k, blocks=plan.blocks)
 
 
 def collect_profile(
@@ -158,7 +156,15 @@ def collect_profile(
             or the disk is full.
     """
     loads = tuple(dict.fromkeys(map(float, loads)))
-    _check_arguments(text_tokens, batch_sizes, loads, rounds, warmup_runs, decode_steps, seed)
+    for name, values in (("text_tokens", text_tokens), ("batch_sizes", batch_sizes), ("loads", loads)):
+        if not values or len(set(values)) < len(values):
+            raise InputError(f"`{name}` (={values}) must be at least one value, without duplicates")
+    for tokens, batch in product(text_tokens, batch_sizes):
+        check_at_least(1, text_tokens=tokens, batch_sizes=batch)
+    for load in loads:
+        check_between(0.0, 1.0, loads=load)
+    check_at_least(1, rounds=rounds, decode_steps=decode_steps)
+    check_at_least(0, warmup_runs=warmup_runs, seed=seed)
     plans = tuple(dict.fromkeys(space.plans if plans is None else plans))
     for plan in plans:
         space.geometry.check(plan)
@@ -173,7 +179,7 @@ def collect_profile(
     schedule = _MeasurementSchedule(
         runner=runner, loads=loads, rounds=rounds, warmup_runs=warmup_runs, decode_steps=decode_steps,
         seed=seed,
-        cells=[(plan, tokens, batch) for plan in plans for tokens in text_tokens for batch in batch_sizes],
+        cells=list(product(plans, text_tokens, batch_sizes)),
     )  # fmt: skip
     path = Path(out_path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,8 +213,12 @@ class _MeasurementSchedule:
         }
         total = len(self.cells) * len(self.loads) * self.rounds
         missing = {
-            block: [cell for cell in cells if _make_case(cell, *block) not in measured]
-            for block, cells in self.iterate_blocks()
+            (index, load): [
+                (plan, tokens, batch)
+                for plan, tokens, batch in cells
+                if (plan.id, tokens, batch, load, index) not in measured
+            ]
+            for (index, load), cells in self.iterate_blocks()
         }
         num_done, num_failures, error = total - sum(map(len, missing.values())), 0, None
         for (round_index, load), cells in missing.items():
@@ -262,33 +272,3 @@ class _MeasurementSchedule:
             session=session,
             **result,
         )
-
-
-def _make_case(cell: _Cell, round_index: int, load: float) -> CaseKey:
-    plan, tokens, batch = cell
-    return (plan.id, tokens, batch, load, round_index)
-
-
-def _check_arguments(
-    text_tokens: Sequence[int],
-    batch_sizes: Sequence[int],
-    loads: Sequence[float],
-    rounds: int,
-    warmup_runs: int,
-    decode_steps: int,
-    seed: int,
-) -> None:
-    for name, values in (
-        ("text_tokens", text_tokens),
-        ("batch_sizes", batch_sizes),
-        ("rounds", [rounds]),
-        ("decode_steps", [decode_steps]),
-    ):
-        if not values or any(type(value) is not int or value < 1 for value in values):
-            raise InputError(f"`{name}` (={values}) must be integers of at least 1")
-        if len(set(values)) < len(values):
-            raise InputError(f"`{name}` contains duplicates: {values}")
-    if warmup_runs < 0 or seed < 0:
-        raise InputError(f"`warmup_runs` (={warmup_runs}) and `seed` (={seed}) must not be negative")
-    if not loads or not all(0.0 <= load <= 1.0 for load in loads):
-        raise InputError(f"`loads` (={loads}) must be one or more numbers between 0 and 1")

@@ -26,8 +26,8 @@ from sparseflow.adaptive.profile import (
     select_representative_plans,
 )
 from sparseflow.adaptive.profile.importance import load_plan_space
+from sparseflow.adaptive.profile.measurement import get_device_facts
 from sparseflow.adaptive.profile.memory import select_fitting_tiers
-from sparseflow.adaptive.profile.metadata import get_device_facts
 from sparseflow.adaptive.profile.random_prompts import RandomPrompts
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.messages import Message

@@ -64,16 +64,16 @@ class PlanQuality(Artifact):
             )
 
 
-_Item = TypeVar("_Item")
+_Plan = TypeVar("_Plan")
 
 
 def select_pareto_plans(
-    plans: Sequence[_Item], latency_ms: Sequence[float], quality: Sequence[float], max_plans: int = 16
-) -> list[_Item]:
+    plans: Sequence[_Plan], latency_ms: Sequence[float], quality: Sequence[float], max_plans: int = 16
+) -> list[_Plan]:
     """Select the plans that no other plan dominates in latency and quality, fastest first.
 
     Args:
-        plans: Plans, or items that represent them.
+        plans: Plans, or values that represent them.
         latency_ms: Latency of each plan.
         quality: Quality of each plan.
         max_plans: Maximum number of plans; beyond it both ends stay, and of the others those with the most

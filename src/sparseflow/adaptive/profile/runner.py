@@ -1,13 +1,25 @@
-"""Protocol of profile runners: run a request of a given size and return the time of each part."""
+"""Profile runners: the protocol, and `EagerRunner`, which calls the model's own forward.
+
+`EagerRunner` times each decode step from an idle device to an idle device. On a GPU, serving does not work
+like this; `EngineRunner` measures what is served.
+"""
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from sparseflow.adaptive.plan.adapter import Inputs
+from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
+from sparseflow.adaptive.profile.identity import compute_model_id
+from sparseflow.adaptive.profile.random_prompts import RandomPrompts
+from sparseflow.core.checks import check_at_least
+from sparseflow.core.timing import measure
 from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,21 +33,10 @@ class RequestTimes:
     Attributes:
         prefill_ms: Time to the first token.
         steps_ms: Time of each further token, in order.
-
-    Raises:
-        InputError: A time is not a finite number above 0.
     """
 
     prefill_ms: float
     steps_ms: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps_ms", tuple(self.steps_ms))
-        for name, value in [("prefill_ms", self.prefill_ms), *(("steps_ms", step) for step in self.steps_ms)]:
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0.0):
-                raise InputError(
-                    f"`{name}` (={value!r}) must be finite and above 0 ms; fix the runner's timer"
-                )
 
 
 def describe_computation(model: PreTrainedModel) -> dict[str, Any]:
@@ -90,3 +91,104 @@ class ProfileRunner(Protocol):
             RunError: Nothing can be measured. It ends the collection.
         """
         ...
+
+
+class EagerRunner:
+    """Runs plans by the model's own forward. Implements `ProfileRunner`.
+
+    Args:
+        runtime: Runtime of the model, which is in evaluation mode.
+        device: Device of the model.
+        example: Inputs of a request with one image at the highest tier, batch size 1, as the model's
+            processor makes them; None measures requests without images only.
+        max_tokens: Maximum tokens of a request, prompt and answer together; longer requests are refused here
+            and by servers that use the profile. None is no limit.
+        seed: Seed of the prompts.
+
+    Raises:
+        InputError: The model is in training mode or on another device, or the example is not one request with
+            an image.
+    """
+
+    def __init__(
+        self,
+        runtime: PlanRuntime,
+        *,
+        device: torch.device | str,
+        example: Inputs | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._runtime, self._adapter, self._max_tokens = runtime, runtime.adapter, max_tokens
+        model = self._adapter.model
+        weight = next(model.parameters())
+        self._device = weight.device
+        requested = torch.device(device)
+        if requested.type != self._device.type or requested.index not in (None, self._device.index):
+            raise InputError(f"`device` (={device}) must be the model's: {self._device}")
+        if model.training:
+            raise InputError("the model is in training mode; call `model.eval()` first")
+        self._keeps_last_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._prompts = RandomPrompts(
+            self._adapter, example, device=self._device, dtype=weight.dtype, seed=seed
+        )
+        self._model_id = compute_model_id(model)
+
+    @property
+    def model_id(self) -> str:
+        return self._model_id
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    @property
+    def vision_tokens(self) -> Mapping[Tier, int]:
+        return self._prompts.vision_tokens
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        limit = {} if self._max_tokens is None else {"max_tokens": self._max_tokens}
+        return {"runner": "eager", **describe_computation(self._adapter.model), **limit}
+
+    def run(self, plan: Plan, text_tokens: int, *, steps: int, batch: int = 1) -> RequestTimes:
+        """Run a request; see `ProfileRunner.run`.
+
+        Raises:
+            InputError: A number is out of range, or the plan has a tier and there is no example.
+        """
+        check_at_least(1, text_tokens=text_tokens, batch=batch)
+        check_at_least(0, steps=steps)
+        inputs, model = self._prompts.make_prompt(plan.tier, text_tokens), self._adapter.model
+        num_tokens = inputs["input_ids"].shape[1] + steps
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
+            raise InputError(
+                f"a prompt and {steps} steps have {num_tokens} tokens, more than `max_tokens` "
+                f"(={self._max_tokens}); use fewer steps or text tokens, or a lower tier"
+            )
+        options: dict[str, Any] = {"use_cache": True}
+        if self._keeps_last_logits:
+            options["logits_to_keep"] = 1
+        state: dict[str, Any] = {}
+
+        def run_prefill() -> None:
+            output = model(**inputs, **options)
+            state["cache"] = output.past_key_values
+            state["token"] = output.logits[:, -1].argmax(-1)
+
+        # Step tokens are random: a random model soon repeats itself, and equal tokens in a batch would be
+        # routed to the same experts.
+        tokens = iter(self._prompts.sample_tokens(batch * steps).view(steps, batch, 1).to(self._device))
+
+        def run_step() -> None:
+            output = model(input_ids=next(tokens), past_key_values=state["cache"], **options)
+            state["token"] = output.logits[:, -1].argmax(-1)
+
+        with torch.inference_mode(), self._runtime.use_plan(plan):
+            prefill_ms = measure(run_prefill, warmup=0, repeats=1, device=self._device).times_ms[0]
+            if not steps:
+                return RequestTimes(prefill_ms=prefill_ms)
+            if batch > 1:
+                state["cache"].batch_repeat_interleave(batch)
+            decode = measure(run_step, warmup=0, repeats=steps, device=self._device)
+        return RequestTimes(prefill_ms=prefill_ms, steps_ms=decode.times_ms)

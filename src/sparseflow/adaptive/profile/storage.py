@@ -10,17 +10,16 @@ If the writer is killed, its measurements are read from the journal when the fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, model_validator
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
-from sparseflow.adaptive.profile.measurement import Measurement
-from sparseflow.adaptive.profile.metadata import ProfileMetadata
+from sparseflow.adaptive.profile.measurement import Measurement, ProfileMetadata
 from sparseflow.core.artifact import Artifact, DictField
 from sparseflow.core.config import StrictModel
 from sparseflow.core.environment import collect_environment
@@ -29,8 +28,6 @@ from sparseflow.errors import FileFormatError, InputError, RunError
 
 if TYPE_CHECKING:
     import torch
-
-Phase = Literal["prefill", "decode"]
 
 
 class ProfileHeader(Artifact):
@@ -57,10 +54,12 @@ class ProfileHeader(Artifact):
     @property
     def metadata(self) -> ProfileMetadata:
         """Model, device and settings."""
-        return ProfileMetadata(
-            model_id=self.model_id, device=self.device, space=self.space, vision_tokens=self.vision_tokens,
-            config=self.config,
-        )  # fmt: skip
+        return ProfileMetadata(**{name: getattr(self, name) for name in ProfileMetadata.__dataclass_fields__})
+
+    @model_validator(mode="after")
+    def _check_metadata(self) -> Self:
+        _ = self.metadata
+        return self
 
 
 class _EnvironmentRow(StrictModel):
@@ -109,21 +108,6 @@ class PlanProfile:
         """
         self.metadata.check(model_id, device)
 
-    def iterate_samples(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of `phase`, `plan` (id), `tokens` (of text), `batch`, `load` and `samples_ms`."""
-        groups: dict[tuple[Phase, str, int, int, float], list[float]] = {}
-        for measurement in self.successful:
-            assert measurement.prefill_ms is not None
-            key = measurement.key[:4]
-            groups.setdefault(("prefill", *key), []).append(measurement.prefill_ms)
-            if measurement.steps_ms:
-                groups.setdefault(("decode", *key), []).extend(measurement.steps_ms)
-        for (phase, plan, tokens, batch, load), samples in groups.items():
-            yield {
-                "phase": phase, "plan": plan, "tokens": tokens, "batch": batch, "load": load,
-                "samples_ms": samples,
-            }  # fmt: skip
-
     @classmethod
     def load(cls, path: Path | str) -> PlanProfile:
         """Read a profile, including the journal of a writer that was killed.
@@ -139,7 +123,7 @@ class PlanProfile:
             raise InputError(f"{file} does not exist; {ProfileHeader.HINT}")
         if stored is None:
             assert header is not None
-            stored = cls(metadata=_get_metadata(header, get_journal_path(file)))
+            stored = cls(metadata=header.metadata)
         environments = list(stored.environments)
         measurements = {measurement.key: measurement for measurement in stored.measurements}
         for row in rows:
@@ -204,17 +188,10 @@ def _load_table(file: Path) -> PlanProfile:
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{file}: invalid measurement: {error}; {ProfileHeader.HINT}") from error
     return PlanProfile(
-        metadata=_get_metadata(header, file),
+        metadata=header.metadata,
         environments=header.environments,
         measurements=tuple(measurements),
     )
-
-
-def _get_metadata(header: ProfileHeader, path: Path) -> ProfileMetadata:
-    try:
-        return header.metadata
-    except InputError as error:
-        raise FileFormatError(f"{path}: {error}; {ProfileHeader.HINT}") from error
 
 
 class ProfileWriter:
@@ -295,10 +272,5 @@ def _check_same_metadata(path: Path, existing: ProfileHeader, requested: Profile
         old, new = existing.to_dict()[name], requested.to_dict()[name]
         if old != new:
             raise InputError(
-                f"{path} has another `{name}`: {_shorten(old)}, requested: {_shorten(new)}; use another file"
+                f"{path} has another `{name}`: {old!s:.120}, requested: {new!s:.120}; use another file"
             )
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."

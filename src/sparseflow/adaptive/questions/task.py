@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sparseflow.adaptive.plan.space import Plan, PlanSpace
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.progress import Progress
-from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,9 +73,7 @@ class SampleCounts:
     test: int = 2048
 
     def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if type(count) is not int or count < 1:
-                raise InputError(f"`{name}` (={count!r}) must be an integer of at least 1")
+        check_at_least(1, **vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.policy.evaluation import (
-    BootstrapEstimate,
     PolicyEvaluation,
     calibrate_margin,
     compare_policies,
@@ -24,7 +23,6 @@ from sparseflow.adaptive.policy.evaluation import (
 from sparseflow.adaptive.policy.outcomes import budget_grid
 from sparseflow.adaptive.policy.policies import (
     ControllerPolicy,
-    ImitationPolicy,
     LookupTablePolicy,
     OraclePolicy,
     Policy,
@@ -33,7 +31,6 @@ from sparseflow.adaptive.policy.policies import (
 )
 from sparseflow.adaptive.study.outcome_tables import StudyTables
 from sparseflow.core.progress import Progress
-from sparseflow.errors import InputError
 
 ALL_REQUESTS = "all requests"
 _NUM_RANDOM_SEEDS = 5
@@ -42,41 +39,21 @@ _MIN_SAMPLES = 30
 """Minimum samples of a kind of question for a comparison."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedGain:
-    """Gain of a policy over a baseline on a subset of the requests.
-
-    Attributes:
-        policy: Name of the policy.
-        baseline: Name of the baseline.
-        subset: `ALL_REQUESTS`, a third of the budgets, or a kind of question.
-        gains: Difference of `"accuracy"`, `"attainment"` and `"goodput"`.
-    """
-
-    policy: str
-    baseline: str
-    subset: str
-    gains: Mapping[str, BootstrapEstimate]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        gains = {name: asdict(gain) for name, gain in self.gains.items()}
-        return {"policy": self.policy, "baseline": self.baseline, "subset": self.subset, **gains}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyComparison:
     """Result of `compare_with_baselines`.
 
     Attributes:
         evaluations: Evaluation of each policy.
-        gains: Gains of the first policy over each other one but the oracle, on each subset.
+        gains: Gains of the first policy over each other one but the oracle: `"policy"`, `"baseline"`,
+            `"subset"` (`ALL_REQUESTS`, a third of the budgets, or a kind of question), and the differences of
+            `"accuracy"`, `"attainment"` and `"goodput"`, as `BootstrapEstimate` in JSON types.
         attainment: Requested fraction of answers in time.
         budgets_ms: Budgets, ascending, shape [budgets].
     """
 
     evaluations: tuple[PolicyEvaluation, ...]
-    gains: tuple[PairedGain, ...]
+    gains: tuple[dict[str, Any], ...]
     attainment: float
     budgets_ms: Tensor
 
@@ -107,17 +84,15 @@ def compare_with_baselines(
     Raises:
         InputError: Controllers are of other plans, or a number is out of range.
     """
-    if not 0.0 < attainment <= 1.0:
-        raise InputError(f"`attainment` (={attainment}) must be above 0 and at most 1")
     grid = budget_grid(budget_range_ms or tables.train.budget_range_ms(), num_budgets)
     costs_ms = tables.train.latency_quantiles_ms()
     groups: list[list[Policy]] = [
-        [
-            ControllerPolicy(controllers=seed_controllers, costs_ms=costs_ms)
-            for seed_controllers in controllers
-        ],
+        [ControllerPolicy(controllers=trained, costs_ms=costs_ms) for trained in controllers],
         [LookupTablePolicy(accuracy=tables.train.correct.mean(0), costs_ms=costs_ms)],
-        [ImitationPolicy(controllers=seed_controllers, costs_ms=costs_ms) for seed_controllers in supervised],
+        [
+            ControllerPolicy(controllers=imitation, costs_ms=costs_ms, name="supervised on oracle")
+            for imitation in supervised
+        ],
         [StaticPolicy.from_outcomes(tables.train, grid, attainment=attainment)],
         [RandomPolicy(costs_ms=costs_ms, seed=seed) for seed in range(_NUM_RANDOM_SEEDS)],
         [OraclePolicy()],
@@ -137,10 +112,11 @@ def compare_with_baselines(
         evaluations.append(evaluate_policy(calibrated, tables.test, grid))
     first, *baselines = evaluations
     gains = [
-        PairedGain(
-            policy=first.name, baseline=baseline.name, subset=name,
-            gains=compare_policies(first, baseline, **selection),
-        )
+        {"policy": first.name, "baseline": baseline.name, "subset": name}
+        | {
+            measure: asdict(gain)
+            for measure, gain in compare_policies(first, baseline, **selection).items()
+        }
         for baseline in baselines[:-1]
         for name, selection in _list_subsets(grid, tables.kinds)
     ]  # fmt: skip
@@ -170,7 +146,7 @@ def summarize_gains(gains: Sequence[Mapping[str, Any]]) -> list[str]:
     """Summarize in sentences where the first policy is better or worse, by goodput.
 
     Args:
-        gains: Results of `PairedGain.to_dict`.
+        gains: As in `PolicyComparison`.
     """
     sentences = []
     for policy, baseline in dict.fromkeys((row["policy"], row["baseline"]) for row in gains):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,11 @@ def sample_latencies(profile: PlanProfile, sizes: Sequence[RequestSize], *, seed
             by_plan.setdefault(measurement.plan, []).append(measurement)
     predictor = PlanLatencyPredictor.fit(profile, seed=seed)
     stand_ins = _choose_stand_ins(plans, by_plan, np.random.default_rng(seed))
-    medians = _PredictedMedians(predictor)
+
+    @cache
+    def predict_median(measurement: Measurement, new_tokens: int) -> float:
+        return float(predictor.predict([make_query(measurement, new_tokens)])[0][0])
+
     held_out_medians = _predict_held_out_medians(profile, sizes, seed) if stand_ins else {}
     repeats = max(_count_repeats(measurements) for measurements in by_plan.values())
     samples_ms = np.empty((len(sizes), len(plans), repeats), dtype=np.float32)
@@ -104,26 +109,11 @@ def sample_latencies(profile: PlanProfile, sizes: Sequence[RequestSize], *, seed
                 if plan in stand_ins:
                     median = held_out_medians[measurement.key, count]
                 else:
-                    median = medians(measurement, count)
+                    median = predict_median(measurement, count)
                 ratios.append(measurement.total_ms(count) / median)
             row[index] = target_ms[index] * np.resize(ratios, repeats)
     measured = np.array([plan in by_plan for plan in plans])
     return LatencySamples(ms=samples_ms, measured=measured, load=load)
-
-
-class _PredictedMedians:
-    """Cached predicted medians of measurements."""
-
-    def __init__(self, predictor: PlanLatencyPredictor) -> None:
-        self._predictor = predictor
-        self._medians: dict[tuple[str, int, int], float] = {}
-
-    def __call__(self, measurement: Measurement, new_tokens: int) -> float:
-        key = (measurement.plan.id, measurement.text_tokens, new_tokens)
-        if key not in self._medians:
-            (median,), _ = self._predictor.predict([make_query(measurement, new_tokens)])
-            self._medians[key] = float(median)
-        return self._medians[key]
 
 
 def _predict_held_out_medians(

@@ -126,9 +126,9 @@ def _add_policies(page: Page, results: Row) -> None:
         },
         caption=f"{results['samples']['test']} test questions, each with {len(budgets_ms)} budgets from "
         f"{budgets_ms[0]:.3g} to {budgets_ms[-1]:.3g} ms; 95 % intervals over samples. Each policy is given "
-        "a fraction of every budget at which its answers on the validation split are in time at the requested "
-        f"rate, {results['attainment']:.1%}, or at the nearest rate if none reaches it. The oracle, the "
-        "reference of regret, is given the full budget.",
+        "a fraction of every budget at which its answers on the validation split are in time at the "
+        f"requested rate, {results['attainment']:.1%}, or at the nearest rate if none reaches it. The "
+        "oracle, the reference of regret, is given the full budget.",
     )  # fmt: skip
 
 

@@ -41,7 +41,6 @@ def make_study_results(
         comparison: Evaluations of the policies.
         metadata: Further entries, such as the environment.
     """
-    gains = [gain.to_dict() for gain in comparison.gains]
     test = tables.test
     results = _make_plan_entries(profile, test.correct.mean(0).tolist(), tables.latency, tables.size)
     for row in results["plans"]:
@@ -54,19 +53,16 @@ def make_study_results(
         "samples": {name: len(getattr(tables, name)) for name in ("train", "validation", "test")},
         "attainment": comparison.attainment, "budgets_ms": comparison.budgets_ms.tolist(),
         "policies": [evaluation.to_dict() for evaluation in comparison.evaluations],
-        "compared": gains, "verdict": summarize_gains(gains), **metadata,
+        "compared": list(comparison.gains), "verdict": summarize_gains(comparison.gains), **metadata,
     }  # fmt: skip
 
 
-def make_plan_results(
-    profile: PlanProfile, quality: PlanQuality, *, size: RequestSize | None = None
-) -> dict[str, Any]:
-    """Collect the results of a profile and the quality of its plans, without policies.
+def make_plan_results(profile: PlanProfile, quality: PlanQuality) -> dict[str, Any]:
+    """Collect the results of a profile and the quality of its plans, for the smallest measured request.
 
     Args:
         profile: Profile with the latencies.
         quality: Quality of its plans.
-        size: Size of the request; by default the smallest measured one.
 
     Raises:
         InputError: The quality is of other plans, or the profile is too small.
@@ -75,11 +71,10 @@ def make_plan_results(
         raise InputError(
             "plan quality and profile are of different plans; evaluate the plans of this profile"
         )
-    if size is None:
-        unbatched = [measurement for measurement in profile.successful if measurement.batch == 1]
-        if not unbatched:
-            raise InputError("the profile has no request with batch size 1; profile some")
-        size = min(RequestSize(m.text_tokens, 1 + len(m.steps_ms)) for m in unbatched)
+    unbatched = [measurement for measurement in profile.successful if measurement.batch == 1]
+    if not unbatched:
+        raise InputError("the profile has no request with batch size 1; profile some")
+    size = min(RequestSize(m.text_tokens, 1 + len(m.steps_ms)) for m in unbatched)
     results = _make_plan_entries(profile, quality.accuracy, sample_latencies(profile, [size]), size)
     return {**results, "samples": {"plan_quality": quality.samples}, "model_id": quality.model_id}
 

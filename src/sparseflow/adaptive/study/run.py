@@ -11,18 +11,18 @@ import torch
 
 from sparseflow.adaptive.controllers.controllers import Controllers
 from sparseflow.adaptive.grid_vqa.images import ImageBank
-from sparseflow.adaptive.grid_vqa.task import GridVqaTask
 from sparseflow.adaptive.profile import PlanProfile, compute_weights_id
 from sparseflow.adaptive.profile.plan_quality import PlanQuality
-from sparseflow.adaptive.questions.file_task import QuestionTask
 from sparseflow.adaptive.questions.task import SampleCounts, StudyTask
 from sparseflow.adaptive.study.comparison import compare_with_baselines
 from sparseflow.adaptive.study.outcome_tables import StudyTables, build_study_tables, get_dtype
 from sparseflow.adaptive.study.page import PAGE_FILE, write_page
 from sparseflow.adaptive.study.results import load_results, make_study_results, save_results
+from sparseflow.adaptive.study.tasks import open_task
 from sparseflow.adaptive.study.training import GRPO, SUPERVISED, train_controllers
 from sparseflow.adaptive.training.config import GrpoConfig
 from sparseflow.adaptive.training.train import CONTROLLERS
+from sparseflow.core.checks import check_at_least, check_between, check_positive
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.core.training.distributed import DistributedContext, init_distributed
@@ -52,7 +52,7 @@ class StudyConfig:
         command: Command line of the study, for the record.
 
     Raises:
-        InputError: A number is out of range, or images are given with questions.
+        InputError: A number is out of range.
     """
 
     model: Path
@@ -68,12 +68,10 @@ class StudyConfig:
     command: str = ""
 
     def __post_init__(self) -> None:
-        if self.attainment is not None and not 0.0 < self.attainment <= 1.0:
-            raise InputError(f"`attainment` (={self.attainment}) must be above 0 and at most 1")
-        if self.num_budgets < 1:
-            raise InputError(f"`num_budgets` (={self.num_budgets}) must be at least 1")
-        if self.questions is not None and (self.archives or self.bank is not None):
-            raise InputError("image archives are for Grid-VQA and exclude `questions`")
+        if self.attainment is not None:
+            check_positive(attainment=self.attainment)
+            check_between(0.0, 1.0, attainment=self.attainment)
+        check_at_least(1, num_budgets=self.num_budgets)
 
 
 def train(
@@ -164,16 +162,11 @@ def _build_tables(
     if config.out.exists() and not config.out.is_dir():
         raise InputError(f"`out` (={config.out}) is a file; use a directory")
     profile = PlanProfile.load(config.profile)
-    device, dtype = context.device, get_dtype(profile)
-    if config.questions is None:
-        task: StudyTask = GridVqaTask.open(
-            config.model, device=device, dtype=dtype, archives=config.archives, bank=config.bank
-        )
-    else:
-        task = QuestionTask.open(
-            config.model, config.questions, device=device, dtype=dtype,
-            max_total_tokens=profile.metadata.config.get("max_tokens"),
-        )  # fmt: skip
+    task = open_task(
+        config.model, config.questions, device=context.device, dtype=get_dtype(profile),
+        max_total_tokens=profile.metadata.config.get("max_tokens"), archives=config.archives,
+        bank=config.bank,
+    )  # fmt: skip
     config.out.mkdir(parents=True, exist_ok=True)
     tables = build_study_tables(
         task, profile, config.out, counts=config.counts, context=context, progress=progress

@@ -42,22 +42,19 @@ def center_rewards(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean(1, keepdim=True)
 
 
-def compute_advantages(
-    rewards: Tensor, *, variance: Tensor | None = None, min_scale: float = MIN_SCALE
-) -> Tensor:
+def compute_advantages(rewards: Tensor, *, variance: Tensor | None = None) -> Tensor:
     """Compute group-relative advantages.
 
     Args:
         rewards: [p, g].
         variance: Mean square of the centered rewards over all processes; default: of these rewards.
-        min_scale: Lower bound of the scale, above 0.
 
     Returns:
         [p, g]; each group has mean 0.
     """
     centered = center_rewards(rewards)
     variance = centered.square().mean() if variance is None else variance
-    return centered / variance.sqrt().clamp_min(min_scale)
+    return centered / variance.sqrt().clamp_min(MIN_SCALE)
 
 
 def estimate_kl(log_prob: Tensor, reference: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def importance(
 
     A journal next to the output file allows an interrupted search to resume.
     """
-    from sparseflow.adaptive.profile.model_importance import measure_model_importance
+    from sparseflow.adaptive.study.tasks import measure_model_importance
 
     silence_transformers()
     torch_device = open_device(device)

@@ -85,17 +85,10 @@ def train(
 
     settings = read_config(config, parse_overrides(overrides or [], extra="adaptive"))
     study = _make_study(
-        context,
-        model,
-        profile,
-        out,
-        questions,
-        (max_train_samples, max_validation_samples, max_test_samples),
-        num_budgets,
-        attainment,
-        archives,
-        device,
-    )
+        context, device, (max_train_samples, max_validation_samples, max_test_samples), model=model,
+        profile=profile, out=out, questions=questions, num_budgets=num_budgets, attainment=attainment,
+        archives=archives or (),
+    )  # fmt: skip
     with progress_bar() as progress:
         results = train_controllers(study, settings, num_seeds=seeds, progress=progress)
     if results is not None:  # Only the first process of torchrun prints the result.
@@ -123,17 +116,10 @@ def evaluate(
     from sparseflow.adaptive.study import evaluate as evaluate_policies
 
     study = _make_study(
-        context,
-        model,
-        profile,
-        out,
-        questions,
-        (max_train_samples, max_validation_samples, max_test_samples),
-        num_budgets,
-        attainment,
-        archives,
-        device,
-    )
+        context, device, (max_train_samples, max_validation_samples, max_test_samples), model=model,
+        profile=profile, out=out, questions=questions, num_budgets=num_budgets, attainment=attainment,
+        archives=archives or (),
+    )  # fmt: skip
     with progress_bar() as progress:
         results = evaluate_policies(study, controllers=controller, progress=progress)
     if results is not None:
@@ -177,32 +163,17 @@ def plot(
 
 
 def _make_study(
-    context: typer.Context,
-    model: Path,
-    profile: Path,
-    out: Path,
-    questions: Path | None,
-    max_samples: tuple[int, int, int],
-    num_budgets: int,
-    attainment: float | None,
-    archives: list[Path] | None,
-    device: str,
+    context: typer.Context, device: str, max_samples: tuple[int, int, int], **settings: Any
 ) -> StudyConfig:
     from sparseflow.adaptive.study import SampleCounts, StudyConfig
 
     silence_transformers()
     train, validation, test = max_samples
     return StudyConfig(
-        model=model,
-        profile=profile,
-        out=out,
         device=open_device(device),
         counts=SampleCounts(train=train, validation=validation, test=test),
-        questions=questions,
-        num_budgets=num_budgets,
-        attainment=attainment,
-        archives=archives or (),
         command=get_command_line(context),
+        **settings,
     )
 
 

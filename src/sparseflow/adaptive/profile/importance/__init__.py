@@ -8,13 +8,12 @@ from sparseflow.adaptive.profile.importance.result import (
     SkippedBlocks,
     load_plan_space,
 )
-from sparseflow.adaptive.profile.importance.search import count_min_evaluations, measure_importance
+from sparseflow.adaptive.profile.importance.search import measure_importance
 
 __all__ = [
     "AccuracyDrop",
     "BlockImportance",
     "SkippedBlocks",
-    "count_min_evaluations",
     "load_plan_space",
     "measure_importance",
 ]

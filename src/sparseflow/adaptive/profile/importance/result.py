@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
@@ -90,17 +89,6 @@ class BlockImportance(Artifact):
                 )
         self.make_space()
         return self
-
-    def sum_single_drops(self, blocks: Sequence[int]) -> float:
-        """Sum of the losses without each single block, to compare with the loss without all of them.
-
-        Raises:
-            InputError: A block does not exist or is block 0, which cannot be skipped.
-        """
-        unknown = [block for block in blocks if not 1 <= block < self.geometry.depth]
-        if unknown:
-            raise InputError(f"blocks {unknown} must be from 1 to {self.geometry.depth - 1}")
-        return sum(self.single_drops[block - 1].drop for block in blocks)
 
     def make_space(self) -> PlanSpace:
         """Make the plan space in which these blocks are skipped.

@@ -19,6 +19,7 @@ import numpy as np
 from sparseflow.adaptive.plan.space import ModelGeometry
 from sparseflow.adaptive.profile.importance.result import AccuracyDrop, BlockImportance, SkippedBlocks
 from sparseflow.core.artifact import Artifact, DictField
+from sparseflow.core.checks import check_at_least
 from sparseflow.core.config import StrictModel
 from sparseflow.core.journal import Journal
 from sparseflow.core.progress import Progress
@@ -133,10 +134,7 @@ class ScoreCache:
             )
         num_samples = len(next(iter(self._scores.values()), array))
         if num_samples != len(array):
-            raise InputError(
-                f"`score` of blocks {blocks} returned {len(array)} samples, expected {num_samples} as for "
-                "other blocks"
-            )
+            raise InputError(f"`score` of blocks {blocks} returned {len(array)} samples, not {num_samples}")
         return array
 
 
@@ -150,7 +148,6 @@ def measure_importance(
     geometry: ModelGeometry,
     *,
     beam: int = 4,
-    max_evaluations: int | None = None,
     journal_path: Path | str | None = None,
     model_id: str = "",
     seed: int = 0,
@@ -163,8 +160,6 @@ def measure_importance(
             once per set.
         geometry: Geometry of the model.
         beam: Sets of each size that are extended.
-        max_evaluations: Maximum number of evaluated sets, including those of the journal; by default all that
-            the search considers. Every selected set is evaluated.
         journal_path: JSON-lines file that stores the scores; an interrupted call resumes from it.
         model_id: Digest of the model, stored with the result; a journal of another model is refused.
         seed: Seed of the bootstrap.
@@ -176,17 +171,10 @@ def measure_importance(
         FileFormatError: The journal is foreign, damaged, or of another version.
         RunError: Another process writes into the journal's directory, or the disk is full.
     """
-    minimum = count_min_evaluations(geometry)
-    if beam < 1:
-        raise InputError(f"`beam` (={beam}) must be at least 1")
-    if max_evaluations is not None and max_evaluations < minimum:
-        raise InputError(
-            f"`max_evaluations` (={max_evaluations}) must be at least {minimum}, because every selected set "
-            "is evaluated"
-        )
+    check_at_least(1, beam=beam)
     path = None if journal_path is None else Path(journal_path)
     with ScoreCache(score, geometry, model_id, path) as scores:
-        search = _BeamSearch(scores, geometry, beam, max_evaluations, progress)
+        search = _BeamSearch(scores, geometry, beam, progress)
         search.run()
         targets = [
             (position, geometry.depth - total)
@@ -204,11 +192,6 @@ def measure_importance(
             geometry=geometry, model_id=model_id, samples=len(scores[()]), full_score=scores.mean(()),
             single_drops=tuple(drops[:num_singles]), skips=skips, evaluations=len(scores),
         )  # fmt: skip
-
-
-def count_min_evaluations(geometry: ModelGeometry) -> int:
-    """Smallest `max_evaluations`: the full model, each block except block 0, and one set per search step."""
-    return geometry.depth + len(_list_steps(geometry))
 
 
 def _list_steps(geometry: ModelGeometry) -> list[tuple[int, int]]:
@@ -232,15 +215,13 @@ class _BeamSearch:
         scores: ScoreCache,
         geometry: ModelGeometry,
         beam: int,
-        max_evaluations: int | None,
         progress: Progress | None,
     ) -> None:
-        self._scores, self._geometry, self._beam = scores, geometry, beam
-        self._max_evaluations, self._progress = max_evaluations, progress
+        self._scores, self._geometry, self._beam, self._progress = scores, geometry, beam, progress
         self._steps = _list_steps(geometry)
         # An estimate for the progress: the evaluations of full beams.
         widths = (beam * max(geometry.depth - position - size + 1, 1) for size, position in self._steps)
-        self._expected = max_evaluations or geometry.depth + sum(widths)
+        self._expected = geometry.depth + sum(widths)
         # Sets of the journal count only once the search reaches them, so that a resumed search is the same.
         self._evaluated: set[BlockSet] = set()
 
@@ -248,9 +229,8 @@ class _BeamSearch:
         self._evaluate(())
         for block in range(1, self._geometry.depth):
             self._evaluate((block,))
-        for index, (size, position) in enumerate(self._steps):
-            candidates = self._make_candidates(size, position)
-            for removed in candidates[: self._get_step_budget(len(self._steps) - index)]:
+        for size, position in self._steps:
+            for removed in self._make_candidates(size, position):
                 self._evaluate(removed)
 
     def select_best(self, position: int, size: int) -> BlockSet:
@@ -264,14 +244,8 @@ class _BeamSearch:
             message = f"without {', '.join(map(str, removed)) or 'none'}"
             self._progress(message, min(len(self._evaluated) / self._expected, 1.0))
 
-    def _get_step_budget(self, num_steps: int) -> int | None:
-        """Evaluations of this step, so that the remaining ones are shared by `num_steps` steps."""
-        if self._max_evaluations is None:
-            return None
-        return max((self._max_evaluations - len(self._evaluated)) // num_steps, 1)
-
     def _make_candidates(self, size: int, position: int) -> list[BlockSet]:
-        """Sets to evaluate, most promising first."""
+        """Sets to evaluate: those with one more block than the best sets, most promising first."""
         full = self._scores.mean(())
         drop = {block: full - self._scores.mean((block,)) for block in range(1, self._geometry.depth)}
         promise: dict[BlockSet, float] = {}

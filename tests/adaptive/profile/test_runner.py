@@ -50,7 +50,7 @@ class Seen:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) -> None:
+def test_run_returns_times_of_requested_size(family: str, batch: int) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
     runner, observed = runner_of(model), Seen(model)
     geometry = get_adapter(model).geometry
@@ -64,7 +64,7 @@ def test_requests_are_of_the_size_that_was_asked_for(family: str, batch: int) ->
 
 
 @pytest.mark.parametrize("family", ["olmoe", "llava_siglip", "qwen3_vl_moe"])
-def test_only_the_blocks_of_a_plan_run(family: str) -> None:
+def test_run_executes_blocks_of_plan(family: str) -> None:
     model = tiny.FAMILIES[family](dtype=FLOAT)
     runner, blocks = runner_of(model), get_adapter(model).blocks
     with count_calls(blocks) as counts:
@@ -73,7 +73,7 @@ def test_only_the_blocks_of_a_plan_run(family: str) -> None:
     assert counts.experts_per_token() == {0: 6.0, 2: 2.0, 5: 2.0}
 
 
-def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
+def test_prompts_of_tiers_have_their_vision_tokens() -> None:
     model = tiny.build_llava_siglip(dtype=FLOAT)
     runner = runner_of(model)
     assert runner.vision_tokens == {"low": 4, "medium": 20, "high": 56}
@@ -87,7 +87,7 @@ def test_tiers_have_the_tokens_that_the_adapter_says() -> None:
     assert _protocol is runner
 
 
-def test_words_mean_nothing_special_and_differ() -> None:
+def test_prompts_have_no_special_tokens_and_differ() -> None:
     model = tiny.build_qwen3_vl_moe(dtype=FLOAT)
     runner, observed = runner_of(model), Seen(model)
     full = get_adapter(model).geometry.full_plan(images=False)
@@ -102,7 +102,7 @@ def test_words_mean_nothing_special_and_differ() -> None:
     assert any(len(set(ids.flatten().tolist())) > 1 for ids in observed.ids[1:])
 
 
-def test_prompts_may_be_shorter_than_the_example() -> None:
+def test_prompt_shorter_than_example_is_cut() -> None:
     model = tiny.build_llava_siglip(dtype=FLOAT)
     runner, observed = runner_of(model), Seen(model)
     plan = get_adapter(model).geometry.full_plan()
@@ -116,23 +116,23 @@ def test_prompts_may_be_shorter_than_the_example() -> None:
         ).run(plan, 3, steps=0)
 
 
-def test_bad_requests_and_examples_are_refused() -> None:
+def test_run_with_invalid_request_or_example_raises() -> None:
     model = tiny.build_llava_siglip(dtype=FLOAT)
     runtime = PlanRuntime(get_adapter(model))
-    full = runtime.geometry.full_plan()
-    bare = EagerRunner(runtime, device="cpu")
-    assert not bare.vision_tokens
+    full_plan = runtime.geometry.full_plan()
+    text_runner = EagerRunner(runtime, device="cpu")
+    assert not text_runner.vision_tokens
     with pytest.raises(InputError, match="`example`"):
-        bare.run(full, 5, steps=1)
+        text_runner.run(full_plan, 5, steps=1)
     for text, steps, batch in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
-        with pytest.raises(InputError, match="must be at least 1"):
-            bare.run(full, text, steps=steps, batch=batch)
+        with pytest.raises(InputError, match="must be an integer of at least"):
+            text_runner.run(full_plan, text, steps=steps, batch=batch)
     with pytest.raises(InputError, match="`example`"):
         EagerRunner(runtime, device="cpu", example=tiny.make_prompt(model, rows=2))
     with pytest.raises(InputError, match="`example`"):
         EagerRunner(runtime, device="cpu", example=tiny.make_text_prompt())
     with pytest.raises(PlanError):
-        bare.run(Plan(tier=None, insertion_position=1, top_k=7, blocks=(0,)), 5, steps=1)
+        text_runner.run(Plan(tier=None, insertion_position=1, top_k=7, blocks=(0,)), 5, steps=1)
     with pytest.raises(InputError, match=r"`device` \(=cuda\).*cpu"):
         EagerRunner(runtime, device="cuda")
     model.train()
@@ -140,7 +140,7 @@ def test_bad_requests_and_examples_are_refused() -> None:
         EagerRunner(runtime, device="cpu")
 
 
-def test_a_real_model_is_profiled(tmp_path: Path) -> None:
+def test_collect_profile_of_real_model(tmp_path: Path) -> None:
     model = tiny.build_llava_siglip(depth=3, top_k=2, experts=3, dtype=FLOAT)
     runner = runner_of(model)
     space = PlanSpace.from_importance(get_adapter(model).geometry, [3.0, 2.0, 1.0])
@@ -166,7 +166,7 @@ def trained(model: Any) -> Any:
         lambda model: (setattr(model.config, "use_cache", False), model)[1],
     ],
 )
-def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
+def test_model_id_after_harmless_change_is_unchanged(changed: Callable[[Any], Any]) -> None:
     model = tiny.build_llava_siglip(dtype=FLOAT)
     before = compute_model_id(model)
     assert (
@@ -176,7 +176,7 @@ def test_a_model_stays_itself(changed: Callable[[Any], Any]) -> None:
     )
 
 
-def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
+def test_model_id_after_reload_or_attach_is_unchanged(tmp_path: Path) -> None:
     for created in tiny.FAMILIES.values():
         model = created(dtype=FLOAT)
         before = compute_model_id(model)
@@ -187,7 +187,7 @@ def test_a_model_stays_itself_on_disk_and_with_knobs(tmp_path: Path) -> None:
         assert compute_model_id(type(model).from_pretrained(tmp_path)) == before
 
 
-def test_other_models_are_others() -> None:
+def test_model_id_of_other_architecture_differs() -> None:
     created = [
         tiny.build_olmoe(dtype=FLOAT),
         tiny.build_olmoe(depth=5, dtype=FLOAT),
@@ -203,7 +203,7 @@ def test_other_models_are_others() -> None:
     assert len({compute_model_id(model) for model in created}) == len(created)
 
 
-def test_a_limit_of_tokens_is_told_and_kept() -> None:
+def test_run_over_max_tokens_raises() -> None:
     runner = runner_of(tiny.build_llava_siglip(dtype=FLOAT), max_tokens=40)
     assert runner.config["max_tokens"] == 40
     assert "max_tokens" not in runner_of(tiny.build_olmoe(dtype=FLOAT)).config
