@@ -249,7 +249,7 @@ def measure_blind_baseline(
     for questions in data.iterate_questions(split, count):
         for key, answer in _list_keys_and_answers(questions):
             correct[KINDS[key[0]]].append(likeliest.get(key) == answer)
-    num_answers = {kind: data.domain.count_answers(kind) for kind in KINDS}
+    num_answers: dict[Kind, int | None] = {kind: data.domain.count_answers(kind) for kind in KINDS}
     return BlindBaseline(
         accuracy=sum(map(sum, correct.values())) / count,
         by_kind={kind: fmean(hits) for kind, hits in correct.items() if hits},
