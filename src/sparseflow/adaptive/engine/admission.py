@@ -134,9 +134,9 @@ class RequestAdmission:
         times.first_token_s, times.policy_s = self._clock(), plan_request.policy_s
         rows = [
             BatchRow(
-                handle=handle, plan=output.plan, prompt_tokens=tokens, rope=rope, stream=stream,
-                limit=plan_request.limit(handle.request.max_new_tokens), feasible=plan_request.feasible,
-                predicted_ms=plan_request.predicted_ms, times=replace(times),
+                handle=handle, plan=output.plan, prompt_tokens=tokens, rope_offset=rope, stream=stream,
+                max_new_tokens=plan_request.limit(handle.request.max_new_tokens),
+                feasible=plan_request.feasible, predicted_ms=plan_request.predicted_ms, times=replace(times),
             )
             for handle, rope, stream in zip(handles, output.ropes, streams, strict=True)
         ]  # fmt: skip

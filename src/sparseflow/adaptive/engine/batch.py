@@ -1,4 +1,4 @@
-"""Requests that decode together, because their plans agree after the prompt."""
+"""Batch of requests that decode together, because their plans agree after the prompt."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class BatchRow:
     Attributes:
         handle: Handle of the caller.
         plan: Plan of the request.
-        limit: Maximum number of tokens to generate.
-        prompt_tokens: Tokens of its prompt.
-        rope: Offset from a token's cache index to its rotary position.
+        max_new_tokens: Maximum number of tokens to generate under the plan.
+        prompt_tokens: Number of tokens of the prompt.
+        rope_offset: Offset from a token's cache index to its rotary position.
         stream: Random numbers for sampling.
-        feasible: As in `RequestOutput`.
-        predicted_ms: As in `RequestOutput`.
+        feasible: See `RequestOutput`.
+        predicted_ms: See `RequestOutput`.
         times: Timestamps.
         tokens: Tokens generated so far.
     """
 
     handle: RequestHandle
     plan: Plan
-    limit: int
+    max_new_tokens: int
     prompt_tokens: int
-    rope: int
+    rope_offset: int
     stream: UniformStream
     feasible: bool
     predicted_ms: float | None
@@ -73,7 +73,7 @@ class DecodeBatch:
 
     Attributes:
         rows: The requests.
-        steps_waited: Steps of other batches since the last one of this batch.
+        steps_waited: Number of steps of other batches since the last step of this batch.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -94,11 +94,14 @@ class DecodeBatch:
         if last is not row:
             self.rows[slot] = last
 
-    def step(self, steps: DecodeRunner) -> list[tuple[BatchRow, int | Exception]]:
+    def step(self, runner: DecodeRunner) -> list[tuple[BatchRow, int | Exception]]:
         """Decode one token of each request.
 
-        A failed batch is retried in halves, so that a request that fails or finds no memory does not affect
-        the others.
+        A failed batch is retried in halves, so that a request that fails or runs out of memory does not
+        affect the others.
+
+        Args:
+            runner: Runs the decode step.
 
         Returns:
             Each request with its token or its error.
@@ -108,33 +111,38 @@ class DecodeBatch:
         """
         rows = list(self.rows)
         uniform = [row.stream.next() for row in rows]
-        return list(zip(rows, self._decode(steps, rows, uniform, 0), strict=True))
+        return list(zip(rows, self._decode(runner, rows, uniform, 0), strict=True))
 
     def _decode(
-        self, steps: DecodeRunner, rows: list[BatchRow], uniform: list[float], first: int
+        self, runner: DecodeRunner, rows: list[BatchRow], uniform: list[float], first_slot: int
     ) -> list[int | Exception]:
-        before = self.cache.lengths
+        """Decode one token of consecutive rows; `uniform` has a random number for each."""
+        lengths = self.cache.lengths
         try:
-            logits, best = steps.run(
-                self.cache, [row.tokens[-1] for row in rows], [row.rope for row in rows], first=first
+            logits, greedy_tokens = runner.run(
+                self.cache,
+                [row.tokens[-1] for row in rows],
+                [row.rope_offset for row in rows],
+                first=first_slot,
             )
             samplings = [row.stream.sampling for row in rows]
             if all(sampling.greedy for sampling in samplings):
-                return list(best)
+                return list(greedy_tokens)
             return list(sample_tokens(logits, samplings, uniform).tolist())
         except Exception as error:
             if is_fatal(error):
                 raise
-            self.cache.rewind(before)
+            self.cache.rewind(lengths)
             if is_out_of_memory(error):
                 free_memory()
             if len(rows) == 1:
                 return [make_request_error(error, rows[0].handle.request.id)]
             _LOG.warning("a step of %d requests failed (%s); retrying in halves", len(rows), error)
         half = len(rows) // 2
-        return self._decode(steps, rows[:half], uniform[:half], first) + self._decode(
-            steps, rows[half:], uniform[half:], first + half
-        )
+        return [
+            *self._decode(runner, rows[:half], uniform[:half], first_slot),
+            *self._decode(runner, rows[half:], uniform[half:], first_slot + half),
+        ]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -148,8 +156,9 @@ def is_fatal(error: BaseException) -> bool:
     """Whether the device is unusable after an error."""
     if is_out_of_memory(error):
         return False
-    broken = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, broken) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )
 
 
 def free_memory() -> None:

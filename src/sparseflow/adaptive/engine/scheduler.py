@@ -256,8 +256,8 @@ class Scheduler:
         reason: Reason | None = None
         if token in request.stop:
             reason = "stop"
-        elif len(row.tokens) >= row.limit:
-            reason = "length" if row.limit == request.max_new_tokens else "truncated"
+        elif len(row.tokens) >= row.max_new_tokens:
+            reason = "length" if row.max_new_tokens == request.max_new_tokens else "truncated"
         if reason is None:
             row.handle.append_token(token)
             return
