@@ -28,7 +28,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 def run_unpartitioned(model: LayeredModel, samples: Tensor) -> Tensor:
-    """Logits of a model that runs layer by layer on one device."""
+    """Compute the logits of a model that runs layer by layer on one device."""
     with torch.no_grad():
         state = model.initial_state(samples)
         for layer in model.describe_layers(len(samples)):
@@ -37,7 +37,7 @@ def run_unpartitioned(model: LayeredModel, samples: Tensor) -> Tensor:
 
 
 def compute_error(output: Tensor, reference: Tensor) -> float:
-    """Largest difference relative to max(1, largest logit), compared on the CPU in float64."""
+    """Compute the largest difference relative to max(1, largest logit), on the CPU in float64."""
     expected, actual = reference.double().cpu(), output.double().cpu()
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1.0))
 
@@ -56,23 +56,32 @@ def check_model(model: LayeredModel, planned: Sequence[LayerNode]) -> None:
     if len(actual) != len(planned):
         raise InputError(f"the plan has {len(planned)} layers, the model has {len(actual)}")
     differences = [
-        (layer, f"`{field.name}` {value} (planned: {expected})")
+        (layer.name, details)
         for layer, planned_layer in zip(actual, planned, strict=True)
-        for field in fields(LayerNode)
-        if (value := _to_plain(getattr(layer, field.name)))
-        != (expected := _to_plain(getattr(planned_layer, field.name)))
+        if (details := _describe_differences(layer, planned_layer))
     ]
     if differences:
-        first = differences[0][0]
-        details = ", ".join(detail for layer, detail in differences if layer is first)
-        num_others = len({layer.id for layer, _ in differences}) - 1
+        name, details = differences[0]
+        num_others = len(differences) - 1
+        more = f", and {num_others} other layers differ" if num_others else ""
         raise InputError(
-            f"the plan belongs to another model: {first.name} has {details}"
-            f"{f', and {num_others} other layers differ' if num_others else ''}; use the model of the plan"
+            f"the plan belongs to another model: {name} has {', '.join(details)}{more}; use the model of "
+            "the plan"
         )
 
 
-def _to_plain(value: object) -> object:
+def _describe_differences(layer: LayerNode, planned: LayerNode) -> list[str]:
+    """Describe the fields in which a layer differs from the planned one."""
+    differences: list[str] = []
+    for field in fields(LayerNode):
+        value, expected = (_to_number(getattr(node, field.name)) for node in (layer, planned))
+        if value != expected:
+            differences.append(f"`{field.name}` {value} (planned: {expected})")
+    return differences
+
+
+def _to_number(value: object) -> object:
+    """Convert a tensor to a float; return other values as they are."""
     return to_float(value) if isinstance(value, Tensor) else value
 
 
@@ -81,8 +90,8 @@ class VerifyResult:
     """Result of a verification.
 
     Attributes:
-        errors: Executor -> largest difference of logits relative to max(1, largest logit).
-        moved_bytes: `"planned"` or executor -> bytes moved per batch.
+        errors: `"rewritten"`, `"local"` or `"ranks"` -> largest difference of logits; see `compute_error`.
+        moved_bytes: `"planned"`, `"local"` or `"ranks"` -> bytes that a batch moves between slots.
         splits: Number of split layers.
         slots: Number of used slots.
     """
@@ -110,6 +119,9 @@ def verify(
 ) -> VerifyResult:
     """Run a model unpartitioned, rewritten and on its slots, and compare logits and moved bytes.
 
+    The rewritten model runs on one device. The local executor runs all slots in this process,
+    and the rank executor runs each slot in its own process.
+
     Args:
         model: The model, of any precision; it is not modified.
         decision: Slots and splits of the layers.
@@ -125,13 +137,7 @@ def verify(
             rewrite did not restore the model.
     """
     layers = model.describe_layers(len(samples))
-    names, model_names = decision.layer_names, [layer.name for layer in layers]
-    if names != model_names:
-        differ = ", ".join(sorted({*names} ^ {*model_names})[:3]) or "the order"
-        raise InputError(
-            f"the plan has {len(names)} layers ({', '.join(names[:3])}, …), the model has "
-            f"{len(layers)}; different: {differ}; use the model of the plan"
-        )
+    _check_layer_names(decision.layer_names, [layer.name for layer in layers])
     if planned is not None:
         check_model(model, planned)
     assignment, plan = list(decision.assign_layers(layers)), decision.rewrite_plan
@@ -140,24 +146,48 @@ def verify(
     local = LocalExecutor(model, assignment, plan, devices=device)
     errors["local"] = compute_error(local.run([samples])[0], reference)
     transfers = {"local": {pair: size for pair, size in local.moved_bytes.items() if size}}
+    num_slots = len(local.schedule.slots)
     if ranks:
-        count = len(local.schedule.slots)
-        results = launch(partial(_run_on_rank, model, assignment, plan, samples), count, device=device)
+        results = launch(partial(_run_on_rank, model, assignment, plan, samples), num_slots, device=device)
         errors["ranks"] = max(compute_error(logits, reference) for logits, _ in results if logits is not None)
         transfers["ranks"] = {pair: size for _, sent in results for pair, size in sent.items() if size}
-    tolerance = TOLERANCES[reference.dtype]
+    _check_errors(errors, TOLERANCES[reference.dtype])
+    planned_bytes = compute_transfer_bytes(layers, assignment, plan)
+    _check_transfers(transfers, planned_bytes)
+    return VerifyResult(
+        errors=errors,
+        moved_bytes={
+            name: sum(pairs.values()) for name, pairs in {"planned": planned_bytes, **transfers}.items()
+        },
+        splits=0 if plan is None else len(plan.splits),
+        slots=num_slots,
+    )
+
+
+def _check_layer_names(planned: Sequence[str], actual: Sequence[str]) -> None:
+    """Raise InputError if the plan and the model have different layers."""
+    if planned != actual:
+        different = ", ".join(sorted({*planned} ^ {*actual})[:3]) or "the order"
+        raise InputError(
+            f"the plan has {len(planned)} layers ({', '.join(planned[:3])}, …), the model has "
+            f"{len(actual)}; different: {different}; use the model of the plan"
+        )
+
+
+def _check_errors(errors: Mapping[str, float], tolerance: float) -> None:
+    """Raise RunError if the logits of an executor differ by more than `tolerance`, or are not finite."""
     for name, error in errors.items():
         if not error <= tolerance:
             raise RunError(f"{name}: logits differ by {error:.3g} (relative); expected at most {tolerance:g}")
-    planned_bytes = compute_transfer_bytes(layers, assignment, plan)
+
+
+def _check_transfers(
+    transfers: Mapping[str, Mapping[tuple[int, int], int]], planned: Mapping[tuple[int, int], int]
+) -> None:
+    """Raise RunError if an executor moved other bytes between two slots than planned."""
     for name, pairs in transfers.items():
-        if pairs != planned_bytes:
-            raise RunError(f"{name}: moved {pairs} bytes between slots; expected {planned_bytes}")
-    totals = {name: sum(pairs.values()) for name, pairs in {"planned": planned_bytes, **transfers}.items()}
-    return VerifyResult(
-        errors=errors, moved_bytes=totals, splits=0 if plan is None else len(plan.splits),
-        slots=len(local.schedule.slots),
-    )  # fmt: skip
+        if pairs != planned:
+            raise RunError(f"{name}: moved {pairs} bytes between slots; expected {planned}")
 
 
 def _check_rewrite(
@@ -167,16 +197,22 @@ def _check_rewrite(
     samples: Tensor,
     reference: Tensor,
 ) -> float:
-    """Error of the rewritten model. Raises RunError if undoing the rewrite does not restore the model."""
-    splittable = [layer.id for layer in layers if layer.splittable]
-    before = [copy.deepcopy(model.get_layer(layer).state_dict()) for layer in splittable]
+    """Compute the error of the rewritten model.
+
+    Raises:
+        RunError: Undoing the rewrite did not restore the model.
+    """
+    splittable_ids = [layer.id for layer in layers if layer.splittable]
+    states_before = [copy.deepcopy(model.get_layer(layer_id).state_dict()) for layer_id in splittable_ids]
     with apply_rewrite(model, plan or RewritePlan(splits=())):
         error = compute_error(run_unpartitioned(model, samples), reference)
-    after = [model.get_layer(layer).state_dict() for layer in splittable]
-    same = all(
-        torch.equal(old[name], new[name]) for old, new in zip(before, after, strict=True) for name in old
+    states_after = [model.get_layer(layer_id).state_dict() for layer_id in splittable_ids]
+    is_restored = all(
+        torch.equal(before[name], after[name])
+        for before, after in zip(states_before, states_after, strict=True)
+        for name in before
     )
-    if not same or not torch.equal(run_unpartitioned(model, samples), reference):
+    if not is_restored or not torch.equal(run_unpartitioned(model, samples), reference):
         raise RunError("undoing the rewrite did not restore the model")
     return error
 
@@ -188,7 +224,11 @@ def _run_on_rank(
     samples: Tensor,
     device: torch.device,
 ) -> tuple[Tensor | None, dict[tuple[int, int], int]]:
-    """Run the slot of this process; returns logits, if it has them, and sent bytes."""
+    """Run the slot of this process.
+
+    Returns:
+        Logits, None unless this slot computes them; and the bytes that it sent, by pair of slots.
+    """
     with RankExecutor(model, assignment, plan, device=device) as executor:
         outputs = executor.run([samples])
         return (outputs[0].cpu() if outputs else None), dict(executor.moved_bytes)
