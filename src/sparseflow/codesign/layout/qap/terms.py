@@ -46,7 +46,7 @@ class QapTerms:
         order: Item of each row of `a`, int64, [n].
         num_movers: Number of items with flow; they come first.
         scale: Factor between the terms and the problem.
-        wall: More than twice the largest sum that a search can form.
+        big_m: More than twice the largest sum that a search can form.
     """
 
     a: np.ndarray
@@ -116,10 +116,10 @@ class QapTerms:
         return self.num_movers * (2 * self.n - self.num_movers - 1) // 2
 
     def to_working_dtype(self) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Flows, distances and wall in the dtype of the search.
+        """Return the flows, the distances and `big_m` in the dtype of the search.
 
-        float64 where it is exact, which includes all but huge integers: it is faster than int64 on processors
-        without vectorized int64 multiplication.
+        The dtype is float64 unless integers are too large to be exact in it, because float64 is faster than
+        int64 on processors without vectorized int64 multiplication.
         """
         dtype = np.int64 if self.a.dtype == np.int64 and 4.0 * self.big_m > EXACT else np.float64
         return self.a.astype(dtype), self.b.astype(dtype), dtype(self.big_m)

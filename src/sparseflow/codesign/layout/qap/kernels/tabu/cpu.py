@@ -1,9 +1,9 @@
 """Robust tabu search on one core (Numba); `reference.py` defines the moves.
 
-The kernel keeps the changes of all swaps and, for every pair, the move until which its swap is tabu. A move
-only alters rows and columns of the two swapped items, so the search for the best move reads nothing else.
-Distances are kept in the order of the permutation for contiguous inner loops. The file is self-contained,
-because Numba's cache only tracks changes of the file itself.
+The kernel keeps, for every pair of items, the change of the cost by their swap and the move until which the
+swap is tabu. The search for the best swap reads nothing else. Distances are kept in the order of the
+permutation, so that inner loops are contiguous. The file imports no kernel of another file, because Numba's
+cache only tracks changes of the file itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _FAST = {"nnan", "nsz", "reassoc", "contract"}
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _mix(counter: int, seed: int) -> int:
+    """Hash a counter and a seed to 32 bits; see `reference.hash_counter`."""
     h = ((counter * 0x9E3779B9) & 0xFFFFFFFF) ^ seed
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -27,7 +28,7 @@ def _mix(counter: int, seed: int) -> int:
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
 def compute_row_changes(a: Any, b: Any, r: int, out: Any) -> None:
-    """Set out[v] to the change of swapping r and v."""
+    """Set `out[v]` to the change of the cost by the swap of r and v; `terms.py` has the formula."""
     n = a.shape[1]
     out[:] = 0
     for t in range(a.shape[0]):
@@ -70,6 +71,10 @@ def advance(
 ) -> None:
     """Make `moves` moves, in place.
 
+    Each move has four steps: select the best permitted swap (r, s), swap the places and set their tabu times,
+    update the changes of all swaps by Taillard's formula, and recompute the changes and tabu times of the
+    swaps with r or s.
+
     Args:
         a: Flows of the terms, [T, n, n].
         b: Distances in the order of p, b[t, i, j] = B[t, p[i], p[j]], [T, n, n].
@@ -92,27 +97,31 @@ def advance(
     row = np.empty(n, a.dtype)
     x, y = np.empty(n, a.dtype), np.empty(n, a.dtype)
     current, best = cost_change[0], cost_change[1]
-    far = 3 * big_m
+    forbidden = 3 * big_m
     for move in range(first, first + moves):
-        better = best - current
-        lowest, r, s = far, -1, -1
+        # Select the swap (r, s) with the lowest key: the change of the cost, less `big_m` if the swap is
+        # overdue, or `forbidden` if it is tabu and does not lead below the best cost.
+        record_change = best - current
+        lowest_key, r, s = forbidden, -1, -1
         for u in range(min(num_movers, n - 1)):
             # Slices and two plain loops, because Numba vectorizes only this form.
-            d, g, keys = delta[u, u + 1 :], swap_until[u, u + 1 :], row[u + 1 :]
-            for v in range(len(d)):
-                key = d[v] if (g[v] < move) | (d[v] < better) else far
-                keys[v] = d[v] - big_m if g[v] < move - patience else key
-            min_key = far
-            for v in range(len(d)):
-                min_key = keys[v] if keys[v] < min_key else min_key
-            if min_key < lowest:
-                lowest, r = min_key, u
-                for v in range(len(d)):
-                    if keys[v] == min_key:
+            changes, tabu_until, keys = delta[u, u + 1 :], swap_until[u, u + 1 :], row[u + 1 :]
+            for v in range(len(changes)):
+                permitted = (tabu_until[v] < move) | (changes[v] < record_change)
+                key = changes[v] if permitted else forbidden
+                keys[v] = changes[v] - big_m if tabu_until[v] < move - patience else key
+            row_key = forbidden
+            for v in range(len(changes)):
+                row_key = keys[v] if keys[v] < row_key else row_key
+            if row_key < lowest_key:
+                lowest_key, r = row_key, u
+                for v in range(len(changes)):
+                    if keys[v] == row_key:
                         s = u + 1 + v
                         break
         if r < 0:
             continue
+        # Swap the places of r and s, and set the tabu times of the sites that they leave.
         current += delta[r, s]
         until[r, p[r]] = move + low + ((_mix(2 * move, seed) * span) >> 32)
         if s < num_movers:
@@ -121,6 +130,7 @@ def advance(
         if current < best:
             best = current
             best_p[:] = p
+        # Reorder the distances, and update the changes of the swaps without r and s.
         for t in range(a.shape[0]):
             a_t, b_t = a[t], b[t]
             for k in range(n):
@@ -132,9 +142,10 @@ def advance(
                 x[k] = 2 * (a_r[k] - a_s[k])
                 y[k] = b_s[k] - b_r[k]
             for u in range(n):
-                d, x_u, y_u = delta[u], x[u], y[u]
+                changes, x_u, y_u = delta[u], x[u], y[u]
                 for v in range(n):
-                    d[v] += (x_u - x[v]) * (y_u - y[v])
+                    changes[v] += (x_u - x[v]) * (y_u - y[v])
+        # Recompute the changes and tabu times of the swaps with r or s.
         for moved in (r, s):
             compute_row_changes(a, b, moved, row)
             for v in range(n):

@@ -36,7 +36,7 @@ def _rows(
     a_ptr, b_ptr, diagonal_ptr, p_ptr, p, r, s, at_r, at_s,
     TERMS: tl.constexpr, SYMMETRIC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Changes of swapping r (at `at_r`) and s (at `at_s`) with every other item, [BN] each.
+    """Compute the changes of swapping r (at `at_r`) and s (at `at_s`) with every other item, [BN] each.
 
     The first axis is contiguous in memory: neighboring threads have neighboring columns and reduce
     independently.
@@ -98,6 +98,36 @@ def tabu_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """Make `moves` moves of one restart. Grid (restarts,).
+
+    Each move has four steps: select the best permitted swap (r, s), swap the places and set their tabu times,
+    update the changes of all swaps by Taillard's formula, and recompute the changes and tabu times of the
+    swaps with r or s.
+
+    Args:
+        a_ptr: Flows of the terms, [TERMS, BN, BN].
+        b_ptr: Distances of the terms, [TERMS, BN, BN].
+        diagonal_ptr: Diagonals of both, [TERMS, 2, BN].
+        p_ptr: Current place of each item, int32, [restarts, BN].
+        best_ptr: Best permutation so far, int32, [restarts, BN].
+        cost_change_ptr: Change of the cost since the start, now and at the best, [restarts, 2].
+        until_ptr: Move until which a site is tabu, by (item, site), int32, [restarts, BN, BN].
+        mirror_ptr: The same times by (site, item), so that the times of a site are contiguous.
+        delta_ptr: Change of each swap, [restarts, BN, BN].
+        seed_ptr: Seed of the tenures, [restarts].
+        big_m_ptr: `big_m`, and the key below which a swap is overdue, [2].
+        n: Number of items without padding.
+        num_movers: Number of items with flow; they come first.
+        first: Number of the first move.
+        moves: Number of moves.
+        low: Minimum tenure.
+        span: Number of different tenures, starting at `low`.
+        patience: Moves after which a swap that was not made takes precedence.
+        TERMS: Number of terms.
+        SYMMETRIC: Number of symmetric terms; they come first.
+        BN: Number of items with padding, a power of two.
+        BK: Items that a reduction loads at once.
+    """
     restart = tl.program_id(0).to(tl.int64)
     p_ptr += restart * BN
     cost_change_ptr += restart * 2
@@ -117,6 +147,7 @@ def tabu_kernel(
         tl.load(mirror_ptr + i[:, None] + p[None, :] * BN), tl.load(until_ptr + p[:, None] + i[None, :] * BN)
     )
     for move in range(first, first + moves):
+        # Select the swap (r, s) with the lowest key.
         key = tl.where((swap_until < move) | (delta < best - current), delta, 3 * big_m)
         key = tl.where(swap_until < move - patience, delta - big_m, key)
         key = tl.where(upper, key, 3 * big_m)
@@ -127,6 +158,7 @@ def tabu_kernel(
         r, s = tl.where(has_move, index // BN, 0), tl.where(has_move, index % BN, 0)
         change = tl.where(lowest < threshold, lowest + big_m, lowest)
         current += tl.where(has_move, change, 0)
+        # Swap the places of r and s, and set the tabu times of the sites that they leave.
         from_r, from_s = tl.load(p_ptr + r), tl.load(p_ptr + s)
         # All threads must read both places before any of them writes.
         tl.debug_barrier()
@@ -143,11 +175,13 @@ def tabu_kernel(
         best_p = tl.where(current < best, p, best_p)
         best = tl.minimum(current, best)
         at_r, at_s = tl.where(has_move, from_s, from_r), tl.where(has_move, from_r, from_s)
+        # Update the changes of the swaps without r and s.
         for t in tl.static_range(TERMS):
             a, b = a_ptr + t * BN * BN, b_ptr + t * BN * BN
             x = 2 * (tl.load(a + r * BN + i) - tl.load(a + s * BN + i))
             y = tl.load(b + at_s * BN + p) - tl.load(b + at_r * BN + p)
             delta += (x[:, None] - x[None, :]) * (y[:, None] - y[None, :])
+        # Recompute the changes and tabu times of the swaps with r or s.
         row_r, row_s = _rows(a_ptr, b_ptr, diagonal_ptr, p_ptr, p, r, s, at_r, at_s, TERMS, SYMMETRIC, BN, BK)
         swap_until_r = tl.minimum(tl.load(until_ptr + r * BN + p), tl.load(mirror_ptr + at_r * BN + i))
         swap_until_s = tl.minimum(tl.load(until_ptr + s * BN + p), tl.load(mirror_ptr + at_s * BN + i))
@@ -170,7 +204,7 @@ class TritonRestarts:
     """State of many restarts on their device.
 
     Args:
-        a: Flows of the terms, [T, n, n], n from 2 to `MAX_REGISTER_SITES`; int32 (with a wall below 2^28),
+        a: Flows of the terms, [T, n, n], n from 2 to `MAX_REGISTER_SITES`; int32 (with `big_m` below 2^28),
             int64 or float64.
         b: Distances of the terms, [T, n, n], of the same dtype.
         symmetric: Number of symmetric terms; they come first.
