@@ -53,9 +53,12 @@ class TraceRow(StrictModel):
     numbers: dict[str, float]
     """Mean training metrics of the epoch."""
     alpha: list[list[float]]
-    """One-hot chip types without noise, [S, T + 1], in the order of the config; the last is empty."""
+    """Chip type of each slot as a one-hot row, without noise, [slots, types + 1].
+
+    The types are in the order of the configuration; the last column is an empty slot.
+    """
     probabilities: list[list[float]]
-    """Probability of each type, [S, T + 1]."""
+    """Probability of each type in each slot, [slots, types + 1]."""
     layers: LayersField
     decision: HardwareDecision
     cost: DecisionCost
@@ -71,10 +74,10 @@ def open_trace(
         hardware: Hardware of the run.
         mode: Mode of the run.
         seed: Random seed to record.
-        num_rows: Rows up to the last checkpoint; later ones are removed. None starts a new trace.
+        num_rows: Number of rows at the last checkpoint; later rows are removed. None starts a new trace.
 
     Raises:
-        FileFormatError: There are fewer rows, or a row is damaged.
+        FileFormatError: The trace has fewer rows, or a row is damaged.
         RunError: Another process writes to the directory.
     """
     if num_rows is None:
@@ -136,6 +139,9 @@ class ReplayedRow:
 
 def replay(path: Path | str) -> list[ReplayedRow]:
     """Recompute the objective of every decision from the trace alone.
+
+    Returns:
+        One row per row of the trace.
 
     Raises:
         InputError: The file does not exist.

@@ -30,12 +30,13 @@ from sparseflow.errors import FileFormatError, InputError
 _MAX_INT64 = 2**63 - 1
 
 _MAX_COST = 2**62
-"""Maximum magnitude of costs that can still be doubled."""
+"""Maximum magnitude of integer costs: twice as much still fits into int64."""
 
 _MAX_FLOAT_COST = 1e300
+"""Maximum magnitude of float64 costs."""
 
 EXACT = 2.0**53
-"""Integers up to this are exact in float64."""
+"""Integers up to this magnitude are exact in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +45,8 @@ class QapInstance:
 
     Attributes:
         name: File name without suffix.
-        flow: [n, n], int64 or float64.
-        distance: [n, n], of the same dtype.
+        flow: Flow between items, [n, n], int64 or float64.
+        distance: Distance between places, [n, n], of the same dtype.
         optimum: Optimal cost; None if not proven.
         best_known: Lowest known cost; None if the file does not state it.
         bound: Lower bound of the cost; None if the file does not state it.
@@ -60,6 +61,7 @@ class QapInstance:
 
     @property
     def n(self) -> int:
+        """Number of items and of places."""
         return len(self.flow)
 
 
@@ -79,10 +81,10 @@ def stack_matrices(flow: Any, distance: Any) -> tuple[np.ndarray, np.ndarray]:
     """
     f, d = _to_stack("flow", flow), _to_stack("distance", distance)
     if f.shape != d.shape:
+        flow_shape, distance_shape = (f.shape[1:], d.shape[1:]) if len(f) == len(d) else (f.shape, d.shape)
         raise InputError(
-            f"flow has shape {f.shape[-2:] if len(f) == len(d) else f.shape} and distance "
-            f"{d.shape[-2:] if len(f) == len(d) else d.shape}; expected equal shapes; pad the flow with "
-            "`pad_flow` if there are more places than items"
+            f"flow has shape {flow_shape} and distance {distance_shape}; expected equal shapes; pad the flow "
+            "with `pad_flow` if there are more places than items"
         )
     if f.dtype != d.dtype:
         f, d = f.astype(np.float64), d.astype(np.float64)
@@ -95,8 +97,8 @@ def stack_matrices(flow: Any, distance: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bound_magnitude(flow: np.ndarray, distance: np.ndarray) -> float:
-    """Upper bound of the magnitude of the cost, for stacks [K, n, n]."""
-    # The smallest int64 has no absolute value in int64.
+    """Compute an upper bound of the magnitude of the cost, for stacks [K, n, n]."""
+    # Converted first, because the smallest int64 has no absolute value in int64.
     flows, distances = np.abs(flow.astype(np.float64)), np.abs(distance.astype(np.float64))
     with np.errstate(over="ignore"):
         return float(flows.sum((1, 2)) @ distances.max((1, 2)))
@@ -174,49 +176,60 @@ def read_qaplib(path: Path | str) -> QapInstance:
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{file} is not a QAPLIB file: byte {error.start} is not ASCII") from error
     lines = [(number, line.split()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    number, head = lines[0] if lines else (1, [])
+    header_line = lines[0] if lines else (1, [])
+    n, optimum, best_known = _parse_header(*header_line, file)
+    flow, distance = _parse_matrices(lines[1:], n, file, last_line=lines[-1][0])
+    stack_matrices(flow, distance)
+    if optimum is not None and best_known is not None and best_known < abs(optimum):
+        raise FileFormatError(
+            f"{file}, line {header_line[0]}: the best known cost {best_known} is below the optimum or bound "
+            f"{abs(optimum)}"
+        )
+    is_proven = optimum is not None and optimum >= 0
+    return QapInstance(
+        name=file.stem,
+        flow=flow,
+        distance=distance,
+        optimum=optimum if is_proven else None,
+        best_known=best_known,
+        bound=None if optimum is None else abs(optimum),
+    )
+
+
+def _parse_header(number: int, words: list[str], file: Path) -> tuple[int, int | None, int | None]:
+    """Parse the first line of a QAPLIB file: n, and the optimum and the best known cost if present."""
     try:
-        header = [int(word) for word in head]
+        header = [int(word) for word in words]
     except ValueError:
         header = []
     if len(header) not in (1, 3) or header[0] < 1:
         raise FileFormatError(
             f"{file}, line {number}: expected `n` or `n optimum best_known` (integers, n at least 1); "
-            f"got {' '.join(head)[:60]!r}"
+            f"got {' '.join(words)[:60]!r}"
         )
-    n = header[0]
+    return (header[0], header[1], header[2]) if len(header) == 3 else (header[0], None, None)
+
+
+def _parse_matrices(
+    lines: list[tuple[int, list[str]]], n: int, file: Path, *, last_line: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Parse numbered lines of a QAPLIB file into its two matrices; lines may break anywhere."""
     numbers: list[int | float] = []
-    for number, words in lines[1:]:
-        for word in words:
-            numbers.append(_parse_number(word, f"{file}, line {number}"))
+    for number, words in lines:
+        numbers += (_parse_number(word, f"{file}, line {number}") for word in words)
         if len(numbers) > 2 * n * n:
             raise FileFormatError(
                 f"{file}, line {number}: too many numbers; two matrices of {n} × {n} have {2 * n * n}"
             )
     if len(numbers) < 2 * n * n:
-        which, row = divmod(len(numbers), n * n)
+        matrix, index = divmod(len(numbers), n * n)
         raise FileFormatError(
-            f"{file} ends in row {row // n + 1} of matrix {which + 1}, line {lines[-1][0]}: got "
+            f"{file} ends in row {index // n + 1} of matrix {matrix + 1}, line {last_line}: got "
             f"{len(numbers)} numbers; two matrices of {n} × {n} have {2 * n * n}"
         )
-    integral = all(isinstance(value, int) for value in numbers)
-    both = np.array(numbers, dtype=np.int64 if integral else np.float64).reshape(2, n, n)
-    stack_matrices(both[0], both[1])
-    optimum, best = (header[1], header[2]) if len(header) == 3 else (None, None)
-    if optimum is not None and best is not None and best < abs(optimum):
-        raise FileFormatError(
-            f"{file}, line {lines[0][0]}: the best known cost {best} is below the optimum or bound "
-            f"{abs(optimum)}"
-        )
-    proven = optimum is not None and optimum >= 0
-    return QapInstance(
-        name=file.stem,
-        flow=both[0],
-        distance=both[1],
-        optimum=optimum if proven else None,
-        best_known=best,
-        bound=None if optimum is None else abs(optimum),
-    )
+    is_integral = all(isinstance(value, int) for value in numbers)
+    first, second = np.array(numbers, dtype=np.int64 if is_integral else np.float64).reshape(2, n, n)
+    return first, second
 
 
 def _parse_number(word: str, context: str) -> int | float:
@@ -253,7 +266,7 @@ def _to_stack(name: str, values: Any) -> np.ndarray:
 
 
 def gilmore_lawler_bound(flow: Any, distance: Any) -> int | float:
-    """Compute a lower bound of the cost; an int for integer matrices.
+    """Compute the Gilmore-Lawler lower bound of the cost; an int for integer matrices.
 
     Args:
         flow: [n, n] or [K, n, n].
@@ -265,29 +278,31 @@ def gilmore_lawler_bound(flow: Any, distance: Any) -> int | float:
     """
     f, d = stack_matrices(flow, distance)
     bound = _bound_stack(f, d)
-    # Summing both directions is tighter for asymmetric flows and symmetric distances.
+    # With symmetric distances, the flows of both directions can be added, which gives a tighter bound.
     if (d == d.transpose(0, 2, 1)).all() and not (f == f.transpose(0, 2, 1)).all():
-        both = _bound_stack(f + f.transpose(0, 2, 1), d)
-        bound = max(bound, -(-both // 2) if isinstance(both, int) else both / 2)
+        doubled = _bound_stack(f + f.transpose(0, 2, 1), d)
+        bound = max(bound, -(-doubled // 2) if isinstance(doubled, int) else doubled / 2)
     return bound
 
 
 def _bound_stack(f: np.ndarray, d: np.ndarray) -> int | float:
-    """Gilmore-Lawler bound of validated stacks."""
+    """Compute the Gilmore-Lawler bound of validated stacks."""
     optimize = require("scipy.optimize", "codesign")
     n = f.shape[1]
-    # float64 where it is exact: integer matrix products are about a hundred times slower in numpy.
-    exact = f.dtype == np.int64 and bound_magnitude(f, d) < EXACT
-    working = np.float64 if exact else f.dtype
-    min_costs = np.zeros((n, n), working)
+    # Integers are computed in float64 if that is exact, because NumPy multiplies integer matrices about a
+    # hundred times slower.
+    is_exact = f.dtype == np.int64 and bound_magnitude(f, d) < EXACT
+    dtype = np.float64 if is_exact else f.dtype
+    min_costs = np.zeros((n, n), dtype)
     off_diagonal = ~np.eye(n, dtype=bool)
     for flow, distance in zip(f, d, strict=True):
-        ascending = np.sort(flow[off_diagonal].reshape(n, n - 1), axis=1).astype(working)
-        descending = np.sort(distance[off_diagonal].reshape(n, n - 1), axis=1)[:, ::-1].astype(working)
+        ascending = np.sort(flow[off_diagonal].reshape(n, n - 1), axis=1).astype(dtype)
+        descending = np.sort(distance[off_diagonal].reshape(n, n - 1), axis=1)[:, ::-1].astype(dtype)
         min_costs += ascending @ descending.T + np.outer(np.diag(flow), np.diag(distance))
     rows, columns = optimize.linear_sum_assignment(min_costs)
     total = min_costs[rows, columns].sum().astype(f.dtype).item()
-    if isinstance(total, int) and (max_cost := int(np.abs(min_costs).max())) > 2**53:
-        # SciPy computes in float64, which truncates huge integers.
+    if isinstance(total, int) and (max_cost := int(np.abs(min_costs).max())) > EXACT:
+        # SciPy rounds costs to float64, so its assignment may not be optimal. The error of each of the n
+        # costs is below max_cost / 2^50, so the total remains a lower bound.
         total -= n * (max_cost >> 50)
     return total
