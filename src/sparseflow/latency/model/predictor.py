@@ -1,13 +1,13 @@
-"""A predictor: all models of one device, in one JSON file.
+"""Latency predictor: all latency models of one device, in one JSON file.
 
-It contains the device fingerprint, the kernel regressor, measured kernels, composition, launch overhead,
-contention, intervals and the errors on held-out data. Files of another format or version are refused; of
-XGBoost only its JSON format is read.
+The file contains the device fingerprint, the kernel regressor, the latencies of measured kernels, the models
+of composition, launch overhead and contention, the intervals, and the errors on held-out data. Files of
+another format or version are refused. XGBoost models are stored in XGBoost's JSON format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,9 @@ from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 
 MAX_IDLE_SLOWDOWN = 1.03
 """Maximum slowdown at which the interval of idle models applies."""
+
+_LAUNCH_ONLY = (0.0, 0.0, 1.0)
+"""Shares of `contention.BOTTLENECKS` in the overhead of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +101,12 @@ class Predictor(Artifact):
         fingerprint: Device and settings.
         regressor: Regressor of kernels.
         measured_ms: Kernel id -> measured idle latency.
-        composition: From kernels to a graph.
+        composition: Latency of a graph from the latencies of its kernels.
         launch_overhead: Host time per kernel; None unless the graph is a queue of host and device.
         contention: Effect of load.
-        kernel_interval: Interval around a learned kernel.
-        idle_interval: Interval around an idle model.
-        loaded_interval: Interval around a model under load.
+        kernel_interval: Interval around the latency of a learned kernel.
+        idle_interval: Interval around the latency of a model on an idle device.
+        loaded_interval: Interval around the latency of a model under load.
         quality: Errors on held-out data, in JSON types.
     """
 
@@ -155,35 +158,24 @@ class Predictor(Artifact):
         Raises:
             DeviceError: The load lacks the metric of the contention model.
         """
-        kernels = {kernel.id: kernel for kernel in graph.kernels}
         isolated_ms, composed = self.compose(graph)
-        parts, idle_ms = composed.parts, composed.total_ms
-        delays = {
-            name: self.contention.compute_delay_ms(
-                part.ms,
-                self.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated_ms[name]),
-            )
-            for name, part in parts.items()
-        }
-        kernel_delay_ms = sum(part.count * delays[name] for name, part in parts.items())
-        total_delay_ms = kernel_delay_ms + self.contention.compute_delay_ms(composed.call_ms, (0.0, 0.0, 1.0))
-        busy_load = self.contention.get_load(load) if load is not None else 0.0
-        mean_ms = self.contention.predict_mean_ms(idle_ms, total_delay_ms, busy_load)
-        per_kernel = self._predict_per_kernel(kernels, composed, isolated_ms, delays, mean_ms)
-        runs = self.contention.sample_runs(idle_ms, total_delay_ms, busy_load, seed=seed).tolist()
+        idle_ms = composed.total_ms
+        delays_ms = self._compute_delays_ms(graph, composed, isolated_ms)
+        total_delay_ms = _sum_delays_ms(composed, delays_ms) + self.contention.compute_delay_ms(
+            composed.call_ms, _LAUNCH_ONLY
+        )
+        load_share = self.contention.get_load(load) if load is not None else 0.0
+        mean_ms = self.contention.predict_mean_ms(idle_ms, total_delay_ms, load_share)
+        runs_ms = self.contention.sample_runs(idle_ms, total_delay_ms, load_share, seed=seed).tolist()
+        per_kernel = self._predict_per_kernel(graph, composed, isolated_ms, delays_ms, mean_ms)
         interval = self.idle_interval if mean_ms <= MAX_IDLE_SLOWDOWN * idle_ms else self.loaded_interval
-        unsupported = [k for k in per_kernel if k.source == ROOFLINE]
-        supported_ms = mean_ms - sum(k.count * k.mean_ms for k in unsupported)
+        roofline_kernels = [kernel for kernel in per_kernel if kernel.source == ROOFLINE]
+        supported_ms = mean_ms - sum(kernel.count * kernel.mean_ms for kernel in roofline_kernels)
         return Prediction(
             mean_ms=mean_ms,
-            p50_ms=quantile(runs, 0.5),
-            p95_ms=quantile(runs, 0.95),
-            interval=(
-                supported_ms * interval.low
-                + sum(k.count * k.low_ms * k.mean_ms / k.idle_ms for k in unsupported),
-                supported_ms * interval.high
-                + sum(k.count * k.high_ms * k.mean_ms / k.idle_ms for k in unsupported),
-            ),
+            p50_ms=quantile(runs_ms, 0.5),
+            p95_ms=quantile(runs_ms, 0.95),
+            interval=_compute_interval(interval, supported_ms, roofline_kernels),
             interval_coverage=interval.coverage,
             coverage=supported_ms / mean_ms,
             idle_ms=idle_ms,
@@ -191,39 +183,79 @@ class Predictor(Artifact):
             load=dict(load or {}),
             mode=self.composition.mode,
             call_ms=composed.call_ms,
-            per_kernel=tuple(sorted(per_kernel, key=lambda k: -k.count * k.mean_ms)),
+            per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
         )
+
+    def _compute_delays_ms(
+        self, graph: Graph, composed: ComposedLatency, isolated_ms: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return kernel id -> mean delay of one execution while the load is active, in milliseconds."""
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        return {
+            kernel_id: self.contention.compute_delay_ms(
+                contribution.ms,
+                self.regressor.roofline.compute_bottleneck_shares(kernels[kernel_id], isolated_ms[kernel_id]),
+            )
+            for kernel_id, contribution in composed.parts.items()
+        }
 
     def _predict_per_kernel(
         self,
-        kernels: Mapping[str, KernelSpec],
+        graph: Graph,
         composed: ComposedLatency,
         isolated_ms: Mapping[str, float],
-        delays: Mapping[str, float],
+        delays_ms: Mapping[str, float],
         mean_ms: float,
-    ) -> tuple[KernelPrediction, ...]:
+    ) -> list[KernelPrediction]:
         """Distribute the increase under load over the kernels by their delays."""
-        parts, idle_ms = composed.parts, composed.total_ms
-        kernel_delay_ms = sum(part.count * delays[name] for name, part in parts.items())
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        kernel_delay_ms = _sum_delays_ms(composed, delays_ms)
         predictions = []
-        for name, part in parts.items():
+        for kernel_id, contribution in composed.parts.items():
             if kernel_delay_ms:
-                share = delays[name] / kernel_delay_ms
+                share = delays_ms[kernel_id] / kernel_delay_ms
             else:
-                share = part.ms / (idle_ms - composed.call_ms)
-            ms = isolated_ms[name]
-            low, high, source = self.compute_kernel_interval(kernels[name], ms)
-            low_scale, high_scale = (low / ms, high / ms) if ms else (1.0, 1.0)
+                share = contribution.ms / (composed.total_ms - composed.call_ms)
+            kernel, kernel_ms = kernels[kernel_id], isolated_ms[kernel_id]
+            low_ms, high_ms, source = self.compute_kernel_interval(kernel, kernel_ms)
+            low_ratio, high_ratio = (low_ms / kernel_ms, high_ms / kernel_ms) if kernel_ms else (1.0, 1.0)
             predictions.append(
                 KernelPrediction(
-                    kernel_id=name,
-                    op=kernels[name].op,
-                    count=part.count,
-                    idle_ms=part.ms,
-                    mean_ms=part.ms + (mean_ms - idle_ms) * share,
-                    low_ms=part.ms * low_scale,
-                    high_ms=part.ms * high_scale,
+                    kernel_id=kernel_id,
+                    op=kernel.op,
+                    count=contribution.count,
+                    idle_ms=contribution.ms,
+                    mean_ms=contribution.ms + (mean_ms - composed.total_ms) * share,
+                    low_ms=contribution.ms * low_ratio,
+                    high_ms=contribution.ms * high_ratio,
                     source=source,
                 )
             )
-        return tuple(predictions)
+        return predictions
+
+
+def _sum_delays_ms(composed: ComposedLatency, delays_ms: Mapping[str, float]) -> float:
+    """Sum the delays of all nodes of a graph."""
+    return sum(
+        contribution.count * delays_ms[kernel_id] for kernel_id, contribution in composed.parts.items()
+    )
+
+
+def _compute_interval(
+    interval: ConformalInterval, supported_ms: float, roofline_kernels: Sequence[KernelPrediction]
+) -> tuple[float, float]:
+    """Compute the interval around a mean latency, in milliseconds.
+
+    Args:
+        interval: Interval of the latency of kernels whose operator was measured.
+        supported_ms: Their latency.
+        roofline_kernels: The other kernels, which have an interval each.
+    """
+    low_ms, high_ms = supported_ms * interval.low, supported_ms * interval.high
+    low_ms += sum(
+        kernel.count * kernel.low_ms * kernel.mean_ms / kernel.idle_ms for kernel in roofline_kernels
+    )
+    high_ms += sum(
+        kernel.count * kernel.high_ms * kernel.mean_ms / kernel.idle_ms for kernel in roofline_kernels
+    )
+    return low_ms, high_ms
