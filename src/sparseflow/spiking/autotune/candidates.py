@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ def tune_group(
 ) -> tuple[Decision, SpikeTensor]:
     """Time all modes of a group and fix the fastest.
 
+    Each call starts from the membrane that the neuron has on entry. A mode whose spikes differ from those of
+    the network's own modules is not timed.
+
     Args:
         group: The group; its neuron's membrane is in the state before the group runs.
         env: The values that the group reads.
@@ -50,38 +54,45 @@ def tune_group(
     shape_mismatch = group.get_shape_mismatch(env)
     if shape_mismatch is not None:
         return Decision(choice="module", reason=shape_mismatch), group.run(env, mode="module")
-    v_before = group.neuron.v
-    dense_env: NodeValues = {node: to_dense(value) for node, value in env.items()}
-
-    def make_run(mode: Any) -> Callable[[], object]:
-        def work() -> object:
-            group.neuron.v = v_before
-            if mode == "module":
-                return group.run(dict(dense_env), mode=mode)
-            return group.run(env, mode=mode, output_form="native")
-
-        return work
-
-    candidates: dict[str, Callable[[], object]] = {"module": make_run("module"), "dense": make_run("dense")}
+    initial_v = group.neuron.v
+    candidates: dict[str, Callable[[], SpikeTensor]] = {
+        mode: partial(_run_group, group, mode, values, initial_v)
+        for mode, values in {"module": _to_dense_values(env), "dense": env, "sparse": env}.items()
+    }
     notes: list[str] = []
     unsupported_reason = group.get_unsupported_reason(env)
-    if unsupported_reason is None:
-        candidates["sparse"] = make_run("sparse")
-    else:
+    if unsupported_reason is not None:
+        del candidates["sparse"]
         notes.append(f"sparse not supported: {unsupported_reason}")
-    expected = _get_spikes(candidates["module"]())
-    for mode in ("dense", "sparse"):
-        if mode in candidates:
-            mismatch = _describe_mismatch(_get_spikes(candidates[mode]()), expected, backend.dtype)
-            if mismatch:
-                notes.append(f"'{mode}' differs from the network's own modules on the sample: {mismatch}")
-                del candidates[mode]
+    notes += _remove_mismatches(candidates, backend.dtype)
     decision = selector.select(_make_group_key(group, env, backend), candidates, "module")
     if notes:
         decision = decision.model_copy(update={"reason": "; ".join([decision.reason, *notes])})
     group.fix_mode(decision.choice)  # type: ignore[arg-type]
-    group.neuron.v = v_before
+    group.neuron.v = initial_v
     return decision, group.run(env)
+
+
+def _to_dense_values(env: NodeValues) -> NodeValues:
+    return {node: to_dense(value) for node, value in env.items()}
+
+
+def _run_group(group: GroupStep, mode: Any, env: NodeValues, initial_v: Any) -> SpikeTensor:
+    """Run a group in a mode from the membrane `initial_v`."""
+    group.neuron.v = initial_v
+    return group.run(env, mode=mode, output_form=None if mode == "module" else "native")
+
+
+def _remove_mismatches(candidates: dict[str, Callable[[], SpikeTensor]], dtype: torch.dtype) -> list[str]:
+    """Remove candidates whose spikes differ from those of `"module"`, and describe the differences."""
+    expected = candidates["module"]().sequence
+    notes: list[str] = []
+    for mode in [mode for mode in candidates if mode != "module"]:
+        mismatch = _describe_mismatch(candidates[mode]().sequence, expected, dtype)
+        if mismatch:
+            notes.append(f"'{mode}' differs from the network's own modules on the sample: {mismatch}")
+            del candidates[mode]
+    return notes
 
 
 def tune_layer(
@@ -98,13 +109,13 @@ def tune_layer(
         The decision ('module' or the sparse version's backend), the firing statistics of `x`, and the sparse
         version.
     """
-    activity = measure_firing(x)
+    firing = measure_firing(x)
     sparse = SparseConv2d.from_dense(conv, select_block_size(x.shape[-2]) or 4)
-    rate = compute_rate_bucket(activity.firing_rate)
+    rate = compute_rate_bucket(firing.firing_rate)
     key = f"layer|{sparse}|{tuple(x.shape)}|{x.dtype}@{rate}|threads={torch.get_num_threads()}"
     with torch.no_grad():
         candidates = {"module": lambda: conv(x), sparse.backend: lambda: sparse(x)}
-        return selector.select(key, candidates, "module"), activity, sparse
+        return selector.select(key, candidates, "module"), firing, sparse
 
 
 def tune_network(
@@ -114,23 +125,29 @@ def tune_network(
     inputs: tuple[torch.Tensor, ...],
     selector: CandidateSelector,
 ) -> Decision:
-    """Time the original network ('own') against plans of it, by name, each from its current state."""
-    saved = copy_neuron_states(model)
+    """Time the original network (`"own"`) against plans of it; each run starts from its current state.
 
-    def make_run(run: Callable[..., Any]) -> Callable[[], object]:
-        def work() -> object:
-            restore_neuron_states(saved)
-            return run(*inputs)
+    Args:
+        model: The network.
+        original: Runs the network as it is.
+        plans: Name of each plan, and a function that runs it.
+        inputs: Inputs of the network.
+        selector: Times candidates; its cache is not used.
+    """
+    saved_states = copy_neuron_states(model)
 
-        return work
+    def run_from_saved_states(run: Callable[..., Any]) -> object:
+        restore_neuron_states(saved_states)
+        return run(*inputs)
 
-    uncached = replace(selector, cache=None, capture=False)
-    runs = {"own": original, **plans}
-    return uncached.select("network", {name: make_run(run) for name, run in runs.items()}, "own")
+    candidates = {
+        name: partial(run_from_saved_states, run) for name, run in {"own": original, **plans}.items()
+    }
+    return replace(selector, cache=None, capture=False).select("network", candidates, "own")
 
 
 def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
-    """Make the cache key of a group: what its time depends on besides the device."""
+    """Make the cache key of a group from everything but the device that its time depends on."""
     parts = [backend.name, str(backend.dtype), type(group.neuron).__name__]
     for conv in (*group.match.sources, *group.match.dense_convs):
         module = group.modules[conv.name]
@@ -139,8 +156,8 @@ def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
         rate = measure_firing(dense).firing_rate if conv in group.match.sources else 1.0
         geometry = (tuple(dense.shape), module.out_channels, module.kernel_size[0], module.stride[0])
         parts.append(f"{geometry}{module.weight.dtype}@{compute_rate_bucket(rate)}")
-    for added in (group.match.skips, group.match.dense, group.match.post_skips):
-        parts.append(f"+{[tuple(to_dense(env[node]).shape) for node in added]}")
+    for addends in (group.match.skips, group.match.dense, group.match.post_skips):
+        parts.append(f"+{[tuple(to_dense(env[node]).shape) for node in addends]}")
     layout = group.layout
     parts.append(
         f"silent={layout.silent_fraction},marks={layout.emit_activity},ordered={layout.output is not None}"
@@ -149,19 +166,12 @@ def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
     return "|".join(parts)
 
 
-def _get_spikes(result: object) -> torch.Tensor:
-    assert isinstance(result, SpikeTensor)
-    return result.sequence
-
-
 def _describe_mismatch(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Return a sentence if spikes differ by more than rounding at the threshold can explain, else None."""
+    """Describe how spikes differ; None if rounding of sums near the threshold can explain it."""
     max_fraction = MAX_FLIP_FRACTION[dtype]
     if dtype == torch.float32 and expected.is_cuda and is_tf32_allowed():
         max_fraction = MAX_FLIP_FRACTION_TF32
     flips = int((actual != expected).sum())
-    return (
-        None
-        if flips <= max_fraction * expected.numel() + 1
-        else f"{flips} of {expected.numel()} spikes differ"
-    )
+    if flips <= max_fraction * expected.numel() + 1:
+        return None
+    return f"{flips} of {expected.numel()} spikes differ"
