@@ -1,4 +1,4 @@
-"""`EventBackend` runs groups of a plan on a CPU; `encode` and `decode` convert spikes to events and back."""
+"""CPU backend `EventBackend`, and conversions between dense spikes and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from sparseflow.spiking.backends.base import (
     GroupShape,
     PreparedGroup,
 )
-from sparseflow.spiking.backends.events.format import Events, allocate_events, get_array_address
+from sparseflow.spiking.backends.events.format import (
+    Events,
+    allocate_events,
+    get_array_address,
+    round_up_to_cache_line,
+)
 from sparseflow.spiking.backends.events.group import EventGroup
 from sparseflow.spiking.backends.events.kernels.compiler import compile_kernel, run_on_threads
 from sparseflow.spiking.backends.events.kernels.conversions import (
@@ -28,26 +33,31 @@ from sparseflow.spiking.backends.events.kernels.conversions import (
     make_decode_kernel,
     make_encode_kernel,
 )
+from sparseflow.spiking.backends.events.kernels.llvm import LANES
 from sparseflow.spiking.backends.events.kernels.records import CODEC
 from sparseflow.spiking.backends.spec import GroupSpec
 
 
 def _make_record(shape: tuple[int, ...], **fields: int) -> np.ndarray:
-    codec = np.zeros(1, dtype=CODEC)
-    record = codec[0]
-    record["time_steps"], record["images"], record["channels"], record["height"], record["width"] = shape
-    for name, value in fields.items():
-        record[name] = value
-    return codec
+    """Make a CODEC record, [1], for spikes of shape (T, N, C, H, W); other fields are 0."""
+    record = np.zeros(1, dtype=CODEC)
+    sizes = dict(zip(("time_steps", "images", "channels", "height", "width"), shape, strict=True))
+    for name, value in {**sizes, **fields}.items():
+        record[0][name] = value
+    return record
 
 
-def _run_kernel(make: Callable[[str], Callable[[Any], None]], codec: np.ndarray) -> None:
-    codec[0]["next_item"] = codec[0]["next_slot"] = codec[0]["need"] = 0
-    run_on_threads(compile_kernel(make), get_array_address(codec), torch.get_num_threads())
+def _run_kernel(make_kernel: Callable[[str], Callable[[Any], None]], record: np.ndarray) -> None:
+    """Run a kernel on all threads; it reads and writes the record, whose counters are reset first."""
+    record[0]["next_item"] = record[0]["next_slot"] = record[0]["need"] = 0
+    run_on_threads(compile_kernel(make_kernel), get_array_address(record), torch.get_num_threads())
 
 
 def encode(dense: torch.Tensor) -> Events:
     """Convert a tensor of small non-negative integers to events.
+
+    The rows of the events have a fixed capacity. If a row does not fit, the conversion is repeated with the
+    capacity that it needs.
 
     Args:
         dense: [T, N, C, H, W], any dtype and memory format; channels last is fastest.
@@ -60,29 +70,38 @@ def encode(dense: torch.Tensor) -> Events:
         raise InputError(f"`dense` must be [T, N, C, H, W], got shape {tuple(dense.shape)}")
     dense = dense.detach().float()
     t, n, c, h, w = dense.shape
-    row_bytes = -(-4 * w * c // 64) * 64
-    thread_bytes = -(-(row_bytes + (t + 1) * 2 * w * -(-c // 16) + 64) // 64) * 64
-    scratch = np.empty(torch.get_num_threads() * thread_bytes, dtype=np.uint8)
+    # Each thread holds one row of floats, one row of masks, and the row's bits at all time steps.
+    row_bytes = round_up_to_cache_line(4 * w * c)
+    bits_bytes = 2 * w * -(-c // LANES)
+    scratch_bytes = round_up_to_cache_line(row_bytes + (t + 1) * bits_bytes + 64)
+    scratch = np.empty(torch.get_num_threads() * scratch_bytes, dtype=np.uint8)
     stride_t, stride_n, stride_c, stride_h, stride_w = dense.stride()
-    codec = _make_record(
-        dense.shape, source=dense.data_ptr(), stride_t=stride_t, stride_n=stride_n,
-        stride_c=1 if c == 1 else stride_c, stride_h=stride_h, stride_w=stride_w,
-        scratch=get_array_address(scratch), scratch_bytes=thread_bytes, row_bytes=row_bytes,
-    )  # fmt: skip
-    record = codec[0]
-    row: int | None = None
+    record = _make_record(
+        dense.shape,
+        source=dense.data_ptr(),
+        stride_t=stride_t,
+        stride_n=stride_n,
+        stride_c=1 if c == 1 else stride_c,
+        stride_h=stride_h,
+        stride_w=stride_w,
+        scratch=get_array_address(scratch),
+        scratch_bytes=scratch_bytes,
+        row_bytes=row_bytes,
+    )
+    row_capacity: int | None = None
     while True:
-        events = allocate_events((t, n, c, h, w), row_capacity=row)
-        record["out"] = events.address
-        _run_kernel(make_encode_kernel, codec)
-        if record["flag"] >= NOT_A_COUNT:
+        events = allocate_events((t, n, c, h, w), row_capacity=row_capacity)
+        record[0]["out"] = events.address
+        _run_kernel(make_encode_kernel, record)
+        max_value, needed_capacity = int(record[0]["flag"]), int(record[0]["need"])
+        if max_value >= NOT_A_COUNT:
             raise InputError(
                 f"`dense` must contain only integers from 0 to {MAX_COUNT} to become events; "
                 "run this layer dense"
             )
-        if record["need"] == 0:
-            return replace(events, max_value=max(1, int(record["flag"])))
-        row = int(record["need"])  # some row did not fit
+        if needed_capacity == 0:
+            return replace(events, max_value=max(1, max_value))
+        row_capacity = needed_capacity
 
 
 def decode(events: Events) -> torch.Tensor:
@@ -100,7 +119,7 @@ def sum_over_space(events: Events) -> torch.Tensor:
 
 
 class EventBackend:
-    """CPU backend: spikes as sorted lists of events, groups in Numba."""
+    """CPU backend: spikes are sorted lists of events, and Numba kernels run the groups."""
 
     name = "events"
     dtype = torch.float32
@@ -126,8 +145,8 @@ class EventBackend:
             return encode(dense)
         except InputError as error:
             raise RunError(
-                f"a tensor of shape {tuple(dense.shape)} must contain spikes by the analysis, but contains "
-                "other values"
+                f"a tensor of shape {tuple(dense.shape)} contains values that are not spikes, but the "
+                "analysis of the network expects spikes"
             ) from error
 
     encode_addend = encode

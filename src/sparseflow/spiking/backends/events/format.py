@@ -17,6 +17,10 @@ def get_array_address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
+def round_up_to_cache_line(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
 def allocate_aligned_zeros(size: int, dtype: np.dtype | type) -> np.ndarray:
     """Allocate zeros [size] aligned to a cache line."""
     resolved_dtype = np.dtype(dtype)

@@ -12,6 +12,7 @@ from sparseflow.spiking.backends.events.format import (
     allocate_aligned_zeros,
     estimate_row_capacity,
     get_array_address,
+    round_up_to_cache_line,
 )
 from sparseflow.spiking.backends.events.kernels.compiler import compile_kernel, run_on_threads
 from sparseflow.spiking.backends.events.kernels.group import OUT_SUMS, make_group_kernel
@@ -28,10 +29,6 @@ Shape = tuple[int, int, int, int, int]
 """(T, N, C, H, W)."""
 
 
-def _round_up_to_cache_line(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
-
-
 class GroupLaunch:
     """A group on inputs of fixed shapes.
 
@@ -41,12 +38,12 @@ class GroupLaunch:
         shape: (T, N, C, H, W) of the output.
         events: Inputs of the sources; only their shapes and capacities are used.
         skips: Number of event tensors added to the neuron's input.
-        constant: For each dense input, whether it is constant over time.
+        constant: Whether each dense input is constant over time.
         posts: Number of event tensors added to the neuron's output.
-        num_threads: Threads.
+        num_threads: Number of threads.
 
     Attributes:
-        row_capacity: Entries per row of the output.
+        row_capacity: Number of entries that are allocated per row of the output.
     """
 
     def __init__(
@@ -72,26 +69,14 @@ class GroupLaunch:
         for dense, is_constant in zip(self._denses, constant, strict=False):
             dense["time"] = 0 if is_constant else n * h * w * c
 
-        pieces = min(h, -(-num_threads * _ITEMS_PER_THREAD // (n * packed.tiles)))
-        block_rows = -(-h // pieces)
+        max_blocks_per_image = -(-num_threads * _ITEMS_PER_THREAD // (n * packed.tiles))
+        block_rows = -(-h // min(h, max_blocks_per_image))
         blocks = n * -(-h // block_rows)
         self._finished = np.zeros(blocks, dtype=np.int64)
-        lanes = LANES * packed.vectors
-        kernels = [int(source["kernel"]) for source in self._sources]
-        shorts = packed.tiles * w * packed.vectors
-        masks_bytes = _round_up_to_cache_line(2 * shorts + 64)
-        rows_bytes = max((4 * k * e.row_capacity for k, e in zip(kernels, events, strict=False)), default=0)
-        rows_bytes = _round_up_to_cache_line(rows_bytes + 64) + masks_bytes
-        buffers = 3 + (MAX_SHARED + 1) * len(events)
-        max_width = max([w, *(e.W for e in events)])
-        scratch_bytes = (
-            rows_bytes
-            + buffers * 4 * w * lanes
-            + 64 * len(events)
-            + _round_up_to_cache_line(4 * (max_width + 1))
-        )
-        self._scratch = allocate_aligned_zeros(num_threads * scratch_bytes, np.uint8)
-        self._bits = allocate_aligned_zeros(t * n * h * shorts + 32, np.uint16)
+        row_words = packed.tiles * w * packed.vectors  # Words of 16 bits in a row of output spikes.
+        self._bits = allocate_aligned_zeros(t * n * h * row_words + 32, np.uint16)
+        sizes = self._compute_scratch_sizes(events, w, row_words)
+        self._scratch = allocate_aligned_zeros(num_threads * sizes["scratch_bytes"], np.uint8)
 
         self.row_capacity = estimate_row_capacity(c, w)
         self._group = np.zeros(1, dtype=GROUP)
@@ -120,9 +105,7 @@ class GroupLaunch:
             "bits": get_array_address(self._bits),
             "finished": get_array_address(self._finished),
             "scratch": get_array_address(self._scratch),
-            "scratch_bytes": scratch_bytes,
-            "rows_bytes": rows_bytes,
-            "masks_bytes": masks_bytes,
+            **sizes,
             "hard": neuron.v_reset is not None,
             "alpha": neuron.alpha,
             "beta": neuron.beta,
@@ -131,6 +114,34 @@ class GroupLaunch:
             "rest": neuron.v_rest,
         }.items():
             self._group[name] = value
+
+    def _compute_scratch_sizes(self, events: Sequence[Events], width: int, row_words: int) -> dict[str, int]:
+        """Compute the sizes of one thread's scratch memory, by the names of their fields in GROUP.
+
+        The memory contains, in this order: numbers of weight rows and masks (together `rows_bytes`); the
+        start of the sums, the currents and the membranes of a row; shared sums and cursors of each source;
+        and the ends of the pixels of a source.
+        """
+        kernel_sizes = [int(source["kernel"]) for source in self._sources]
+        max_entries = max(
+            (size * source.row_capacity for size, source in zip(kernel_sizes, events, strict=False)),
+            default=0,
+        )
+        masks_bytes = round_up_to_cache_line(2 * row_words + 64)
+        rows_bytes = round_up_to_cache_line(4 * max_entries + 64) + masks_bytes
+        float_row_bytes = 4 * width * LANES * self._packed.vectors
+        num_float_rows = 3 + (MAX_SHARED + 1) * len(events)
+        max_width = max([width, *(source.W for source in events)])
+        return {
+            "scratch_bytes": (
+                rows_bytes
+                + num_float_rows * float_row_bytes
+                + 64 * len(events)
+                + round_up_to_cache_line(4 * (max_width + 1))
+            ),
+            "rows_bytes": rows_bytes,
+            "masks_bytes": masks_bytes,
+        }
 
     def bind(
         self,
@@ -141,15 +152,15 @@ class GroupLaunch:
         v_before: torch.Tensor | None,
         v_after: torch.Tensor | None,
     ) -> None:
-        """Point the record at the inputs of one call, of the launch's shapes.
+        """Write the addresses of one call's inputs to the record; the inputs have the launch's shapes.
 
         Args:
-            events: One per source.
-            skips: Added to the neuron's input.
-            reals: float32, memory [T or 1, N, H, W, C].
-            posts: Added to the neuron's output.
-            v_before: Membrane before the first step, memory [N, H, W, C], or None.
-            v_after: Receives the membrane after the last step, memory [N, H, W, C], or None.
+            events: Input of each source.
+            skips: Events that are added to the neuron's input.
+            reals: Tensors that are added to the neuron's input, float32, memory [T or 1, N, H, W, C].
+            posts: Events that are added to the neuron's output.
+            v_before: Membrane before the first step, memory [N, H, W, C]; None for the rest value.
+            v_after: Receives the membrane after the last step, memory [N, H, W, C]; None discards it.
         """
         for source, source_events in zip(self._sources, events, strict=False):
             for name in ("index", "start", "row", "wide", "planes", "table"):
