@@ -1,6 +1,8 @@
 """Triton kernels that pack and unpack spikes; `format.pack` and `format.unpack` are the reference.
 
 Both kernels read memory once and need no host work, so they can be captured into a CUDA graph.
+
+A SEW shortcut (spike-element-wise ResNet, Fang et al. 2021) adds the values of several spike tensors.
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`.
@@ -35,6 +37,7 @@ from sparseflow.spiking.backends.packed.words import (
 )
 
 _PIXELS = 32
+"""Pixels that one program of a kernel processes."""
 
 
 @triton.jit
@@ -43,9 +46,23 @@ def pack_kernel(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, T: tl.constexpr, TC: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of P pixels, blocks of channels, T time steps each).
+    """Pack spikes. Grid (tiles of P pixels, blocks of 64 channels, chunks of T time steps).
 
-    TILE: pixels per activity word, 0 for none; with activity, one program processes all time steps.
+    Args:
+        x_ptr: Spikes, addressed by the strides.
+        out_ptr: Words as int32 halves; see `format.py`.
+        act_ptr: Activity words, [blocks, tiles].
+        pixels: Pixels of all images of a time step.
+        tiles: Activity words of a block.
+        out_step: Words from one time step to the next.
+        t_stride, n_stride, c_stride, y_stride, x_stride: Strides of the spikes, in elements.
+        C: Channels.
+        H: Rows of an image.
+        W: Columns of an image.
+        P: Pixels of a program.
+        T: Time steps of a program; all time steps if it stores activity.
+        TC: Time steps whose values a program loads before it stores any.
+        TILE: Pixels per activity word; 0 for no activity.
     """
     G: tl.constexpr = (C + 63) // 64
     pixel = tl.program_id(0) * P + tl.arange(0, P)
@@ -79,15 +96,16 @@ def pack_kernel(
 
 
 def pack(spikes: Tensor, out: PackedSpikes | None = None, *, tile: int = 0) -> PackedSpikes:
-    """Pack spikes; any non-zero counts as a spike.
+    """Pack spikes; any value but 0 is a spike.
 
     Args:
         spikes: [T, N, C, H, W] of any real dtype and any strides.
-        out: Destination of the same shape; its activity words are filled if it has any. None allocates.
-        tile: Pixels per activity word if `out` is None; 0 for no activity.
+        out: Destination of the same shape; its activity words are written if it has any. By default, a new
+            one is allocated.
+        tile: Pixels per activity word of a new destination; 0 for no activity.
 
     Returns:
-        The packed spikes, border written.
+        The packed spikes; their border is written, too.
 
     Raises:
         InputError: `spikes` is not five-dimensional, `out` has another shape, or the activity's tile is not
@@ -124,7 +142,23 @@ def unpack_kernel(
     out_step, n_stride, pixel_stride, c_stride,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of P pixels of one time step, blocks of channels, T)."""
+    """Unpack spikes and add shortcuts. Grid (tiles of P pixels, blocks of 64 channels, time steps).
+
+    Args:
+        words_ptr: Words of the spikes; see `format.py`.
+        out_ptr: Result, addressed by the strides.
+        skips: Words of the packed shortcuts.
+        denses: Dense shortcuts, [T or 1, N, H, W, C].
+        dense_steps: Elements from one time step of a dense shortcut to the next; 0 if it is constant.
+        pixels: Pixels of all images of a time step.
+        word_step: Words from one time step to the next.
+        out_step, n_stride, pixel_stride, c_stride: Strides of the result, in elements.
+        C: Channels.
+        G: Blocks of 64 channels.
+        H: Rows of an image.
+        W: Columns of an image.
+        P: Pixels of a program.
+    """
     pixel = tl.program_id(0) * P + tl.arange(0, P)
     block = tl.program_id(1)
     t = tl.program_id(2).to(tl.int64)
@@ -150,12 +184,12 @@ def unpack(
     *,
     add: Sequence[PackedSpikes | Tensor] = (),
 ) -> Tensor:
-    """Unpack spikes, optionally adding a SEW shortcut.
+    """Unpack spikes, and add SEW shortcuts to them.
 
     Args:
         spikes: Packed spikes.
         dtype: Data type of the result.
-        add: Packed spikes of the same shape, or tensors [T or 1, N, C, H, W]; summed in fp32.
+        add: Shortcuts: packed spikes of the same shape, or tensors [T or 1, N, C, H, W]. Sums are in fp32.
 
     Returns:
         [T, N, C, H, W] of `dtype`, channels last.

@@ -1,7 +1,7 @@
-"""Fused neuron kernel: currents, bias and residuals through IF/LIF over T to bits.
+"""Fused neuron kernel: runs IF or LIF neurons over time on the sum of currents, bias and residuals.
 
-For groups whose convolution runs elsewhere (cuDNN): one pass reads the currents, keeps the membrane in
-registers over all time steps and writes packed spikes, dense spikes, or both. The reference is
+The kernel is for groups whose convolution runs elsewhere (cuDNN). One pass reads the currents, keeps the
+membrane in registers over all time steps, and writes packed spikes, dense spikes, or both. The reference is
 `reference.run_group_reference` of a group without sources.
 """
 
@@ -38,11 +38,16 @@ from sparseflow.spiking.backends.packed.words import (
 from sparseflow.spiking.backends.spec import NeuronSpec
 
 _PIXELS = 32
+"""Pixels that one program of the kernel processes."""
 
 
 @triton.jit
 def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
-    """Step neurons: (membrane after the reset, bool spikes); `current` includes beta and delta."""
+    """Step neurons by one time step; `current` is already scaled by beta and includes delta.
+
+    Returns:
+        Membrane after the reset, and spikes as bool.
+    """
     v = v * alpha + current
     fired = v >= threshold
     if SOFT:
@@ -62,9 +67,43 @@ def neuron_kernel(
     READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of P pixels, blocks of channels). `steady` currents are constant over time.
+    """Run a layer of neurons over time. Grid (tiles of P pixels, blocks of 64 channels).
 
-    TILE: pixels per activity word, 0 for none.
+    The current of a time step is beta times the sum of `steady`, `varying`, `skips` and the bias, plus delta.
+
+    Args:
+        steady: Currents that are constant over time, [N, H, W, C].
+        varying: Currents that vary over time, [T, N, H, W, C].
+        varying_steps: Elements from one time step of each to the next.
+        skips: Words of packed spikes that are added to the currents.
+        posts: Words of packed spikes that are added to the dense output.
+        post_denses: Tensors that are added to the dense output, [T or 1, N, H, W, C].
+        post_steps: Elements from one time step of each to the next; 0 if it is constant.
+        bias_ptr: fp32 [C]; read with BIAS.
+        v_in_ptr: Initial membrane, fp32 [N, H, W, C]; read with READ_V.
+        v_out_ptr: Membrane after the last step; written with WRITE_V.
+        v_columns_ptr: int32 [C], the channel of both membranes for each channel; read with V_COLUMNS.
+        out_ptr: Words of the packed output as int32 halves; written with PACKED.
+        act_ptr: Activity words of the packed output, [blocks, tiles].
+        dense_ptr: Dense output, [T, N, H, W, C]; written with DENSE.
+        alpha: Factor of the membrane in each step.
+        beta: Factor of the input.
+        delta: Constant added to the input.
+        threshold: Membrane at which a neuron fires.
+        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        pixels: Pixels of all images of a time step.
+        tiles: Activity words of a block.
+        word_step: Words from one time step of packed spikes to the next.
+        dense_step: Elements from one time step of the dense output to the next.
+        C: Channels.
+        G: Blocks of 64 channels.
+        H: Rows of an image.
+        W: Columns of an image.
+        P: Pixels of a program.
+        T: Time steps.
+        TC: Time steps whose currents a program loads before it stores any spikes.
+        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
+        TILE: Pixels per activity word; 0 for no activity.
     """
     pixel = tl.program_id(0) * P + tl.arange(0, P)
     block = tl.program_id(1)
@@ -177,16 +216,16 @@ def run_neuron(
         spec: The neuron.
         steps: T; needed if all currents are constant over time.
         bias: fp32 [C], added to the currents.
-        skips: Packed spikes [T, N, C, H, W], each added to the currents as exactly 1.0.
+        skips: Packed spikes [T, N, C, H, W]; each spike adds exactly 1.0 to the currents.
         post_skips: Packed spikes or tensors [T or 1, N, C, H, W] added to the output (SEW ADD), which must
             then be dense.
-        v: Initial membrane, fp32 [N, H, W, C], contiguous; the rest value if None.
-        packed: Whether to write packed spikes, or their destination. Its activity words, each for a power
-            of two of at most 32 pixels, are filled.
-        dense: dtype of the dense spikes to write; None for none.
-        write_v: Whether to write the last membrane.
-        v_columns: int32 [C] on the currents' device (`format.make_channel_table`): the channel of both
-            membranes' memory for each channel of the neurons; None for the identity.
+        v: Initial membrane, fp32 [N, H, W, C], contiguous; by default the rest value.
+        packed: Whether to write packed spikes, or their destination. If the destination has activity words,
+            they are written; each must cover a power of two of at most 32 pixels.
+        dense: dtype of the dense spikes; None writes no dense spikes.
+        write_v: Whether to write the membrane after the last step.
+        v_columns: Channel of both membranes for each channel of the neurons, int32 [C] on the currents'
+            device (`format.make_channel_table`); None for the identity.
 
     Raises:
         InputError: The neuron has no input, or shapes disagree.

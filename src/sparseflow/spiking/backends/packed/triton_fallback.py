@@ -1,15 +1,15 @@
 """Fused group in portable Triton: 1-bit spikes -> tensor cores -> bias -> IF/LIF over T -> 1-bit spikes.
 
-The counterpart of `hopper/kernel.py` for other GPUs and for groups that the Hopper kernel does not support.
-It also runs in Triton's interpreter and serves as a check of the Hopper kernel. One program owns a tile of
+This kernel replaces `hopper/kernel.py` on other GPUs and for groups that the Hopper kernel does not support.
+It also runs in Triton's interpreter, and tests compare the Hopper kernel with it. One program owns a tile of
 `bm` output pixels x `bn` output channels and keeps its membrane in registers over all time steps. Sums of
 `tc` time steps share each read of the weights, which come from the L2 cache through a software pipeline. A
-spike reaches the tensor core as fp16 2.0 (its bit is shifted to the exponent's top bit); the weights are
-halved to compensate.
+spike reaches the tensor core as fp16 2.0, because its bit is shifted to the exponent's top bit; the weights
+are halved to compensate.
 
-fp32 accuracy comes from splitting each weight into two or three fp16 numbers (`parts`), and from adding K
-steps in fp32 rather than in the tensor cores, which truncate. A sum is then about as accurate as an fp32
-convolution's, 1e-7 of its size (tests/spiking/backends/packed/test_accuracy.py models the hardware).
+For fp32 accuracy, each weight is split into two or three fp16 numbers (`parts`), and the K steps are added in
+fp32 rather than in the tensor cores, which truncate. A sum is then about as accurate as that of an fp32
+convolution, 1e-7 of its size (tests/spiking/backends/packed/test_accuracy.py models the hardware).
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
@@ -48,13 +48,13 @@ from sparseflow.spiking.backends.spec import GroupSpec
 
 @triton.jit
 def spikes_as_fp16(halves, P: tl.constexpr):
-    """Halfwords int16 [P, 4] of a block of channels -> fp16 [P, 64], 2.0 for a spike.
+    """Convert the halfwords of a block of channels, int16 [P, 4], to fp16 [P, 64], 2.0 for a spike.
 
-    Lane q of a matrix fragment needs the bits of halfword q, two adjacent ones per register, so the
-    compiler can do all of this inside the fragment.
+    Lane q of a matrix fragment needs the bits of halfword q, two adjacent bits per register, so the compiler
+    keeps all of this inside the fragment.
     """
     word = halves.to(tl.int32) & 0xFFFF
-    word = word | (word << 15)  # bits b and b + 1 now lie 16 apart
+    word = word | (word << 15)  # Bits b and b + 1 are now 16 apart.
     turn = 14 - 2 * tl.arange(0, 8)
     pair = ((word[:, None, :] << turn[None, :, None]) & 0x40004000).reshape([P, 32])
     first = pair.to(tl.int16).to(tl.float16, bitcast=True)
@@ -68,10 +68,26 @@ def _convolve(
     G: tl.constexpr, K: tl.constexpr, IW: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     TC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[u] += the convolution of time step u; `src` is the start of each pixel's halfwords.
+    """Add the convolution of time step u to `sums[u]`; `src` is the start of each pixel's halfwords.
 
-    With one part, the tensor cores accumulate into the sums. They truncate when they add, so with more
-    parts each K step starts from zero with the smallest part, and fp32 adds the steps.
+    With one part, the tensor cores accumulate into the sums. They truncate when they add. With more parts,
+    each K step therefore starts from zero with the smallest part, and fp32 adds the steps.
+
+    Args:
+        sums: TC tensors, fp32 [BM, columns of the tile].
+        x_ptr: Halfwords of the input at the first time step.
+        src: Index of the halfwords of the first tap and block, [BM, 4].
+        x_step: Words from one time step to the next.
+        w_ptr: Weights; see `pack_fallback_weights`.
+        column: Output channel of each column of the tile.
+        first_k: First K step of the source among those of all sources.
+        G: Blocks of 64 input channels.
+        K: Kernel size.
+        IW: Columns of an input image.
+        COLUMNS: Output channels with padding.
+        BM: Output pixels of the tile.
+        TC: Time steps.
+        PARTS: fp16 numbers per weight.
     """
     c = tl.arange(0, 64)
     weights = w_ptr + first_k * (PARTS * 64 * COLUMNS) + c[:, None] * COLUMNS + column[None, :]
@@ -80,7 +96,7 @@ def _convolve(
         shift = ((tap // K) * (IW + 1) + tap % K) * G + step // (K * K)
         added = ()
         parts = ()
-        for part in tl.static_range(PARTS):  # the smallest first
+        for part in tl.static_range(PARTS):  # The smallest part comes first.
             parts = parts + (tl.load(weights + (step * PARTS + (PARTS - 1 - part)) * (64 * COLUMNS)),)
         for u in tl.static_range(TC):
             a = spikes_as_fp16(tl.load(x_ptr + (u * x_step + shift) * 4 + src), BM)
@@ -108,12 +124,38 @@ def triton_group_kernel(
     SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of BM pixels, tiles of BN channels). G2 = 0 means no second source.
+    """Run a group over all time steps. Grid (tiles of BM output pixels, tiles of BN output channels).
 
-    TILE: pixels per activity word, 0 for none. `bias` includes beta and delta; `scale` is beta times the
-        power of two
-    that the weights were divided by. Blocks of channels: G of the first input, G2 of the second, cdiv(C,
-    64) of the output.
+    The parameters of the second source end in 2. Packed tensors are described in `format.py`.
+
+    Args:
+        x_ptr, x2_ptr: Packed spikes of the sources, as halfwords.
+        w_ptr: Weights of both sources; see `pack_fallback_weights`.
+        bias_ptr: Bias, scaled by beta and with delta added, fp32 [channels with padding].
+        out_ptr: Packed output, as int32 halves of words.
+        act_ptr: Activity words of the output, [blocks, tiles].
+        skips: Words of packed spikes that are added to the currents.
+        denses: Tensors that are added to the currents, [T or 1, N, H, W, C].
+        dense_steps: Elements from one time step of each to the next; 0 if it is constant.
+        v_in_ptr: Initial membrane, fp32 [N, H, W, C]; read with READ_V.
+        v_out_ptr: Membrane after the last step; written with WRITE_V.
+        v_columns_ptr: int32 [C], the channel of both membranes for each channel; read with V_COLUMNS.
+        scale: beta times the power of two that the weights were divided by.
+        alpha, beta, threshold: See `NeuronSpec`.
+        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        pixels: Output pixels of all images of a time step.
+        tiles: Activity words of a block.
+        x_step, x2_step, out_step: Words from one time step to the next.
+        C, H, W: Channels, rows and columns of the output.
+        G, G2: Blocks of 64 input channels; G2 is 0 without a second source.
+        K, STRIDE, PADDING, K2, STRIDE2, PADDING2: Convolutions of the sources.
+        IH, IW, IH2, IW2: Rows and columns of the inputs.
+        BM, BN: Output pixels and output channels of a program.
+        T: Time steps.
+        TC: Time steps whose sums are held at once.
+        PARTS: fp16 numbers per weight.
+        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
+        TILE: Pixels per activity word; 0 for no activity.
     """
     GO: tl.constexpr = (C + 63) // 64
     COLUMNS: tl.constexpr = GO * 64
@@ -215,7 +257,8 @@ class FallbackVariant:
         tc: Time steps whose sums are held at once.
         warps: Warps per program.
         stages: Depth of the pipeline that loads weights and spikes.
-        activity_tile: Pixels per activity word of the output, as a Hopper group behind it expects.
+        activity_tile: Pixels per activity word of the output; a Hopper group that reads the output expects
+            this number.
     """
 
     bm: int = 64
@@ -243,7 +286,7 @@ def list_fallback_variants(spec: GroupSpec, *, T: int, parts: int = 1) -> list[F
 
 
 def pack_fallback_weights(spec: GroupSpec, parts: int) -> tuple[Tensor, float]:
-    """Lay out the weights for the kernel; also return the factor of its sums.
+    """Lay out the weights for the kernel, and return the factor that its sums must be multiplied by.
 
     Returns:
         (fp16 [K, C], scale): C is zero-padded to a multiple of 64; rows are in the order (source, block of

@@ -8,26 +8,27 @@ permuted along K to match. No part of A passes through shared memory. The accumu
 shape of A's, so a thread's own spikes are exactly one halfword of the output: the epilogue needs no
 shuffles.
 
-The K loop goes over *batches*: `UB` units (the taps of one block of channels, or blocks of a 1x1), each
-times `PARTS` weight matrices and `TC` time steps. A batch is straight-line code in which wgmmas stay
-asynchronous (ptxas serializes them all if a barrier's wait loop or a loop's back edge comes between); it
-ends with a drain. Weights come by TMA into a ring of `RING` batches and serve all `TC` time steps before
-they are replaced; if the ring holds them all (`RESIDENT`) they stay for the whole kernel. A CTA keeps its
-column while it iterates over tiles, so the stream of weights never stops.
+The K loop goes over *batches*. A batch has `UB` units, each with `PARTS` weight matrices and `TC` time steps;
+a unit is a tap of one block of channels, or a block of channels of a 1x1 convolution. A batch is
+straight-line code, because ptxas serializes all wgmmas if a barrier's wait loop or a loop's back edge comes
+between them. A batch ends when its wgmmas have finished (it is drained). Weights come by TMA into a ring of
+`RING` batches and serve all `TC` time steps before they are replaced. If the ring holds all weights
+(`RESIDENT`), they stay for the whole kernel. A CTA keeps its column while it iterates over tiles, so the
+stream of weights never stops.
 
-`EMIT`: the kernel writes, for the pixels of each warp and each block of channels, the time steps in which
-they fire. `ACTIVITY_WORDS`: it reads these words of its input, over a tile and its halo, and visits only
-the K batches of blocks that are active there, and then those of the second source, if there is one. The
-list of batches is a bit mask; weights are fetched in its order.
+With `EMIT`, the kernel writes activity words: for the pixels of each warp and each block of channels, the
+time steps in which they fire. With `ACTIVITY_WORDS`, it reads these words of its input, over a tile and its
+halo. It then visits only the K batches of blocks that are active there, followed by those of the second
+source, if there is one. The list of batches is a bit mask; weights are fetched in its order.
 
-With `PARTS` > 1 each weight is the sum of several fp16 numbers, the largest first. The tensor cores then
-add up only one batch, the smallest parts first, and fp32 adds the batches: Hopper's tensor cores truncate
-when they add to an fp32 accumulator (to about two bits below its last one), so a sum over all of K would be
-off by 1e-6 of its size and more, while an fp32 convolution is off by 1e-7. One part does not need this: its
-own rounding is 2^-12, and its 11 bits leave the accumulator almost nothing to truncate.
+With `PARTS` > 1, each weight is the sum of several fp16 numbers, the largest first. The tensor cores then
+add up only one batch, the smallest parts first, and fp32 adds the batches. The reason is that Hopper's tensor
+cores truncate when they add to an fp32 accumulator (to about two bits below its last one). A sum over all of
+K would have an error of more than 1e-6 of its size; that of an fp32 convolution is 1e-7. One part does not
+need this: its own rounding is 2^-12, and its 11 bits leave the accumulator almost nothing to truncate.
 
-With `SPLIT` > 1, that many CTAs share a tile's K loop: each writes its partial sums, and the last to arrive
-adds them in a fixed order and runs the neuron, so the result does not depend on which CTA is last.
+With `SPLIT` > 1, that many CTAs share a tile's K loop. Each writes its partial sums. The last CTA to finish
+adds them in a fixed order and runs the neurons, so the result does not depend on which CTA is last.
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
@@ -81,7 +82,10 @@ def _fetch(
     STEPS2: gl.constexpr,
     BN: gl.constexpr,
 ):
-    """Start copying K batch `batch` (`main` batches of STEPS, then some of STEPS2) into slot `index`."""
+    """Start to copy the weights of K batch `batch` into slot `index` of the ring, if `pred` holds.
+
+    The first `main` batches have STEPS weight matrices each, the batches of the second source STEPS2.
+    """
     bar = full.index(index)
     if STEPS2 == 0 or STEPS2 == STEPS:
         mbarrier.expect(bar, BN * 128 * STEPS, pred)
@@ -117,7 +121,11 @@ def _multiply(
     BM: gl.constexpr,
     A: gl.constexpr,
 ):
-    """acc[t] += A[t] B for all units of a batch: asynchronous straight-line code, drained at the end."""
+    """Add A[t] B to acc[t] for all units of a batch.
+
+    This is asynchronous straight-line code that waits for all wgmmas at the end. Without `accumulate`, the
+    sums start from zero.
+    """
     for u in gl.static_range(UB):
         products = ()
         for t in gl.static_range(TC):
@@ -148,9 +156,10 @@ def _multiply_parts(
     BN: gl.constexpr,
     A: gl.constexpr,
 ):
-    """`_multiply` for weights in parts: the tensor cores start from zero, and fp32 adds their results.
+    """Add A[t] B to sums[t] for all units of a batch whose weights come in parts.
 
-    See the module's docstring. The time steps run one after the other, which frees the registers of A early.
+    The tensor cores start from zero, and fp32 adds their results; the module's docstring has the reason. The
+    time steps run one after the other, which frees the registers of A early.
     """
     products = ()
     for t in gl.static_range(TC):
@@ -175,7 +184,10 @@ def _multiply_parts(
 def _store_partial_sums(
     acc, base, count_ptr, rank, offset, SPLIT: gl.constexpr, SIZE: gl.constexpr, TC: gl.constexpr
 ):
-    """Store this CTA's partial sums; return whether it was its tile's last (and reset the count)."""
+    """Store this CTA's partial sums, and return whether it is the last CTA of its tile.
+
+    The last CTA resets the tile's count to 0.
+    """
     for t in gl.static_range(TC):
         gl.store(base + ((rank * TC + t) * SIZE + offset), acc[t])
     gl.thread_barrier()
@@ -275,14 +287,50 @@ def group_kernel(
     V_COLUMNS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):
-    """One group; see the module's docstring. Grid (CTAs over pixel tiles, C_out / BN, SPLIT).
+    """Run a group over all time steps. Grid (CTAs that share the tiles, C_OUT / BN, SPLIT).
 
-    With `ACTIVITY_WORDS` and a ring that does not hold all weights, a CTA works on one tile only.
+    The module's docstring describes the algorithm. The parameters of the second source end in 2. With
+    `ACTIVITY_WORDS` and without `RESIDENT`, a CTA works on one tile only.
 
-    With `V_COLUMNS`, a table gives the membrane's channel for each of the group's channels.
+    Each tile has these steps: set up addresses and membrane; for each chunk of TC time steps, run the K
+    batches of both sources, add the partial sums of other CTAs, and run the neurons; write activity and
+    membrane.
 
-    `CH`, `CH2`, `OCH` are halfwords per pixel; `*_step` elements between time steps; `bias` already
-    includes beta and delta, `scale` is beta times the power of two that the weights were divided by.
+    Args:
+        x_ptr, x2_ptr: Packed spikes of the sources, as halfwords; see `format.py`.
+        w_desc: TMA descriptor of the weights; see `pack_hopper_weights`.
+        bias_ptr: Bias, scaled by beta and with delta added, fp32 [C_OUT].
+        out_ptr: Packed output, as halfwords.
+        skip_ptr: Packed spikes that are added to the currents; read with SKIPS.
+        dense_ptr: Tensor that is added to the currents, [T or 1, N, H, W, C_OUT]; read with DENSE.
+        v_in_ptr: Initial membrane, fp32 [N, H, W, C_OUT]; read with READ_V.
+        v_out_ptr: Membrane after the last step; written with WRITE_V.
+        v_columns_ptr: int32 [C_OUT], the channel of both membranes for each channel; read with V_COLUMNS.
+        part_ptr: Partial sums of the CTAs that share a tile.
+        count_ptr: Number of CTAs that have finished each tile; 0 before and after a launch.
+        act_ptr: Activity words of the first source, [blocks, act_tiles].
+        out_act_ptr: Activity words of the output, [blocks, out_tiles]; written with EMIT.
+        scale: beta times the power of two that the weights were divided by.
+        alpha, threshold: See `NeuronSpec`.
+        skip_value: Current of a spike or of 1.0 in `skip_ptr` and `dense_ptr`, which is beta.
+        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        pixels: Output pixels of all images of a time step.
+        tiles: Tiles of output pixels.
+        T: Time steps.
+        batches, batches2: K batches of each source.
+        x_step, x2_step, out_step, dense_step: Elements from one time step to the next.
+        act_tiles, out_tiles: Activity words of a block of channels.
+        H, W, IH, IW, IH2, IW2: Rows and columns of the output and of the inputs.
+        CH, CH2, OCH: Halfwords per pixel of the inputs and of the output.
+        TAPS: 9 for a 3x3 convolution, 1 for a 1x1 convolution.
+        STRIDE, STRIDE2: Strides of the convolutions.
+        BM, BN, TC, PAIR, UB, UB2, RING, SPLIT: See `HopperVariant`; a tile has BM / PAIR output pixels.
+        PARTS: fp16 numbers per weight.
+        RESIDENT: Whether the ring holds all weights of the CTA.
+        ACTIVITY_WORDS: Activity words that a tile reads, rounded up to a power of two; 0 reads none.
+        IN_TILE: Pixels per activity word of the input.
+        EMIT: Whether to write activity words.
+        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -302,14 +350,14 @@ def group_kernel(
     first_tile = gl.program_id(0)
     tile_stride = gl.num_programs(0)
     column = gl.program_id(1) * BN
-    # This CTA's range of K batches: [batch_start, batch_start + count).
+    # This CTA runs the K batches [batch_start, batch_start + count).
     if SPLIT == 1:
         batch_start = 0
         count = batches + batches2
     else:
         batch_start = (batches + batches2) * gl.program_id(2) // SPLIT
         count = (batches + batches2) * (gl.program_id(2) + 1) // SPLIT - batch_start
-    PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches that a bit of the mask stands for
+    PER_LIST: gl.constexpr = 9 // UB if TAPS == 9 else 1  # K batches per bit of the mask.
     if ACTIVITY_WORDS:
         gl.static_assert(SPLIT == 1, "skipping requires an unsplit K loop")
         activity = load_activity(
@@ -352,7 +400,7 @@ def group_kernel(
         fetched += 1
         if not ACTIVITY_WORDS or RESIDENT:
             fetch_batch = gl.where(fetch_batch + 1 == count, 0, fetch_batch + 1)
-    used = 0  # batches consumed so far
+    used = 0  # Batches whose weights were used so far.
 
     row = gl.arange(0, BM, layout=gl.SliceLayout(1, HALVES))
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, HALVES)).expand_dims(0)
@@ -573,6 +621,6 @@ def group_kernel(
                 v_offset = membrane_index(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS)
                 gl.store(v_out_ptr + v_offset, v, mask=(tile * PX + sum_row < pixels).expand_dims(1))
     if ACTIVITY_WORDS and RESIDENT:
-        # Weights of blocks that were silent everywhere may still be in flight to this CTA's memory.
+        # Copies of weights of blocks that were silent everywhere may not have finished yet.
         for i in gl.static_range(RING):
             mbarrier.wait(full.index(i), 0)
