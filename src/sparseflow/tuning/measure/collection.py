@@ -12,8 +12,8 @@ Tasks take turns: the first round measures up to `_FIRST_ROUND` schedules of eac
 many, and so on. When the time budget ends, no task has more than twice as many schedules as another, and few
 rounds keep the cost of switching tasks low.
 
-A disturbed trial is measured again. If the second trial is also disturbed, the faster one is kept and marked,
-because a busy machine gives no others.
+A disturbed trial is measured again. If the second trial is also disturbed, the faster of the two is kept and
+marked as disturbed, because a busy machine does not give undisturbed trials.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ def collect(
         initial_task_rows = sum(len(trials) for task in tasks for trials in log.find(task).values())
         try:
             for round_size in _round_sizes(schedules):
+                # Created one by one, so that one pattern at a time is in memory.
                 batches = (
                     _TaskBatch(
                         task=task,
@@ -277,15 +278,25 @@ def collect(
                     log.append(task, trial)
                     if progress is not None:
                         added = log.num_trials - initial_rows
-                        measured_share = (initial_task_rows + added) / (schedules * len(tasks))
-                        elapsed_share = 0.0 if budget_s is None else (time.monotonic() - start_s) / budget_s
-                        description = f"{task.operator} on {task.matrix}, up to {round_size} schedules"
-                        progress(f"{added} rows; {description}", min(max(measured_share, elapsed_share), 1.0))
+                        progress(
+                            f"{added} rows; {task.operator} on {task.matrix}, up to {round_size} schedules",
+                            _compute_fraction(
+                                (initial_task_rows + added) / (schedules * len(tasks)),
+                                time.monotonic() - start_s,
+                                budget_s,
+                            ),
+                        )
         finally:
             # An interrupted collection leaves a label set of all rows so far.
             if log.num_trials:
                 write_labels(root, log.measurements())
         return _summarize(root, tasks, log, initial_rows, time.monotonic() - start_s)
+
+
+def _compute_fraction(measured: float, elapsed_s: float, budget_s: float | None) -> float:
+    """Compute the completed fraction: of the measurements or of the time budget, whichever is larger."""
+    elapsed = 0.0 if budget_s is None else elapsed_s / budget_s
+    return min(max(measured, elapsed), 1.0)
 
 
 def _prepare_dir(root: Path) -> None:

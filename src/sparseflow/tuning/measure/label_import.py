@@ -9,10 +9,10 @@ Lines that are not valid labels are rejected and listed: lines that violate the 
 cannot run as the operator. The other schedules are stored in canonical form, so lines that run identically
 are repeats.
 
-The files do not describe the matrices. A Matrix Market file of the same name gives the pattern. Otherwise the
-shape is what the splits of most schedules cover. This is correct to a factor of two, because AutoSparse
-splits the largest power of two in an axis. The same applies to the columns of the dense operands if they are
-not given.
+The files do not describe the matrices. If there is a Matrix Market file of the same name, it gives the
+pattern. Otherwise the extent of an axis is estimated as the product of the factors into which most schedules
+split it. The estimate is correct to a factor of two, because AutoSparse splits the largest power of two in an
+axis. The columns of the dense operands are estimated in the same way if they are not given.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ class _SourceLine:
 
 @dataclass(frozen=True, kw_only=True)
 class _ParsedLine:
+    """A line with a valid schedule and latency."""
+
     number: int
     schedule: Schedule
     latency_ms: float
@@ -127,7 +129,7 @@ def import_labels(
         path: Measurements of AutoSparse.
         out_dir: Output directory.
         operator: Measured operator.
-        n_cols: Columns of the dense operands; by default what the splits of most schedules cover.
+        n_cols: Columns of the dense operands; by default estimated from the splits.
         matrix: Matrix name, for files with AutoSparse's lines.
         matrices: Directory of `.mtx` and `.mtx.gz` files with the names of the matrices.
         families: Matrix name -> family, which overrides `infer_family`.
@@ -140,16 +142,7 @@ def import_labels(
         FileFormatError: The file has another format, or a Matrix Market file is damaged.
     """
     op, source, root = get_operator(operator), Path(path), Path(out_dir)
-    if n_cols is not None:
-        check_at_least(1, n_cols=n_cols)
-        if not op.dense_axes:
-            raise InputError(f"`n_cols` (={n_cols}) must be None for {op.name}")
-    if matrices is not None and not Path(matrices).is_dir():
-        raise InputError(f"directory not found: {matrices}")
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
-    if (root / LABELS_FILE).exists():
-        raise InputError(f"{root} has labels; choose another directory, or remove it")
+    _check_arguments(op, root, n_cols, matrices)
     rejected: list[_Rejection] = []
     groups = _group_lines(source, matrix, rejected)
     patterns = _read_patterns(groups, matrices)
@@ -160,22 +153,17 @@ def import_labels(
             progress(name, index / len(groups))
         parsed = [item for line in lines if (item := _parse_line(line, rejected)) is not None]
         pattern = patterns.get(name)
-        known = {} if pattern is None else dict(zip(op.sparse_axes, pattern.shape, strict=True))
-        known |= {axis: n_cols for axis in op.dense_axes if n_cols is not None}
-        estimated = _estimate_extents(op, [item.schedule for item in parsed])
-        if estimated.keys() | known.keys() != set(op.axes):
-            if _reject_all(parsed, op, rejected):
-                continue
-            raise InputError(_describe_missing_extent(op, name, estimated | known))
-        warnings += _compare_extents(name, known, estimated)
-        extents = [(estimated | known)[axis] for axis in op.axes]
+        extents = _determine_extents(op, name, parsed, pattern, n_cols, rejected, warnings)
+        if extents is None:
+            continue
+        rows, cols = (extents[axis] for axis in op.sparse_axes)
         task = TuningTask(
             operator=op.name,
             matrix=name,
             family=infer_family(name, families),
-            shape=(extents[0], extents[1]),
+            shape=(rows, cols),
             nnz=None if pattern is None else pattern.nnz,
-            n_cols=extents[2] if op.dense_axes else None,
+            n_cols=extents[op.dense_axes[0]] if op.dense_axes else None,
             dtype=dtype,
             threads=max(item.schedule.threads for item in parsed),
             device=source.name.partition(".")[0] if device is None else device,
@@ -198,12 +186,27 @@ def import_labels(
     )
 
 
+def _check_arguments(op: Operator, root: Path, n_cols: int | None, matrices: Path | str | None) -> None:
+    """Raise InputError if an argument of `import_labels` is out of range, or `root` is in use."""
+    if n_cols is not None:
+        check_at_least(1, n_cols=n_cols)
+        if not op.dense_axes:
+            raise InputError(f"`n_cols` (={n_cols}) must be None for {op.name}")
+    if matrices is not None and not Path(matrices).is_dir():
+        raise InputError(f"directory not found: {matrices}")
+    if root.exists() and not root.is_dir():
+        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+    if (root / LABELS_FILE).exists():
+        raise InputError(f"{root} has labels; choose another directory, or remove it")
+
+
 def _write_label_set(
     root: Path,
     patterns: Iterable[SparsityPattern],
     rejected: list[_Rejection],
     measurements: list[tuple[TuningTask, ScheduleMeasurement]],
 ) -> None:
+    """Write the patterns, the rejected lines and the labels."""
     for pattern in patterns:
         write_pattern(root, pattern)
     root.mkdir(parents=True, exist_ok=True)
@@ -215,7 +218,7 @@ def _write_label_set(
 def _group_lines(
     source: Path, matrix: str | None, rejected: list[_Rejection]
 ) -> dict[str, list[_SourceLine]]:
-    """Return matrix name -> its lines."""
+    """Return matrix name -> its lines; reject lines without one cell per column or without a name."""
     rows = enumerate(_read_lines(source), start=1)
     if matrix is not None:
         lines = [_SourceLine(number=number, schedule=line, time=None) for number, line in rows]
@@ -229,21 +232,23 @@ def _group_lines(
             "lines, pass the name of their matrix (`matrix`)"
         )
     groups: dict[str, list[_SourceLine]] = {}
-    name_at, schedule_at, time_at = map(header.index, _COLUMNS)
+    name_column, schedule_column, time_column = map(header.index, _COLUMNS)
     for number, line in rows:
         cells = line.split("\t")
         if len(cells) != len(header):
             reason = f"columns: {len(cells)} columns; expected {len(header)}, as in the header"
             rejected.append((number, "columns", reason))
-        elif not cells[name_at]:
+        elif not cells[name_column]:
             rejected.append((number, "matrix", "matrix: the name is empty"))
         else:
-            source_line = _SourceLine(number=number, schedule=cells[schedule_at], time=cells[time_at])
-            groups.setdefault(cells[name_at], []).append(source_line)
+            groups.setdefault(cells[name_column], []).append(
+                _SourceLine(number=number, schedule=cells[schedule_column], time=cells[time_column])
+            )
     return groups
 
 
 def _read_lines(source: Path) -> Iterator[str]:
+    """Yield the lines of a text file, with or without gzip."""
     if not source.is_file():
         raise InputError(f"file not found: {source}")
     opened = gzip.open if source.suffix == ".gz" else open
@@ -292,14 +297,50 @@ def _parse_line(line: _SourceLine, rejected: list[_Rejection]) -> _ParsedLine | 
 
 
 def _parse_float(text: str) -> float | None:
+    """Parse a number; None if it is not one."""
     try:
         return float(text)
     except ValueError:
         return None
 
 
+def _determine_extents(
+    op: Operator,
+    name: str,
+    parsed: list[_ParsedLine],
+    pattern: SparsityPattern | None,
+    n_cols: int | None,
+    rejected: list[_Rejection],
+    warnings: list[str],
+) -> dict[str, int] | None:
+    """Return axis -> extent of a matrix; None if an extent is unknown and all of its lines were rejected.
+
+    Args:
+        op: Measured operator.
+        name: Matrix name.
+        parsed: Lines of the matrix.
+        pattern: Pattern of the matrix; None if unknown.
+        n_cols: Columns of the dense operands; None if unknown.
+        rejected: List to which the lines are appended if they are rejected.
+        warnings: List to which inconsistencies of known and estimated extents are appended.
+
+    Raises:
+        InputError: An extent is unknown, and a line is valid for the operator.
+    """
+    known = {} if pattern is None else dict(zip(op.sparse_axes, pattern.shape, strict=True))
+    known |= {axis: n_cols for axis in op.dense_axes if n_cols is not None}
+    estimated = _estimate_extents(op, [item.schedule for item in parsed])
+    extents = estimated | known
+    if extents.keys() != set(op.axes):
+        if _reject_all(parsed, op, rejected):
+            return None
+        raise InputError(_describe_missing_extent(op, name, extents))
+    warnings += _compare_extents(name, known, estimated)
+    return extents
+
+
 def _estimate_extents(op: Operator, schedules: list[Schedule]) -> dict[str, int]:
-    """Return axis -> extent that the splits of most schedules cover, for split axes."""
+    """Return axis -> median extent that the splits of a schedule cover, for axes that are split."""
     products: dict[str, list[int]] = {}
     for schedule in schedules:
         for split in schedule.fsplit + schedule.lsplit:
@@ -308,7 +349,7 @@ def _estimate_extents(op: Operator, schedules: list[Schedule]) -> dict[str, int]
 
 
 def _compare_extents(name: str, known: Mapping[str, int], estimated: Mapping[str, int]) -> Iterator[str]:
-    """Yield a warning for each axis whose extent is inconsistent with the power of two of the splits."""
+    """Yield a warning for each axis whose known extent is at least twice or at most half the estimate."""
     for axis, extent in known.items():
         estimate = estimated.get(axis, extent)
         if extent >= 2 * estimate or estimate >= 2 * extent:
@@ -319,6 +360,7 @@ def _compare_extents(name: str, known: Mapping[str, int], estimated: Mapping[str
 
 
 def _describe_missing_extent(op: Operator, name: str, extents: Mapping[str, int]) -> str:
+    """Format the error of a matrix with an unknown extent."""
     axis = next(axis for axis in op.axes if axis not in extents)
     argument = "`n_cols`" if axis in op.dense_axes else f"`matrices`, a directory with {name}.mtx"
     return f"the extent of axis {axis} of {name} is unknown, and no schedule splits it; pass {argument}"
@@ -337,6 +379,7 @@ def _reject_all(parsed: list[_ParsedLine], op: Operator, rejected: list[_Rejecti
 def _validate_lines(
     task: TuningTask, op: Operator, parsed: list[_ParsedLine], rejected: list[_Rejection]
 ) -> Iterator[ScheduleMeasurement]:
+    """Yield the measurement of each line in canonical form; reject lines that cannot run as the operator."""
     extents = task.extents()
     canonical_lines: dict[str, str] = {}
     for item in parsed:
@@ -351,4 +394,5 @@ def _validate_lines(
 
 
 def _make_rejection(item: _ParsedLine, violation: str) -> _Rejection:
+    """Make the rejection of a line; the text of `violation` before the colon is the short reason."""
     return item.number, violation.partition(":")[0], violation

@@ -151,28 +151,18 @@ class LabelSet:
     """Labels of one directory; `LabelSet.open` reads them.
 
     Attributes:
-        folder: Directory.
+        folder: Directory of the label set.
         tasks: Tasks in the order of the file.
     """
 
     def __init__(self, folder: Path, table: pa.Table) -> None:
         self.folder = folder
-        self._lines, self._schedule = _encode_column(table, "schedule")
-        self._latency, self._ratio = (
+        self._schedules, self._schedule_codes = _encode_column(table, "schedule")
+        self._latency_ms, self._ratio = (
             np.array(table[name].fill_null(np.nan).to_numpy(), np.float64) for name in _TIME_COLUMNS
         )
-        columns = {name: _encode_column(table, name) for name in _TASK_COLUMNS}
-        task_rows = np.stack([codes for _, codes in columns.values()], axis=1)
-        _, first, task_codes = np.unique(task_rows, axis=0, return_index=True, return_inverse=True)
-        self._rows_of_task = np.split(
-            np.argsort(task_codes.ravel(), kind="stable"), np.cumsum(np.bincount(task_codes.ravel()))[:-1]
-        )
-        tasks: list[TuningTask] = []
-        for row in first:
-            cells = {name: values[codes[row]] for name, (values, codes) in columns.items()}
-            tasks.append(TuningTask(shape=(cells.pop("rows"), cells.pop("cols")), **cells))
-        self._task_index = {tasks[index]: int(index) for index in np.argsort(first)}
-        self.tasks: tuple[TuningTask, ...] = tuple(self._task_index)
+        self._rows_by_task = _group_rows_by_task(table)
+        self.tasks: tuple[TuningTask, ...] = tuple(self._rows_by_task)
 
     @classmethod
     def open(cls, folder: Path | str) -> LabelSet:
@@ -200,19 +190,19 @@ class LabelSet:
         Raises:
             InputError: The task is not in `tasks`.
         """
-        if task not in self._task_index:
+        if task not in self._rows_by_task:
             raise InputError(f"{self.folder} has no labels of this task: {task}")
-        rows = self._rows_of_task[self._task_index[task]]
-        rows = rows[~np.isnan(self._latency[rows])]
-        codes, latency_ms, repeats = _group_medians(self._schedule[rows], self._latency[rows])
+        rows = self._rows_by_task[task]
+        rows = rows[~np.isnan(self._latency_ms[rows])]
+        codes, latency_ms, repeats = _group_medians(self._schedule_codes[rows], self._latency_ms[rows])
         rows_with_ratio = rows[~np.isnan(self._ratio[rows])]
         codes_with_ratio, medians, _ = _group_medians(
-            self._schedule[rows_with_ratio], self._ratio[rows_with_ratio]
+            self._schedule_codes[rows_with_ratio], self._ratio[rows_with_ratio]
         )
         ratio = np.full(len(codes), np.nan)
         ratio[np.searchsorted(codes, codes_with_ratio)] = medians
         return ScheduleLatencies(
-            schedules=tuple(self._lines[code] for code in codes),
+            schedules=tuple(self._schedules[code] for code in codes),
             latency_ms=latency_ms,
             ratio=ratio,
             repeats=repeats,
@@ -301,6 +291,22 @@ def _check_outcomes(table: pa.Table) -> None:
         raise InputError("a row needs either a latency or an error")
 
 
+def _group_rows_by_task(table: pa.Table) -> dict[TuningTask, np.ndarray]:
+    """Return task -> indices of its rows, ascending, int64; tasks are in the order of their first rows."""
+    columns = {name: _encode_column(table, name) for name in _TASK_COLUMNS}
+    keys = np.stack([codes for _, codes in columns.values()], axis=1)
+    _, first_rows, group_of_row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    group_of_row = group_of_row.ravel()
+    group_ends = np.cumsum(np.bincount(group_of_row))
+    rows_by_group = np.split(np.argsort(group_of_row, kind="stable"), group_ends[:-1])
+    rows_by_task: dict[TuningTask, np.ndarray] = {}
+    for group in np.argsort(first_rows):
+        cells = {name: values[codes[first_rows[group]]] for name, (values, codes) in columns.items()}
+        task = TuningTask(shape=(cells.pop("rows"), cells.pop("cols")), **cells)
+        rows_by_task[task] = rows_by_group[group]
+    return rows_by_task
+
+
 def _encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """Return the distinct values of a column, None last, and the code of each row, shape [n], int64."""
     import pyarrow as pa
@@ -315,8 +321,8 @@ def _encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
 
 def _group_medians(codes: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the distinct codes in ascending order, and the median and the count of their values."""
-    values = values[np.lexsort((values, codes))]
+    values = values[np.lexsort((values, codes))]  # Sorted by code, then by value.
     unique_codes, counts = np.unique(codes, return_counts=True)
-    first = np.cumsum(counts) - counts
-    middle = values[first + (counts - 1) // 2], values[first + counts // 2]
-    return unique_codes, 0.5 * (middle[0] + middle[1]), counts
+    starts = np.cumsum(counts) - counts
+    lower, upper = values[starts + (counts - 1) // 2], values[starts + counts // 2]
+    return unique_codes, 0.5 * (lower + upper), counts

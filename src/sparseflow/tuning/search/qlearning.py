@@ -95,6 +95,7 @@ class QLearningSearch(Strategy):
             state = compute_state(start.schedule, self._axes)
             action = max(actions, key=lambda item: self._get_value(state, item))
         child = candidates[action]
+        # Inserted as the latest proposal, because the oldest one is removed first.
         self._pending.pop(child, None)
         self._pending[child] = start
         if len(self._pending) > _MAX_PENDING:
