@@ -173,7 +173,7 @@ class _Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """A sortable table; each row has a value per heading, and `digits` a number or None per heading."""
+    """A sortable table; `digits` and each row have one entry per heading."""
 
     title: str
     headings: Sequence[str]
