@@ -128,6 +128,16 @@ def test_import_reads_patterns_by_name(tmp_path: Path) -> None:
     )
 
 
+def test_import_matrix_without_valid_line_is_skipped(tmp_path: Path) -> None:
+    matrices = tmp_path / "matrices"
+    matrices.mkdir()
+    (matrices / "net100.mtx").write_text(MATRIX)
+    file = table(tmp_path, "net100\tgarbage\t1.0", f"net150\t{SPMM_LINE}\t2.0")
+    result = import_labels(file, tmp_path / "out", **spmm(n_cols=128, matrices=matrices))
+    assert [task.matrix for task in result.tasks] == ["net150"]
+    assert [(number, kind) for number, kind, _ in result.rejected] == [(2, "grammar")]
+
+
 def test_import_explicit_columns(tmp_path: Path) -> None:
     file = table(tmp_path, f"a\t{SPMM_LINE}\t1")
     result = import_labels(file, tmp_path / "out", **spmm(n_cols=200))

@@ -152,6 +152,8 @@ def import_labels(
         if progress is not None:
             progress(name, index / len(groups))
         parsed = [item for line in lines if (item := _parse_line(line, rejected)) is not None]
+        if not parsed:
+            continue
         pattern = patterns.get(name)
         extents = _determine_extents(op, name, parsed, pattern, n_cols, rejected, warnings)
         if extents is None:
