@@ -42,7 +42,7 @@ with compile_launches(int(sys.argv[1])) as launches:
         codec.unpack(p, torch.float16, add=[p])
         pooling.spatial_mean(p)
         v = torch.zeros(n, size, size, c)
-        neuron.run_neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, v_out=True)
+        neuron.run_neuron([x, x[:1]], lif, bias=torch.zeros(c), skips=[p], v=v, write_v=True)
         marked = codec.pack(x, tile=16)
         neuron.run_neuron([x], lif, packed=marked)
         neuron.run_neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
