@@ -119,31 +119,32 @@ def run_demo(
             space = load_plan_space(
                 network, attached.adapter.geometry, _find_file(model_dir, IMPORTANCE_FILE)
             )
-            text_tokens = _select_prompt_lengths(attached, samples)
+            prompt_lengths = _select_prompt_lengths(attached, samples)
             runner = EagerRunner(attached.runtime, device=device, example=samples[0].inputs, seed=seed)
             profile = _measure_plans(
                 runner,
                 space,
                 run.path / "profile" / "profile.parquet",
-                text_tokens,
+                prompt_lengths,
                 seed,
                 subrange(progress, 0.02, 0.4, "measuring plans: ") or progress,
             )
         predictor = PlanLatencyPredictor.fit(profile, seed=seed)
+        # The network is attached again, because a selector needs the predictor, and the predictor a profile.
         with attach(
             network, profile=predictor, plan_quality=_find_file(model_dir, PLAN_QUALITY_FILE)
         ) as attached:
-            p50, p99 = _select_candidates(attached, text_tokens[-1], warmup_samples, progress)
+            p50_ms, p99_ms = _select_candidates(attached, max(prompt_lengths), warmup_samples, progress)
             assert attached.selector is not None and attached.selector.plans is not None
-            budgets_ms = np.geomspace(p99.min(), _BUDGET_MARGIN * p99.max(), num_budgets).tolist()
+            budgets_ms = np.geomspace(p99_ms.min(), _BUDGET_MARGIN * p99_ms.max(), num_budgets).tolist()
             baselines = {
                 FULL_MODEL: space.geometry.full_plan(),
-                FASTEST_PLAN: attached.selector.plans[int(p50.argmin())],
+                FASTEST_PLAN: attached.selector.plans[int(p50_ms.argmin())],
             }
             if num_questions is None:
-                samples = samples[: _count_questions(p50, budgets_ms)]
+                samples = samples[: _count_questions(p50_ms, budgets_ms)]
             rows: list[dict[str, Any]] = []
-            for row in _answer(attached, tokenizer, samples, budgets_ms, baselines, seed, progress):
+            for row in _answer_questions(attached, tokenizer, samples, budgets_ms, baselines, seed, progress):
                 rows.append(row)
                 run.append(row)
         result = _summarize(model_dir, rows, budgets_ms, predictor, run)
@@ -161,6 +162,12 @@ def _select_candidates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Restrict the selector to few plans, and warm them up.
 
+    Args:
+        attached: Model, with a selector.
+        text_tokens: Number of text tokens of the requests.
+        samples: Questions of the warm-up.
+        progress: Progress callback.
+
     Returns:
         Predicted median and p99 latency of each candidate plan, each [num_candidates].
     """
@@ -170,8 +177,8 @@ def _select_candidates(
     indices = [selector.all_plans.index(plan) for plan in selector.plans or ()]
 
     def predict() -> tuple[np.ndarray, np.ndarray]:
-        p50, p99 = selector.predictor.predict_all(**request_size, images=1)
-        return p50[indices], p99[indices]
+        p50_ms, p99_ms = selector.predictor.predict_all(**request_size, images=1)
+        return p50_ms[indices], p99_ms[indices]
 
     progress("warming up", 0.4)
     if _warm_up(attached, samples, predict()[0]) > _OUTLIER_RATIO:
@@ -203,7 +210,7 @@ def _measure_plans(
         ),
     )
     elapsed_s = time.perf_counter() - start_s
-    # Each cell ran twice: once to warm up.
+    # The first round ran each cell twice, once of them to warm up.
     num_more_rounds = int((_PROFILE_TIME_S - elapsed_s) / (elapsed_s / 2))
     num_rounds = min(max(1 + num_more_rounds, _MIN_ROUNDS), _MAX_ROUNDS)
     return collect(rounds=num_rounds, warmup_runs=0, progress=progress)
@@ -267,7 +274,7 @@ def _select_samples(data: VqaDataset, split: Split, count: int) -> list[VqaSampl
 
 
 def _select_prompt_lengths(attached: Attached, samples: Sequence[VqaSample]) -> list[int]:
-    """Return the minimum and maximum number of text tokens; two different numbers."""
+    """Return the minimum and the maximum number of text tokens; they differ by at least 1."""
     lengths = [
         sample.inputs["input_ids"].shape[1] - attached.adapter.count_vision_tokens(sample.inputs)
         for sample in samples
@@ -275,7 +282,7 @@ def _select_prompt_lengths(attached: Attached, samples: Sequence[VqaSample]) -> 
     return [min(lengths), max(max(lengths), min(lengths) + 1)]
 
 
-def _answer(
+def _answer_questions(
     attached: Attached,
     tokenizer: Any,
     samples: Sequence[VqaSample],
