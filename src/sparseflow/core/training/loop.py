@@ -121,6 +121,7 @@ def fit(
         history = History(root) if context.rank == 0 else None
 
         def evaluate() -> None:
+            """Evaluate the task on rank 0, and record the metrics."""
             if history is None:
                 return
             metrics = task.evaluate()
@@ -138,7 +139,7 @@ def fit(
                 write_atomic(root / SETTINGS_FILE, json.dumps(dict(settings), indent=1) + "\n")
             if state is not None:
                 task.load_state_dict(state["task"])
-                del state
+                del state  # Checkpoints are large.
             elif eval_before:
                 evaluate()
             while task.step < task.num_steps:
