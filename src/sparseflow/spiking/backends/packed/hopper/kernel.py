@@ -322,6 +322,7 @@ def group_kernel(
         act_tiles, out_tiles: Activity words of a block of channels.
         H, W, IH, IW, IH2, IW2: Rows and columns of the output and of the inputs.
         CH, CH2, OCH: Halfwords per pixel of the inputs and of the output.
+        C_OUT: Output channels.
         TAPS: 9 for a 3x3 convolution, 1 for a 1x1 convolution.
         STRIDE, STRIDE2: Strides of the convolutions.
         BM, BN, TC, PAIR, UB, UB2, RING, SPLIT: See `HopperVariant`; a tile has BM / PAIR output pixels.
@@ -331,6 +332,7 @@ def group_kernel(
         IN_TILE: Pixels per activity word of the input.
         EMIT: Whether to write activity words.
         SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
+        NUM_WARPS: Warps of a CTA.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
