@@ -71,8 +71,8 @@ def test_collect_outcomes_equals_evaluation_of_all_samples(
     )  # fmt: skip
     assert evaluated_chunks == [("val", 0, 32), ("val", 32, 8), ("test", 0, 20)]
     assert messages[-1] == ("plans evaluated on 20 test samples", 1.0)
-    expected: dict[Split, int] = {"val": 40, "test": 20}
-    for split, count in expected.items():
+    counts: dict[Split, int] = {"val": 40, "test": 20}
+    for split, count in counts.items():
         expected = evaluate_plans(model, DATA, space, split=split, count=count)
         for field in fields(expected):
             first, other = getattr(outcomes[split], field.name), getattr(expected, field.name)
