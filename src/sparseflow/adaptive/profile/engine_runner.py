@@ -33,7 +33,7 @@ from sparseflow.adaptive.engine.requests.handle import RequestHandle
 from sparseflow.adaptive.engine.requests.request import GenerationRequest, RequestFailed, RequestOutOfMemory
 from sparseflow.adaptive.plan.adapter import Inputs
 from sparseflow.adaptive.plan.runtime import PlanRuntime
-from sparseflow.adaptive.plan.space import Plan, PlanSpace, Tier
+from sparseflow.adaptive.plan.space import Plan, PlanSpace
 from sparseflow.adaptive.profile.background_traffic import (
     BackgroundTraffic,
     FixedPlanPolicy,
@@ -107,7 +107,8 @@ class EngineRunner:
         self._max_batch, self._max_tokens, self._graphs = max_batch, max_tokens, graphs
         self._mix, self._settle_s, self._seed, self._progress = mix or RequestMix(), settle_s, seed, progress
         self._prompts = RandomPrompts(self._adapter, example, device="cpu", seed=seed)
-        self._model_id = compute_model_id(self._adapter.model)
+        self.model_id, self.device = compute_model_id(self._adapter.model), str(self._device)
+        self.vision_tokens = self._prompts.vision_tokens
         self._plans = tuple(dict.fromkeys(plans))
         self._engine: Engine | None = None
         self._traffic: BackgroundTraffic | None = None
@@ -122,18 +123,6 @@ class EngineRunner:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def model_id(self) -> str:
-        return self._model_id
-
-    @property
-    def device(self) -> str:
-        return str(self._device)
-
-    @property
-    def vision_tokens(self) -> Mapping[Tier, int]:
-        return self._prompts.vision_tokens
 
     @property
     def config(self) -> Mapping[str, Any]:

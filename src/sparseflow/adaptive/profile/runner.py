@@ -132,19 +132,8 @@ class EagerRunner:
         self._prompts = RandomPrompts(
             self._adapter, example, device=self._device, dtype=weight.dtype, seed=seed
         )
-        self._model_id = compute_model_id(model)
-
-    @property
-    def model_id(self) -> str:
-        return self._model_id
-
-    @property
-    def device(self) -> str:
-        return str(self._device)
-
-    @property
-    def vision_tokens(self) -> Mapping[Tier, int]:
-        return self._prompts.vision_tokens
+        self.model_id, self.device = compute_model_id(model), str(self._device)
+        self.vision_tokens = self._prompts.vision_tokens
 
     @property
     def config(self) -> Mapping[str, Any]:
