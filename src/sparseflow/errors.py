@@ -11,6 +11,7 @@
     ├── MissingExtraError (ImportError)  an optional package is not installed; the CLI exits with 2
     ├── DeviceError (RuntimeError)       a device does not exist or cannot run the work; the CLI exits with 1
     └── RunError (RuntimeError)          a job failed after its start; the CLI exits with 1
+        └── OutputError (OSError)        a result cannot be written
 
 A message states the given value, the expected value and what to do.
 """
@@ -62,3 +63,7 @@ class DeviceError(SparseFlowError, RuntimeError):
 
 class RunError(SparseFlowError, RuntimeError):
     """A job failed after its start."""
+
+
+class OutputError(RunError, OSError):
+    """A result cannot be written: the disk is full or not writable, or a directory has the name."""

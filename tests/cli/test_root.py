@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -94,15 +95,48 @@ def test_run_error_returns_exit_code_and_prints_json(
     assert set(record) == {"type", "message"} and str(error) in record["message"] and str(error) in err
 
 
-def test_run_unexpected_error_prints_traceback(command, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/runs/a"), "/runs/a: Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (MemoryError("Unable to allocate 7 EiB"), "out of memory: Unable to allocate 7 EiB"),
+        (RuntimeError("CUDA out of memory.\nTried to allocate"), "out of memory: CUDA out of memory. Tried"),
+        (ZeroDivisionError("oops"), "internal error: ZeroDivisionError: oops"),
+    ],
+)
+def test_run_foreign_error_prints_one_line(
+    command, capsys: pytest.CaptureFixture[str], error: Exception, message: str
+) -> None:
     def probe(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-        raise ZeroDivisionError("oops")
+        raise error
 
     command(probe)
     assert root.run(["probe", "--json"]) == 1
     out, err = capsys.readouterr()
-    assert json.loads(out)["error"] == {"type": "ZeroDivisionError", "message": "oops"}
-    assert "Traceback" in err
+    record = json.loads(out)["error"]
+    assert record["type"] == type(error).__name__ and message in record["message"]
+    assert err == f"sparseflow: {record['message']}\n"
+
+
+def test_run_verbose_shows_the_traceback_of_an_unexpected_error(
+    command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def probe() -> None:
+        raise ZeroDivisionError("oops")
+
+    command(probe)
+    assert root.run(["--verbose", "probe"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "| true", ">&-"])
+def test_run_without_a_writable_output_prints_at_most_one_line(redirection: str) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    script = f"set -o pipefail; {sys.executable} -m sparseflow --help {redirection}"
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert process.returncode in (0, 1) and len(process.stderr.splitlines()) <= 1
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "surplus"], []])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflow.core import files
-from sparseflow.core.files import parse_json, read_json, read_parquet, write_atomic, write_json, write_parquet
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.core.files import (
+    check_output,
+    parse_json,
+    read_json,
+    read_parquet,
+    write_atomic,
+    write_json,
+    write_parquet,
+)
+from sparseflow.errors import FileFormatError, InputError, OutputError
 
 
 def test_write_atomic_replaces_text_and_bytes(tmp_path: Path) -> None:
@@ -39,15 +49,86 @@ def test_write_atomic_failure_leaves_only_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OutputError, match="No space"):
         write_atomic(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_write_atomic_into_a_missing_directory_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_atomic(tmp_path / "no" / "a", "x")
+@pytest.mark.parametrize("name", ["missing/a", "directory", "n" * 300])
+def test_write_atomic_failure_saves_the_content_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spare = tmp_path / "spare"
+    for directory in (spare, tmp_path / "directory" / "content"):
+        directory.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(spare))
+    with pytest.raises(OutputError) as caught:
+        write_atomic(tmp_path / name, "result")
+    (saved,) = (file for file in spare.rglob("*") if file.is_file())
+    assert saved.read_text() == "result" and str(saved) in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_write_atomic_failure_in_the_cache_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(OutputError, match="SPARSEFLOW_CACHE"):
+        write_atomic(tmp_path / "cache" / "decisions.json", "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_write_atomic_removes_the_files_of_killed_writers(tmp_path: Path) -> None:
+    killed = tmp_path / ".sparseflow-tmp-1"
+    living = tmp_path / ".sparseflow-tmp-2"
+    foreign = tmp_path / ".a.tmp"
+    for file in (killed, living, foreign):
+        file.write_text("x")
+    with living.open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        write_atomic(tmp_path / "a", "x")
+    assert sorted(os.listdir(tmp_path)) == sorted([living.name, foreign.name, "a"])
+
+
+def test_check_output_of_a_writable_place_creates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    check_output(tmp_path / "file")
+    check_output(tmp_path / "a" / "b")
+    check_output(tmp_path, directory=True)
+    check_output(tmp_path / "a" / "b", directory=True)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_check_output_of_an_impossible_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, directory in [
+        (tmp_path, False),
+        (tmp_path / "file", True),
+        (tmp_path / "file" / "a", False),
+        (tmp_path / "file" / "a", True),
+        (tmp_path / ("n" * 300), False),
+    ]:
+        with pytest.raises(OutputError, match=path.name[:200]):
+            check_output(path, directory=directory)
+
+
+def test_check_output_on_a_read_only_file_system_is_refused() -> None:
+    if not Path("/proc").is_dir():
+        pytest.skip("needs /proc")
+    with pytest.raises(OutputError, match="/proc/a"):
+        check_output("/proc/a")
+
+
+def test_check_output_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OutputError, match="No space"):
+        check_output(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
 
 
 JSON = st.recursive(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,36 +13,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_writable(path: Path) -> None:
-    """Check that a file or directory can be written at `path`, without creating it.
-
-    Raises:
-        InputError: The nearest existing directory above `path` is not writable.
-    """
-    parent = path.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    directory = parent.parent if parent == path.absolute() and parent.is_file() else parent
-    try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise InputError(f"cannot write to `{path}`: {directory}: {error.strerror}") from error
-
-
 def _check_out_dir(path: Path | None) -> Path | None:
+    from sparseflow.core.files import check_output
+
     if path is not None:
-        if path.is_file():
-            raise InputError(f"`--out {path}` must be a directory and is a file")
-        check_writable(path)
+        check_output(path, directory=True)
     return path
 
 
 def _check_out_file(path: Path | None) -> Path | None:
+    from sparseflow.core.files import check_output
+
     if path is not None:
-        if path.is_dir():
-            raise InputError(f"`--out {path}` must be a file and is a directory")
-        check_writable(path)
+        check_output(path)
     return path
 
 

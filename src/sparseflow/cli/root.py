@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
@@ -22,6 +22,9 @@ from sparseflow import __version__
 from sparseflow.errors import InputError, MissingExtraError, SparseFlowError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+"""Parts of the messages of torch, which has no common error class for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +154,16 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line.
 
-    Messages go to standard error. With `--json` among the arguments, an error is also one JSON object on
-    standard output: `{"error": {"type": ..., "message": ...}}`.
+    Messages go to standard error; an unexpected error shows its traceback only with `--verbose`. With
+    `--json` among the arguments, an error is also one JSON object on standard output:
+    `{"error": {"type": ..., "message": ...}}`.
 
     Args:
         arguments: Arguments after `sparseflow` on the command line.
 
     Returns:
-        Exit code: 0 for success, 1 for a failed job, 2 for bad usage, bad input or a missing extra, 130 for
-        an interrupt.
+        Exit code: 0 for success, 1 for a failed job or an output that cannot be written, 2 for bad usage, bad
+        input or a missing extra, 130 for an interrupt.
     """
     as_json = "--json" in arguments
     try:
@@ -178,20 +182,38 @@ def run(arguments: Sequence[str]) -> int:
     except SparseFlowError as error:
         usage = isinstance(error, InputError | MissingExtraError)
         return _report_error(type(error).__name__, str(error), EXIT_USAGE if usage else EXIT_FAILED, as_json)
+    except SystemExit:
+        # Typer and Rich exit on a broken pipe.
+        message = "broken pipe: the reader of the output, or a process of the job, has gone"
+        return _report_error("BrokenPipeError", message, EXIT_FAILED, as_json)
     except Exception as error:
         # Usage errors of Typer format their own message.
         message = getattr(error, "format_message", None)
         if message is not None:
             # Without a command Typer has shown the help, and its message is empty.
             return _report_error("UsageError", message() or "no command was given", EXIT_USAGE, as_json)
-        traceback.print_exc()
-        return _report_error(type(error).__name__, str(error) or "no message", EXIT_FAILED, as_json)
+        logging.getLogger("sparseflow").debug("the command failed", exc_info=True)
+        return _report_error(type(error).__name__, _describe_foreign_error(error), EXIT_FAILED, as_json)
+
+
+def _describe_foreign_error(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY):
+        return f"out of memory: {text}; use a smaller input or a machine with more memory"
+    if isinstance(error, OSError):
+        name = "" if error.filename is None else f"{error.filename}: "
+        return f"{name}{error.strerror or text}"
+    kind = type(error).__name__
+    return f"internal error: {kind}: {text}; report it with the output of `sparseflow --verbose ...`"
 
 
 def _report_error(kind: str, message: str, code: int, as_json: bool) -> int:
-    typer.secho(f"sparseflow: {message}", err=True, fg=typer.colors.RED)
-    if as_json:
-        typer.echo(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False))
+    # The error can be that one of the two streams is not writable.
+    with suppress(OSError):
+        typer.secho(f"sparseflow: {message}", err=True, fg=typer.colors.RED)
+    with suppress(OSError):
+        if as_json:
+            typer.echo(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False))
     return code
 
 

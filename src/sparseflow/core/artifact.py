@@ -96,7 +96,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
             The path.
 
         Raises:
-            OSError: The file cannot be written.
+            OutputError: The file cannot be written.
         """
         file = _prepare(path)
         write_json(file, self.to_dict(), indent=indent)
@@ -124,7 +124,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
             tensors: Name -> tensor, on any device.
 
         Raises:
-            OSError: The file cannot be written.
+            OutputError: The file cannot be written.
         """
         from safetensors.torch import save
 
@@ -172,7 +172,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
             column_encoding: As in `write_parquet`.
 
         Raises:
-            OSError: The file cannot be written.
+            OutputError: The file cannot be written.
         """
         file = _prepare(path)
         tagged = table.replace_schema_metadata({_METADATA: self._to_json()})

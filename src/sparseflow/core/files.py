@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import FileFormatError, InputError, OutputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_JSON_DEPTH = 64
+
+_PROBE_BYTES = 2**16
+"""Free space that a test of an output requires."""
+
+_TEMPORARY_PREFIX = ".sparseflow-tmp-"
+_cleaned_directories: set[Path] = set()
 
 # The closing quote is optional so that an unterminated string costs linear time; the parser refuses it later.
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
@@ -27,31 +36,57 @@ _OVERFLOW = re.compile(rb"[eE]\+?000")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
+def check_output(path: Path | str, *, directory: bool = False) -> None:
+    """Check that a result can be written, before the work that computes it. Nothing is left behind.
+
+    Args:
+        path: File or directory; it and the directories above it need not exist.
+        directory: Whether the result is a directory of files.
+
+    Raises:
+        OutputError: A directory has the name of the file, or a file that of the directory, the place is not
+            writable, or its disk is full.
+    """
+    target = Path(path).absolute()
+    expected, other = ("directory", "file") if directory else ("file", "directory")
+    try:
+        if target.exists() and target.is_dir() != directory:
+            raise OutputError(f"{path} is a {other}; give the name of a {expected}")
+        parent = target if directory else target.parent
+        while not parent.exists():
+            parent = parent.parent
+        with tempfile.TemporaryFile(dir=parent) as stream:
+            stream.write(bytes(_PROBE_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; give another {expected}") from error
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace a file through a temporary file in the same directory, synced and then renamed.
+
+    If the file cannot be written, `path` keeps its previous content, and the new content is saved elsewhere,
+    except for files in the cache directory. The first write into a directory removes the temporary files that
+    killed processes left there.
 
     Args:
         path: File to write. Its directory must exist.
         data: Full content; text is encoded as UTF-8.
 
     Raises:
-        OSError: The directory is missing or not writable. `path` then keeps its previous content.
+        OutputError: The directory is missing or not writable, a directory has the name, or the disk is full.
+            The message names the file with the saved content.
     """
     content = data.encode() if isinstance(data, str) else data
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # mkstemp creates a private file; results must be readable like any other file.
-        temporary.chmod(0o666 & ~_read_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_dir(path.parent)
+        _remove_abandoned(path.parent)
+        _replace(path, content)
+        sync_dir(path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}{_save_elsewhere(path, content)}") from error
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
@@ -60,7 +95,7 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
     Raises:
         ValueError: `content` contains NaN or infinity.
         TypeError: `content` contains something that JSON cannot represent.
-        OSError: The file cannot be written.
+        OutputError: The file cannot be written.
     """
     write_atomic(path, json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -132,7 +167,7 @@ def write_parquet(
         column_encoding: Column -> Parquet encoding, for columns without a dictionary.
 
     Raises:
-        OSError: The file cannot be written.
+        OutputError: The file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -190,11 +225,52 @@ def sync_dir(path: Path) -> None:
         os.close(handle)
 
 
-def _read_umask() -> int:
-    # The only portable way to read it is to set it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _replace(path: Path, content: bytes) -> None:
+    # The name does not depend on that of `path`, whose length can be the longest possible.
+    temporary = path.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+            # The lock tells other processes until here that the writer lives.
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the temporary files of killed writers, once per directory and process."""
+    if directory in _cleaned_directories:
+        return
+    for temporary in directory.glob(f"{_TEMPORARY_PREFIX}*"):
+        # Between its creation and its lock, the file of a living writer is empty.
+        with contextlib.suppress(OSError), temporary.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(stream.fileno()).st_size:
+                temporary.unlink()
+    _cleaned_directories.add(directory)
+
+
+def _save_elsewhere(path: Path, content: bytes) -> str:
+    """Save the content of a file that cannot be written; return the end of the sentence that says so."""
+    if path.absolute().is_relative_to(get_cache_dir().absolute()):
+        return "; set SPARSEFLOW_CACHE to a writable directory"
+    # The last one is in memory; it helps if there is only one disk.
+    for find in (tempfile.gettempdir, Path.home, lambda: "/dev/shm"):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+            copy = Path(tempfile.mkdtemp(prefix="sparseflow-", dir=find())) / path.name[-100:]
+            try:
+                _replace(copy, content)
+            except OSError:
+                copy.parent.rmdir()
+                raise
+            return f"; its content is saved as {copy}"
+    return "; there is no other place for its content"
 
 
 def _measure_depth(raw: bytes) -> int:
