@@ -19,6 +19,16 @@ def test_doctor_text_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+def test_doctor_shows_the_whole_command_that_installs_an_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "get_version", lambda _: None)
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for extra in doctor.EXTRAS:
+        assert f"pip install 'sparseflow[{extra}]'" in out
+
+
 def test_doctor_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -59,21 +59,22 @@ def make_table(
         title: Text above the table.
         no_wrap: Headings of columns that a narrow screen must not wrap.
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=escape(title) or None, title_justify="left")
+    # Strings would be read as markup: `[extra]` would vanish, and `:x:` would become a symbol.
+    table = Table(title=Text(title, style="table.title") if title else None, title_justify="left")
     fixed = set(no_wrap)
     for column in columns:
         heading = column.removeprefix(">")
         table.add_column(
-            heading,
+            Text(heading),
             justify="right" if column.startswith(">") else "left",
             no_wrap=heading in fixed,
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 

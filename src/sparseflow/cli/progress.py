@@ -32,7 +32,7 @@ def progress_bar() -> Iterator[Progress]:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     with ProgressDisplay(*columns, console=console, transient=True) as display:
         task = display.add_task("starting", total=1.0)
