@@ -65,6 +65,10 @@ COMMANDS = {
         target="sparseflow.cli.pruning:app",
         help="Pruning: token, head and channel pruning for video transformers.",
     ),
+    "runs": LazyCommand(
+        target="sparseflow.cli.runs:app",
+        help="Runs: list the runs on disk and remove interrupted ones.",
+    ),
     "spiking": LazyCommand(
         target="sparseflow.cli.spiking:app",
         help="Spiking networks: faster inference by skipping zero activations.",

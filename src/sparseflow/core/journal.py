@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.config import describe_validation_error
 from sparseflow.core.files import parse_json
-from sparseflow.errors import FileFormatError, InputError, RunError
+from sparseflow.errors import FileFormatError, InputError, OutputError, RunError
 
 SYNC_ROWS = 64
 
@@ -147,7 +147,7 @@ class Journal(Generic[Row]):
             return
         try:
             if delete:
-                self.path.unlink()
+                self.path.unlink(missing_ok=True)
             else:
                 self._writer.sync()
         finally:
@@ -194,6 +194,38 @@ def read_journal(
     return _parse_lines(Path(path), _make_adapter(row_type), header_type)
 
 
+def lock_directory(directory: Path, *, timeout_s: float) -> int:
+    """Lock a directory against other writers.
+
+    The kernel releases the lock with its process, so a killed writer does not block the next one.
+
+    Args:
+        directory: Existing directory.
+        timeout_s: Time to wait for another writer.
+
+    Returns:
+        File descriptor; closing it releases the lock.
+
+    Raises:
+        RunError: Another process has the lock, or the file system has no locks.
+        OSError: The directory cannot be opened.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                os.close(handle)
+                raise RunError(f"another process writes into {directory}; wait for it or stop it") from error
+            time.sleep(0.02)
+        except OSError as error:
+            os.close(handle)
+            raise RunError(f"cannot lock {directory}: {error.strerror}; use a local directory") from error
+
+
 class _LineWriter:
     """Appends whole lines to a file of JSON lines and locks its directory until `close`.
 
@@ -209,15 +241,13 @@ class _LineWriter:
     """
 
     def __init__(self, path: Path, *, sync_rows: int = SYNC_ROWS) -> None:
-        # The kernel releases the lock with its process, so a killed writer does not block the next one.
-        self._directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            _lock(self._directory)
-        except OSError as error:
-            os.close(self._directory)
-            raise RunError(f"another process writes into {path.parent}; wait for it or stop it") from error
+        self._directory = lock_directory(path.parent, timeout_s=_LOCK_TIMEOUT_S)
         self._path, self._sync_rows = path, sync_rows
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:
+            os.close(self._directory)
+            raise
         self._unsynced = 0
         self._length = self._path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._file, self._length)
@@ -226,7 +256,7 @@ class _LineWriter:
         """Append one row.
 
         Raises:
-            RunError: The disk is full; the file then ends after the previous row.
+            OutputError: The disk is full; the file then ends after the previous row.
         """
         line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         remaining = memoryview(line)
@@ -236,7 +266,7 @@ class _LineWriter:
         except OSError as error:
             # A full disk can take half a line; the next row must start on a new line.
             os.ftruncate(self._file, self._length)
-            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+            raise OutputError(f"cannot write {self._path}: {error.strerror}") from error
         self._length += len(line)
         self._unsynced += 1
         if self._unsynced >= self._sync_rows:
@@ -249,8 +279,15 @@ class _LineWriter:
         os.ftruncate(self._file, self._length)
 
     def sync(self) -> None:
-        """Make all written lines survive a power cut."""
-        os.fsync(self._file)
+        """Make all written lines survive a power cut.
+
+        Raises:
+            OutputError: The disk is full.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise OutputError(f"cannot write {self._path}: {error.strerror}") from error
         self._unsynced = 0
 
     def close(self) -> None:
@@ -321,16 +358,3 @@ def _check_same_header(path: Path, existing: Artifact, requested: Artifact) -> N
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _lock(directory: int) -> None:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
-        else:
-            return

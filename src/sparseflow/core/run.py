@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import read_json, read_parquet, sync_dir, write_atomic, write_parquet
-from sparseflow.core.journal import Journal, read_journal
+from sparseflow.core.journal import Journal, lock_directory, read_journal
 from sparseflow.errors import FileFormatError, InputError, RunError
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]
 
+INFO_FILE = "run.json"
 STATUSES = ("running", "finished", "failed")
 
 
@@ -92,7 +96,7 @@ class Run:
         text = _to_json(info, "`config`")
         path = Path(root) / info["id"]
         path.mkdir(parents=True)
-        write_atomic(path / "run.json", text)
+        write_atomic(path / INFO_FILE, text)
         sync_dir(path.parent)
         return cls(path, info, Journal(path / "samples.jsonl", dict))
 
@@ -218,7 +222,84 @@ class Run:
         self._column_types |= types
 
     def _write_info(self) -> None:
-        write_atomic(self.path / "run.json", _to_json(self.info, "`run.json`"))
+        write_atomic(self.path / INFO_FILE, _to_json(self.info, "`run.json`"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """State of a run on disk.
+
+    Attributes:
+        path: Directory.
+        state: `"running"`, `"finished"`, `"failed"`, `"interrupted"` (its process no longer exists), or
+            `"damaged"` (`run.json` is not readable).
+        command: Command line; empty if damaged.
+        started: Start in ISO 8601, UTC; empty if damaged.
+        error: Why the run failed or is damaged; None otherwise.
+    """
+
+    path: Path
+    state: str
+    command: str
+    started: str
+    error: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def list_runs(root: Path | str) -> list[RunSummary]:
+    """List the runs in a directory and below, sorted by path. Links to directories are not followed.
+
+    Raises:
+        InputError: The directory does not exist.
+    """
+    if not Path(root).is_dir():
+        raise InputError(f"{root} is not a directory; name the output directory of the runs")
+    paths = sorted(Path(directory) for directory, _, names in os.walk(root) if INFO_FILE in names)
+    return [_summarize(path) for path in paths]
+
+
+def remove_interrupted(path: Path | str) -> None:
+    """Delete the directory of an interrupted run.
+
+    Raises:
+        InputError: The run is not interrupted, or its directory was renamed and may have another purpose.
+        RunError: Another process has just resumed the run.
+    """
+    run = _summarize(Path(path))
+    if run.state != "interrupted":
+        raise InputError(f"{path} is {run.state}; only interrupted runs are removed")
+    if _read_info(run.path)["id"] != run.path.absolute().name:
+        raise InputError(f"{path} was renamed; check its content and delete it yourself")
+    lock = lock_directory(run.path, timeout_s=0.0)
+    try:
+        shutil.rmtree(run.path)
+    finally:
+        os.close(lock)
+
+
+def _summarize(path: Path) -> RunSummary:
+    try:
+        info = _read_info(path)
+    except FileFormatError as error:
+        return RunSummary(path=path, state="damaged", command="", started="", error=str(error))
+    state = info["status"]
+    if state == "running":
+        try:
+            os.close(lock_directory(path, timeout_s=0.0))
+            state = "interrupted"
+        except RunError:
+            pass  # Its writer holds the lock.
+    error = info.get("error")
+    return RunSummary(
+        path=path,
+        state=state,
+        command=str(info.get("command") or ""),
+        started=str(info.get("started") or ""),
+        error=None if error is None else str(error),
+    )
 
 
 def _classify(name: str, value: object) -> str | None:
@@ -256,7 +337,7 @@ def _to_json(content: object, name: str) -> str:
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    file = path / "run.json"
+    file = path / INFO_FILE
     try:
         info = read_json(file)
     except InputError as error:
