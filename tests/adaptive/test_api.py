@@ -334,3 +334,33 @@ def test_request_longer_than_profile_is_refused(model: Any, measured: Path) -> N
         assert attached.generate(input_ids=IDS, max_new_tokens=8).new_tokens.shape == (1, 8)
         with pytest.raises(InputError):
             attached.generate(input_ids=IDS, max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "name", ["past_key_values", "use_cache", "position_ids", "inputs_embeds", "labels", "output_attentions"]
+)
+def test_generate_argument_that_it_sets_itself_raises(model: Any, name: str) -> None:
+    argument: Any = {name: object()}
+    with adaptive.attach(model) as attached, pytest.raises(InputError, match=f"`{name}` is not an input"):
+        attached.generate(input_ids=IDS, **argument)
+
+
+def test_generate_kwargs_is_unknown(model: Any) -> None:
+    with adaptive.attach(model) as attached, pytest.raises(InputError, match="unknown arguments 'kwargs'"):
+        attached.generate(input_ids=IDS, kwargs=IDS)
+
+
+def test_generate_padding_without_mask_raises(model: Any) -> None:
+    with adaptive.attach(model) as attached:
+        plan = attached.runtime.geometry.full_plan(images=False)
+        for ids in ([[5, 6, 7], [8, 9, 0]], [[0, 6, 7], [8, 9, 5]], [[5, 6, 0]]):
+            with pytest.raises(InputError, match="padding token 0"):
+                attached.generate(input_ids=torch.tensor(ids), plan=plan)
+
+
+def test_generate_default_length_is_64_or_what_fits(model: Any, measured_by_an_engine: Path) -> None:
+    with adaptive.attach(model) as attached:
+        assert attached.generate(input_ids=IDS).new_tokens.shape == (1, 64)
+    with adaptive.attach(model, measured_by_an_engine) as attached:
+        # The engine has 48 tokens, and the last one of the answer needs no room.
+        assert attached.generate(input_ids=IDS).new_tokens.shape == (1, 44)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
+DEFAULT_NEW_TOKENS = 64
+_CONTROLLED_ARGS = frozenset(
+    {
+        "past_key_values", "use_cache", "position_ids", "cache_position", "inputs_embeds", "labels",
+        "logits_to_keep", "num_logits_to_keep", "return_dict",
+    }
+)  # fmt: skip
+"""Arguments of a model's forward that `Attached.generate` sets itself."""
 
 
 def attach(
@@ -106,7 +115,11 @@ class Attached:
         self.adapter, self.runtime, self.selector = adapter, runtime, selector
         self.engine: Engine | None = None
         # Computed once, because it is slower than all other checks of a request.
-        self._forward_params = frozenset(inspect.signature(type(adapter.model).forward).parameters)
+        self._forward_params = frozenset(
+            name
+            for name, parameter in inspect.signature(type(adapter.model).forward).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ) - {"self"}
         self._engine_lock = threading.Lock()
         self._slots: threading.Semaphore | None = None
 
@@ -143,7 +156,7 @@ class Attached:
         *,
         latency_budget_ms: float | None = None,
         on_infeasible: OnInfeasible = "best_effort",
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         plan: Plan | None = None,
         sampling: SamplingParams | None = None,
         stop: Collection[int] | None = None,
@@ -157,7 +170,8 @@ class Attached:
             latency_budget_ms: Time from now (or `received_s`) to the last token; None for no budget.
             on_infeasible: Behavior if no plan meets the budget: `"reject"` raises, `"best_effort"` runs
                 the fastest plan, `"truncate"` runs the fastest plan for as many tokens as fit.
-            max_new_tokens: Maximum number of tokens to generate.
+            max_new_tokens: Maximum number of tokens to generate; by default 64, or as many as fit at the
+                highest tier. A tier that leaves no room for them is not chosen.
             plan: Plan to run, independent of the budget.
             sampling: Sampling parameters; greedy by default.
             stop: Token ids that end the answer; default: those of the model's generation config.
@@ -166,7 +180,7 @@ class Attached:
             received_s: Arrival time on the `time.perf_counter` clock; default: now.
             **inputs: Inputs of the model's forward at the highest tier: `input_ids` [1, tokens] and, with
                 images, their pixels, as `open_folder(...).prompt(...)` makes them. With `plan`, several rows
-                may run with the model's own forward.
+                may run with the model's own forward; shorter rows are padded on the left and masked.
 
         Raises:
             InputError: A value is out of range, or a budget is given without profile and plan.
@@ -174,6 +188,8 @@ class Attached:
             RunError: The engine cannot run the request, for example because memory is exhausted.
         """
         self._check_inputs(inputs)
+        if max_new_tokens is None:
+            max_new_tokens = self._default_new_tokens(inputs)
         check_limits(max_new_tokens, latency_budget_ms)
         engine = self._select_engine(inputs, plan)
         received = time.perf_counter() if received_s is None else received_s
@@ -228,11 +244,27 @@ class Attached:
             self.adapter, self.runtime, inputs, policy, max_total_tokens=max_total_tokens, **options
         )
 
+    def _default_new_tokens(self, inputs: Inputs) -> int:
+        max_total = self.adapter.context if self.selector is None else self.selector.max_total_tokens
+        # The last token is never run and needs no room.
+        capacity = math.inf if max_total is None else max_total - inputs["input_ids"].shape[1] + 1
+        return DEFAULT_NEW_TOKENS if capacity < 1 else int(min(capacity, DEFAULT_NEW_TOKENS))
+
     def _has_images(self, inputs: Inputs) -> bool:
         return self.adapter.count_vision_tokens(inputs) > 0
 
     def _check_inputs(self, inputs: Inputs) -> None:
-        """Reject unknown names, which may be misspelled options, and invalid inputs."""
+        """Reject arguments that `generate` sets itself, unknown names and invalid inputs."""
+        controlled = [
+            name
+            for name, value in inputs.items()
+            if value is not None and (name in _CONTROLLED_ARGS or name.startswith("output_"))
+        ]
+        if controlled:
+            raise InputError(
+                f"`{controlled[0]}` is not an input of `generate`, which sets it itself; leave it out, or "
+                "call the model within `attached.runtime.use_plan(plan)`"
+            )
         unknown = [name for name in inputs if name not in self._forward_params]
         if unknown:
             options = [name for name in inspect.signature(self.generate).parameters if name != "inputs"]
@@ -241,6 +273,19 @@ class Attached:
                 f"{type(self.adapter.model).__name__} or one of {', '.join(options)}"
             )
         check_inputs(inputs)
+        if inputs.get("attention_mask") is None:
+            self._refuse_unmasked_padding(inputs["input_ids"])
+
+    def _refuse_unmasked_padding(self, input_ids: Tensor) -> None:
+        config = getattr(self.adapter.model, "generation_config", None)
+        pad, start = (getattr(config, name, None) for name in ("pad_token_id", "bos_token_id"))
+        if pad is None or pad == start or pad in self.stop:
+            return
+        if bool((input_ids[:, [0, -1]] == pad).any()):
+            raise InputError(
+                f"`input_ids` starts or ends with the padding token {pad}; pass the `attention_mask` of the "
+                "tokenizer, with padding on the left"
+            )
 
     def _select_engine(self, inputs: Inputs, plan: Plan | None) -> Engine | None:
         """Engine that runs the request; None for the model's own forward."""

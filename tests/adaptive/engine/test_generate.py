@@ -15,7 +15,7 @@ from sparseflow.adaptive.engine.generate import generate
 from sparseflow.adaptive.engine.requests.request import Rejection, RequestRejected
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.runtime import PlanRuntime
-from sparseflow.adaptive.plan.space import Plan
+from sparseflow.adaptive.plan.space import Plan, Tier
 from sparseflow.errors import InputError, PlanError, RunError
 from tests.adaptive import tiny
 from tests.adaptive.engine.serving import DEEP, NARROW, SHALLOW, ScriptedPolicy, attached, model
@@ -80,6 +80,38 @@ def test_generate_left_padded_rows_match_transformers(family: str) -> None:
             single = generate(*both, {"input_ids": inputs["input_ids"][row : row + 1, -length:]}, SHALLOW,
                              max_new_tokens=TOKENS)  # fmt: skip
             assert torch.equal(single.new_tokens[0], result.new_tokens[row])
+
+
+@pytest.mark.parametrize("family", ["olmoe", "llava_clip", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "mask",
+    [[[1] * 6, [1] * 5 + [0]], [[1] * 6, [1, 1, 0, 1, 1, 1]], [[0] * 6, [1] * 6], [[1, 1, 1, 1, 1, 0]]],
+)
+def test_generate_padding_after_first_token_raises(family: str, mask: list[list[int]]) -> None:
+    with attached(family) as both:
+        inputs = tiny.make_prompt(model(family), tokens=6, rows=len(mask))
+        inputs["attention_mask"][:, -6:] = torch.tensor(mask)
+        plan = replace(SHALLOW, tier="low" if both[0].geometry.tiers else None)
+        with pytest.raises(InputError, match="padding"):
+            generate(*both, inputs, plan, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", ["llava_clip", "qwen3_vl_moe"])
+@pytest.mark.parametrize("tier", ["low", "high"])
+def test_generate_left_padded_images_match_single_rows(family: str, tier: Tier) -> None:
+    with attached(family) as both:
+        plan = replace(SHALLOW, tier=tier)
+        rows = [tiny.make_prompt(model(family), tokens=length, seed=length) for length in (4, 7)]
+        per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+        first = {
+            name: torch.nn.functional.pad(value, (3, 0)) if name in per_token else value
+            for name, value in rows[0].items()
+        }
+        inputs = {name: torch.cat([first[name], rows[1][name]]) for name in first}
+        result = generate(*both, inputs, plan, max_new_tokens=TOKENS)
+        for row, single in enumerate(rows):
+            expected = generate(*both, single, plan, max_new_tokens=TOKENS)
+            assert torch.equal(result.new_tokens[row], expected.new_tokens[0])
 
 
 def test_generate_stop_tokens_end_rows(olmoe: tuple[Adapter, PlanRuntime]) -> None:

@@ -87,6 +87,8 @@ class TestRequest:
             {"input_ids": torch.ones(2, 3, dtype=torch.int64)},
             {"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
             {"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": torch.tensor([[0, 1]])},
+            {"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": [[1, 1]]},
+            {"input_ids": torch.ones(1, 2, dtype=torch.int64), "attention_mask": torch.tensor([[1.0, 0.5]])},
         ],
     )
     def test_request_other_than_one_row_is_refused(self, inputs: dict[str, Any]) -> None:

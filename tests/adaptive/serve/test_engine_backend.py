@@ -59,6 +59,7 @@ def make_job(**overrides: Any) -> BackendJob:
         "id": "a",
         "prompt": prompt,
         "max_new_tokens": 4,
+        "expected_tokens": overrides.get("max_new_tokens", 4),
         "sampling": SamplingParams(),
         "received_s": time.perf_counter(),
     }

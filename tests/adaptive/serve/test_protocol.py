@@ -62,8 +62,14 @@ def test_parse_request_all_fields_are_read() -> None:
         {"user": "eve"}, {"metadata": {"a": "b"}}, {"store": False}, {"service_tier": "auto"}, {"n": 1},
         {"tools": []}, {"tools": None}, {"tool_choice": "auto"}, {"logprobs": False}, {"top_logprobs": 0},
         {"logit_bias": {}}, {"response_format": {"type": "text"}}, {"modalities": ["text"]},
-        {"frequency_penalty": 0}, {"presence_penalty": 0.0}, {"prediction": {"type": "content"}},
-        {"reasoning_effort": "low"}, {"parallel_tool_calls": True}, {"never_heard_of": [1, {"a": None}]},
+        {"frequency_penalty": 0}, {"presence_penalty": 0.0},
+        {"parallel_tool_calls": True}, {"never_heard_of": None}, {"prompt_cache_key": "k"}, {"top_k": -1},
+        {"min_p": 0.0}, {"repetition_penalty": 1}, {"best_of": 1}, {"ignore_eos": False}, {"echo": False},
+        {"stop_token_ids": []}, {"service_tier": "default"}, {"guided_json": None}, {"min_tokens": 0},
+        {"messages": [{"role": "user", "content": "Hi", "name": "eve"},
+                      {"role": "assistant", "content": "A", "refusal": None, "annotations": [], "audio": None,
+                       "tool_calls": None, "function_call": None}]},
+        {"messages": make_user_message([{"type": "text", "text": "Hi", "cache_control": {"type": "e"}}])},
         {"max_tokens": None, "temperature": None, "stop": None, "stream": None, "latency_budget_ms": None},
         {"max_tokens": 3, "max_completion_tokens": 3},
     ],
@@ -79,7 +85,11 @@ def test_parse_request_fields_without_effect_are_accepted(fields: dict[str, Any]
         ("tool_choice", "required"), ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {}),
         ("modalities", ["text", "audio"]), ("logprobs", True), ("top_logprobs", 3), ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}), ("frequency_penalty", 0.1), ("presence_penalty", -1),
-        ("presence_penalty", False), ("web_search_options", {}),
+        ("presence_penalty", False), ("web_search_options", {}), ("top_k", 5), ("min_p", 0.1), ("best_of", 2),
+        ("repetition_penalty", 1.1), ("use_beam_search", True), ("ignore_eos", True), ("min_tokens", 3),
+        ("stop_token_ids", [5]), ("bad_words", ["a"]), ("guided_json", {}), ("prompt_logprobs", 1),
+        ("echo", True), ("chat_template", "x"), ("reasoning_effort", "low"), ("service_tier", "flex"),
+        ("prediction", {"type": "content", "content": "x"}),
     ],
 )  # fmt: skip
 def test_parse_request_unsupported_field_raises(field: str, value: Any) -> None:
@@ -119,12 +129,38 @@ def test_parse_request_headers_override_absent_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["latency_budget", "budget_ms", "latencyBudgetMs", "on_infeasable_budget", "deadline_ms"]
-)
+    "name",
+    ["latency_budget", "budget_ms", "latencyBudgetMs", "on_infeasable_budget", "deadline_ms", "slo_ms",
+     "timeout_ms", "max_time", "budgt_ms"],
+)  # fmt: skip
 def test_parse_request_misspelled_budget_raises(name: str) -> None:
     error = parse_invalid(**{name: 180})
     assert (error.code, error.param) == ("unknown_parameter", name)
     assert "latency_budget_ms" in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"never_heard_of": [1]}, "never_heard_of"),
+        ({"x" * 500: False}, "x" * 64),
+        ({"max_token": 5}, "max_token"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         "stream_options.continuous_usage_stats"),
+        ({"messages": [{"role": "assistant", "content": "A", "reasoning_content": "so"}]},
+         "messages.0.reasoning_content"),
+        ({"messages": make_user_message([{"type": "text", "text": "Hi", "lang": "en"}])},
+         "messages.0.content.0.lang"),
+    ],
+)  # fmt: skip
+def test_parse_request_unknown_field_raises(fields: dict[str, Any], param: str) -> None:
+    error = parse_invalid(**fields)
+    assert (error.code, error.param) == ("unknown_parameter", param)
+    assert len(error.message) < 600
+
+
+def test_parse_request_misspelled_field_names_similar_one() -> None:
+    assert "'max_tokens'" in parse_invalid(max_token=5).message
 
 
 @pytest.mark.parametrize(
@@ -135,6 +171,12 @@ def test_parse_request_misspelled_budget_raises(name: str) -> None:
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": "Hi"}, "messages", "'Hi'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool'"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "tool calls"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+            "messages.0", "tool calls",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "None"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         ({"messages": make_user_message(None)}, "messages.0.content", ""),
         ({"messages": make_user_message([{"type": "input_audio"}])}, "messages.0.content.0", "'input_audio'"),

@@ -142,13 +142,31 @@ def test_submit_image_limits_new_tokens_by_lowest_tier() -> None:
         image_url = make_data_url(Image.new("RGB", (2, 2)))
         answer = await submit(service, messages=make_messages("x" * 490, image_url))
         ((job, _),) = backend.jobs
-        assert (job.prompt.count_tokens("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 4)
+        # Without a requested length the answer leaves room for the highest tier.
+        assert (job.prompt.count_tokens("low"), job.prompt.tokens, job.max_new_tokens) == (508, 511, 1)
         assert answer.usage["prompt_tokens"] == 511
         backend.jobs[0][1](StartedEvent(plan=PLANS[0], p50_ms=1.0, p99_ms=2.0))
         assert answer.usage["prompt_tokens"] == 508
         answer.disconnect()
         with pytest.raises(ApiError, match="512"):
             await submit(service, messages=make_messages("x" * 490, image_url), max_tokens=5)
+
+    run_scenario(scenario)
+
+
+def test_submit_without_length_gets_all_room_of_highest_tier() -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        image_url = make_data_url(Image.new("RGB", (2, 2)))
+        # The prompt has 19 tokens of text, and an image of 1, 2 or 4 tokens, in a context of 512.
+        for fields, tokens in (
+            ({}, 489), ({"latency_budget_ms": 1e6}, 64), ({"max_tokens": 491}, 491),
+            ({"latency_budget_ms": 1e6, "on_infeasible": "truncate"}, 489),
+        ):  # fmt: skip
+            answer = await submit(service, messages=make_messages("xx", image_url), **fields)
+            job = backend.jobs[-1][0]
+            assert (job.max_new_tokens, job.prompt.tokens) == (tokens, 23)
+            assert job.expected_tokens == (tokens if "max_tokens" in fields else 64)
+            answer.disconnect()
 
     run_scenario(scenario)
 

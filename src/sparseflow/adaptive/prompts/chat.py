@@ -125,6 +125,12 @@ class PromptBuilder:
         """Compute the maximum number of answer tokens, with images at the lowest tier."""
         return self.context - prompt.count_tokens(self._lowest)
 
+    def default_answer_length(self, prompt: Prompt) -> int:
+        """Compute the number of answer tokens that fit at the highest tier that has room, at least 1."""
+        tiers = reversed(TIERS[TIERS.index(self._lowest) :])
+        capacities = (self.context - prompt.count_tokens(tier) for tier in tiers)
+        return next((capacity for capacity in capacities if capacity > 0), 1)
+
     def _render(self, messages: Sequence[Message]) -> str:
         conversation = [
             # Chat templates have no developer role.

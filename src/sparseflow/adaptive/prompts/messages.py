@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -90,7 +90,7 @@ class RequestLimits:
         images: Maximum number of images in a request.
         image_bytes: Maximum size of an image file, after base64 decoding.
         image_pixels: Maximum number of pixels of an image, checked before decoding.
-        new_tokens: Answer length if the request does not set one.
+        new_tokens: Maximum answer length of a request that sets a budget and no length.
         max_new_tokens: Maximum answer length.
         max_queued: Maximum number of requests that are prepared or wait, in addition to the running ones.
         prepare_threads: Number of threads that decode images and tokenize.
@@ -119,13 +119,34 @@ class RequestLimits:
 
 
 class RequestModel(BaseModel):
-    """Base model: unknown fields are ignored, known fields are validated strictly."""
+    """Base model: fields are validated strictly, and unknown fields are refused.
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+    Null is the same as an absent field.
+
+    Attributes:
+        IGNORED: Fields that are accepted with any value, because they cannot change the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, content: object) -> object:
+        if not isinstance(content, dict):
+            return content
+        known = cls.model_fields
+        return {
+            name: value
+            for name, value in content.items()
+            if name in known or not (value is None or name in cls.IGNORED)
+        }
 
 
 class TextPart(RequestModel):
     """Text in the content of a message."""
+
+    IGNORED = frozenset({"annotations", "cache_control"})
 
     type: Literal["text"]
     text: str
@@ -134,24 +155,49 @@ class TextPart(RequestModel):
 class ImageUrl(RequestModel):
     """URL of an image; `detail` is ignored because the plan selects the resolution."""
 
+    IGNORED = frozenset({"detail", "format"})
+
     url: str
 
 
 class ImagePart(RequestModel):
     """An image in the content of a message."""
 
+    IGNORED = frozenset({"cache_control"})
+
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+_TOOL_FIELDS = ("tool_calls", "function_call", "tool_call_id")
+_TOOL_ROLES = ("tool", "function")
 
 
 class Message(RequestModel):
     """One turn of a conversation."""
 
+    IGNORED = frozenset({"name", "annotations", "cache_control", "provider_specific_fields"})
+
     role: Literal["system", "developer", "user", "assistant"]
     content: list[Part]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tools(cls, content: object) -> object:
+        if not isinstance(content, dict):
+            return content
+        role_is_tool = content.get("role") in _TOOL_ROLES
+        if not role_is_tool and any(content.get(name) for name in _TOOL_FIELDS):
+            raise ValueError("tool calls are not implemented; send text instead")
+        return {name: value for name, value in content.items() if name not in _TOOL_FIELDS}
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _refuse_tool_role(cls, role: object) -> object:
+        if role in _TOOL_ROLES:
+            raise ValueError("tool calls are not implemented; send system, user and assistant messages")
+        return role
 
     @field_validator("content", mode="before")
     @classmethod

@@ -25,6 +25,7 @@ class BackendJob:
         id: Name for logs.
         prompt: Prompt.
         max_new_tokens: Maximum number of generated tokens.
+        expected_tokens: Number of tokens for which times are predicted.
         sampling: Sampling parameters.
         received_s: Receipt time, by `time.perf_counter`.
         budget_ms: Latency budget from receipt to last token; None without.
@@ -38,6 +39,7 @@ class BackendJob:
     id: str
     prompt: Prompt
     max_new_tokens: int
+    expected_tokens: int
     sampling: SamplingParams
     received_s: float
     budget_ms: float | None = None

@@ -155,7 +155,7 @@ class PredictorForecast:
 
     def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         """See `LatencyForecast`."""
-        p50, p99 = self._predict_all(job.prompt, job.max_new_tokens, job.num_concurrent, job.load)
+        p50, p99 = self._predict_all(job.prompt, job.expected_tokens, job.num_concurrent, job.load)
         return float(p50[self._plan_index[plan]]), float(p99[self._plan_index[plan]])
 
     def observe(self, job: BackendJob, output: RequestOutput) -> None:

@@ -1,8 +1,8 @@
 """Chat completion protocol: parsing of requests and format of responses.
 
-OpenAI clients send more fields than a server implements. A field that cannot change the answer is ignored. A
-field that should change the answer but is not implemented is refused, and so is an unknown field that looks
-like a misspelled budget.
+OpenAI clients send more fields than a server implements. A field that cannot change the answer is ignored,
+and so is a value without effect, such as `top_k=-1`. Every other field that is not implemented is refused,
+whether it is known or not: a caller who sets it expects another answer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -30,11 +31,20 @@ _MAX_STOP_LENGTH = 256
 class StreamOptions(RequestModel):
     """Streaming options."""
 
+    IGNORED = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
 
 
 class ChatRequest(RequestModel):
-    """A parsed request; null fields are treated as absent."""
+    """A parsed request."""
+
+    IGNORED = frozenset(
+        {
+            "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+            "prompt_cache_retention", "parallel_tool_calls",
+        }
+    )  # fmt: skip
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -82,20 +92,58 @@ class ChatRequest(RequestModel):
         return self
 
 
+_TOOLS = "tool calls are not implemented"
+_LOGPROBS = "log probabilities are not implemented"
+_PENALTY = "penalties are not implemented"
+_SAMPLING = "only temperature, top_p and seed are implemented"
+_LENGTH = "an answer ends at a stop token, at a string of stop, or after max_completion_tokens"
+_TEXT = "only plain text is generated"
+_TEMPLATE = "the chat template of the model is used"
+_OFF, _ZERO, _ONE = (False,), (0, 0.0), (1, 1.0)
 _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "only one choice per request is supported; send n requests"),
-    "tools": (([], {}), "tool calls are not implemented"),
-    "tool_choice": (("none", "auto"), "tool calls are not implemented"),
-    "functions": (([], {}), "function calls are not implemented"),
-    "function_call": (("none", "auto"), "function calls are not implemented"),
+    "best_of": ((1,), "only one choice per request is supported; send n requests"),
+    "tools": (([], {}), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([], {}), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
     "audio": ((), "audio is not implemented"),
-    "modalities": (([], ["text"]), "only text is generated"),
-    "logprobs": ((False,), "log probabilities are not implemented"),
-    "top_logprobs": ((0,), "log probabilities are not implemented"),
+    "modalities": (([], ["text"]), _TEXT),
+    "response_format": (({"type": "text"},), _TEXT),
+    "guided_json": ((), _TEXT),
+    "guided_regex": ((), _TEXT),
+    "guided_choice": ((), _TEXT),
+    "guided_grammar": ((), _TEXT),
+    "structured_outputs": ((), _TEXT),
+    "logprobs": (_OFF, _LOGPROBS),
+    "top_logprobs": ((0,), _LOGPROBS),
+    "prompt_logprobs": ((), _LOGPROBS),
     "logit_bias": (([], {}), "logit bias is not implemented"),
-    "response_format": (({"type": "text"},), "only plain text is generated"),
-    "frequency_penalty": ((0, 0.0), "penalties are not implemented; use 0"),
-    "presence_penalty": ((0, 0.0), "penalties are not implemented; use 0"),
+    "frequency_penalty": (_ZERO, f"{_PENALTY}; use 0"),
+    "presence_penalty": (_ZERO, f"{_PENALTY}; use 0"),
+    "repetition_penalty": (_ONE, f"{_PENALTY}; use 1"),
+    "length_penalty": (_ONE, f"{_PENALTY}; use 1"),
+    "top_k": ((-1, 0), _SAMPLING),
+    "min_p": (_ZERO, _SAMPLING),
+    "typical_p": (_ONE, _SAMPLING),
+    "use_beam_search": (_OFF, _SAMPLING),
+    "early_stopping": (_OFF, _SAMPLING),
+    "ignore_eos": (_OFF, _LENGTH),
+    "min_tokens": ((0,), _LENGTH),
+    "stop_token_ids": (([],), _LENGTH),
+    "bad_words": (([],), _LENGTH),
+    "include_stop_str_in_output": (_OFF, _LENGTH),
+    "skip_special_tokens": ((True,), "special tokens are always left out"),
+    "echo": (_OFF, "the answer does not repeat the prompt"),
+    "add_generation_prompt": ((True,), _TEMPLATE),
+    "continue_final_message": (_OFF, _TEMPLATE),
+    "chat_template": ((), _TEMPLATE),
+    "chat_template_kwargs": (({},), _TEMPLATE),
+    "reasoning_effort": (("none",), "the effort is set by latency_budget_ms"),
+    "verbosity": (("medium",), "the length is set by max_completion_tokens"),
+    "service_tier": (("auto", "default"), "there is one service tier"),
+    "prediction": ((), "predicted outputs are not implemented"),
+    "priority": ((0,), "requests are ordered by latency_budget_ms"),
     "web_search_options": ((), "web search is not implemented"),
 }
 """Field -> values without effect besides null, and the reason for refusing other values."""
@@ -103,7 +151,7 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
 _PART_KIND_INDEX = 4
 """Index of the kind of a content part in an error location: messages, 0, content, 0, text, …"""
 
-_BUDGET_LIKE = re.compile(r"budget|infeasible|latency|deadline", re.IGNORECASE)
+_BUDGET_LIKE = re.compile(r"budg|infeas|latenc|deadline|timeout|max_?time|(^|_)slo(_|$)", re.IGNORECASE)
 
 
 def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
@@ -129,17 +177,27 @@ def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         # In Python True == 1, so types are compared as well.
         if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             raise invalid(f"`{name}` is not supported: {reason}", name, code="unsupported_parameter")
-    for name in content:
-        if name not in ChatRequest.model_fields and _BUDGET_LIKE.search(name):
-            raise invalid(
-                f"unknown field {name[:64]!r}; a budget is set by latency_budget_ms and on_infeasible",
-                name[:64], code="unknown_parameter",
-            )  # fmt: skip
+    supported = {}
+    for name, value in content.items():
+        if name in _UNSUPPORTED:
+            continue
+        if value is not None and name not in ChatRequest.model_fields and name not in ChatRequest.IGNORED:
+            raise _make_unknown_error(name)
+        supported[name] = value
     try:
-        request = ChatRequest.model_validate(content)
+        request = ChatRequest.model_validate(supported)
     except ValidationError as error:
         raise _convert_validation_error(error) from error
     return _apply_headers(request, headers)
+
+
+def _make_unknown_error(name: str) -> ApiError:
+    similar = get_close_matches(name[:64], ChatRequest.model_fields, n=1)
+    if _BUDGET_LIKE.search(name[:64]):
+        advice = "a budget is set by latency_budget_ms and on_infeasible"
+    else:
+        advice = f"did you mean {similar[0]!r}?" if similar else "it would be ignored, so remove it"
+    return invalid(f"unknown field {name[:64]!r}; {advice}", name[:64], code="unknown_parameter")
 
 
 def _apply_headers(request: ChatRequest, headers: Mapping[str, str]) -> ChatRequest:
@@ -174,6 +232,11 @@ def _convert_validation_error(error: ValidationError) -> ApiError:
     # pydantic adds the kind of a content part, which is not a field of the request.
     param = ".".join(str(name) for index, name in enumerate(first["loc"]) if index != _PART_KIND_INDEX)
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return invalid(
+            f"unknown field `{param[:200]}`; it would be ignored, so remove it",
+            param[:200], code="unknown_parameter",
+        )  # fmt: skip
     value = first["input"]
     if isinstance(value, str | int | float) or value is None:
         message += f"; got {str(value)[:64]!r}" if isinstance(value, str) else f"; got {str(value)[:64]}"

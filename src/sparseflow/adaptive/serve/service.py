@@ -206,10 +206,9 @@ class Service:
         start_s = time.thread_time()
         request = parse_request(body, headers)
         self.check_model(request.model)
-        new_tokens = request.new_tokens or self.limits.new_tokens
-        if new_tokens > self.limits.max_new_tokens:
+        if (request.new_tokens or 0) > self.limits.max_new_tokens:
             raise invalid(
-                f"max_completion_tokens (={new_tokens}) must be at most {self.limits.max_new_tokens}",
+                f"max_completion_tokens (={request.new_tokens}) must be at most {self.limits.max_new_tokens}",
                 "max_completion_tokens",
             )
         image_urls = [
@@ -226,14 +225,22 @@ class Service:
                 f"the request has {len(image_urls)} images; the maximum is {self.limits.images}", "messages"
             )
         images = [decode(url, self.limits, param) for param, url in image_urls]
-        reserved_tokens = new_tokens if request.new_tokens else 1
-        prompt = self.prompts.prompt(request.messages, images, reserved_tokens)
+        prompt = self.prompts.prompt(request.messages, images, request.new_tokens or 1)
         return _PreparedRequest(
             request=request,
             prompt=prompt,
-            max_new_tokens=min(new_tokens, self.prompts.answer_capacity(prompt)),
+            max_new_tokens=request.new_tokens or self._default_new_tokens(request, prompt),
             preparation_ms=(time.thread_time() - start_s) * 1000.0,
         )
+
+    def _default_new_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
+        """Return the answer length of a request without one; it leaves the highest tier possible.
+
+        A budget covers all tokens of the answer, so a request with a budget gets at most `limits.new_tokens`.
+        """
+        has_budget = request.latency_budget_ms is not None and request.on_infeasible != "truncate"
+        limit = self.limits.new_tokens if has_budget else self.limits.max_new_tokens
+        return min(limit, self.prompts.default_answer_length(prompt))
 
     def _admit(self, prepared: _PreparedRequest, ticket: Ticket, received_s: float) -> AnswerStream:
         request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.max_new_tokens
@@ -255,8 +262,10 @@ class Service:
                     code="budget_infeasible", param="latency_budget_ms",
                     more={"least_feasible_ms": min_budget_ms},
                 )  # fmt: skip
+        # An answer without a requested length is rarely as long as the context allows.
+        expected_tokens = new_tokens if request.new_tokens else min(new_tokens, self.limits.new_tokens)
         service_ms = self.backend.min_service_ms(
-            prompt, new_tokens, min(self.queue.running, self.backend.slots - 1)
+            prompt, expected_tokens, min(self.queue.running, self.backend.slots - 1)
         )
         try:
             self.queue.enqueue(
@@ -270,6 +279,7 @@ class Service:
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
         job = BackendJob(
             id=f"chatcmpl-{uuid.uuid4().hex}", prompt=prompt, max_new_tokens=new_tokens,
+            expected_tokens=expected_tokens,
             sampling=SamplingParams(
                 temperature=self._temperature if request.temperature is None else request.temperature,
                 top_p=1.0 if request.top_p is None else request.top_p, seed=seed,

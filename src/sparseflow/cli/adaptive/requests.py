@@ -48,7 +48,10 @@ def generate(
         Literal["reject", "best_effort", "truncate"],
         typer.Option(help="Handling of a budget that no plan meets."),
     ] = "best_effort",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 64,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens to generate; by default 64, or what fits at the top tier."),
+    ] = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
@@ -86,7 +89,7 @@ def generate(
         typer.echo(f"{result.plan.id}: {result.measured_ms:.1f} ms{prediction}{outcome}", err=True)
         if not result.feasible:
             typer.echo(
-                f"no plan is predicted to meet {budget_ms:g} ms for up to {max_new_tokens} tokens "
+                f"no plan is predicted to meet {budget_ms:g} ms for the requested length "
                 "(--max-new-tokens); the fastest plan ran",
                 err=True,
             )

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -253,6 +254,9 @@ class RequestOutput(RequestTimings):
 def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
     """Check that inputs are rows of tokens; with `rows`, of that many rows without padding.
 
+    Several rows may be padded on the left. Other padding is refused: the first new token of a row follows its
+    last column, and positions are counted from its first token.
+
     Raises:
         InputError: They are not.
     """
@@ -270,12 +274,25 @@ def check_inputs(inputs: Inputs, *, rows: int | None = None) -> None:
             "at least one token"
         )
     mask = inputs.get("attention_mask")
-    if mask is not None and mask.shape != ids.shape:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        description = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
-            f"`attention_mask` {tuple(mask.shape)} must have the shape of `input_ids`, {tuple(ids.shape)}"
+            f"`attention_mask` {description} must have the shape of `input_ids`, {tuple(ids.shape)}"
         )
-    if rows == 1 and mask is not None and not mask.numpy(force=True).all():
+    values = mask.numpy(force=True)
+    if not np.isin(values, (0, 1)).all():
+        raise InputError("`attention_mask` must be 1 for a token and 0 for padding")
+    if rows == 1 and not values.all():
         raise InputError("a request is one row without padding; `attention_mask` must be all ones")
+    values = values.astype(bool)
+    invalid_rows = np.flatnonzero(~values[:, -1] | (values[:, :-1] & ~values[:, 1:]).any(1))
+    if len(invalid_rows):
+        raise InputError(
+            f"row {invalid_rows[0]} of `attention_mask` has padding after its first token; pad rows on the "
+            'left, with `tokenizer.padding_side = "left"`, or run them separately'
+        )
 
 
 def check_limits(max_new_tokens: int, budget_ms: float | None) -> None:
