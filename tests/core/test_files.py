@@ -148,7 +148,7 @@ def test_parse_json_reads_what_json_writes(content: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "NaN", "[-Infinity]", "1e999", "[-1E+0400]", "9" * 400 + ".0", '{"a": 1, "a": 2}', "{", "[1,]",
-     "1 2", "'a'",
+     "1 2", "'a'", "9" * 310, "[-" + "9" * 400 + "]", '"\\ud800"', '{"\\uDFFF": 1}', '"\\ud83d\\ud83d"',
      "[" * 65 + "]" * 65, "[" * 200_000, '{"a":' * 100 + "1" + "}" * 100, '"' + '\\"' * 1000, "9" * 5000],
 )  # fmt: skip
 def test_parse_json_refuses_invalid_text(text: str) -> None:
@@ -165,6 +165,7 @@ def test_parse_json_refuses_other_encodings(data: bytes) -> None:
 def test_parse_json_counts_only_real_brackets_as_nesting() -> None:
     assert parse_json(json.dumps(["[{" * 100, '"[' * 100])) == ["[{" * 100, '"[' * 100]
     assert len(parse_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000
+    assert parse_json('"\\ud83d\\ude00"') == "\U0001f600" and parse_json("9" * 300) == int("9" * 300)
     assert parse_json("1e300") == 1e300 and parse_json("[1e-400]") == [0.0]
     depth = files.MAX_JSON_DEPTH
     assert parse_json("[" * depth + "]" * depth)
@@ -193,8 +194,9 @@ def test_read_json_of_a_large_or_missing_file_is_refused(tmp_path: Path) -> None
     path.write_text("{")
     with pytest.raises(FileFormatError, match=r"a\.json"):
         read_json(path)
-    with pytest.raises(InputError):
-        read_json(tmp_path)
+    for invalid in (tmp_path, tmp_path / ("n" * 300), "/dev/zero"):
+        with pytest.raises(InputError):
+            read_json(invalid)
 
 
 def test_write_json_refuses_nan(tmp_path: Path) -> None:
@@ -209,6 +211,13 @@ def test_parquet_round_trip_keeps_rows_and_metadata(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", table, use_dictionary=["name"], column_encoding=encoding)
     read = read_parquet(tmp_path / "a.parquet")
     assert read.equals(table) and read.schema.metadata[b"k"] == b"v"
+
+
+def test_read_parquet_of_a_bomb_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.repeat(pa.scalar(1), 10**6)})
+    write_parquet(tmp_path / "a.parquet", table)
+    with pytest.raises(FileFormatError, match="1000000 rows"):
+        read_parquet(tmp_path / "a.parquet")
 
 
 def test_read_parquet_of_a_damaged_or_missing_file_is_refused(tmp_path: Path) -> None:

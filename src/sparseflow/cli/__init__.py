@@ -11,12 +11,11 @@ def main() -> None:
     from sparseflow.cli.root import run
 
     code = run(sys.argv[1:])
-    output = sys.stdout  # None if the shell closed it with `>&-`
-    try:
-        if output is not None:
-            output.flush()
-    except OSError:
-        # Python would flush again at its end and print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
-        code = code or 1
+    if sys.stdout is not None:  # None if the shell closed it with `>&-`
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Python would flush again at its end and print a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = code or 1
     sys.exit(code)

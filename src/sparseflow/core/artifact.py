@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,7 +30,15 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from sparseflow.core.config import StrictModel, describe_validation_error
-from sparseflow.core.files import parse_json, read_json, read_parquet, write_atomic, write_json, write_parquet
+from sparseflow.core.files import (
+    find_file,
+    parse_json,
+    read_json,
+    read_parquet,
+    write_atomic,
+    write_json,
+    write_parquet,
+)
 from sparseflow.errors import FileFormatError, InputError
 
 if TYPE_CHECKING:
@@ -282,12 +291,13 @@ def _make_validator(cls: Any) -> Callable[[object], Any]:
 
 def _prepare(path: Path | str) -> Path:
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # the write reports the error and saves the content elsewhere
+        file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
 def _require_file(cls: type[Artifact], path: Path | str) -> Path:
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{file} does not exist; {cls.HINT}")
-    return file
+    try:
+        return find_file(path)
+    except InputError as error:
+        raise InputError(f"{error}; {cls.HINT}") from error

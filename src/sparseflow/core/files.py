@@ -26,12 +26,16 @@ MAX_JSON_DEPTH = 64
 _PROBE_BYTES = 2**16
 """Free space that a test of an output requires."""
 
+_MAX_ROWS_PER_BYTE = 64
+"""Limit on the rows of Parquet files: a few bytes can announce billions of equal rows."""
+
 _TEMPORARY_PREFIX = ".sparseflow-tmp-"
 _cleaned_directories: set[Path] = set()
 
 # The closing quote is optional so that an unterminated string costs linear time; the parser refuses it later.
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _MASK_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _OVERFLOW = re.compile(rb"[eE]\+?000")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -100,6 +104,22 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
     write_atomic(path, json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def find_file(path: Path | str) -> Path:
+    """Return the path of an existing file.
+
+    Raises:
+        InputError: There is no such file, it is a directory or a device, or its name is impossible.
+    """
+    file = Path(path)
+    try:
+        if file.is_file():
+            return file
+        exists = file.exists()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
+    raise InputError(f"{file} is not a regular file" if exists else f"{file} does not exist")
+
+
 def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file that may come from an untrusted source.
 
@@ -111,9 +131,7 @@ def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
         InputError: The file does not exist or cannot be read.
         FileFormatError: The file is too large or `parse_json` refuses its content.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{file} does not exist")
+    file = find_file(path)
     try:
         with file.open("rb") as stream:
             data = stream.read(max_bytes + 1)
@@ -128,7 +146,7 @@ def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parse JSON strictly: UTF-8, finite numbers, no duplicate keys, bounded nesting.
+    """Parse JSON strictly: UTF-8, numbers that fit a float, no duplicate keys, bounded nesting.
 
     Raises:
         ValueError: `data` violates one of these rules.
@@ -137,18 +155,23 @@ def parse_json(data: bytes | str) -> Any:
     # Brackets within strings do not nest, but few brackets cannot nest deeply in any case.
     if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _measure_depth(raw) > MAX_JSON_DEPTH:
         raise ValueError(f"nesting is deeper than {MAX_JSON_DEPTH} levels")
-    # Parsing floats in Python is slow, so it is done only if a literal could overflow to infinity.
+    # Parsing numbers in Python is slow, so it is done only if a literal could overflow to infinity.
     digits = raw.translate(_MASK_DIGITS)
-    parse_float = _parse_finite if _OVERFLOW.search(digits) or b"0" * 300 in digits else None
+    overflow = bool(_OVERFLOW.search(digits)) or b"0" * 300 in digits
     try:
-        return json.loads(
+        content = json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_build_object,
             parse_constant=_refuse_constant,
-            parse_float=parse_float,
+            parse_float=_parse_float if overflow else None,
+            parse_int=_parse_int if overflow else None,
         )
     except RecursionError as error:
         raise ValueError("nesting is too deep") from error
+    if _SURROGATE.search(raw):
+        # Half of a surrogate pair is no character; nothing can print or store it.
+        json.dumps(content, ensure_ascii=False).encode()
+    return content
 
 
 def write_parquet(
@@ -190,16 +213,18 @@ def read_parquet(path: Path | str) -> pa.Table:
 
     Raises:
         InputError: The file does not exist.
-        FileFormatError: The file is not Parquet or is damaged.
+        FileFormatError: The file is not Parquet, is damaged, or announces far more rows than bytes.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{file} does not exist")
+    file = find_file(path)
     try:
-        return pq.read_table(file, page_checksum_verification=True)
+        with pq.ParquetFile(file, page_checksum_verification=True) as stream:
+            num_rows, size = stream.metadata.num_rows, file.stat().st_size
+            if num_rows > _MAX_ROWS_PER_BYTE * size:
+                raise ValueError(f"{num_rows} rows in {size} bytes")
+            return stream.read()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise FileFormatError(f"{file} is not a readable Parquet file: {error}") from error
 
@@ -289,11 +314,16 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _parse_finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:40]} is out of range")
+        raise ValueError(f"the number {text[:40]} is out of range")
     return value
+
+
+def _parse_int(text: str) -> int:
+    _parse_float(text)
+    return int(text)
 
 
 def _refuse_constant(text: str) -> None:

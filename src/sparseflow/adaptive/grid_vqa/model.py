@@ -17,7 +17,7 @@ from sparseflow.adaptive.grid_vqa.dataset import MEAN, STD
 from sparseflow.adaptive.grid_vqa.vocabulary import Vocabulary
 from sparseflow.core.config import validate_config
 from sparseflow.core.extras import require
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import read_json, write_atomic
 from sparseflow.errors import FileFormatError, InputError
 
 SETTINGS = "grid_vqa.json"
@@ -118,7 +118,7 @@ def load_vqa_model(
     if not (root / SETTINGS).is_file():
         raise InputError(f"{root} is not a Grid-VQA model: {SETTINGS} is missing; train one")
     try:
-        record: dict[str, Any] = json.loads((root / SETTINGS).read_text("utf-8"))
+        record: dict[str, Any] = read_json(root / SETTINGS)
         config = validate_config(VqaConfig, record["settings"], str(root / SETTINGS))
         model = transformers.LlavaForConditionalGeneration.from_pretrained(
             root, dtype=dtype, local_files_only=True, use_safetensors=True

@@ -5,7 +5,6 @@ Only local files are read, no code of the directory is run, and weights come fro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from sparseflow.adaptive.adapters import get_adapter
 from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.adaptive.plan.adapter import load_plugin
 from sparseflow.core.extras import require
+from sparseflow.core.files import read_json
 from sparseflow.errors import FileFormatError, InputError, ModelError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def open_folder(
     target_dtype = dtype or (torch.float32 if target_device.type == "cpu" else torch.bfloat16)
     try:
         # The package of an adapter may also register the model classes with transformers.
-        metadata = json.loads((root / "config.json").read_text("utf-8"))
+        metadata = read_json(root / "config.json")
         load_plugin(str(metadata.get("model_type") if isinstance(metadata, dict) else None))
         config = transformers.AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
         has_vision = getattr(config, "vision_config", None) is not None
@@ -113,7 +113,7 @@ def _create_image_processor(root: Path, model: Any, tokenizer: Any, transformers
 
     adapter, config = get_adapter(model), model.config
     if isinstance(adapter, LlavaAdapter):
-        settings = json.loads((root / _PROCESSOR).read_text("utf-8"))
+        settings = read_json(root / _PROCESSOR)
         return CropProcessor(
             tokenizer, image_token=config.image_token_id, size=config.vision_config.image_size,
             tokens_per_crop=adapter.tokens_per_crop, mean=settings["image_mean"], std=settings["image_std"],

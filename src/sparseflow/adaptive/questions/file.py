@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 from sparseflow.adaptive.prompts.messages import RequestLimits
 from sparseflow.adaptive.questions.task import Split
 from sparseflow.core.config import StrictModel, describe_validation_error
+from sparseflow.core.files import parse_json
 from sparseflow.errors import FileFormatError, InputError
 
 LIMITS = RequestLimits()
@@ -103,8 +104,8 @@ def read_questions(path: Path | str) -> tuple[Question, ...]:
 
 def _parse_line(line: bytes, location: str) -> _QuestionRecord:
     try:
-        content: Any = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
+        content: Any = parse_json(line)
+    except ValueError as error:
         raise FileFormatError(f"{location} is not JSON: {error}; write one object per line") from error
     if not isinstance(content, dict):
         raise FileFormatError(

@@ -7,13 +7,13 @@ A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weigh
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparseflow.core.files import parse_json
 from sparseflow.errors import FileFormatError, InputError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load_card(name: str = DEFAULT_NETWORK) -> dict[str, Any]:
     if name not in names:
         raise InputError(f"unknown pretrained network {name!r}; available: {', '.join(names) or 'none'}")
     try:
-        card = json.loads(_read(f"{name}.json"))
+        card = parse_json(_read(f"{name}.json"))
     except ValueError as error:
         raise _make_damaged_error(f"{name}.json", f"is not JSON ({error})") from error
     missing = [field for field in _CARD_FIELDS if field not in card]

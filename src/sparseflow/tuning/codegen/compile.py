@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from sparseflow.core.checks import check_positive
-from sparseflow.core.files import get_cache_dir
+from sparseflow.core.files import get_cache_dir, read_json
 from sparseflow.errors import DeviceError, RunError
 from sparseflow.tuning.codegen import subprocess_runner
 
@@ -113,7 +113,7 @@ class CompileCache:
     def get(self, key: str) -> Path | None:
         """Return the compiled file of `key`, or None if there is no file with a valid checksum."""
         try:
-            entry = json.loads((self.cache_dir / f"{key}.json").read_bytes())
+            entry = read_json(self.cache_dir / f"{key}.json")
             name, digest = entry["file"], entry["sha256"]
             path = self.cache_dir / Path(name).name
             if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
