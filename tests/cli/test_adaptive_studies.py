@@ -138,6 +138,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         assert value in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_with_two_processes(folder: Path) -> None:
     process = subprocess.run(
         [

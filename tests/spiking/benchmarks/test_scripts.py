@@ -97,7 +97,7 @@ def test_wrong_result_is_excluded_and_fails_the_script(tmp_path: Path) -> None:
 def test_time_limit_ends_a_hanging_script(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch; from pathlib import Path; import replay; "
-        "r = replay.Results(Path(sys.argv[1]), torch.device('cpu'), {}, seed=0, limit_s=5); "
+        "r = replay.Results(Path(sys.argv[1]), torch.device('cpu'), {}, seed=0, limit_s=1); "
         "r.add({'name': 'kept'}); time.sleep(100)"
     )
     paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
@@ -110,7 +110,7 @@ def test_time_limit_ends_a_hanging_script(tmp_path: Path) -> None:
     )
     assert completed.returncode == 3
     content = json.loads(out.read_text())
-    assert content["status"] == "stopped after 5 s" and content["rows"] == [{"name": "kept"}]
+    assert content["status"] == "stopped after 1 s" and content["rows"] == [{"name": "kept"}]
 
 
 @pytest.mark.parametrize("script", [user_table, not_replaced])

@@ -56,7 +56,7 @@ print(json.dumps(rows))
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_without_spills(arch: int) -> None:
     # In a process of its own: in this one, Triton may be interpreting.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
