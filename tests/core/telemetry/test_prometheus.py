@@ -200,7 +200,23 @@ def test_read_pcie_needs_bandwidth(fake: FakeServer) -> None:
         PrometheusReader(fake.url, metrics=("pcie_tx",))
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-0.5", "1.7", "9223372036854775794", "lots", ""])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "NaN",
+        "+Inf",
+        "-Inf",
+        "-0.5",
+        "1.7",
+        "9223372036854775794",
+        "lots",
+        "",
+        "1_0e-1",
+        " 0.5",
+        "٠.5",
+        "infinity",
+    ],
+)
 def test_read_invalid_share_raises(fake: FakeServer, value: str) -> None:
     fake.series = [(SM, GPU0, [(2.0, "0.5"), (1.0, value), (0.5, "0.5")])]
     with pytest.raises(DeviceError, match=f"{SM} .`busy`. of gpu=0 at {fake.url}"):
@@ -228,6 +244,9 @@ def test_stop_reads_recorded_window(fake: FakeServer, monkeypatch: pytest.Monkey
     [
         ("<html>hello</html>", "expected JSON"),
         ("", "expected JSON"),
+        ("[" * 200_000, "nesting"),
+        ('{"status": Infinity}', "Infinity is not a JSON number"),
+        ('{"status": 1' + 5000 * "0" + "}", "expected JSON"),
         ("[]", '"status": "success"'),
         ("null", '"status": "success"'),
         ('{"status": "error", "data": {}}', '"status": "success"'),
@@ -244,6 +263,8 @@ def test_stop_reads_recorded_window(fake: FakeServer, monkeypatch: pytest.Monkey
                 {"metric": {"__name__": SM}, "values": [[1, 0.5]]},
                 {"metric": {"__name__": SM}, "values": [["soon", "0.5"]]},
                 {"metric": {"__name__": SM}, "values": [[float("nan"), "0.5"]]},
+                {"metric": {"__name__": SM}, "values": [[10**400, "0.5"]]},
+                {"metric": {"__name__": SM}, "values": [["1_0", "0.5"]]},
             )
         ),
     ],
@@ -333,6 +354,43 @@ def test_read_sends_headers(fake: FakeServer) -> None:
     fake.series = [(SM, GPU0, make_samples("0.5"))]
     PrometheusReader(fake.url, headers={"Authorization": "Bearer x"}).read()
     assert fake.headers["Authorization"] == "Bearer x"
+
+
+def test_read_huge_time_raises(fake: FakeServer) -> None:
+    answer = json.dumps({"status": "success", "data": {"resultType": "scalar", "result": [1, 10**400]}})
+    fake.respond = lambda handler: send(handler, answer)
+    with pytest.raises(DeviceError, match="out of range"):
+        PrometheusClient(fake.url).read_time_s()
+
+
+def test_redirect_only_within_origin(fake: FakeServer) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        other.settimeout(0.0)
+        port = other.getsockname()[1]
+        for target in (f"http://127.0.0.1:{port}", fake.url.replace("127.0.0.1", "localhost"), "http://h:x"):
+            fake.respond = lambda handler, to=target: redirect(handler, to)
+            with pytest.raises(DeviceError, match=f"{fake.url}.*another server"):
+                PrometheusReader(fake.url, headers={"Authorization": "Bearer x"}).read()
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    fake.series = [(SM, GPU0, make_samples("0.5"))]
+
+    def move(handler: BaseHTTPRequestHandler) -> None:
+        fake.respond = None
+        redirect(handler, handler.path)
+
+    fake.respond = move
+    assert PrometheusReader(fake.url, headers={"Authorization": "Bearer x"}).read()["busy"] == 0.5
+    assert fake.headers["Authorization"] == "Bearer x"
+
+
+def redirect(handler: BaseHTTPRequestHandler, target: str) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", target)
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
 
 
 def test_format_selector_quotes_labels_and_checks_names() -> None:

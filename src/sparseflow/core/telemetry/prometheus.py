@@ -13,7 +13,12 @@ from collections.abc import Collection, Mapping
 
 from sparseflow.core.checks import check_positive
 from sparseflow.core.telemetry.dcgm import SERIES, SERIES_BY_NAME, Series, list_series
-from sparseflow.core.telemetry.prometheus_http import PrometheusClient, TimeSeries, format_selector
+from sparseflow.core.telemetry.prometheus_http import (
+    PrometheusClient,
+    TimeSeries,
+    format_selector,
+    parse_number,
+)
 from sparseflow.core.telemetry.schema import (
     METRICS,
     LoadReading,
@@ -184,7 +189,7 @@ class PrometheusReader:
     def _parse_share(self, series: Series, text: str) -> float:
         source = f"{series.name} (`{series.metric}`) of {self.device} at {self.client.url}"
         try:
-            value = float(text)
+            value = parse_number(text)
         except ValueError as error:
             raise DeviceError(f"{source} is {text!r}; expected a number") from error
         scale = self._pcie_bytes_per_s if series.scale is None else series.scale

@@ -1,5 +1,8 @@
 """Client of the Prometheus HTTP API that validates every response.
 
+A redirect is followed only within the origin (scheme, host and port) of the URL, since the request can
+contain credentials.
+
 It sends only range selectors (`metric[5s]`), which return samples with their scrape times. An instant query
 returns the time of the query instead, and values up to five minutes old.
 
@@ -21,10 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparseflow.core.checks import check_positive
+from sparseflow.core.files import parse_json
 from sparseflow.errors import DeviceError, InputError
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?Inf|NaN")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,28 @@ class TimeSeries:
     name: str
     labels: Mapping[str, str]
     samples: tuple[tuple[float, str], ...]
+
+
+class _SameOriginRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses a redirect to another origin, which must not receive the headers of the request."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if _get_origin(newurl) != _get_origin(req.full_url):
+            raise DeviceError(
+                f"{req.full_url.partition('?')[0]} redirects to another server, {newurl[:200]!r}; if you "
+                "trust that server, use its URL"
+            )
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _get_origin(url: str) -> tuple[str, str | None, int | None] | None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme, parts.hostname, parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    except ValueError:
+        return None
 
 
 class PrometheusClient:
@@ -73,7 +101,7 @@ class PrometheusClient:
         # A proxy from the environment cannot reach the loopback interface of this machine.
         is_loopback = host == "localhost" or host == "::1" or host.startswith("127.")
         handlers = [urllib.request.ProxyHandler({})] if is_loopback else []
-        self._open = urllib.request.build_opener(*handlers).open
+        self._open = urllib.request.build_opener(_SameOriginRedirects, *handlers).open
 
     def read_samples(self, selector: str, window_s: float) -> tuple[TimeSeries, ...]:
         """Read all samples of the last `window_s` seconds of the series that match `selector`.
@@ -89,16 +117,16 @@ class PrometheusClient:
         query = "time()"
         result = self._query(query, "scalar")
         try:
-            return _parse_number(result[1])
+            return _parse_time_s(result[1])
         except (IndexError, TypeError, ValueError) as error:
             raise self._make_error(query, "a pair of two times", result) from error
 
     def _query(self, query: str, kind: str) -> list[Any]:
         body = self._get(query)
         try:
-            response = json.loads(body)
+            response = parse_json(body)
         except ValueError as error:
-            raise self._make_error(query, "JSON", body) from error
+            raise self._make_error(query, f"JSON ({error})", body) from error
         data = response.get("data") if isinstance(response, dict) else None
         if not isinstance(data, dict) or response.get("status") != "success":
             raise self._make_error(query, '{"status": "success", "data": …}', response)
@@ -148,7 +176,7 @@ class PrometheusClient:
         try:
             labels = {str(key): str(value) for key, value in series["metric"].items()}
             samples = tuple(
-                sorted((_parse_number(at_s), _check_text(value)) for at_s, value in series["values"])
+                sorted((_parse_time_s(at_s), _check_text(value)) for at_s, value in series["values"])
             )
             name = labels.pop("__name__")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -184,10 +212,21 @@ def _quote(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _parse_number(value: Any) -> float:
+def parse_number(text: str) -> float:
+    """Parse a number as Prometheus writes it, which Python's own rules would extend, such as by `1_0`.
+
+    Raises:
+        ValueError: The text is something else.
+    """
+    if not _NUMBER.fullmatch(text):
+        raise ValueError("not a number of Prometheus")
+    return float(text)
+
+
+def _parse_time_s(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError("expected a number, not a boolean")
-    number = float(value)
+    number = parse_number(value) if isinstance(value, str) else float(value)
     if not math.isfinite(number):
         raise ValueError("not finite")
     return number
@@ -201,7 +240,7 @@ def _check_text(value: Any) -> str:
 
 def _read_reason(error: urllib.error.HTTPError) -> str:
     try:
-        response = json.loads(error.read(2**12))
+        response = parse_json(error.read(2**12))
         return f"{response['errorType']}: {response['error']}"
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return str(error.reason)
