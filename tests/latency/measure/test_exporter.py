@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -205,6 +205,61 @@ def test_scrape_before_first_reading_returns_503() -> None:
         unstarted._server.server_close()
 
 
+def connect(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").removesuffix("/metrics").partition(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+def test_head_returns_length_without_body() -> None:
+    with Exporter(Reader(lambda: load(busy=0.5)), port=0, interval_s=0.1) as running:
+        text = until(lambda: get(running.url), lambda response: response[0] == 200)[2]
+        with connect(running.url) as client:
+            client.sendall(b"HEAD /metrics HTTP/1.0\r\n\r\n")
+            answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.0 200") and f"Content-Length: {len(text)}" in head and not body
+
+
+def test_slow_request_is_closed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(exporter, "REQUEST_TIMEOUT_S", 0.2)
+    with Exporter(Reader(lambda: load(busy=0.5)), port=0, interval_s=0.1) as running:
+        for request in (b"", b"GET /metrics HTTP/1.1\r\nHost: "):
+            with connect(running.url) as client:
+                client.sendall(request)
+                client.settimeout(0.05)
+                end_s = time.monotonic() + PATIENCE_S
+                while True:
+                    assert time.monotonic() < end_s
+                    try:
+                        # Each byte would restart a timeout of the socket.
+                        if request:
+                            client.sendall(b"x")
+                        if not client.recv(1):
+                            break
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        break
+    assert capfd.readouterr().err == ""
+
+
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "MAX_CONNECTIONS", 2)
+    with Exporter(Reader(lambda: load(busy=0.5)), port=0, interval_s=0.1) as running, ExitStack() as stack:
+        idle = [stack.enter_context(connect(running.url)) for _ in range(3)]
+        with suppress(ConnectionResetError):
+            assert idle[2].recv(1) == b""
+        idle[0].close()
+        until(lambda: answers(running.url), bool)
+
+
+def answers(url: str) -> bool:
+    try:
+        return get(url)[0] == 200
+    except OSError:
+        return False
+
+
 def test_exporter_busy_port_raises() -> None:
     with socket.socket() as busy_socket:
         busy_socket.bind(("127.0.0.1", 0))
@@ -304,6 +359,7 @@ def quietest_cpu() -> int:
     return min(loads, key=lambda cpu: loads[cpu].stop()["busy"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no `prometheus` here; on Debian: apt-get install prometheus"
 )

@@ -4,12 +4,16 @@ A thread reads the source continuously, and a scrape returns the newest reading.
 or does not exist yet, the scrape is answered with 503 and the reason: Prometheus then marks the series as
 stale, instead of showing an old value.
 
+A client has `REQUEST_TIMEOUT_S` to send its request, and at most `MAX_CONNECTIONS` connections are served at
+a time; further ones are closed at once.
+
 The host's values use DCGM's names, so that everything that reads DCGM works without a GPU; each of them has
 the label `source="sparseflow-host"`.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import platform
 import signal
@@ -19,8 +23,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from sparseflow.core.checks import check_between
 from sparseflow.core.extras import require
@@ -31,6 +36,10 @@ from sparseflow.errors import DeviceError, InputError, SparseFlowError
 
 PORT = 9400
 """Default port of the DCGM exporter."""
+
+MAX_CONNECTIONS = 32
+REQUEST_TIMEOUT_S = 10.0
+"""Maximum time from a connection to the end of its request, and for each write of the answer, seconds."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,7 +70,7 @@ class Exporter:
         interval_s: float = 1.0,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        server_class = require("prometheus_client.exposition", "latency").ThreadingWSGIServer
+        require("prometheus_client", "latency")
         check_window(interval_s, "interval_s")
         check_between(0, 65535, port=port)
         self._reader = reader
@@ -70,7 +79,7 @@ class Exporter:
         self._latest: tuple[float, LoadReading | str] | None = None
         self._stopping = threading.Event()
         try:
-            self._server = make_server(host, port, self._serve_request, server_class, _RequestHandler)
+            self._server = make_server(host, port, self._serve_request, _Server, _RequestHandler)
         except OSError as error:
             raise InputError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; choose another `--port`, or 0 "
@@ -123,7 +132,7 @@ class Exporter:
         body = text.encode()
         headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
         start_response(f"{code} {HTTPStatus(code).phrase}", headers)
-        return [body]
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
     def _read_continuously(self) -> None:
         while not self._stopping.is_set():
@@ -220,8 +229,56 @@ def make_labels(reader: LoadReader) -> dict[str, str]:
     }
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves a bounded number of connections, each in a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Clients that leave or are too slow are no errors of the exporter.
+        logger.debug("the connection of %s ended", client_address, exc_info=True)
+
+
+class _RequestStream(io.RawIOBase):
+    """Bytes of a connection until a deadline; a timeout of the socket restarts with every byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._end_s = time.monotonic() + REQUEST_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        remaining_s = self._end_s - time.monotonic()
+        if remaining_s <= 0.0:
+            raise TimeoutError("the request was not complete in time")
+        self._connection.settimeout(remaining_s)
+        received = self._connection.recv_into(buffer)
+        self._connection.settimeout(REQUEST_TIMEOUT_S)
+        return received
+
+
 class _RequestHandler(WSGIRequestHandler):
-    timeout = 10.0
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_RequestStream(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:
         # Scrapes are too frequent for the default log.
