@@ -68,6 +68,52 @@ def test_load_external_weights(tmp_path: Path) -> None:
         analyze(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("offset", "abc", "'abc', expected a number of bytes"),
+        ("offset", "-5", "'-5', expected a number of bytes"),
+        ("length", "9" * 400, "expected a number of bytes"),
+        ("length", str(10**18), "is truncated"),
+        ("location", "../outside.bin", "outside the directory of the model"),
+        ("location", "link.bin", "outside the directory of the model"),
+        ("location", "/etc/passwd", "outside the directory of the model"),
+        ("location", "a\0b", "outside the directory of the model"),
+        ("location", "absent.bin", "does not exist"),
+        ("location", ".", "does not exist"),
+    ],
+)
+def test_load_invalid_external_weights_raises(tmp_path: Path, field: str, value: str, message: str) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    path = with_external(folder)
+    (tmp_path / "outside.bin").write_bytes((folder / "weights.bin").read_bytes())
+    (folder / "link.bin").symlink_to(tmp_path / "outside.bin")
+    built = onnx.load_model(str(path), load_external_data=False)
+    weight = next(w for w in built.graph.initializer if w.external_data)
+    entry = next((e for e in weight.external_data if e.key == field), None) or weight.external_data.add()
+    entry.key, entry.value = field, value
+    path.write_bytes(built.SerializeToString())
+    with pytest.raises(FileFormatError, match=message):
+        analyze(path)
+
+
+def test_load_external_weights_of_attribute_outside_raises(tmp_path: Path) -> None:
+    constant = numpy_helper.from_array(values(3), "c")
+    constant.ClearField("raw_data")
+    constant.data_location = TensorProto.EXTERNAL
+    entry = constant.external_data.add()
+    entry.key, entry.value = "location", "../outside.bin"
+    (tmp_path / "outside.bin").write_bytes(bytes(12))
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=constant),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    path = save(model(nodes, [("x", FLOAT, [3])], [("y", FLOAT, [3])]), tmp_path / "models")
+    with pytest.raises(FileFormatError, match="outside the directory of the model"):
+        analyze(path)
+
+
 def test_load_large_weights_raises(tmp_path: Path) -> None:
     path = with_external(tmp_path)
     built = onnx.load_model(str(path), load_external_data=False)
@@ -87,7 +133,7 @@ def test_load_large_weights_raises(tmp_path: Path) -> None:
 
 def test_open_dimensions_need_shapes(tmp_path: Path) -> None:
     path = save(convnet(batch="N", size="H"), tmp_path)
-    with pytest.raises(InputError, match=r"--shape.*1.*3.*224.*224"):
+    with pytest.raises(InputError, match=r"--shape x=1,3,1,1 "):
         analyze(path)
     assert analyze(path, shapes={"x": (2, 3, 12, 12)}).inputs[0].shape == (2, 3, 12, 12)
     for wrong in ((2, 4, 12, 12), (2, 3, 12)):
@@ -95,6 +141,18 @@ def test_open_dimensions_need_shapes(tmp_path: Path) -> None:
             analyze(path, shapes={"x": wrong})
     with pytest.raises(InputError):
         analyze(path, shapes={"x": (2, 3, 12, 12), "z": (1,)})
+
+
+def test_negative_dimension_is_open(tmp_path: Path) -> None:
+    path = save(convnet(batch=-1, size=-1), tmp_path)
+    with pytest.raises(InputError, match=r"--shape x=1,3,1,1 "):
+        analyze(path)
+    graph = analyze(path, shapes={"x": (2, 3, 12, 12)})
+    assert graph.outputs[0].shape == (2, 5)
+    declared = convnet(batch=-1)
+    for extent in (-1, 5):
+        declared.graph.output[0].type.tensor_type.shape.dim.add().dim_value = extent
+    assert analyze(save(declared, tmp_path), shapes={"x": (2, 3, 12, 12)}).outputs[0].shape == (2, 5)
 
 
 def test_unknown_rank_needs_shape(tmp_path: Path) -> None:
@@ -168,6 +226,47 @@ def test_non_numeric_values_raise(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError):
         analyze(save(text, tmp_path))
+
+
+def test_unknown_element_types_raise(tmp_path: Path) -> None:
+    for damage in ("input", "weight"):
+        built = convnet()
+        if damage == "input":
+            built.graph.input[0].type.tensor_type.elem_type = 99
+        else:
+            built.graph.initializer[0].data_type = 56
+        with pytest.raises(ModelError, match=r"unknown element type (99|56)"):
+            analyze(save(built, tmp_path))
+
+
+def test_names_not_utf8_raise(tmp_path: Path) -> None:
+    for name in (b"r1", b"w1", b"Relu"):
+        content = convnet().SerializeToString().replace(name, b"\xff" + name[1:])
+        path = tmp_path / "model.onnx"
+        path.write_bytes(content)
+        with pytest.raises(FileFormatError, match="is not UTF-8"):
+            analyze(path)
+
+
+def test_sparse_weights_raise(tmp_path: Path) -> None:
+    built = model(
+        [helper.make_node("MatMul", ["x", "W"], ["y"])], [("x", FLOAT, [4, 4])], [("y", FLOAT, [4, 4])]
+    )
+    built.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(
+            helper.make_tensor("W", FLOAT, [2], [1.0, 2.0]),
+            helper.make_tensor("places", TensorProto.INT64, [2], [0, 5]),
+            [4, 4],
+        )
+    )
+    with pytest.raises(ModelError, match=r"`W` .*sparse"):
+        analyze(save(built, tmp_path))
+
+
+def test_model_of_other_type_raises() -> None:
+    for wrong in (object(), None, 3):
+        with pytest.raises(InputError, match="path of an ONNX file, got"):
+            analyze(wrong)  # type: ignore[arg-type]
 
 
 def test_weights_listed_as_inputs(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def analyze(
         DeviceError: The provider is not available.
         RunError: A run for the shapes failed.
     """
-    model_path = Path(path)
+    model_path = onnx_file.check_path(path)
     model = optimize(model_path, provider, level, shapes=shapes)
     tensors = describe_tensors(model, provider)
     optimized_path: Path | None = None

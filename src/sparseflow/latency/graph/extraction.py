@@ -339,7 +339,7 @@ def _open_target(
     if isinstance(target, Graph):
         graph = target
     else:
-        path = Path(target)
+        path = onnx_file.check_path(target)
         if path.suffix == ".onnx":
             graph = analyze(path, provider or "cpu", shapes=shapes, out_dir=out_dir)
         elif path.suffix == ".json" and path.parent.name == KERNELS_FOLDER and path.is_file():
@@ -424,15 +424,18 @@ def _compare_node(
     try:
         kernel_model = make_kernel_model(graph_runner.model, graph_runner.weights, index, node)
         actual = graph_runner.run(kernel_model, outputs, feeds)
+        max_error = max(
+            (
+                compute_relative_error(value, tensors[name])
+                for value, name in zip(actual, node.writes, strict=True)
+            ),
+            default=0.0,
+        )
     except SparseFlowError as error:
         return replace(result, checked=result.checked + 1, problem=f"node `{node.name}`: {error}")
-    max_error = max(
-        (
-            compute_relative_error(value, tensors[name])
-            for value, name in zip(actual, node.writes, strict=True)
-        ),
-        default=0.0,
-    )
+    except MemoryError:
+        # Unchecked, as a node whose tensors do not fit in memory.
+        return replace(result, problem=result.problem or f"node `{node.name}`: the check ran out of memory")
     matches = max_error <= TOLERANCE
     return replace(
         result,

@@ -1,14 +1,15 @@
 """Validated reading of ONNX files, and helpers for ONNX types and attributes.
 
 A file is checked before onnxruntime loads it, so that the error names the problem: not ONNX, truncated,
-external weights missing, opset too new, open dimensions, no operators.
+external weights missing or outside the model's directory, opset too new, open dimensions, no operators.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +27,33 @@ MAX_MODEL_BYTES = 2**31 - 1
 _DTYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
+def check_path(value: object) -> Path:
+    """Check that a model is given as a path.
+
+    Raises:
+        InputError: It is something else, such as a module of torch.
+    """
+    if isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise InputError(
+        f"the model must be the path of an ONNX file, got {type(value).__name__}; export a module of torch "
+        "with torch.onnx.export"
+    )
+
+
 def load_model(path: Path | str) -> onnx.ModelProto:
     """Load a model, including external weights.
 
     Raises:
-        InputError: The file does not exist.
-        FileFormatError: The file is not ONNX or is truncated, or external weights are missing.
+        InputError: The file does not exist, or `path` is not a path.
+        FileFormatError: The file is not ONNX or is truncated, a name is not UTF-8, or external weights are
+            missing or outside its directory.
         ModelError: The model exceeds 2 GB, or is newer than the onnx package.
     """
     onnx = require("onnx", "latency")
     from google.protobuf.message import DecodeError
 
-    file = Path(path)
+    file = check_path(path)
     if not file.is_file():
         raise InputError(f"{file} does not exist")
     try:
@@ -46,6 +62,9 @@ def load_model(path: Path | str) -> onnx.ModelProto:
         raise FileFormatError(f"{file} is not an ONNX model, or is truncated: {error}") from error
     if not model.ir_version or not model.HasField("graph") or not model.opset_import:
         raise FileFormatError(f"{file} is not an ONNX model: it lacks a version, a graph or an opset")
+    undecodable = _find_undecodable(model)
+    if undecodable is not None:
+        raise FileFormatError(f"{file} is damaged: the name {undecodable!r} is not UTF-8")
     check_model(model, str(file))
     _check_external_data(model, file)
     try:
@@ -60,7 +79,8 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
 
     Raises:
         FileFormatError: A node or the outputs are incomplete: the file is truncated.
-        ModelError: The model is empty or newer than the onnx package, or a weight has no elements.
+        ModelError: The model is empty or newer than the onnx package, or a weight is sparse or has no
+            elements.
     """
     onnx = require("onnx", "latency")
     newest = onnx.defs.onnx_opset_version()
@@ -74,6 +94,11 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
         raise ModelError(f"{source} contains no operators")
     if not model.graph.output or any(not node.op_type for node in model.graph.node):
         raise FileFormatError(f"{source} is truncated: it lacks outputs, or the operator of a node")
+    for weight in model.graph.sparse_initializer:
+        raise ModelError(
+            f"the weight `{weight.values.name}` of {source} is sparse; only dense weights are supported: "
+            "export the model with dense ones"
+        )
     for weight in model.graph.initializer:
         if 0 in weight.dims and len(weight.dims) > 1:
             raise ModelError(
@@ -129,16 +154,18 @@ def set_input_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...
         if value.type.WhichOneof("value") != "tensor_type":
             raise ModelError(f"the input `{value.name}` is not a tensor; only tensors are supported")
         tensor_type = value.type.tensor_type
+        # Some exporters write -1 for an open dimension.
         declared = [
-            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
+            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or "?"
             for dim in tensor_type.shape.dim
         ]
         has_rank, requested = tensor_type.HasField("shape"), shapes.get(value.name)
         if requested is None and (not has_rank or any(isinstance(extent, str) for extent in declared)):
+            example = ",".join(str(extent) if isinstance(extent, int) else "1" for extent in declared)
             raise InputError(
                 f"the input `{value.name}` has open dimensions: "
                 f"{declared if has_rank else 'unknown rank'}; set them with --shape "
-                f"{value.name}=1,3,224,224 (or shapes={{...}})"
+                f"{value.name}={example or '1,3,224,224'} (or shapes={{...}})"
             )
         shape = requested if requested is not None else tuple(int(extent) for extent in declared)
         conflicts = has_rank and (
@@ -188,13 +215,13 @@ def get_dtype_name(element: int | str) -> str:
         element: ONNX's number of the type, or onnxruntime's name, such as `tensor(float)`.
 
     Raises:
-        ModelError: The type is not numeric: text, a sequence, a map or undefined.
+        ModelError: The type is unknown, or not numeric: text, a sequence, a map or undefined.
     """
     if isinstance(element, str):
         name = element.removeprefix("tensor(").removesuffix(")")
+        name = _DTYPE_NAMES.get(name, name)
     else:
-        name = require("onnx", "latency").TensorProto.DataType.Name(element).lower()
-    name = _DTYPE_NAMES.get(name, name)
+        name = _get_type_name(element)
     if name not in DTYPE_BITS or name == UNDEFINED:
         raise ModelError(f"unsupported type {name!r}; only numeric tensors are supported")
     return name
@@ -234,24 +261,82 @@ def _to_json_type(value: Any) -> Any:
     return [_to_json_type(entry) for entry in value]
 
 
+def _get_type_name(element: int) -> str:
+    """Return ONNX's lower-case name of an element type, numeric or not."""
+    try:
+        name = str(require("onnx", "latency").TensorProto.DataType.Name(element)).lower()
+    except ValueError as error:
+        raise ModelError(
+            f"unknown element type {element}; the file is damaged, or newer than onnx"
+        ) from error
+    return _DTYPE_NAMES.get(name, name)
+
+
 def _count_weight_bytes(weight: onnx.TensorProto) -> int:
-    name = str(require("onnx", "latency").TensorProto.DataType.Name(weight.data_type)).lower()
-    return math.prod(weight.dims) * DTYPE_BITS.get(_DTYPE_NAMES.get(name, name), 8) // 8
+    return math.prod(weight.dims) * DTYPE_BITS.get(_get_type_name(weight.data_type), 8) // 8
+
+
+def _find_undecodable(message: Any) -> bytes | None:
+    """Return a text of a message that is not UTF-8, which protobuf returns as bytes; None without one."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            texts = [value] if isinstance(value, str | bytes) else value
+            undecodable = next((text for text in texts if isinstance(text, bytes)), None)
+        elif field.type == field.TYPE_MESSAGE:
+            parts = [value] if hasattr(value, "ListFields") else value
+            undecodable = next(filter(None, map(_find_undecodable, parts)), None)
+        else:
+            continue
+        if undecodable is not None:
+            return undecodable
+    return None
+
+
+def _iter_tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor of a message: weights and attributes, also of subgraphs and functions."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for part in [value] if hasattr(value, "ListFields") else value:
+                if part.DESCRIPTOR.name == "TensorProto":
+                    yield part
+                yield from _iter_tensors(part)
 
 
 def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
-    for weight in model.graph.initializer:
+    folder = file.parent.resolve()
+    for weight in _iter_tensors(model):
         if weight.data_location != weight.EXTERNAL:
             continue
-        info = require("onnx.external_data_helper", "latency").ExternalDataInfo(weight)
-        data = file.parent / info.location
-        if not info.location or not data.is_file():
+        fields = {entry.key: entry.value for entry in weight.external_data}
+        location = fields.get("location", "")
+        data = file.parent / location
+        if "\0" in location or not data.resolve().is_relative_to(folder):
+            raise FileFormatError(
+                f"{file} stores the weight `{weight.name}` at {location!r}, which is or links to a file "
+                "outside the directory of the model; copy that file into it"
+            )
+        if not location or not data.is_file():
             raise FileFormatError(
                 f"{data}, which contains the weight `{weight.name}` of {file}, does not exist; restore it"
             )
-        end = (info.offset or 0) + (info.length or _count_weight_bytes(weight))
+        offset, length = (
+            _parse_size(fields.get(name, ""), weight.name, file) for name in ("offset", "length")
+        )
+        end = offset + (length or _count_weight_bytes(weight))
         if data.stat().st_size < end:
             raise FileFormatError(
                 f"{data} is truncated: `{weight.name}` ends at byte {end}, the size is {data.stat().st_size}"
             )
     check_weight_bytes(sum(map(_count_weight_bytes, model.graph.initializer)), str(file))
+
+
+def _parse_size(text: str, weight_name: str, file: Path) -> int:
+    """Parse the offset or the length of an external weight; an empty text is 0."""
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise FileFormatError(
+            f"{file} is damaged: the offset or length of the weight `{weight_name}` is {text[:40]!r}, "
+            "expected a number of bytes"
+        )
+    return int(text)

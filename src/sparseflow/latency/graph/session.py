@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,9 @@ LEVELS: Mapping[str, str] = {
 }
 """Graph optimization level -> onnxruntime's name of it."""
 
-_LOG_ERRORS = 3
-"""Log level: errors only. The warnings of onnxruntime, such as of a graph optimized for this machine, are
-expected.
+_LOG_FATAL = 4
+"""Log level: fatal errors only. Other errors are raised, and the warnings of onnxruntime, such as of a graph
+optimized for this machine, are expected.
 """
 
 
@@ -98,9 +99,9 @@ def open_session(
         # onnxruntime and torch share the cuDNN that is loaded first; torch rejects a version below its own.
         import torch  # noqa: F401
     # The environment is created with the first session and warns about unknown devices.
-    ort.set_default_logger_severity(_LOG_ERRORS)
+    ort.set_default_logger_severity(_LOG_FATAL)
     options = ort.SessionOptions()
-    options.log_severity_level = _LOG_ERRORS
+    options.log_severity_level = _LOG_FATAL
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -110,7 +111,9 @@ def open_session(
     if name != "CPUExecutionProvider":
         # Shape arithmetic always runs on the host.
         providers.append(("CPUExecutionProvider", {}))
-    with _translate_errors(f"the model {model}" if isinstance(model, str | Path) else "the model"):
+    description = f"the model {model}" if isinstance(model, str | Path) else "the model"
+    # onnxruntime prints before it retries on the CPU, which is an error below.
+    with _translate_errors(description), redirect_stdout(io.StringIO()):
         session = ort.InferenceSession(
             model if isinstance(model, bytes) else str(model), options, providers=providers
         )

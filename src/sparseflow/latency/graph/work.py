@@ -3,7 +3,7 @@
 A multiply-add counts as two operations. A function such as tanh counts as about the operations of a
 polynomial approximation; models only need this convention to be consistent. Padded channels of blocked
 layouts count, since they are computed. An operator without a rule counts one operation per output element and
-is marked.
+is marked; that includes those with subgraphs (If, Loop, Scan), whose nodes are not counted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ DATA_MOVEMENT_OPS = frozenset(
         "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Transpose", "Concat", "Split", "Slice",
         "Gather", "GatherElements", "GatherND", "ScatterND", "ScatterElements", "Pad", "Expand", "Tile",
         "Cast", "Shape", "Size", "ConstantOfShape", "Range", "DepthToSpace", "SpaceToDepth", "ReorderInput",
-        "ReorderOutput", "OneHot", "EyeLike", "NonZero", "MemcpyFromHost", "MemcpyToHost", "CastLike",
-        "Trilu",
+        "ReorderOutput", "OneHot", "EyeLike", "MemcpyFromHost", "MemcpyToHost", "CastLike", "Trilu",
     }
 )  # fmt: skip
 """Operators that compute nothing."""
@@ -54,7 +53,7 @@ SELECTION_OPS = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Spl
 _REDUCTION_FLOPS = {
     "ReduceMean": 1, "ReduceSum": 1, "ReduceMax": 1, "ReduceMin": 1, "ReduceProd": 1, "ReduceL1": 2,
     "ReduceL2": 2, "ReduceSumSquare": 2, "ReduceLogSum": 1, "ReduceLogSumExp": 6, "ArgMax": 1, "ArgMin": 1,
-    "CumSum": 1, "TopK": 1, "GlobalAveragePool": 1, "GlobalMaxPool": 1, "GlobalLpPool": 2,
+    "CumSum": 1, "GlobalAveragePool": 1, "GlobalMaxPool": 1, "GlobalLpPool": 2,
 }  # fmt: skip
 """Operator -> operations per element of its first input."""
 
@@ -104,6 +103,8 @@ def _count_resize(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> 
 def _count_attention(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
     """Count packed attention: projection of query, key and value, two products and a softmax."""
     batch, length, width = inputs[0].shape
+    if len(inputs[1].shape) != 2:
+        raise ValueError("ONNX's attention, whose second input is the key and not the weights")
     projected = inputs[1].shape[-1]
     value = outputs[0].shape[-1]
     heads = int(attributes.get("num_heads", 1))

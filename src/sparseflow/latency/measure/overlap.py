@@ -77,7 +77,7 @@ def measure_overlap(
         RunError: The run failed, or the profile contains no node.
     """
     ort = require("onnxruntime", "latency")
-    model = onnx_file.load_model(Path(path))
+    model = onnx_file.load_model(path)
     onnx_file.set_input_shapes(model, dict(shapes or {}))
     feeds = make_random_inputs(model, seed)
     with tempfile.TemporaryDirectory(prefix="sparseflow-profile-") as folder:

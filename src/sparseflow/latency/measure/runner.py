@@ -128,7 +128,7 @@ class Runner:
         if threads is not None:
             check_at_least(1, threads=threads)
         check_one_of(CONV_SEARCHES, conv_search=conv_search)
-        self.path = Path(path)
+        self.path = onnx_file.check_path(path)
         self.provider = session.resolve_provider(provider)
         on_gpu = session.get_device_type(provider) == "cuda"
         model = onnx_file.load_model(self.path)
