@@ -16,12 +16,14 @@ pytest.importorskip("yaml")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
+from onnx import helper
+
 from sparseflow.cli.root import run
 from sparseflow.latency.measure import collection
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import few_tries
-from tests.latency.onnx_models import convnet, save
+from tests.latency.onnx_models import FLOAT, convnet, model, save, values
 from tests.latency.synthetic import SyntheticBench, make_collection, make_networks, slowdown
 
 
@@ -117,6 +119,21 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
     assert f"others 60 %: {loaded['slowdown']:.2f}x" in text
 
 
+def test_predict_guess_says_so_and_strict_fails(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
+    weights = {"w": values(1, 24, 4), "r": values(1, 24, 8)}
+    path = save(model([node], [("x", FLOAT, [5, 1, 4])], [("y", FLOAT, None)], weights), tmp_path)
+    command = ["predict", str(path), "--predictor", str(trained.file)]
+    text = run_text(command, capsys)
+    assert "to unbounded; 100 % of it is a guess)" in text
+    assert "note: 100 % of the latency is a guess" in text and "the work of GRU is unknown" in text
+    assert run_json([*command, "--strict"], capsys, code=1)["interval"][1] is None
+    assert "the sums omit the unknown work of: 1 GRU" in run_text(["analyze", str(path)], capsys)
+    run_json(["predict", str(trained.models[0]), "--predictor", str(trained.file), "--strict"], capsys)
+
+
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
     result = run_json([*command, "--live", "host", "--window-s", "0.2"], capsys)
@@ -137,6 +154,10 @@ def test_evaluate_compares_and_writes_report(
     text = run_text([*command, "--load", "0", "--load", "0.6"], capsys)
     assert "load 0.00: MAPE" in text and "slowdown 1.43x (predicted" in text and "–" in text
     assert "report:" not in text
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"no model")
+    result = run_json([*command, str(bad)], capsys, code=1)
+    assert len(result["rows"]) == len(trained.models) and list(result["problems"]) == [str(bad)]
     assert run_json([*command], capsys)["report"] is None
     assert f"report: {tmp_path}" in run_text([*command, "--out", str(tmp_path / "two")], capsys)
 
@@ -167,7 +188,6 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         (["train", str(absent)], "InputError", "absent"),
         (["train", str(absent), "--regressor", "forest"], "UsageError", "'forest'"),
         (["train", str(absent), "--composition", "fastest"], "UsageError", "'fastest'"),
-        (["train", str(absent), "--out", str(tmp_path)], "InputError", "--out"),
         (["predict", model, "--predictor", str(absent)], "InputError", "absent"),
         (["predict", model, "--predictor", str(trap)], "FileFormatError", "trap.json"),
         (["predict", str(bad), "--predictor", file], "FileFormatError", "bad.onnx"),

@@ -17,6 +17,7 @@ pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
 import onnxruntime
+import torch
 
 import sparseflow.latency
 import sparseflow.latency.api
@@ -62,6 +63,7 @@ def test_predict_import() -> None:
     assert sparseflow.latency.predict is sparseflow.latency.api.predict
     assert Predictor.__module__ == "sparseflow.latency.model.predictor"
     assert all(hasattr(sparseflow.latency, name) for name in sparseflow.latency.__all__)
+    assert set(sparseflow.latency.__all__) <= set(dir(sparseflow.latency))
     with pytest.raises(AttributeError, match=r"'prediction'"):
         sparseflow.latency.prediction  # type: ignore[attr-defined]  # noqa: B018
 
@@ -140,6 +142,26 @@ def test_predict_live_unusable_source_raises(made_up: MadeUp) -> None:
 def test_predict_load_and_live_raises(made_up: MadeUp) -> None:
     with pytest.raises(InputError, match=r"`load`.*`live`"):
         predict(made_up.models[0], made_up.predictor, load={"others": 0.0}, live=TelemetryConfig())
+
+
+@pytest.mark.usefixtures("at_home")
+def test_predict_load_of_idle_predictor_raises(made_up: MadeUp, readings: list[Any]) -> None:
+    contention = replace(made_up.predictor.contention, samples=0, idle_load=0.05)
+    predictor = made_up.predictor.model_copy(update={"contention": contention})
+    path = made_up.models[0]
+    assert predict(path, predictor).load == {}
+    assert predict(path, predictor, load={"others": 0.05}).slowdown == 1.0
+    with pytest.raises(InputError, match=r"idle measurements only.*`levels"):
+        predict(path, predictor, load={"others": 0.9})
+    with pytest.raises(InputError, match="idle measurements only"):
+        predict(path, predictor, live=TelemetryConfig())
+    assert readings == []
+
+
+@pytest.mark.usefixtures("at_home")
+def test_predict_module_raises(made_up: MadeUp) -> None:
+    with pytest.raises(InputError, match=r"got Linear; export .* torch\.onnx\.export"):
+        predict(torch.nn.Linear(2, 2), made_up.predictor)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("at_home")

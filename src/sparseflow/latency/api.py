@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
+from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.measure.config import TelemetryConfig
 from sparseflow.latency.model.predictor import Prediction, Predictor
@@ -39,7 +40,8 @@ def predict(
         seed: Random seed of the quantiles.
 
     Raises:
-        InputError: A file is missing, the predictor is of another device, or both loads are given.
+        InputError: A file is missing, `model` is not a path, the predictor is of another device, both loads
+            are given, or one is given to a predictor that was trained on idle measurements only.
         FileFormatError, ModelError: A file is invalid.
         DeviceError: The device or the readings are not available, or lack the required metric.
     """
@@ -47,6 +49,8 @@ def predict(
         raise InputError("`load` and `live` exclude each other")
     fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     fitted.fingerprint.check_local_device(gpu)
+    if live is not None:
+        fitted.contention.check_fitted()
     graph = _load_graph(model, fitted, shapes=shapes)
     if live is not None:
         # Read last, so that the reading does not contain the analysis.
@@ -63,7 +67,7 @@ def _load_graph(
         InputError: A file is missing, or the graph was analyzed for another provider or version.
         FileFormatError, ModelError: A file is invalid.
     """
-    source = Path(path)
+    source = onnx_file.check_path(path)
     if source.suffix == ".onnx" or (source.is_file() and source.suffix != ".json"):
         return analyze(source, predictor.fingerprint.provider, shapes=shapes)
     if shapes:

@@ -1,4 +1,8 @@
-"""All steps on a few networks: export, extract, collect, train, evaluate and report. Can be resumed."""
+"""All steps on a few networks: export, extract, collect, train, evaluate and report. Can be resumed.
+
+Where other work prevents a load, the predictor is trained on the rows that were measured before, at least the
+idle ones, and is evaluated while idle. A later run resumes at the missing load.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from typing import Any
 
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.progress import Progress, subrange
-from sparseflow.errors import RunError
+from sparseflow.errors import DeviceError, RunError
 from sparseflow.latency.graph import session
 from sparseflow.latency.graph.extraction import extract
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from sparseflow.latency.measure.collection import collect
 from sparseflow.latency.measure.config import CollectionConfig
 from sparseflow.latency.model.evaluation import PredictorEvaluation, evaluate
+from sparseflow.latency.model.predictor import Predictor
 from sparseflow.latency.model.training import train
 from sparseflow.latency.model.validation import get_network
 from sparseflow.latency.report import write_report
@@ -46,6 +51,7 @@ class QuickstartResult:
         report_path: Report page.
         evaluation: Predictions and measurements.
         quality: `Predictor.quality`.
+        problems: Sentences that say which loads are missing.
     """
 
     folder: Path
@@ -53,6 +59,7 @@ class QuickstartResult:
     report_path: Path
     evaluation: PredictorEvaluation
     quality: Mapping[str, Any]
+    problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -62,6 +69,7 @@ class QuickstartResult:
             "report": str(self.report_path),
             "evaluation": self.evaluation.to_dict(),
             "quality": dict(self.quality),
+            "problems": list(self.problems),
         }
 
 
@@ -81,7 +89,7 @@ def run_quickstart(
         progress: Receives a message and the fraction done.
 
     Raises:
-        RunError: No network could be exported, or a load was not reached.
+        RunError: No network could be exported or measured.
         DeviceError: The provider or its readings are not available.
         MissingExtraError: A package of the latency extra is missing.
     """
@@ -109,30 +117,53 @@ def run_quickstart(
         max_samples=1000,
         **common,
     )
-    collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
+    problems: list[str] = []
+    try:
+        collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
+    except RunError as error:
+        problems.append(
+            f"the measurements under load are incomplete: {error}; run the same command to resume"
+        )
     predictor = train([root / "rest", root / "load"], progress=_get_step_progress(progress, "train"))
-    evaluation = evaluate(
-        network_models,
-        predictor,
-        levels=[0.0, LEVEL],
-        rounds=2,
-        out_dir=root / "evaluation",
-        progress=_get_step_progress(progress, "evaluate"),
+    # Saved before the evaluation, which can fail.
+    predictor_path = predictor.save(root / "predictor.json")
+    evaluation = _evaluate(
+        network_models, predictor, root, problems, _get_step_progress(progress, "evaluate")
     )
     return QuickstartResult(
         folder=root,
-        predictor_path=predictor.save(root / "predictor.json"),
+        predictor_path=predictor_path,
         report_path=write_report(
             evaluation,
             root,
             quality=predictor.quality,
             environment=collect_environment("cuda:0" if provider == "cuda" else "cpu"),
             reproduce=f"sparseflow latency quickstart --device {provider}",
-            note=NOTE,
+            note=" ".join([NOTE, *problems]),
         ),
         evaluation=evaluation,
         quality=predictor.quality,
+        problems=tuple(problems),
     )
+
+
+def _evaluate(
+    models: list[Path], predictor: Predictor, root: Path, problems: list[str], progress: Progress | None
+) -> PredictorEvaluation:
+    """Evaluate idle and under load; only idle if a load is missing, which adds to `problems`."""
+    if not problems:
+        try:
+            return evaluate(
+                models,
+                predictor,
+                levels=[0.0, LEVEL],
+                rounds=2,
+                out_dir=root / "evaluation",
+                progress=progress,
+            )
+        except (RunError, DeviceError) as error:
+            problems.append(f"the evaluation is of an idle device only: {error}")
+    return evaluate(models, predictor, rounds=2, out_dir=root / "evaluation-idle", progress=progress)
 
 
 def _prepare_models(

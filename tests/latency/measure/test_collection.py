@@ -213,6 +213,18 @@ def test_collect_interrupted_at_end_resumes(
     )
 
 
+def test_collect_finished_beside_torn_rows(files: Path, tmp_path: Path) -> None:
+    config = config_of(files)
+    rows = collect(config, tmp_path, instruments=FakeBench(config)).rows
+    expected = read_rows(tmp_path)
+    (tmp_path / module.ROWS).write_text('{"half')
+    assert read_rows(tmp_path) == expected and module.count_rows(tmp_path) == (rows, rows)
+    bench = FakeBench(config)
+    summary = collect(config, tmp_path, instruments=bench)
+    assert (summary.added, summary.rows, bench.measured) == (0, rows, [])
+    assert not (tmp_path / module.ROWS).exists() and read_rows(tmp_path) == expected
+
+
 def test_collect_full_disk_keeps_rows(files: Path, tmp_path: Path) -> None:
     config = config_of(files, rounds=12)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

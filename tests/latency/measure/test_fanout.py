@@ -54,7 +54,9 @@ def test_fan_out_one_part_per_gpu(
 
     def measured(part: CollectionConfig, folder: Path) -> CollectionSummary:
         calls.append((part.gpu, folder))
-        return CollectionSummary(path=folder, rows=1, added=1, failed=0, targets=1, drift=None, levels=())
+        return CollectionSummary(
+            path=folder, rows=1, added=1, failed=0, targets=1, drift=None, levels=(), other_load=None
+        )
 
     monkeypatch.setattr(fanout, "map_unordered", map_locally)
     monkeypatch.setattr(fanout, "collect", measured)

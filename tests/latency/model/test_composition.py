@@ -136,6 +136,14 @@ def test_fit_few_models_is_regularized() -> None:
     assert abs(few_models.per_kernel_ms) < abs(many_models.per_kernel_ms)
 
 
+@pytest.mark.parametrize("disturbance", [0.5, 3.0])
+def test_fit_kernel_cost_at_most_one_launch(disturbance: float) -> None:
+    # Latencies of a busy machine would give any cost.
+    graphs, isolated_ms, measured = networks(composition())
+    fitted = CompositionModel.fit(graphs, isolated_ms, [disturbance * ms for ms in measured])
+    assert abs(fitted.per_kernel_ms) <= min(isolated_ms.values()) + 1e-12
+
+
 def test_fit_byte_costs_non_negative() -> None:
     fitted = CompositionModel.fit(
         *networks(composition(per_weight_ms=-0.05, per_activation_ms=-0.05, per_view_ms=-0.1))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("onnx")
 pytest.importorskip("scipy")
 
-from sparseflow.errors import DeviceError
+from sparseflow.errors import DeviceError, InputError
 from sparseflow.latency.measure.runner import quantile
 from sparseflow.latency.model import contention
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
@@ -33,6 +33,7 @@ CPU = ContentionModel(
     yields_device=False,
     cycle_ms=100.0,
     jitter=tuple(0.98 + 0.04 * n / 40 for n in range(41)),
+    samples=1,
 )
 GPU = replace(CPU, metric="busy", yields_device=True, delay_factors=(0.5, 1.0, 0.3))
 DEVICES = pytest.mark.parametrize("device", [CPU, GPU], ids=["keeps", "yields_device"])
@@ -51,6 +52,7 @@ sharings = st.builds(
     yields_device=st.booleans(),
     cycle_ms=st.sampled_from([20.0, 100.0, 400.0]),
     jitter=st.just(CPU.jitter),
+    samples=st.just(1),
 )
 
 
@@ -193,12 +195,22 @@ def test_fit_recovers_quantiles(device: ContentionModel) -> None:
             assert quantile(runs[0], q) == pytest.approx(quantile(runs[1], q), rel=0.1)
 
 
-def test_fit_without_samples_has_no_effect() -> None:
+def test_fit_without_samples_refuses_load() -> None:
     fitted = ContentionModel.fit([], "others", 0.1, [])
+    assert fitted.get_load({"others": 0.1}) == 0.1
+    for share in (0.11, 1.0):
+        with pytest.raises(InputError, match="idle measurements only"):
+            fitted.get_load({"others": share})
     assert fitted.predict_mean_ms(3.0, fitted.compute_delay_ms(3.0, (0.2, 0.3, 0.5)), 1.0) == pytest.approx(
         3.0
     )
     assert set(fitted.sample_runs(3.0, 0.0, 1.0, num_runs=10)) == {3.0}
+
+
+def test_fit_ignores_share_of_load_beside_other_work() -> None:
+    # Other work takes the CPU besides the load, which reports its own share only.
+    samples = [replace(sample, achieved=0.1) for sample in observed(CPU, (0.4, 0.6, 0.9))]
+    assert max(errors(ContentionModel.fit(samples, "others", CPU.idle_load, []), samples)) < 0.1
 
 
 @pytest.mark.parametrize("faster", [1.0, 0.8])

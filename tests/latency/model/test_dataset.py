@@ -63,6 +63,24 @@ class Failing(SyntheticBench):
         return target.id == "net0_b1_8" or (target.id == "net0_b1_12" and level > 0.0)
 
 
+class Shared(SyntheticBench):
+    """Busy CPU: a run takes three times its CPU time, and other work is always there."""
+
+    def pace(self, number: int) -> float:
+        return 3.0
+
+    @contextmanager
+    def block(self, level: float) -> Iterator[Facts]:
+        with super().block(level) as facts:
+            yield {**facts, "before_others": 0.97}
+
+    def measure(self, target: Target) -> dict[str, Any]:
+        threads = self.config.threads
+        return super().measure(target) | {
+            "provider": "CPUExecutionProvider", "threads": threads, "cpu_ratio": 1.0 / 3.0,
+        }  # fmt: skip
+
+
 class Unread(SyntheticBench):
     """Device without readings of `others`."""
 
@@ -123,6 +141,63 @@ def test_drift_corrected_by_reference(files: Files, tmp_path: Path) -> None:
     off = [measurement.slowdown / slowdown(measurement.level) for measurement in data.loaded]
     assert statistics.fmean(off) == pytest.approx(1.0, rel=0.05)
     assert min(off) > 0.8 and max(off) < 1.2
+
+
+def test_busy_machine_gives_cpu_times(files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_collection(tmp_path, *files, bench=Shared, levels=[0.0, 0.4])
+    assert "97 %" in caplog.text and "CPU times" in caplog.text
+    data = load_dataset([folder])
+    for name in data.list_kernels():
+        assert data.idle_ms[name] == pytest.approx(rest_ms(data.kernels[name]), rel=4 * NOISE)
+    assert data.other_load == 0.97
+    # Neither the spread of runs nor the reading is that of an idle machine.
+    assert data.jitter == {} and data.idle_load == {}
+    assert {round(measurement.slowdown / slowdown(0.4)) for measurement in data.loaded} == {3}
+
+
+def test_busy_machine_without_cpu_times_raises(
+    files: Files, collection_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_collection(tmp_path, files[0][:1], [], bench=Shared, levels=[0.0], threads=2)
+    assert "cannot be used to train" in caplog.text
+    with pytest.raises(InputError, match=r"more than 10 %.*`threads: 1`"):
+        load_dataset([folder])
+
+
+def test_quiet_machine_gives_wall_times(files: Files, tmp_path: Path) -> None:
+    class Quiet(Shared):
+        def pace(self, number: int) -> float:
+            return 1.0
+
+        @contextmanager
+        def block(self, level: float) -> Iterator[Facts]:
+            yield {"stress_alone": level, "before_others": 0.02}
+
+        def measure(self, target: Target) -> dict[str, Any]:
+            return super().measure(target) | {"cpu_ratio": 0.999}
+
+    data = load_dataset([make_collection(tmp_path, files[0][:1], [], bench=Quiet, levels=[0.0], rounds=1)])
+    (row,) = (r for r in collection.read_rows(tmp_path / "collection") if r["role"] == "item")
+    expected = min(row["p50_ms"], 0.999 * row["latency_ms"])
+    assert data.idle_ms == {row["kernel_id"]: pytest.approx(expected, rel=1e-9)}
+    assert data.idle_load == {"others": 0.02} and data.other_load == 0.02 and len(data.jitter) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("p50_ms", None), ("p50_ms", -1.0), ("latency_ms", "fast"), ("samples_ns", []), ("level", 2.0),
+        ("role", "other"), ("kernel_id", 5), ("cpu_ratio", -1.0), ("before_others", 57.0), ("start_s", None),
+    ],
+)  # fmt: skip
+def test_dataset_damaged_row_raises(damaged_dir: Path, name: str, value: object) -> None:
+    rows = collection.read_rows(damaged_dir)
+    (damaged_dir / collection.TABLE).unlink()
+    with Journal(damaged_dir / collection.ROWS, dict) as journal:
+        for row in [rows[0] | {name: value}, *rows[1:]]:
+            journal.append(row)
+    with pytest.raises(FileFormatError, match=f"{collection.ROWS} is damaged"):
+        load_dataset([damaged_dir])
 
 
 def test_dataset_combines_collections(files: Files, collection_dir: Path, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,15 +18,16 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
-from sparseflow.errors import InputError, RunError
+from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.latency.measure import collection
 from sparseflow.latency.measure.collection import read_plan, read_rows
 from sparseflow.latency.measure.config import TelemetryConfig
+from sparseflow.latency.measure.idle import get_load_before
 from sparseflow.latency.measure.plan import Target
-from sparseflow.latency.model.dataset import get_load_before
 from sparseflow.latency.model.evaluation import EvaluationRow, PredictorEvaluation, evaluate
 from sparseflow.latency.report import write_report
 from tests.latency.conftest import MadeUp
+from tests.latency.onnx_models import convnet, save
 from tests.latency.synthetic import SyntheticBench, slowdown
 
 LEVELS = (0.0, 0.6)
@@ -131,13 +133,49 @@ def test_evaluate_uses_load_read_before(made_up: MadeUp, bench: type[Bench]) -> 
     ) == {"others": 0.3, "busy": 0.5}  # fmt: skip
 
 
-def test_evaluate_failing_model_raises(made_up: MadeUp, bench: type[Bench]) -> None:
+def test_evaluate_failing_model_is_reported(made_up: MadeUp, bench: type[Bench]) -> None:
     bench.broken = ("net1_b1_8",)
-    with pytest.raises(RunError, match=r"net1_b1_8."):
-        evaluate(made_up.models, made_up.predictor, rounds=1)
+    evaluation = evaluate(made_up.models, made_up.predictor, rounds=1)
+    assert [row.model for row in evaluation.rows] == sorted(
+        path.stem for path in made_up.models if path.stem != "net1_b1_8"
+    )
+    assert evaluation.problems.keys() == {"net1_b1_8"} and "it fails" in evaluation.problems["net1_b1_8"]
+    assert evaluation.to_dict()["problems"] == evaluation.problems
     bench.broken = tuple(path.stem for path in made_up.models)
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="none of 6 models"):
         evaluate(made_up.models, made_up.predictor, rounds=1)
+
+
+def test_evaluate_invalid_files_do_not_stop_others(
+    made_up: MadeUp, bench: type[Bench], tmp_path: Path
+) -> None:
+    good = save(convnet(), tmp_path / "models", "good.onnx")
+    save(convnet(batch="N"), tmp_path / "models", "open.onnx")
+    (tmp_path / "models" / "cut.onnx").write_bytes(good.read_bytes()[:200])
+    evaluation = evaluate([tmp_path / "models"], made_up.predictor, rounds=1)
+    assert [row.model for row in evaluation.rows] == ["good"]
+    problems = {Path(name).name: problem for name, problem in evaluation.problems.items()}
+    assert problems.keys() == {"open.onnx", "cut.onnx"} and "static input shapes" in problems["open.onnx"]
+    good.unlink()
+    with pytest.raises(RunError, match="none of 2 models"):
+        evaluate([tmp_path / "models"], made_up.predictor, rounds=1)
+    # The only file gives its own error.
+    with pytest.raises(FileFormatError, match=r"cut\.onnx"):
+        evaluate([tmp_path / "models" / "cut.onnx"], made_up.predictor, rounds=1)
+
+
+def test_evaluate_load_of_idle_predictor_raises(made_up: MadeUp, bench: type[Bench]) -> None:
+    contention = replace(made_up.predictor.contention, samples=0)
+    predictor = made_up.predictor.model_copy(update={"contention": contention})
+    with pytest.raises(InputError, match="idle measurements only"):
+        evaluate(made_up.models, predictor, levels=[0.0, 0.6])
+    assert bench.opened == []
+
+
+def test_evaluation_row_of_unbounded_interval() -> None:
+    unbounded = replace(row(), high_ms=math.inf)
+    assert unbounded.in_interval
+    assert json.loads(json.dumps(unbounded.to_dict(), allow_nan=False))["high_ms"] is None
 
 
 def test_evaluate_invalid_arguments_raise(made_up: MadeUp, bench: type[Bench], tmp_path: Path) -> None:

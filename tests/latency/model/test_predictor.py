@@ -19,9 +19,10 @@ pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
 import numpy as np
+import onnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper
+from onnx import TensorProto, helper
 
 from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFlowError
 from sparseflow.latency.graph.analysis import Graph, analyze
@@ -61,7 +62,8 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """Network of measured operators in other shapes."""
-    return analyze(save(convnet(width=16, size=11), tmp_path_factory.mktemp("unseen")))
+    # No processor's blocked layout has blocks of this width.
+    return analyze(save(convnet(width=10, size=11), tmp_path_factory.mktemp("unseen")))
 
 
 def width(prediction: Prediction) -> float:
@@ -149,9 +151,72 @@ def test_predict_unknown_operator_widens_interval(
         and 0.0 < prediction.coverage < 1.0
     )
     assert width(prediction) > width(made_up.predictor.predict(unseen))
+    assert width(prediction) < math.inf and prediction.is_guess
+    assert any("is a guess" in note and "Erf, Softmax" in note for note in prediction.notes)
+    known = made_up.predictor.predict(unseen)
+    assert known.notes == () and not known.is_guess
     nothing_known = made_up.predictor.predict(analyze(save(lookup(), tmp_path)))
     assert nothing_known.coverage == pytest.approx(0.0, abs=1e-9)
     assert nothing_known.interval[0] <= nothing_known.mean_ms <= nothing_known.interval[1]
+
+
+BODY = helper.make_graph(
+    [helper.make_node("MatMul", ["s", "w"], ["t"]), helper.make_node("Identity", ["c"], ["d"])],
+    "body",
+    [
+        helper.make_tensor_value_info("i", TensorProto.INT64, []),
+        helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("s", FLOAT, [64, 64]),
+    ],
+    [
+        helper.make_tensor_value_info("d", TensorProto.BOOL, []),
+        helper.make_tensor_value_info("t", FLOAT, [64, 64]),
+    ],
+)
+LOOP = model(
+    [helper.make_node("Loop", ["n", "", "x"], ["y"], body=BODY)],
+    [("x", FLOAT, [64, 64])],
+    [("y", FLOAT, [64, 64])],
+    {"n": np.array(100, np.int64), "w": values(64, 64)},
+)
+BOXES = model(
+    [helper.make_node("NonMaxSuppression", ["b", "s", "m", "i", "t"], ["y"])],
+    [("b", FLOAT, [1, 50, 4]), ("s", FLOAT, [1, 2, 50])],
+    [("y", TensorProto.INT64, [None, 3])],
+    {"m": np.array([10]), "i": np.array([0.5], np.float32), "t": np.array([0.05], np.float32)},
+)
+RECURRENT = model(
+    [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)],
+    [("x", FLOAT, [5, 1, 4])],
+    [("y", FLOAT, None)],
+    {"w": values(1, 24, 4), "r": values(1, 24, 8)},
+)
+PLACES = model(
+    [helper.make_node("NonZero", ["x"], ["y"])], [("x", FLOAT, [8, 8])], [("y", TensorProto.INT64, [2, None])]
+)
+
+
+@pytest.mark.parametrize(
+    ("built", "op"),
+    [(LOOP, "Loop"), (BOXES, "NonMaxSuppression"), (RECURRENT, "GRU"), (PLACES, "NonZero")],
+)
+def test_predict_unknown_work_has_no_bound(
+    made_up: MadeUp, built: onnx.ModelProto, op: str, tmp_path: Path
+) -> None:
+    graph = analyze(save(built, tmp_path))
+    for load in (None, {"others": 0.5}):
+        prediction = made_up.predictor.predict(graph, load)
+        assert prediction.interval[1] == math.inf and prediction.interval[0] < prediction.mean_ms
+        assert prediction.is_guess and prediction.coverage < 0.01
+        assert f"the work of {op} is unknown" in prediction.notes[1]
+        record = summarize_prediction(prediction)
+        assert record["interval"][1] is None
+        assert {k["high_ms"] for k in record["per_kernel"] if k["op"] == op} == {None}
+
+
+def test_predict_says_training_was_disturbed(made_up: MadeUp, unseen: Graph) -> None:
+    disturbed = made_up.predictor.model_copy(update={"other_load": 0.97})
+    assert "other work used 97 %" in disturbed.predict(unseen).notes[0]
 
 
 def test_predict_unknown_view_is_cheap(made_up: MadeUp, tmp_path: Path) -> None:

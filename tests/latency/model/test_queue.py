@@ -159,7 +159,7 @@ def test_dataset_minimum_device_time(files: tuple[list[Path], list[Path]], tmp_p
         predictor = fit_predictor(data)
     assert predictor.launch_overhead is not None and min(predictor.launch_overhead.measured_ms.values()) > 0.0
     for graph in data.graphs.values():
-        prediction = predictor.predict(graph, {"others": 0.5})
+        prediction = predictor.predict(graph)
         assert math.isfinite(prediction.mean_ms) and prediction.interval[0] > 0.0
 
 

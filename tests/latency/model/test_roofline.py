@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -47,8 +48,14 @@ def test_estimate_uses_typical_ratio() -> None:
     assert roofline.typical == pytest.approx(2.0, rel=0.1) and roofline.high == pytest.approx(4.0, rel=0.1)
     big = make_matmul(900, 900, 900)
     typical, low, high = roofline.estimate_ms(big)
-    assert roofline.compute_bound_ms(big) * 0.9 < low < typical < high
+    assert (low, high) == pytest.approx((typical / 10.0, typical * 10.0))
     assert typical == pytest.approx(TRUE.launch_ms + 2.0 * TRUE.compute_work_ms(big), rel=0.1)
+
+
+def test_estimate_of_unknown_work_is_unbounded() -> None:
+    unknown = make_kernel("NeverHeardOf", [(64, 64)], (64, 64))
+    typical, low, high = TRUE.estimate_ms(unknown)
+    assert typical == TRUE.compute_bound_ms(unknown) and (low, high) == (0.0, math.inf)
 
 
 def test_fit_bound_holds_for_short_kernels() -> None:
@@ -71,7 +78,7 @@ def test_estimates_ordered_and_shares_sum_to_one(
     assert from_record(Roofline, to_record(roofline)) == roofline
     for kernel in (make_matmul(size, size, size), copy(size), make_kernel("Shape", [], ())):
         typical, low, high = roofline.estimate_ms(kernel)
-        assert 0.0 < roofline.launch_ms <= low <= typical <= high
+        assert 0.0 < low < typical < high and roofline.launch_ms <= typical
         waits = roofline.compute_bottleneck_shares(kernel, latency_ms)
         assert sum(waits) == pytest.approx(1.0) and all(-1e-12 <= share <= 1.0 for share in waits)
 

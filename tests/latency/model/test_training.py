@@ -93,9 +93,9 @@ def test_train_kernels_only_deterministic(tmp_path: Path, made_up: MadeUp) -> No
         "kernels": 0, "models": 0, "networks": 0, "beside_loads": 0, "failed": 0,
     }  # fmt: skip
     graph = made_up.graphs[0]
-    prediction = predictor.predict(graph, {"others": 0.9})
-    # Neither composition nor contention was learned.
-    assert prediction.mean_ms == pytest.approx(prediction.idle_ms)
+    with pytest.raises(InputError, match="idle measurements only"):
+        predictor.predict(graph, {"others": 0.9})
+    prediction = predictor.predict(graph)
     known = [predictor.measured_ms.get(node.kernel_id) for node in graph.nodes]
     assert None not in known
     assert prediction.mean_ms == pytest.approx(sum(ms for ms in known if ms is not None))

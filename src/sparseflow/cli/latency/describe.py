@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,6 +103,7 @@ def analyze(
         f"{len(graph.nodes)} nodes, {len(graph.kernels)} kernels, {graph.flops / 1e9:.2f} GFLOP, "
         f"{graph.bytes_moved / 1e6:.1f} MB: "
         + ", ".join(f"{count} {kernel}" for kernel, count in counts.items()),
+        *_describe_unknown_work(graph),
         *([] if out is None else [f"graph: {out}"]),
     )
 
@@ -157,6 +159,12 @@ def extract(
     failed = [result for result in results if not result.ok]
     if failed:
         fail(f"{len(failed)} of {len(results)} kernels failed: {failed[0].problem}", code=1)
+
+
+def _describe_unknown_work(graph: Graph) -> list[str]:
+    counts = Counter(node.kernel.op for node in graph.nodes if not node.kernel.flops_known)
+    operators = ", ".join(f"{count} {op}" for op, count in counts.items())
+    return [f"the sums omit the unknown work of: {operators}"] if counts else []
 
 
 def _graph_title(graph: Graph) -> str:

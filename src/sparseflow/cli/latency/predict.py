@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ from sparseflow.cli.options import (
     SeedOption,
     get_command_line,
 )
-from sparseflow.cli.output import emit, make_table
+from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -102,6 +103,12 @@ def predict(
     shape: ShapesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Exit with 1 if more than 5 % of the latency is a guess or nothing bounds it."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the latency of a model: mean, quantiles and interval, by kernel."""
@@ -128,17 +135,21 @@ def predict(
         seed=seed,
     )
     metric = fitted.contention.metric
-    low, high = prediction.interval
+    guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
     share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
     emit(
         {"model": str(model), **prediction.to_dict()},
         as_json,
         _prediction_table(model, prediction),
-        f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval {low:.3f} to "
-        f"{high:.3f}), p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
+        f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
+        f"{_format_interval(*prediction.interval, separator=' to ')}{guess}), "
+        f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
         f"idle {prediction.idle_ms:.3f} ms; {share}: {prediction.slowdown:.2f}x; "
         f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
+        *(f"note: {note}" for note in prediction.notes),
     )
+    if strict and prediction.is_guess:
+        fail(f"the prediction is a guess: {prediction.notes[0]}", code=1)
 
 
 @app.command()
@@ -158,7 +169,8 @@ def evaluate(
     """Compare predictions with measurements, idle and under load.
 
     Creates no load by default; the default stressor is cpu-fma or gpu-matmul. The output directory receives
-    the measurements and report.html.
+    the measurements and report.html. A model that fails is reported and does not stop the others; the exit
+    code is then 1.
     """
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
     from sparseflow.latency.model.predictor import Predictor
@@ -197,7 +209,10 @@ def evaluate(
         as_json,
         *_format_evaluation(evaluation),
         *([] if report is None else [f"report: {report}"]),
+        *(f"failed: {name}: {problem}" for name, problem in evaluation.problems.items()),
     )
+    if evaluation.problems:
+        fail(f"{len(evaluation.problems)} models could not be evaluated", code=1)
 
 
 @app.command()
@@ -232,7 +247,7 @@ def quickstart(
 ) -> None:
     """Run all steps on a few networks, from export to evaluation under load, and write a report.
 
-    Takes a few minutes.
+    Takes a few minutes. If other work prevents a load, the predictor contains what was measured before.
     """
     from sparseflow.latency.quickstart import run_quickstart as run_quickstart
 
@@ -245,6 +260,7 @@ def quickstart(
         *_format_evaluation(result.evaluation),
         "The predictor was trained on these models. Errors on held-out networks:",
         _model_quality_table(result.quality),
+        *(f"note: {problem}" for problem in result.problems),
         f"predictor: {result.predictor_path}",
         f"report: {result.report_path}",
     )
@@ -293,6 +309,10 @@ def _prediction_table(model: Path, prediction: Prediction) -> Table:
     return make_table(columns, rows, title=str(model))
 
 
+def _format_interval(low_ms: float, high_ms: float, *, separator: str = "–") -> str:
+    return f"{low_ms:.3f}{separator}{'unbounded' if math.isinf(high_ms) else f'{high_ms:.3f}'}"
+
+
 def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
     rows = [
         (
@@ -301,7 +321,7 @@ def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
             f"{row.predicted_ms:.3f}",
             f"{row.measured_ms:.3f}",
             f"{100 * row.error:+.1f} %",
-            f"{row.low_ms:.3f}–{row.high_ms:.3f}{'' if row.in_interval else ' (missed)'}",
+            f"{_format_interval(row.low_ms, row.high_ms)}{'' if row.in_interval else ' (missed)'}",
         )
         for row in evaluation.rows
     ]

@@ -37,19 +37,33 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import logging
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+
+from sparseflow.core.checks import check_between
+from sparseflow.core.config import describe_validation_error
 from sparseflow.core.files import read_parquet, write_atomic, write_parquet
 from sparseflow.core.journal import Journal, read_journal
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, RunError
+from sparseflow.latency.graph import session
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.config import CollectionConfig
+from sparseflow.latency.measure.idle import (
+    LOAD_METRICS,
+    MAX_IDLE_LOAD,
+    compute_other_load,
+    get_load_before,
+    has_cpu_time,
+    is_quiet,
+)
 from sparseflow.latency.measure.instruments import Instruments, LocalInstruments
 from sparseflow.latency.measure.plan import CollectionPlan, PlanStep, make_plan
 
@@ -58,7 +72,52 @@ LOAD_PREFIX = "load_"
 TEXT_COLUMNS = ("error", "stream_error", "stressor", "conv_search")
 NON_METRIC_COLUMNS = ("timestamp_s", "interval_s", "source", "device")
 
+logger = logging.getLogger(__name__)
+
 Row = dict[str, Any]
+
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Milliseconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=True)]
+Share = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
+
+
+class _AnyRow(BaseModel):
+    """Columns of every row that readers use."""
+
+    key: str
+    kernel_id: str
+    op_type: str
+    role: Literal["item", "reference"]
+    level: Share
+    session: int
+    start_s: Number
+
+
+class _FailedRow(_AnyRow):
+    error: str
+
+
+class _MeasuredRow(_AnyRow, extra="allow"):
+    """Columns of a row with a latency that readers use."""
+
+    error: None
+    stress_alone: Share
+    stress_achieved: Share
+    latency_ms: Milliseconds
+    p50_ms: Milliseconds
+    p95_ms: Milliseconds
+    samples_ns: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)]
+    cpu_ratio: Annotated[Number, Field(ge=0.0)] | None = None
+    device_ms: Number | None = None
+    host_ms: Number | None = None
+
+    @model_validator(mode="after")
+    def _check_loads(self) -> Self:
+        check_between(0.0, 1.0, **get_load_before(self.model_extra or {}))
+        return self
+
+
+_ROWS = TypeAdapter(list[_MeasuredRow | _FailedRow])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +134,8 @@ class CollectionSummary:
             two.
         levels: One entry per level: `level`, `stress_alone`, `stress_achieved`, `slowdown` (geometric mean
             over targets of the mean latency over that at the lowest level).
+        other_load: Median share of the device that other work used during the idle rows; None if it was not
+            read, or there are no idle rows.
     """
 
     path: Path
@@ -84,6 +145,7 @@ class CollectionSummary:
     targets: int
     drift: float | None
     levels: tuple[Mapping[str, float | None], ...]
+    other_load: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -116,8 +178,11 @@ def collect(
             return collect(config, out_dir, instruments=local_instruments, progress=progress)
     folder = Path(out_dir)
     plan = _open_plan(config, folder, instruments, progress)
-    if (folder / TABLE).is_file() and not (folder / ROWS).exists():
-        return _summarize(folder, plan, read_rows(folder), 0)
+    finished = _read_finished_rows(folder, plan)
+    if finished is not None:
+        # Left by an interruption after the table was written.
+        (folder / ROWS).unlink(missing_ok=True)
+        return _summarize(folder, plan, finished, 0)
     steps = list(plan.iter_steps())
     with _open_journal(folder, steps) as journal:
         num_rows = len(journal)
@@ -153,12 +218,15 @@ def read_rows(folder: Path | str) -> list[Row]:
         FileFormatError: The collection is damaged or of another version.
     """
     root = Path(folder)
-    order = [step.key for step in read_plan(root).iter_steps()]
-    if (root / ROWS).exists():
-        _, rows = read_journal(root / ROWS, dict)
-        by_key = {row["key"]: row for row in rows}
-        return [by_key[key] for key in order if key in by_key]
-    return read_parquet(root / TABLE).to_pylist() if (root / TABLE).is_file() else []
+    plan = read_plan(root)
+    finished = _read_finished_rows(root, plan)
+    if finished is not None:
+        return finished
+    _, rows = read_journal(root / ROWS, dict)
+    by_key = {row.get("key"): row for row in rows}
+    present = [by_key[step.key] for step in plan.iter_steps() if step.key in by_key]
+    _check_rows(present, root / ROWS)
+    return present
 
 
 def read_plan(folder: Path | str) -> CollectionPlan:
@@ -177,10 +245,39 @@ def count_rows(folder: Path | str) -> tuple[int, int]:
     if not (root / PLAN).is_file():
         return 0, 0
     planned = sum(len(block.targets) for block in read_plan(root).blocks)
+    if (root / TABLE).is_file():
+        return planned, planned
     try:
         return (root / ROWS).read_bytes().count(b"\n"), planned
     except FileNotFoundError:
-        return (planned if (root / TABLE).is_file() else 0), planned
+        return 0, planned
+
+
+def _read_finished_rows(folder: Path, plan: CollectionPlan) -> list[Row] | None:
+    """Return the rows of a complete collection; None if the table does not exist.
+
+    Raises:
+        FileFormatError: The table is damaged, or of another plan.
+    """
+    if not (folder / TABLE).is_file():
+        return None
+    rows = read_parquet(folder / TABLE).to_pylist()
+    if [row.get("key") for row in rows] != [step.key for step in plan.iter_steps()]:
+        raise FileFormatError(
+            f"{folder / TABLE} does not have the rows of {folder / PLAN}; restore both, or collect into "
+            "another directory"
+        )
+    _check_rows(rows, folder / TABLE)
+    return rows
+
+
+def _check_rows(rows: list[Row], path: Path) -> None:
+    try:
+        _ROWS.validate_python(rows)
+    except ValidationError as error:
+        raise FileFormatError(
+            f"{path} is damaged: {describe_validation_error(error)}; collect into another directory"
+        ) from error
 
 
 def _open_plan(
@@ -198,8 +295,8 @@ def _open_plan(
         plan.save(folder / PLAN)
     except OSError as error:
         raise RunError(
-            f"cannot write the plan to {folder}: {error.strerror}; free some space, or choose another "
-            "directory"
+            f"cannot write the plan to {folder}: {error.strerror or error}; free some space, or choose "
+            "another directory"
         ) from error
     return plan
 
@@ -217,6 +314,11 @@ def _open_journal(folder: Path, steps: list[PlanStep]) -> Journal[Row]:
                 f"{journal.locate(index)}: the key {row.get('key')!r} is not in the plan; restore the "
                 "file, or collect into another directory"
             )
+    try:
+        _check_rows(journal.rows, journal.path)
+    except FileFormatError:
+        journal.close()
+        raise
     return journal
 
 
@@ -241,7 +343,7 @@ def _explain_disk_errors(folder: Path, num_rows: int, num_planned: int) -> Itera
     try:
         yield
     except (OSError, RunError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise RunError(
             f"cannot write to {folder} ({reason}); {num_rows} of {num_planned} rows are saved: free some "
             "space and run the same command again to resume"
@@ -287,6 +389,18 @@ def format_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) -> CollectionSummary:
     valid = [row for row in rows if row["error"] is None]
+    idle_rows = [row for row in valid if row["level"] == 0.0]
+    metric = LOAD_METRICS[session.get_device_type(plan.config["provider"])]
+    other_load = compute_other_load(idle_rows, metric)
+    if other_load is not None and other_load > MAX_IDLE_LOAD:
+        num_invalid = sum(not (has_cpu_time(row) or is_quiet(row, metric)) for row in idle_rows)
+        logger.warning(
+            "other work used %.0f %% of the device during the idle measurements; %s",
+            100 * other_load,
+            f"{num_invalid} of {len(idle_rows)} cannot be used to train"
+            if num_invalid
+            else "training uses their CPU times, which it does not change",
+        )
     return CollectionSummary(
         path=folder,
         rows=len(rows),
@@ -295,6 +409,7 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
         targets=len(plan.targets),
         drift=_compute_drift(valid),
         levels=tuple(_summarize_levels(valid)),
+        other_load=other_load,
     )
 
 

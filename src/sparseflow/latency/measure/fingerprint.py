@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.device import describe_device
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
@@ -51,6 +52,7 @@ class DeviceFingerprint:
         try:
             device = environment["device"]
             on_gpu = session.get_device_type(config["provider"]) == "cuda"
+            check_one_of(session.PROVIDERS, kind=device["kind"])
             return cls(
                 kind=device["kind"],
                 name=device["name"],
@@ -63,9 +65,9 @@ class DeviceFingerprint:
                 conv_search=config["conv_search"] if on_gpu else None,
                 telemetry=config["telemetry"]["source"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
-                f"the plan of the collection lacks the device: {error!r}; collect into another directory"
+                f"the plan of the collection lacks a valid device: {error!r}; collect into another directory"
             ) from error
 
     def check_equal(self, other: DeviceFingerprint, description: str) -> None:

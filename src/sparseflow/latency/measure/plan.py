@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
@@ -24,6 +24,9 @@ from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
 from sparseflow.latency.graph.extraction import is_kernel_model, read_kernel
 from sparseflow.latency.measure.config import CollectionConfig, Paths
+
+if TYPE_CHECKING:
+    import onnx
 
 MODEL_OP = "Model"
 """Operator name of a full model."""
@@ -229,6 +232,29 @@ def _list_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> li
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
 
+def list_models(entries: Paths) -> list[Path]:
+    """List the ONNX files among files and directories.
+
+    Raises:
+        InputError: An entry does not exist.
+    """
+    return list(_iter_files(entries, are_kernels=False))
+
+
+def check_static_shapes(path: Path) -> onnx.ModelProto:
+    """Load a model and check that a collection can feed it.
+
+    Raises:
+        InputError, FileFormatError, ModelError: The file is invalid, or an input has open dimensions.
+    """
+    model = onnx_file.load_model(path)
+    try:
+        onnx_file.set_input_shapes(model, {})
+    except InputError as error:
+        raise ModelError(f"{path}: a collection requires static input shapes: {error}") from error
+    return model
+
+
 def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir():
@@ -242,11 +268,7 @@ def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
 
 
 def _read_target(path: Path, is_kernel: bool) -> Target:
-    model = onnx_file.load_model(path)
-    try:
-        onnx_file.set_input_shapes(model, {})
-    except InputError as error:
-        raise ModelError(f"{path}: a collection requires static input shapes: {error}") from error
+    model = check_static_shapes(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
     kernel = read_kernel(path, model) if is_kernel else None

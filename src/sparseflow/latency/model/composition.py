@@ -84,7 +84,8 @@ class CompositionModel:
 
     Attributes:
         mode: `"sum"`, `"critical_path"` or `"queue"`.
-        per_kernel_ms: Cost per kernel; negative if the overhead of an isolated call is larger.
+        per_kernel_ms: Cost per kernel; negative if the overhead of an isolated call is larger. Outside a
+            queue its magnitude is at most the latency of the fastest isolated kernel.
         per_view_ms: Latency of a view, independent of its isolated latency; unused in a queue.
         per_weight_ms: Cost per mebibyte of weights.
         per_activation_ms: Cost per mebibyte of activations, inputs and outputs.
@@ -247,7 +248,11 @@ def _fit_sum(
         terms.append(totals / measured)
         kernels_ms = sum(isolated_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEW_OPS)
         targets.append(1.0 - kernels_ms / measured)
-    kernel, view, weight, flow = _solve_least_squares(np.asarray(terms), np.asarray(targets))
+    # Inside a graph a kernel needs no call of its own, so its cost is at most one launch, of either sign.
+    launch_ms = min(isolated_ms[kernel_id] for graph in graphs for kernel_id in graph.count_kernel_uses())
+    kernel, view, weight, flow = _solve_least_squares(
+        np.asarray(terms), np.asarray(targets), max_first=max(launch_ms, MIN_VIEW_MS)
+    )
     return {
         "per_kernel_ms": kernel, "per_view_ms": view, "per_weight_ms": weight, "per_activation_ms": flow,
     }  # fmt: skip
@@ -312,18 +317,20 @@ def _compute_end_times_ms(host: Any, device: Any) -> Any:
     return np.cumsum(host) + np.cumsum(device[::-1])[::-1]
 
 
-def _solve_least_squares(terms: Any, targets: Any) -> tuple[float, ...]:
-    """Solve for non-negative costs, except for the first one, which may have either sign."""
+def _solve_least_squares(terms: Any, targets: Any, max_first: float) -> list[float]:
+    """Solve for non-negative costs, except for the first one, whose magnitude is at most `max_first`."""
     import numpy as np
 
-    # The first column occurs with both signs, so that all unknowns can be non-negative.
-    columns = np.column_stack([-terms[:, 0], terms])
-    scale = np.abs(columns).max(axis=0)
+    scale = np.abs(terms).max(axis=0)
     scale[scale == 0.0] = 1.0
     # Prevents large costs that cancel each other when there are only a few models.
-    penalty = _REGULARIZATION * np.eye(columns.shape[1])
-    solution, _ = require("scipy.optimize", "latency").nnls(
-        np.vstack([columns / scale, penalty]), np.concatenate([targets, np.zeros(len(penalty))])
+    penalty = _REGULARIZATION * np.eye(terms.shape[1])
+    lowest, highest = np.zeros(terms.shape[1]), np.full(terms.shape[1], np.inf)
+    lowest[0], highest[0] = -max_first * scale[0], max_first * scale[0]
+    solved = require("scipy.optimize", "latency").lsq_linear(
+        np.vstack([terms / scale, penalty]),
+        np.concatenate([targets, np.zeros(len(penalty))]),
+        bounds=(lowest, highest),
+        method="bvls",
     )
-    negative, positive, *other_costs = (float(value) for value in solution / scale)
-    return positive - negative, *other_costs
+    return (solved.x / scale).tolist()

@@ -24,18 +24,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.extras import require
 from sparseflow.core.telemetry.schema import METRICS
-from sparseflow.errors import DeviceError
+from sparseflow.errors import DeviceError, InputError
+from sparseflow.latency.measure.idle import LOAD_METRICS, MAX_IDLE_LOAD
 
 if TYPE_CHECKING:
     import numpy as np
-
-LOAD_METRICS: Mapping[str, str] = {"cpu": "others", "cuda": "busy"}
-"""Device type -> metric that is the time share of other work on the device."""
 
 BOTTLENECKS = ("arithmetic", "memory", "launch")
 """Bottlenecks of a kernel, as shares that sum to 1."""
@@ -97,6 +95,7 @@ class ContentionModel:
         yields_device: Whether a run starts with a wait while the load is active.
         cycle_ms: Mean length of the load's cycle.
         jitter: Quantiles, evenly spaced from 0 to 1, of idle runs over the idle latency.
+        samples: Number of measurements under load of the fit; with 0 no load can be predicted.
     """
 
     metric: str
@@ -111,6 +110,7 @@ class ContentionModel:
     yields_device: bool
     cycle_ms: PositiveFloat
     jitter: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)]
+    samples: NonNegativeInt
 
     def __post_init__(self) -> None:
         check_one_of(METRICS, metric=self.metric)
@@ -125,7 +125,7 @@ class ContentionModel:
         *,
         seed: int = 0,
     ) -> ContentionModel:
-        """Fit to runs under load; without any, load has no effect.
+        """Fit to runs under load; without any, no load can be predicted.
 
         Args:
             samples: Kernels and full models at several levels.
@@ -137,7 +137,7 @@ class ContentionModel:
         import numpy as np
 
         points = np.linspace(0.0, 1.0, _JITTER_POINTS)
-        no_effect = cls(
+        initial = cls(
             metric=metric,
             idle_load=idle_load,
             scale=1.0,
@@ -148,26 +148,40 @@ class ContentionModel:
             yields_device=False,
             cycle_ms=100.0,
             jitter=tuple(np.quantile(jitter, points).tolist()) if jitter else (1.0,) * _JITTER_POINTS,
+            samples=len(samples),
         )
         if not samples:
-            return no_effect
-        candidates = [_fit_means(no_effect, samples)]
+            return initial
+        candidates = [_fit_means(initial, samples)]
         if metric == LOAD_METRICS["cuda"]:
             # Only a GPU is yielded between two runs.
             candidates += [
-                _fit_means(replace(no_effect, yields_device=True, slice_ms=slice_ms), samples)
+                _fit_means(replace(initial, yields_device=True, slice_ms=slice_ms), samples)
                 for slice_ms in _SLICES_MS
             ]
         best = min(candidates, key=lambda entry: entry[1])[0]
         model_samples = [sample for sample in samples if sample.is_model and sample.ratios]
         return _fit_quantiles(best, model_samples, seed) if model_samples else best
 
+    def check_fitted(self) -> None:
+        """Check that measurements under load were part of the fit.
+
+        Raises:
+            InputError: There were none.
+        """
+        if not self.samples:
+            raise InputError(
+                "the predictor was trained on idle measurements only, so it cannot predict the latency under "
+                "load: collect with `levels: [0, 0.3, 0.6, 0.9]` and train on that collection too"
+            )
+
     def get_load(self, shares: Mapping[str, float]) -> float:
         """Return the load metric of a reading.
 
         Raises:
             DeviceError: The reading lacks the metric.
-            InputError: The value is not in [0, 1].
+            InputError: The value is not in [0, 1], or exceeds the idle load and nothing was measured under
+                load.
         """
         if self.metric not in shares:
             raise DeviceError(
@@ -175,6 +189,8 @@ class ContentionModel:
                 f"{', '.join(shares) or 'no metric'}: use a source that provides it"
             )
         check_between(0.0, 1.0, **{self.metric: shares[self.metric]})
+        if shares[self.metric] > self.idle_load:
+            self.check_fitted()
         return shares[self.metric]
 
     def compute_busy_share(self, load: float) -> float:
@@ -293,7 +309,13 @@ def _fit_means(
         {
             (sample.load, sample.achieved)
             for sample in samples
-            if initial.compute_busy_share(sample.load) > 0.0 and sample.achieved > 0.0
+            if initial.compute_busy_share(sample.load) > 0.0
+            and sample.achieved > 0.0
+            # The readings of a CPU need no calibration where they contain other work.
+            and (
+                initial.metric != LOAD_METRICS["cpu"]
+                or sample.load - initial.idle_load <= sample.achieved + MAX_IDLE_LOAD
+            )
         }
     )
 

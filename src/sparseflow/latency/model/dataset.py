@@ -3,6 +3,9 @@
 Rows are first corrected for drift of the machine: the reference is measured repeatedly at the lowest load,
 and a row there is divided by the reference's relative latency around it.
 
+Idle latencies are CPU times where these are valid (see `measure.idle`); idle rows that other work disturbed
+are omitted.
+
 If kernels were measured in a stream (`measure.stream`), their latency is the device time in the stream;
 kernels without separated times are omitted. That time needs no correction, since each run is paired with one
 of the blocking kernel.
@@ -11,6 +14,7 @@ of the blocking kernel.
 from __future__ import annotations
 
 import bisect
+import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +28,20 @@ from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.collection import read_plan, read_rows
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
+from sparseflow.latency.measure.idle import (
+    LOAD_METRICS,
+    MAX_IDLE_LOAD,
+    compute_idle_ms,
+    compute_other_load,
+    get_load_before,
+    has_cpu_time,
+    is_quiet,
+)
 from sparseflow.latency.measure.plan import MODEL_OP
 from sparseflow.latency.model.composition import VIEW_OPS
 
-BEFORE_PREFIX = "before_"
+logger = logging.getLogger(__name__)
+
 MIN_DEVICE_MS = 5e-4
 """Minimum device time of a kernel; smaller values are measurement noise."""
 
@@ -71,8 +85,10 @@ class LatencyDataset:
         idle_ms: Target -> idle latency; for a kernel in a stream its device time, 0 for a view.
         measurements_ms: Target -> latency of each measurement, whose median is `idle_ms`.
         host_ms: Kernel id -> host time to issue it in a stream; empty without stream measurements.
-        jitter: Target -> idle samples over the idle latency.
-        idle_load: Metric -> median share while idle.
+        jitter: Target -> idle samples over the idle latency, without those disturbed by other work.
+        idle_load: Metric -> median share while idle; empty if other work disturbed every idle row.
+        other_load: Median share of the device that other work used during the idle measurements; None if it
+            was not read.
         loaded: Measurements under load.
         failed: Number of rows without a latency.
     """
@@ -85,6 +101,7 @@ class LatencyDataset:
     host_ms: Mapping[str, float]
     jitter: Mapping[str, tuple[float, ...]]
     idle_load: Mapping[str, float]
+    other_load: float | None
     loaded: tuple[LoadedMeasurement, ...]
     failed: int
 
@@ -113,7 +130,8 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         collections: Directories written by `latency collect`, complete or not.
 
     Raises:
-        InputError: There are none, they differ in device or settings, or contain no idle measurement.
+        InputError: There are none, they differ in device or settings, or contain no idle measurement that
+            other work did not disturb.
         FileFormatError: One of them is damaged.
     """
     directories = [Path(folder) for folder in collections]
@@ -146,8 +164,13 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     idle_rows, loaded_rows = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
     if not idle_rows:
         raise InputError("there is no idle measurement: `levels` of a collection must include 0")
-    # The median of each measurement; slower samples were disturbed.
-    isolated_ms = _group_by_target((row["kernel_id"], row["p50_ms"] / row["pace"]) for row in idle_rows)
+    metric = LOAD_METRICS[fingerprint.kind]
+    other_load = compute_other_load(idle_rows, metric)
+    idle_rows = _select_valid_idle_rows(idle_rows, metric, other_load)
+    quiet_rows = [row for row in idle_rows if is_quiet(row, metric)]
+    isolated_ms = _group_by_target(
+        (row["kernel_id"], compute_idle_ms(row) / row["pace"]) for row in idle_rows
+    )
     idle_ms = {name: statistics.median(values) for name, values in isolated_ms.items()}
     measurements_ms, host = _collect_stream_times(idle_rows, kernels)
     if measurements_ms:
@@ -163,10 +186,11 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         host_ms=host,
         jitter=_group_by_target(
             (row["kernel_id"], value * 1e-6 / row["pace"] / idle_ms[row["kernel_id"]])
-            for row in idle_rows
+            for row in quiet_rows
             for value in row["samples_ns"]
         ),
-        idle_load=_compute_idle_load(idle_rows),
+        idle_load=_compute_idle_load(quiet_rows),
+        other_load=other_load,
         loaded=tuple(_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms),
         failed=failed,
     )
@@ -180,7 +204,7 @@ def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     reference = [row for row in rows if row["role"] == "reference" and row["level"] == lowest]
     if not reference:
         return [row | {"pace": 1.0} for row in rows]
-    typical_ms = statistics.median(row["p50_ms"] for row in reference)
+    typical_ms = statistics.median(map(compute_idle_ms, reference))
     reference.sort(key=lambda row: row["start_s"])
     times = [row["start_s"] for row in reference]
     corrected = []
@@ -190,7 +214,7 @@ def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         index = bisect.bisect(times, row["start_s"])
         neighbors = reference[max(index - NUM_NEIGHBORS // 2, 0) : index + NUM_NEIGHBORS // 2]
-        pace = statistics.median(neighbor["p50_ms"] for neighbor in neighbors) / typical_ms
+        pace = statistics.median(map(compute_idle_ms, neighbors)) / typical_ms
         corrected.append(row | {"pace": pace})
     return corrected
 
@@ -211,7 +235,12 @@ def _collect_stream_times(
     host: list[tuple[str, float]] = []
     for row in rows:
         name = row["kernel_id"]
-        if row.get("device_ms") is None or row.get("overtaken") or name not in kernels:
+        if (
+            row.get("device_ms") is None
+            or row.get("host_ms") is None
+            or row.get("overtaken")
+            or name not in kernels
+        ):
             continue
         is_view = kernels[name].node_op in VIEW_OPS
         device.append((name, 0.0 if is_view else max(row["device_ms"], MIN_DEVICE_MS)))
@@ -220,9 +249,31 @@ def _collect_stream_times(
     return _group_by_target(device), host_ms
 
 
+def _select_valid_idle_rows(
+    rows: list[dict[str, Any]], metric: str, other_load: float | None
+) -> list[dict[str, Any]]:
+    """Omit the idle rows that other work disturbed, and warn about them."""
+    valid = [row for row in rows if has_cpu_time(row) or is_quiet(row, metric)]
+    if other_load is not None and other_load > MAX_IDLE_LOAD:
+        logger.warning(
+            "other work used %.0f %% of the device during the idle measurements; %s",
+            100 * other_load,
+            "their CPU times are used instead of their wall times"
+            if len(valid) == len(rows)
+            else f"{len(rows) - len(valid)} of {len(rows)} are omitted",
+        )
+    if not valid:
+        raise InputError(
+            f"other work used more than {100 * MAX_IDLE_LOAD:.0f} % of the device during every idle "
+            "measurement; stop that work and collect again, or on a CPU collect with `threads: 1`, whose CPU "
+            "time other work does not change"
+        )
+    return valid
+
+
 def _compute_idle_load(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     readings = [get_load_before(row) for row in rows]
-    common_metrics = [name for name in METRICS if all(name in reading for reading in readings)]
+    common_metrics = [name for name in METRICS if readings and all(name in reading for reading in readings)]
     return {name: statistics.median(reading[name] for reading in readings) for name in common_metrics}
 
 
@@ -238,12 +289,3 @@ def _make_measurement(row: Mapping[str, Any], idle_ms: Mapping[str, float]) -> L
         slowdown=row["latency_ms"] / corrected_idle_ms,
         ratios=tuple(value * 1e-6 / corrected_idle_ms for value in row["samples_ns"]),
     )
-
-
-def get_load_before(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return metric -> share of the reading just before the row's block."""
-    return {
-        name: row[BEFORE_PREFIX + name]
-        for name in METRICS
-        if isinstance(row.get(BEFORE_PREFIX + name), float)
-    }

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparseflow.core import metrics
 from sparseflow.core.config import validate_config
 from sparseflow.core.progress import Progress
-from sparseflow.errors import RunError
+from sparseflow.errors import InputError, RunError
+from sparseflow.latency.graph import onnx_file
+from sparseflow.latency.graph.analysis import analyze
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.collection import collect, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
-from sparseflow.latency.model.dataset import get_load_before
+from sparseflow.latency.measure.idle import compute_idle_ms, get_load_before
+from sparseflow.latency.measure.plan import check_static_shapes, list_models
 from sparseflow.latency.model.predictor import Predictor
 
 
@@ -28,14 +32,15 @@ class EvaluationRow:
         model: Name of the model.
         level: Requested load, in [0, 1].
         achieved: Share that the load achieved while the model was idle.
-        measured_ms: Mean latency over all measurements.
+        measured_ms: Mean latency over all measurements; if idle, the latency without other work, see
+            `measure.idle`.
         measured_p50_ms: Measured median.
         measured_p95_ms: Measured 95th percentile.
         predicted_ms: Predicted mean latency.
         predicted_p50_ms: Predicted median.
         predicted_p95_ms: Predicted 95th percentile.
         low_ms: Lower end of the interval.
-        high_ms: Upper end of the interval.
+        high_ms: Upper end of the interval; infinite if an operator's work is unknown.
         coverage: Share of the prediction from kernels whose operator was measured.
     """
 
@@ -63,8 +68,13 @@ class EvaluationRow:
         return self.low_ms <= self.measured_ms <= self.high_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return {**asdict(self), "error": self.error, "in_interval": self.in_interval}
+        """Convert to JSON types; an infinite end of the interval is None."""
+        return {
+            **asdict(self),
+            "high_ms": None if math.isinf(self.high_ms) else self.high_ms,
+            "error": self.error,
+            "in_interval": self.in_interval,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +108,13 @@ class PredictorEvaluation:
         rows: One row per model and level.
         device: Name of the device.
         provider: onnxruntime's name of the provider.
+        problems: File or model that could not be evaluated -> message.
     """
 
     rows: tuple[EvaluationRow, ...]
     device: str
     provider: str
+    problems: Mapping[str, str] = field(default_factory=dict)
 
     def summarize(self) -> list[LevelSummary]:
         """Summarize each level, in ascending order."""
@@ -136,6 +148,7 @@ class PredictorEvaluation:
             "provider": self.provider,
             "summary": [asdict(summary) for summary in self.summarize()],
             "rows": [row.to_dict() for row in self.rows],
+            "problems": dict(self.problems),
         }
 
 
@@ -155,7 +168,8 @@ def evaluate(
 ) -> PredictorEvaluation:
     """Measure models and compare the latencies with predictions.
 
-    Each prediction uses the load that was read just before the measurement, as a caller would.
+    Each prediction uses the load that was read just before the measurement, as a caller would. A model that
+    cannot be analyzed or measured is one of `problems` and does not stop the others.
 
     Args:
         models: ONNX files, or directories of them.
@@ -171,16 +185,20 @@ def evaluate(
         progress: Receives a message and the fraction done.
 
     Raises:
-        InputError: A file is missing, or the predictor is of another device.
-        FileFormatError, ModelError: A file is invalid.
+        InputError: A path does not exist, the predictor is of another device, or a load is requested of one
+            that was trained on idle measurements only.
+        FileFormatError, ModelError: The only file is invalid.
         DeviceError: The device or the readings are not available.
-        RunError: A load was not reached, or every run of a model failed.
+        RunError: A load was not reached, or no model could be evaluated.
     """
     fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     fitted.fingerprint.check_local_device(gpu)
+    if any(levels):
+        fitted.contention.check_fitted()
     fingerprint = fitted.fingerprint
+    files, problems = _select_models(models, fingerprint.provider)
     settings: dict[str, Any] = {
-        "models": [Path(path) for path in models],
+        "models": files,
         "provider": fingerprint.kind,
         "threads": fingerprint.threads,
         "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
@@ -207,10 +225,35 @@ def evaluate(
     evaluated = []
     for (name, level), group in sorted(groups.items()):
         valid = [row for row in group if row["error"] is None]
-        if not valid:
-            raise RunError(f"{name} failed every time at load {level:g}: {group[0]['error']}")
-        evaluated.append(_make_row(fitted, name, level, valid, graphs[name], seed))
-    return PredictorEvaluation(rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider)
+        if valid:
+            evaluated.append(_make_row(fitted, name, level, valid, graphs[name], seed))
+        else:
+            problems[name] = f"every run at load {level:g} failed: {group[0]['error']}"
+    if not evaluated:
+        name, problem = next(iter(problems.items()))
+        raise RunError(f"none of {len(problems)} models could be evaluated; {name}: {problem}")
+    return PredictorEvaluation(
+        rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider, problems=problems
+    )
+
+
+def _select_models(models: Sequence[Path | str], provider: str) -> tuple[list[Path], dict[str, str]]:
+    """Return the files that can be analyzed for a provider, and file -> message for the others."""
+    files = list_models([onnx_file.check_path(path) for path in models])
+    problems: dict[str, str] = {}
+    if len(files) == 1:
+        return files, problems
+    for file in files:
+        try:
+            check_static_shapes(file)
+            analyze(file, provider)
+        except (InputError, RunError) as error:
+            problems[str(file)] = str(error)
+    selected = [file for file in files if str(file) not in problems]
+    if problems and not selected:
+        file, problem = next(iter(problems.items()))
+        raise RunError(f"none of {len(files)} models could be evaluated; {file}: {problem}")
+    return selected, problems
 
 
 def _make_row(
@@ -233,7 +276,9 @@ def _make_row(
         level=level,
         achieved=statistics.fmean(row["stress_alone"] for row in rows),
         # Slower idle runs were disturbed; under load the mean over measurements is predicted.
-        measured_ms=statistics.fmean(row["latency_ms"] for row in rows) if level else median_of("p50_ms"),
+        measured_ms=statistics.fmean(row["latency_ms"] for row in rows)
+        if level
+        else statistics.median(map(compute_idle_ms, rows)),
         measured_p50_ms=median_of("p50_ms"),
         measured_p95_ms=median_of("p95_ms"),
         predicted_ms=statistics.fmean(p.mean_ms for p in predictions),

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
+from sparseflow.latency.measure.idle import LOAD_METRICS
 from sparseflow.latency.measure.overlap import SUM
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
-from sparseflow.latency.model.contention import LOAD_METRICS, ContentionModel, ContentionSample
+from sparseflow.latency.model.contention import ContentionModel, ContentionSample
 from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
 from sparseflow.latency.model.kernel_regressor import RATIO, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
@@ -77,6 +78,7 @@ def fit_predictor(
         kernel_interval=DEFAULT_INTERVAL,
         idle_interval=DEFAULT_INTERVAL,
         loaded_interval=DEFAULT_INTERVAL,
+        other_load=data.other_load,
         quality={},
     )
     selected = {*names, *model_names}
@@ -85,7 +87,7 @@ def fit_predictor(
         for measurement in data.loaded
         if measurement.target in selected and (levels is None or measurement.level in levels)
     ]
-    jitter = [ratio for name in model_names for ratio in data.jitter[name]]
+    jitter = [ratio for name in model_names for ratio in data.jitter.get(name, ())]
     samples = _make_samples(predictor, data, rows, metric)
     idle_load = data.idle_load.get(metric, 0.0)
     contention = ContentionModel.fit(samples, metric, idle_load, jitter, seed=seed)

@@ -20,7 +20,9 @@ from sparseflow.latency.model.features import FeatureEncoder, make_features
 from sparseflow.latency.model.roofline import Roofline
 
 MEASURED, LEARNED, ROOFLINE = "measured", "learned", "roofline"
-"""Source of an idle latency: the kernel was measured, its operator was measured, or neither."""
+"""Source of an idle latency: the kernel was measured, its operator was measured and has a rule for its work,
+or neither.
+"""
 
 RATIO = "ratio"
 KINDS = (RATIO, BOOSTED, FOREST)
@@ -114,9 +116,11 @@ class KernelRegressor:
         return [float(value) for value in latencies_ms]
 
     def supports(self, kernel: KernelSpec) -> bool:
-        """Return whether kernels with this operator were learned."""
+        """Return whether kernels with this operator were learned and its work is known."""
         row = make_features(kernel)
-        return all(row[name] in values for name, values in self.encoder.categories.items())
+        return kernel.flops_known and all(
+            row[name] in values for name, values in self.encoder.categories.items()
+        )
 
     def get_source(self, kernel: KernelSpec, measured_ms: Mapping[str, float]) -> str:
         """Return the source of a kernel's idle latency: `MEASURED`, `LEARNED` or `ROOFLINE`."""

@@ -7,11 +7,12 @@ another format or version are refused. XGBoost models are stored in XGBoost's JS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from pydantic import PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.costmodel.intervals import ConformalInterval
@@ -19,6 +20,7 @@ from sparseflow.core.metrics import quantile
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
+from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
 from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel
 from sparseflow.latency.model.kernel_regressor import LEARNED, ROOFLINE, KernelRegressor
@@ -26,6 +28,9 @@ from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 
 MAX_IDLE_SLOWDOWN = 1.03
 """Maximum slowdown at which the interval of idle models applies."""
+
+MAX_GUESS_SHARE = 0.05
+"""Largest share of a latency that may come from operators without measurements."""
 
 _LAUNCH_ONLY = (0.0, 0.0, 1.0)
 """Shares of `contention.BOTTLENECKS` in the overhead of a call."""
@@ -42,7 +47,7 @@ class KernelPrediction:
         idle_ms: Mean idle latency.
         mean_ms: Mean latency under load.
         low_ms: Lower end of the interval while idle.
-        high_ms: Upper end of the interval while idle.
+        high_ms: Upper end of the interval while idle; infinite if the work of the operator is unknown.
         source: `"measured"`, `"learned"` or `"roofline"`.
     """
 
@@ -64,9 +69,10 @@ class Prediction:
         mean_ms: Mean latency.
         p50_ms: Median of runs.
         p95_ms: 95th percentile of runs.
-        interval: Low and high end of the interval around `mean_ms`, milliseconds.
+        interval: Low and high end of the interval around `mean_ms`, milliseconds. The high end is infinite if
+            the work of an operator that was not measured is unknown.
         interval_coverage: Expected share of measurements within such intervals.
-        coverage: Share of `mean_ms` from kernels whose operator was measured; the rest is predicted by
+        coverage: Share of `mean_ms` from kernels whose operator was measured; the rest is a guess by
             roofline.
         idle_ms: Mean latency without load.
         slowdown: `mean_ms` over `idle_ms`.
@@ -74,6 +80,7 @@ class Prediction:
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
         per_kernel: One entry per kernel, most expensive first.
+        notes: Sentences about limits of this prediction.
     """
 
     mean_ms: float
@@ -88,10 +95,24 @@ class Prediction:
     mode: str
     call_ms: float
     per_kernel: tuple[KernelPrediction, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the interval has no high end, or more than `MAX_GUESS_SHARE` of the mean is by roofline."""
+        return math.isinf(self.interval[1]) or self.coverage < 1.0 - MAX_GUESS_SHARE
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON types."""
-        return {**asdict(self), "interval": list(self.interval), "load": dict(self.load)}
+        """Convert to JSON types; an infinite end of an interval is None."""
+        record = {
+            **asdict(self),
+            "interval": [None if math.isinf(end) else end for end in self.interval],
+            "load": dict(self.load),
+        }
+        for kernel in record["per_kernel"]:
+            if math.isinf(kernel["high_ms"]):
+                kernel["high_ms"] = None
+        return record
 
 
 class Predictor(Artifact):
@@ -107,11 +128,13 @@ class Predictor(Artifact):
         kernel_interval: Interval around the latency of a learned kernel.
         idle_interval: Interval around the latency of a model on an idle device.
         loaded_interval: Interval around the latency of a model under load.
+        other_load: Share of the device that other work used during the idle measurements; None if it was not
+            read.
         quality: Errors on held-out data, in JSON types.
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
     fingerprint: DeviceFingerprint
@@ -123,6 +146,7 @@ class Predictor(Artifact):
     kernel_interval: ConformalInterval
     idle_interval: ConformalInterval
     loaded_interval: ConformalInterval
+    other_load: NonNegativeFloat | None
     quality: Mapping[str, Any]
 
     @model_validator(mode="after")
@@ -157,6 +181,7 @@ class Predictor(Artifact):
 
         Raises:
             DeviceError: The load lacks the metric of the contention model.
+            InputError: The share is not in [0, 1], or the predictor was trained on idle measurements only.
         """
         isolated_ms, composed = self.compose(graph)
         idle_ms = composed.total_ms
@@ -184,7 +209,28 @@ class Predictor(Artifact):
             mode=self.composition.mode,
             call_ms=composed.call_ms,
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
+            notes=tuple(self._list_notes(graph, roofline_kernels, 1.0 - supported_ms / mean_ms)),
         )
+
+    def _list_notes(
+        self, graph: Graph, roofline_kernels: Sequence[KernelPrediction], guess_share: float
+    ) -> Iterator[str]:
+        """Yield sentences about limits of a prediction."""
+        if guess_share > MAX_GUESS_SHARE:
+            names = ", ".join(sorted({kernel.op for kernel in roofline_kernels}))
+            yield f"{100 * guess_share:.0f} % of the latency is a guess: the training did not measure {names}"
+        unbounded = {kernel.kernel_id for kernel in roofline_kernels if math.isinf(kernel.high_ms)}
+        if unbounded:
+            names = ", ".join(sorted({kernel.op for kernel in graph.kernels if kernel.id in unbounded}))
+            yield (
+                f"nothing bounds the latency: the work of {names} is unknown; measure the model with "
+                "`sparseflow latency run`"
+            )
+        if self.other_load is not None and self.other_load > MAX_IDLE_LOAD:
+            yield (
+                f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
+                "of the training"
+            )
 
     def _compute_delays_ms(
         self, graph: Graph, composed: ComposedLatency, isolated_ms: Mapping[str, float]
@@ -227,7 +273,7 @@ class Predictor(Artifact):
                     idle_ms=contribution.ms,
                     mean_ms=contribution.ms + (mean_ms - composed.total_ms) * share,
                     low_ms=contribution.ms * low_ratio,
-                    high_ms=contribution.ms * high_ratio,
+                    high_ms=math.inf if math.isinf(high_ratio) else contribution.ms * high_ratio,
                     source=source,
                 )
             )

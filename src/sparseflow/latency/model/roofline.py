@@ -5,6 +5,7 @@ The bound is the launch overhead plus the longer of compute time and memory time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,9 @@ _PEAK_QUANTILE = 0.995
 
 _MIN_LAUNCHES = 4.0
 """Minimum latency, in launch overheads, of kernels that determine rates; launches dominate shorter ones."""
+
+UNMEASURED_FACTOR = 10.0
+"""Factor within which the latency of an operator that was never measured is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +89,16 @@ class Roofline:
         return self.launch_ms + self.compute_work_ms(kernel)
 
     def estimate_ms(self, kernel: KernelSpec) -> tuple[float, float, float]:
-        """Return typical latency, low and high end of a kernel whose operator was never measured."""
+        """Return typical latency, low and high end of a kernel whose operator was never measured.
+
+        Its latency is known to an order of magnitude if its work is. Otherwise nothing bounds it: the ends
+        are 0 and infinity.
+        """
         work = self.compute_work_ms(kernel)
         low, typical, high = (self.launch_ms + work * r for r in (self.low, self.typical, self.high))
-        return typical, low, high
+        if not kernel.flops_known:
+            return typical, 0.0, math.inf
+        return typical, min(low, typical / UNMEASURED_FACTOR), max(high, typical * UNMEASURED_FACTOR)
 
     def compute_bottleneck_shares(self, kernel: KernelSpec, latency_ms: float) -> tuple[float, float, float]:
         """Return the shares of arithmetic, memory and launch in a kernel's latency; they sum to 1."""

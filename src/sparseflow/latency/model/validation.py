@@ -153,6 +153,8 @@ def predict_under_load(
 ) -> list[HeldOutPrediction]:
     """Predict each measurement of a model under load by the predictor without its network.
 
+    Networks without which no measurement under load remains are omitted.
+
     Args:
         data: Measurements.
         predictors: Network -> predictor without it.
@@ -168,7 +170,9 @@ def predict_under_load(
             level=measurement.level,
         )
         for measurement in data.loaded
-        if measurement.is_model and get_network(measurement.target) in predictors
+        if measurement.is_model
+        and get_network(measurement.target) in predictors
+        and (ignore_load or predictors[get_network(measurement.target)].contention.samples)
     ]
 
 
