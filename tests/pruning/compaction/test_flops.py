@@ -61,12 +61,12 @@ def test_pruned_model_matches_torch(selector: str, pool: str, merge: bool, cut: 
     # the mean over queries at the second stage,
     if selector == "attention" and pool == "mean" and not cut:
         more += 2 * (64 + merges) ** 2
-    # and at both stages, sizes of windows and cells, maps from them to tokens, and regions.
+    # and at both stages, sizes of windows and cells, means of token entropies, maps to tokens, and regions.
     if model.score is not None:
         windows, cells, regions = (
             len(model.score.get_buffer(num_summed)) for num_summed in ("windows", "cells", "regions")
         )
-        more += 2 * 64 * (4 * (windows + cells) + 6 * regions)
+        more += 2 * 64 * 6 * (windows + cells + regions)
     assert count_with_torch(model) == without_attention(model) + more
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from sparseflow.core.config import list_configs
 from sparseflow.errors import InputError
 from sparseflow.pruning import ASTConfig, ScoreConfig
+from sparseflow.pruning.config import read_config
 from sparseflow.pruning.model.config import SELECTORS
 
 OTHERS: dict[str, Any] = {
@@ -28,6 +30,13 @@ def test_to_dict_round_trips(selector: str, arguments: dict[str, Any]) -> None:
     assert ASTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert ASTConfig.from_dict(config.to_dict()) == config
     assert set(config.to_dict()) == set(ASTConfig.__dataclass_fields__)
+
+
+def test_default_measure_is_the_divergence() -> None:
+    assert ASTConfig().score.measure == ASTConfig.from_dict({"score": {}}).score.measure == "divergence"
+    for name in list_configs("sparseflow.pruning"):
+        assert read_config(name).ast.score.measure == "divergence"
+    assert ASTConfig.from_dict({"score": {"measure": "entropy"}}).score.measure == "entropy"
 
 
 def test_from_dict_fills_in_defaults() -> None:
@@ -79,14 +88,20 @@ def test_invalid_settings_raise(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"stagess": {}}, "stagess"),
-        ({"score": {"tme": 1.0}}, "tme"),
-        ({"score": {"levels": 3}}, "`ast_cfg`"),
-        ({"score": None}, "`ast_cfg`"),
+        (
+            {"selctor": "ast"},
+            "`ast` has the unknown setting 'selctor'; known: stages, selector, score, softness",
+        ),
+        ({"score": {"tme": 1.0}}, "`score` has the unknown setting 'tme'; known: time, space, .*measure"),
+        ({"score": {"levels": 3}}, r"`levels` \(=3\)"),
+        ({"score": None}, r"`score` \(=None\) must be a mapping"),
         ({"score": {"regions": 0}}, "`regions`"),
-        ({"stages": [[3, 0.5]]}, "`ast_cfg`"),
-        ({"stages": {"last": 0.5}}, "'last'"),
-        ({"keep": None}, "`ast_cfg`"),
+        ({"stages": [[3, 0.5]]}, "`stages` .*must be a mapping"),
+        ({"stages": {"last": 0.5}}, "'last'; expected a number and a share"),
+        ({"stages": {"1:0.5": None}}, "'1:0.5'.*with a space after the colon"),
+        ({"stages": {"9" * 5000: 0.5}}, "^.{0,200}$"),
+        ({"keep": None}, r"`keep` \(=None\) must be a mapping"),
+        ({"keep": {1: 0.5, "token": 0.5}}, "`keep` .*1, token"),
         ({"stages": {3.7: 0.5}}, "`stages` .*3.7"),
         ({"stages": {True: 0.5}}, "`stages` .*True"),
         ({"softness": "much"}, r"`softness` \(='much'\) must be a finite number"),

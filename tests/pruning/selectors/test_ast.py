@@ -120,8 +120,8 @@ def naive_voronoi(grid: Grid, regions: int) -> list[int]:
 CASES: list[tuple[int, Grid, dict[str, Any]]] = [
     (8, (4, 4), {}),
     (5, (3, 4), {}),
-    (5, (3, 4), {"measure": "divergence"}),
-    (4, (2, 5), {"overlap": 0.0, "measure": "divergence"}),
+    (5, (3, 4), {"measure": "entropy"}),
+    (4, (2, 5), {"overlap": 0.0, "measure": "entropy"}),
     (4, (3, 3), {"overlap": 0.75}),
     (4, (3, 3), {"temperature": 0.3}),
     (6, (3, 3), {"time": 1.0, "space": 0.0, "region": 0.0}),
@@ -129,7 +129,7 @@ CASES: list[tuple[int, Grid, dict[str, Any]]] = [
     (6, (3, 3), {"time": 0.0, "space": 0.0, "region": 2.0, "regions": 3}),
     (6, (3, 3), {"regions": 1}),
     (3, (2, 3), {"regions": 100, "levels": (5,)}),
-    (3, (2, 3), {"levels": (7, 2), "measure": "divergence"}),
+    (3, (2, 3), {"levels": (7, 2), "measure": "entropy"}),
     (1, (1, 4), {}),
     (4, (1, 1), {}),
 ]
@@ -226,7 +226,8 @@ def test_constant_frames_have_zero_divergence() -> None:
     of_time = ScoreConfig(time=1.0, space=0.0, region=0.0, measure="divergence")
     assert EntropyScore(6, (3, 3), of_time)(still).abs().max() < 1e-6
     # Entropies differ between patches only.
-    score_map = EntropyScore(6, (3, 3), ScoreConfig(time=1.0, space=0.0, region=0.0))(still)
+    of_entropy = ScoreConfig(time=1.0, space=0.0, region=0.0, measure="entropy")
+    score_map = EntropyScore(6, (3, 3), of_entropy)(still)
     torch.testing.assert_close(score_map, score_map[:, :1].expand(-1, 6, -1))
     assert score_map.amax() == 1.0
 
@@ -239,6 +240,15 @@ def test_constant_frames_diverge_by_rounding_only(channels: int, frames: int) ->
     score_map = EntropyScore(frames, (4, 4), of_time)(still)
     # Entropies near log(768) are rounded to 5e-7, and ranges below 1e-4 are not scaled up to 1.
     assert score_map.amin() >= 0.0 and score_map.amax() < 0.02
+
+
+def test_default_score_finds_a_moving_object() -> None:
+    # Static patches of high contrast; one patch per frame changes. The entropy prefers dull patches.
+    x = features((1, 1, 64, 16)).repeat(1, 8, 1, 1)
+    changed = torch.arange(8) * 9 % 64
+    x[0, torch.arange(8), changed] = features((8, 16), seed=1)
+    found = EntropyScore(8, (8, 8), ScoreConfig())(x)[0].flatten().topk(32).indices
+    assert set((torch.arange(8) * 64 + changed).tolist()) <= set(found.tolist())
 
 
 def test_score_of_a_sample_is_independent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
@@ -11,7 +11,7 @@ from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
 SELECTORS = ("ast", "random", "uniform", "tome", "attention")
-"""Token selectors: entropy score; random tokens; evenly spaced tokens; ToMe (arXiv 2210.09461), which merges
+"""Token selectors: AST score; random tokens; evenly spaced tokens; ToMe (arXiv 2210.09461), which merges
 similar tokens; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
 
 ATTENTION_SELECTORS = ("tome", "attention")
@@ -21,6 +21,8 @@ GATED_GRAINS = ("head", "channel", "block")
 
 _MAX_MLP_RATIO = 64
 """Larger ratios are taken for a typing error."""
+
+_MAX_BLOCK_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ class ASTConfig:
                 f"`selector` (={self.selector!r}) reads the attention heads of its block; remove head and "
                 f"block from `keep` (={dict(self.keep)})"
             )
-        unknown = sorted(set(self.keep) - set(GATED_GRAINS))
+        unknown = sorted(str(grain) for grain in self.keep if grain not in GATED_GRAINS)
         if unknown:
             raise InputError(
                 f"`keep` has unknown grains: {', '.join(unknown)}; expected {', '.join(GATED_GRAINS)}"
@@ -195,20 +197,42 @@ class ASTConfig:
         Raises:
             InputError: A setting is unknown or invalid.
         """
-        try:
-            arguments = dict(data)
-            if "stages" in arguments:
-                arguments["stages"] = {
-                    int(block) if isinstance(block, str) else block: share
-                    for block, share in arguments["stages"].items()
-                }
-            if "score" in arguments:
-                score = dict(arguments["score"])
-                if "levels" in score:
-                    score["levels"] = tuple(score["levels"])
-                arguments["score"] = ScoreConfig(**score)
-            return cls(**arguments)
-        except InputError:
-            raise
-        except (AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"`ast_cfg` is invalid: {error}") from error
+        arguments = _check_names(data, "ast", cls)
+        if "stages" in arguments:
+            stages = _check_mapping(arguments["stages"], "stages")
+            arguments["stages"] = {_parse_block(block): share for block, share in stages.items()}
+        if "keep" in arguments:
+            _check_mapping(arguments["keep"], "keep")
+        if "score" in arguments:
+            score = _check_names(arguments["score"], "score", ScoreConfig)
+            if isinstance(score.get("levels"), list):
+                score["levels"] = tuple(score["levels"])
+            arguments["score"] = ScoreConfig(**score)
+        return cls(**arguments)
+
+
+def _check_mapping(value: Any, name: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"`{name}` (={value!r:.60}) must be a mapping")
+    return value
+
+
+def _check_names(value: Any, name: str, config_type: type) -> dict[str, Any]:
+    """Check that all keys are fields of a configuration, and copy them."""
+    known = [item.name for item in fields(config_type)]
+    unknown = [key for key in _check_mapping(value, name) if key not in known]
+    if unknown:
+        raise InputError(f"`{name}` has the unknown setting {unknown[0]!r:.60}; known: {', '.join(known)}")
+    return dict(value)
+
+
+def _parse_block(block: Any) -> Any:
+    """Convert the text that JSON has for a block; other types are checked with the stages."""
+    if not isinstance(block, str):
+        return block
+    if not (block.isdecimal() and len(block) <= _MAX_BLOCK_DIGITS):
+        raise InputError(
+            f"`stages` contains the block {block!r:.60}; expected a number and a share such as {{3: 0.6}}, "
+            "with a space after the colon"
+        )
+    return int(block)

@@ -1,18 +1,22 @@
-"""AST2.0-lite v2 score: importance of tokens from entropies over time, space and regions.
+"""AST2.0-lite v2 score: importance of tokens from divergences over time, space and regions.
 
 Notation: x is [B, T, N, C], T frames of N = h * w patches; p = softmax of x over C, one distribution per
 token.
 
-- Time: level L has overlapping windows of ceil(T / L) frames. The entropy of a window is that of its mean p,
-  for each patch. A frame gets the mean of its windows: [B, T, N].
-- Space: level L divides the grid into L x L cells. The entropy of a cell is that of its mean p, for each
-  frame, and all its patches get it: [B, T, N].
+The divergence of a group of tokens is the entropy of their mean p minus the mean of their entropies (the
+Jensen-Shannon divergence); it is 0 if all tokens of the group have the same p.
+
+- Time: level L has overlapping windows of ceil(T / L) frames. A window has the divergence of its frames, for
+  each patch. A frame gets the mean of its windows: [B, T, N].
+- Space: level L divides the grid into L x L cells. A cell has the divergence of its patches, for each frame,
+  and all its patches get it: [B, T, N].
 - Regions: each patch belongs to the nearest of R seeds spread over the grid (Voronoi). A region gets the mean
-  time entropy of its patches, frame by frame: [B, T, N].
+  time map of its patches, frame by frame: [B, T, N].
 
 Each map is scaled to [0, 1] within its sample and levels are averaged; the score is a weighted sum of the
-three maps. With `measure="divergence"` the mean entropy of the members is subtracted from the entropy of
-their mean: the result is the Jensen-Shannon divergence, 0 if a window is constant.
+three maps. `measure="entropy"` uses the entropy of the mean p without the subtraction. That entropy is
+highest for patches of low contrast: it selects fewer tokens of moving objects than random selection does
+(`benchmarks/pruning/recall.py`). It exists for models that were trained with it.
 
 Means exclude tokens that an earlier stage dropped.
 """
@@ -31,8 +35,8 @@ from sparseflow.core.checks import check_at_least, check_non_negative, check_one
 from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.entropy.reference import compute_entropies
 
-Measure = Literal["entropy", "divergence"]
-MEASURES = ("entropy", "divergence")
+Measure = Literal["divergence", "entropy"]
+MEASURES = ("divergence", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +44,14 @@ class ScoreConfig:
     """Parameters of the AST score.
 
     Attributes:
-        time: Weight of the time entropy.
-        space: Weight of the space entropy.
-        region: Weight of the region importance.
+        time: Weight of the time map.
+        space: Weight of the space map.
+        region: Weight of the region map.
         levels: Levels of windows and cells.
         overlap: Fraction of a window shared with the next one, from 0 to below 1.
         regions: Number of seeds on the patch grid.
         temperature: Temperature of the softmax over channels.
-        measure: `"entropy"` or `"divergence"`.
+        measure: `"divergence"`, or `"entropy"` for models that were trained with it.
 
     Raises:
         InputError: A value is out of range.
@@ -60,7 +64,7 @@ class ScoreConfig:
     overlap: float = 0.5
     regions: int = 16
     temperature: float = 1.0
-    measure: Measure = "entropy"
+    measure: Measure = "divergence"
 
     def __post_init__(self) -> None:
         check_non_negative(time=self.time, space=self.space, region=self.region, overlap=self.overlap)

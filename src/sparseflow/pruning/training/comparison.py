@@ -128,13 +128,13 @@ def list_selector_models(config: PruningConfig) -> dict[str, PruningConfig]:
 
 
 def list_ablations(config: PruningConfig) -> dict[str, PruningConfig]:
-    """List AST without each of its parts, AST with divergences, and the dense model on one frame."""
+    """List AST without each of its parts, AST with entropies, and the dense model on one frame."""
     score_changes: dict[str, dict[str, Any]] = {
         "no time": {"time": 0.0},
         "no space": {"space": 0.0},
         "no regions": {"region": 0.0},
         "one level": {"levels": (1,)},
-        "divergence": {"measure": "divergence"},
+        "entropy": {"measure": "entropy"},
     }
     models = {}
     for name, change in score_changes.items():
