@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import av
@@ -151,6 +152,87 @@ def test_file_truncated_between_frames_raises(tmp_path: Path) -> None:
     os.truncate(path, index)
     with pytest.raises(FileFormatError, match=rf"video\.avi .*\d+ of {FRAMES} frames"):
         decode(path)
+
+
+def with_display_matrix(source: Path, target: Path, matrix: tuple[float, float, float, float]) -> Path:
+    """Copy an MP4 file and replace the display matrix of its track; the original has the identity."""
+    content, unit = source.read_bytes(), 1 << 16
+    identity = struct.pack(">9i", unit, 0, 0, 0, unit, 0, 0, 0, 1 << 30)
+    start = content.index(identity, content.index(b"tkhd"))
+    a, b, c, d = (round(value * unit) for value in matrix)
+    content_of_matrix = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    target.write_bytes(content[:start] + content_of_matrix + content[start + len(identity) :])
+    return target
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns", "flip"),
+    [
+        ((0, 1, -1, 0), -1, False),  # Phones write this for upright clips: a quarter turn clockwise.
+        ((-1, 0, 0, -1), 2, False),
+        ((0, -1, 1, 0), 1, False),
+        ((-1, 0, 0, 1), 0, True),
+        ((1, 0, 0, -1), 2, True),
+        ((0, 1, 1, 0), -1, True),
+        ((0, -1, -1, 0), 1, True),
+        ((0.001, 0.9999, -0.9999, 0.001), -1, False),
+    ],
+)
+def test_display_matrix_is_applied(
+    tmp_path: Path, matrix: tuple[float, float, float, float], turns: int, flip: bool
+) -> None:
+    source = write_video(tmp_path / "source.mp4", 3)
+    stored = decode(source)
+    expected = np.rot90(stored, turns, axes=(1, 2))
+    expected = expected[:, :, ::-1] if flip else expected
+    path = with_display_matrix(source, tmp_path / "rotated.mp4", matrix)
+    np.testing.assert_array_equal(decode(path), expected)
+    np.testing.assert_array_equal(open_video(path).read([2, 0]), expected[[2, 0]])
+    height, width = (32, 24) if turns % 2 else (24, 32)
+    assert decode(path, size=24).shape == (3, height, width, 3)
+
+
+@pytest.mark.parametrize(("orientation", "turns"), [(1, 0), (3, 2), (6, -1), (8, 1)])
+def test_exif_rotation_is_applied(tmp_path: Path, orientation: int, turns: int) -> None:
+    path = write_frames(tmp_path, 1, suffix=".jpg") / "frame_1.jpg"
+    stored, content = decode(tmp_path), path.read_bytes()
+    entry = struct.pack("<HHHIHHI", 1, 0x0112, 3, 1, orientation, 0, 0)
+    exif = b"Exif\0\0II*\0" + struct.pack("<I", 8) + entry
+    path.write_bytes(content[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + content[2:])
+    np.testing.assert_array_equal(decode(tmp_path), np.rot90(stored, turns, axes=(1, 2)))
+
+
+def test_rotation_by_another_angle_raises(tmp_path: Path) -> None:
+    source = write_video(tmp_path / "source.mp4", 3)
+    path = with_display_matrix(source, tmp_path / "tilted.mp4", (0.9, 0.4, -0.4, 0.9))
+    with pytest.raises(FileFormatError, match=r"tilted\.mp4 is rotated by an angle"):
+        decode(path)
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "mpeg4"), (".avi", "mpeg4"), (".mov", "mjpeg")])
+def test_damaged_middle_raises(tmp_path: Path, suffix: str, codec: str) -> None:
+    path = write_video(tmp_path / f"video{suffix}", 60, codec=codec)
+    content, middle = bytearray(path.read_bytes()), path.stat().st_size // 2
+    content[middle : middle + 2000] = np.random.default_rng(0).bytes(2000)
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=rf"video\{suffix} (is damaged: \d+ of 60|does not decode)"):
+        decode(path)
+
+
+def test_metadata_that_is_not_utf8_is_ignored(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "video.mp4", 3)
+    content = path.read_bytes()
+    assert b"VideoHandler" in content
+    path.write_bytes(content.replace(b"VideoHandler", b"Video\xff\xfe\xfdndle"))
+    assert len(decode(path)) == 3
+
+
+def test_huge_frames_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = write_video(tmp_path / "video.mp4", 3), write_frames(tmp_path / "frames", 2)
+    monkeypatch.setattr("sparseflow.pruning.data.video._DECODER_OPTIONS", {"max_pixels": "1000"})
+    for source in (path, folder):
+        with pytest.raises(FileFormatError, match=source.name):
+            decode(source)
 
 
 def test_damaged_images_raise(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class VideoCacheHeader(Artifact):
     """
 
     FORMAT: ClassVar[str] = "sparseflow.pruning.video-cache"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     HINT: ClassVar[str] = "build a new cache with `build_cache` in another directory"
 
     size: PositiveInt | None

@@ -22,7 +22,8 @@ from sparseflow.errors import FileFormatError, InputError
 
 SPLIT_NUMBERS = (1, 2, 3)
 
-_VIDEO_NAME = re.compile(r"v_(?P<name>.+)_g(?P<group>\d{2,})_c\d{2,}")
+_VIDEO_NAME = re.compile(r"v_(?P<name>.+)_g(?P<group>[0-9]{2,9})_c[0-9]{2,9}")
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,9 @@ def _read_classes(path: Path) -> tuple[str, ...]:
     for location, line in _read_lines(path):
         number, _, name = line.partition(" ")
         name = name.strip()
-        if not number.isdecimal() or not name or "/" in name or " " in name:
+        if not _NUMBER.fullmatch(number) or not name or "/" in name or " " in name:
             raise FileFormatError(
-                f"{location}: expected a number and a class such as '1 ApplyEyeMakeup', got {line!r}"
+                f"{location}: expected a number and a class such as '1 ApplyEyeMakeup', got {line!r:.100}"
             )
         if int(number) != len(classes) + 1:
             raise FileFormatError(f"{location}: expected number {len(classes) + 1}, got {number}")
@@ -122,18 +123,18 @@ def _read_list(
 
 def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label: bool) -> VideoEntry:
     video, *numbers = line.split()
-    if len(numbers) != has_label or any(not number.isdecimal() for number in numbers):
+    if len(numbers) != has_label or not all(map(_NUMBER.fullmatch, numbers)):
         expected = "a video and its class, such as 'A/v_A_g08_c01.avi 1'" if has_label else "one video"
-        raise FileFormatError(f"{location}: expected {expected}, got {line!r}")
+        raise FileFormatError(f"{location}: expected {expected}, got {line!r:.100}")
     path = PurePosixPath(video).parent / PurePosixPath(video).stem
     match = _VIDEO_NAME.fullmatch(path.name)
     # Official names differ in case: HandstandPushups/v_HandStandPushups_g01_c01.avi.
     if len(path.parts) != 2 or match is None or match["name"].lower() != path.parent.name.lower():
         raise FileFormatError(
-            f"{location}: expected a name such as 'Class/v_Class_g08_c01.avi', got {video!r}"
+            f"{location}: expected a name such as 'Class/v_Class_g08_c01.avi', got {video!r:.100}"
         )
     if path.parent.name not in labels:
-        raise FileFormatError(f"{location}: unknown class {path.parent.name!r}; see classInd.txt")
+        raise FileFormatError(f"{location}: unknown class {path.parent.name!r:.100}; see classInd.txt")
     label = labels[path.parent.name]
     if has_label and int(numbers[0]) != label + 1:
         raise FileFormatError(

@@ -2,15 +2,16 @@
 
 Frames are counted by decoding, because the counts in container headers are unreliable, and are read from the
 beginning, because few formats seek exactly; decoding without color conversion is fast. A video that does not
-decode to its end is an error. Damage that the decoder conceals is not detected, nor is a Matroska file that
-was truncated between two frames.
+decode to its end is an error, and so is one that decodes to fewer frames than its index lists. Damage that
+the decoder conceals within a frame is not detected, nor is a Matroska file that was truncated between two
+frames. Rotations by multiples of 90 degrees and reflections in the metadata are applied, as players do.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,12 @@ VIDEO_SUFFIXES = (".avi", ".mp4", ".mkv", ".webm", ".mov")
 
 IMAGE_CODECS = {".jpg": "mjpeg", ".jpeg": "mjpeg", ".png": "png"}
 """Suffix of an image -> its decoder."""
+
+MAX_PIXELS = 2**26
+"""Largest number of pixels of a frame; a few bytes can describe a frame that does not fit into memory."""
+
+_MAX_PLACEHOLDER_BYTES = 19
+"""Size up to which a frame of MPEG-4 Part 2 may be a placeholder that decodes to nothing."""
 
 
 class Video(Protocol):
@@ -50,13 +57,14 @@ def find_video(root: Path | str, name: str) -> Path | None:
         The first existing of `<root>/<name>.avi` (or another of `VIDEO_SUFFIXES`), `<root>/<name>/`, and the
         same without the directory of the class; None if there is none.
     """
-    for base in dict.fromkeys((Path(root) / name, Path(root) / Path(name).name)):
-        for suffix in VIDEO_SUFFIXES:
-            path = base.with_name(base.name + suffix)
-            if path.is_file():
-                return path
-        if base.is_dir():
-            return base
+    with suppress(OSError):  # a name that no file can have
+        for base in dict.fromkeys((Path(root) / name, Path(root) / Path(name).name)):
+            for extension in VIDEO_SUFFIXES:
+                path = base.with_name(base.name + extension)
+                if path.is_file():
+                    return path
+            if base.is_dir():
+                return base
     return None
 
 
@@ -95,7 +103,7 @@ def iterate_frames(path: Path | str, *, size: int | None = None, threads: int = 
     """
     video = open_video(path)
     assert isinstance(video, _VideoFile | _FrameDirectory)
-    convert = _RgbConverter(size)
+    convert = _RgbConverter(video.path, size)
     yield from map(convert, video.decode(threads))
 
 
@@ -115,7 +123,7 @@ class _VideoFile:
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         checked = check_indices(indices, self._frames, self.path)
         unique, order = np.unique(checked, return_inverse=True)
-        convert, images, num_decoded = _RgbConverter(), [], 0
+        convert, images, num_decoded = _RgbConverter(self.path), [], 0
         with closing(self.decode()) as av_frames:
             for num_decoded, frame in enumerate(av_frames, start=1):
                 if num_decoded - 1 == unique[len(images)]:
@@ -132,10 +140,11 @@ class _VideoFile:
         num_decoded, is_corrupt = 0, False
         try:
             # With an explicit protocol, a colon in the path is not parsed as one.
-            with av.open(f"file:{self.path}") as container:
+            with av.open(f"file:{self.path}", metadata_errors="replace") as container:
                 if not container.streams.video:
                     raise FileFormatError(f"{self.path} has no video stream")
                 stream = container.streams.video[0]
+                stream.codec_context.options = _DECODER_OPTIONS
                 stream.thread_count = threads
                 stream.thread_type = "AUTO" if threads > 1 else "SLICE"
                 announced = stream.frames
@@ -144,6 +153,7 @@ class _VideoFile:
                     for frame in packet.decode():
                         num_decoded += 1
                         yield frame
+                num_indexed = _count_indexed_frames(stream)
         except av.FFmpegError as error:
             raise FileFormatError(
                 f"{self.path} does not decode after frame {num_decoded}: {error.strerror}"
@@ -154,6 +164,10 @@ class _VideoFile:
             )
         if not num_decoded:
             raise FileFormatError(f"{self.path} has a video stream without frames")
+        if num_decoded < min(announced, num_indexed):
+            raise FileFormatError(
+                f"{self.path} is damaged: {num_decoded} of {announced} frames decode; download it again"
+            )
 
 
 class _FrameDirectory:
@@ -181,7 +195,9 @@ class _FrameDirectory:
     def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         checked = check_indices(indices, len(self._images), self.path)
         unique, order = np.unique(checked, return_inverse=True)
-        images = list(map(_RgbConverter(), self._decode_images([self._images[index] for index in unique])))
+        images = list(
+            map(_RgbConverter(self.path), self._decode_images([self._images[index] for index in unique]))
+        )
         return np.stack([images[index] for index in order])
 
     def decode(self, threads: int = 1) -> Iterator[Any]:
@@ -198,6 +214,7 @@ class _FrameDirectory:
             if codec not in decoders:
                 decoders[codec] = av.CodecContext.create(codec, "r")
                 decoders[codec].thread_count = 1
+                decoders[codec].options = _DECODER_OPTIONS
             try:
                 packet = av.Packet(path.read_bytes())
                 # Otherwise the PNG decoder adds the image to the previous one.
@@ -218,17 +235,19 @@ class _FrameDirectory:
 
 
 class _RgbConverter:
-    """Converts PyAV frames of one video to arrays of one shape.
+    """Converts PyAV frames of one video to upright arrays of one shape.
 
     Args:
+        path: Path of the video for error messages.
         size: Shorter side of the arrays, pixels; None keeps the size.
     """
 
-    def __init__(self, size: int | None = None) -> None:
+    def __init__(self, path: Path, size: int | None = None) -> None:
         # The `reformat` method of a frame would set up the conversion for each frame.
         self._reformatter = require("av.video.reformatter", "pruning").VideoReformatter()
-        self._size = size
+        self._path, self._size = path, size
         self._shape: tuple[int, int] | None = None
+        self._is_transposed: bool | None = None
 
     def __call__(self, frame: Any) -> np.ndarray:
         if self._shape is None:
@@ -239,7 +258,49 @@ class _RgbConverter:
         rgb = self._reformatter.reformat(
             frame, width=width, height=height, format="rgb24", interpolation="BILINEAR", threads=1
         )
-        return rgb.to_ndarray()
+        return self._orient(rgb.to_ndarray(), *_read_display_matrix(frame))
+
+    def _orient(self, image: np.ndarray, a: int, b: int, c: int, d: int) -> np.ndarray:
+        """Apply the display matrix: pixel (x, y) is shown at (a x + c y, b x + d y)."""
+        is_transposed = abs(b) + abs(c) > abs(a) + abs(d)
+        if self._is_transposed not in (None, is_transposed):
+            raise FileFormatError(f"{self._path} has frames of different orientations; rotate them first")
+        self._is_transposed = is_transposed
+        if is_transposed:
+            image, a, b, c, d = image.swapaxes(0, 1), c, d, a, b
+        if abs(b) + abs(c) > _MAX_SKEW * (abs(a) + abs(d)):
+            raise FileFormatError(
+                f"{self._path} is rotated by an angle that is no multiple of 90 degrees; rotate its frames "
+                "with ffmpeg"
+            )
+        if is_transposed or a < 0 or d < 0:
+            return np.ascontiguousarray(image[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
+        return image
+
+
+_DECODER_OPTIONS = {"max_pixels": str(MAX_PIXELS)}
+
+_MAX_SKEW = 0.02
+"""Largest sine of a rotation, about one degree, that is ignored."""
+
+
+def _read_display_matrix(frame: Any) -> tuple[int, int, int, int]:
+    """Read the linear part of a frame's display matrix; the identity without one."""
+    try:
+        matrices = [item for item in frame.side_data if item.type.name == "DISPLAYMATRIX"]
+    except ValueError:  # PyAV does not know the type of Exif data, which hides reflections.
+        turns = round(frame.rotation / 90) % 4
+        return ((1, 0, 0, 1), (0, -1, 1, 0), (-1, 0, 0, -1), (0, 1, -1, 0))[turns]
+    if not matrices:
+        return 1, 0, 0, 1
+    a, b, _, c, d = np.frombuffer(matrices[0], np.int32, 5).tolist()
+    return a, b, c, d
+
+
+def _count_indexed_frames(stream: Any) -> int:
+    """Count the frames that the index of a container lists, without those that may decode to nothing."""
+    smallest = _MAX_PLACEHOLDER_BYTES if stream.codec_context.name == "mpeg4" else 0
+    return sum(entry.size > smallest and not entry.is_discard for entry in stream.index_entries)
 
 
 def check_indices(indices: Sequence[int] | np.ndarray, frames: int | None, path: Path) -> np.ndarray:
