@@ -73,7 +73,8 @@ def test_parse_yaml_scalar_follows_yaml_1_2(text: str, value: Any) -> None:
     "text",
     [
         "a: [1", "a: 1\n\tb: 2", "a: b: c", "a: 'x", "a: 1\n---\nb: 2", "{[1]: 2}", "a: \0", "a: *nowhere",
-        "a: 1\na: 2", "{a: 1, 'a': 2}", "1: a\n1.0: b", "&a [*a]", "a: &a {b: *a}", "9" * 5000, "!!int many",
+        "a: 1\na: 2", "{a: 1, 'a': 2}", "1: a\n1.0: b", "&a [*a]",
+        "9223372036854775808", "a: 0x8000000000000000", "a: &a {b: *a}", "9" * 5000, "!!int many",
         "!!float many", "!!bool maybe", "!!timestamp today", "!!binary é", "!!set {a, b}", "!unknown 3",
         "!!python/object/apply:os.getcwd []", "[" * 5000, "[" * 100 + "]" * 100, "!!map [1]", "!!seq {a: 1}",
     ],
@@ -82,6 +83,20 @@ def test_parse_yaml_invalid_text_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(text)
     assert str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_huge_integers_are_refused_with_their_size(tmp_path: Path) -> None:
+    assert parse("9223372036854775807") == 2**63 - 1
+    with pytest.raises(
+        ValueError, match=r"^the integer 999999999999… has 5000 digits; expected at most 64 bits$"
+    ):
+        parse("epochs: " + "9" * 5000)
+    with pytest.raises(InputError, match=r"`--set a=.*an integer of 64 bits exceeds"):
+        parse_overrides([f"a={2**63}"], extra="codesign")
+    file = tmp_path / "huge.json"
+    file.write_text(f'{{"a": [{{"b": {10**30}}}]}}')
+    with pytest.raises(FileFormatError, match=r"huge\.json is not a valid config: an integer of 100 bits"):
+        read(file)
 
 
 def test_parse_yaml_limits_alias_expansion() -> None:

@@ -1,7 +1,8 @@
 """Strict configuration files: YAML 1.2 or JSON, shipped configs by name, overrides, pydantic validation.
 
 YAML is read with the core schema of YAML 1.2, so `off` and `1:0.5` are text and `1e-3` is a number. Duplicate
-keys, application tags, recursive aliases and alias expansion beyond `MAX_NODES` are refused.
+keys, application tags, recursive aliases, alias expansion beyond `MAX_NODES` and integers beyond 64 bits are
+refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MAX_NODES = 100_000
 """Largest number of YAML nodes after alias expansion."""
 
 _MAX_DEPTH = 64
+_MAX_INTEGER = 2**63 - 1
+_MAX_INTEGER_DIGITS = 40
 _FOLDER, _SUFFIX = "configs", ".yaml"
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = "plain"
@@ -129,6 +132,7 @@ def read_config_file(source: Path | str, *, extra: str, package: str | None = No
     try:
         if Path(source).suffix == ".json":
             content = parse_json(data)
+            _check_integers(content)
         else:
             content = parse_yaml(data.decode("utf-8"), extra=extra)
     except ValueError as error:
@@ -288,11 +292,28 @@ def _construct_scalar(node: Any) -> Any:
     return value
 
 
+def _check_integers(content: Any) -> None:
+    """Raise ValueError if nested lists and mappings contain an integer beyond 64 bits."""
+    if isinstance(content, dict):
+        for value in content.values():
+            _check_integers(value)
+    elif isinstance(content, list):
+        for value in content:
+            _check_integers(value)
+    elif isinstance(content, int) and abs(content) > _MAX_INTEGER:
+        raise ValueError(f"an integer of {content.bit_length()} bits exceeds 64 bits")
+
+
 def _resolve_plain(text: str) -> Any:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if _INTEGER.fullmatch(text):
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        # Python refuses to convert long decimals, and the time grows with the square of the length.
+        if len(text) > _MAX_INTEGER_DIGITS:
+            raise ValueError(f"the integer {text[:12]}… has {len(text)} digits; expected at most 64 bits")
+        value = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        _check_integers(value)
+        return value
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):
