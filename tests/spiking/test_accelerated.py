@@ -17,7 +17,8 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, layer, neuron
 
 import sparseflow
-from sparseflow.spiking.accelerated import MAX_PLANS, AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking import accelerated
+from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.graph.test_module_state import differences, state
@@ -160,15 +161,59 @@ def test_networks_that_look_at_shapes_take_other_shapes(planned: Callable[..., A
         assert runs
 
 
-def test_number_of_plans_is_limited(planned: Callable[..., Any]) -> None:
+def count_tunings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the batch size of each tuning."""
+    batches: list[int] = []
+    tune = AcceleratedForward.tune
+    monkeypatch.setattr(
+        AcceleratedForward, "tune", lambda self, x: batches.append(x[0].shape[1]) or tune(self, x)
+    )
+    return batches
+
+
+def test_more_shapes_than_plans_are_not_measured_in_each_call(
+    planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes in rotation: those beyond the limit run the network's own code."""
+    monkeypatch.setattr(accelerated, "MAX_SHARED_PLANS", 3)
+    monkeypatch.setattr(accelerated, "MIN_CALLS_BETWEEN_TUNINGS", 20)
+    net, xs = small(), [images(1, n) for n in range(1, 6)]
+    expected = [from_rest(net, x) for x in xs]
+    planned(net)
+    batches = count_tunings(monkeypatch)
+    for _ in range(3):
+        assert same([from_rest(net, x) for x in xs], expected)
+    assert batches == [1, 2, 3]
+    for _ in range(8):
+        assert same(from_rest(net, xs[4]), expected[4])
+    assert batches == [1, 2, 3, 5], "a shape that stays gets a plan"
+    assert len(get_accelerated_forward(net).list_plans()) == 3
+
+
+def test_settings_in_rotation_are_not_measured_in_each_call(
+    planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerated, "MAX_SHARED_PLANS", 3)
+    net, plain = small(), small()
+    planned(net)
+    batches = count_tunings(monkeypatch)
+    for i in range(8):
+        net.sn2.v_threshold = plain.sn2.v_threshold = 0.25 * (1 + i % 4)
+        assert same(from_rest(net, X), from_rest(plain, X))
+    assert batches == [2, 2, 2]
+
+
+def test_plan_that_was_not_used_for_the_longest_time_makes_room(
+    planned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerated, "MAX_SHARED_PLANS", 2)
+    monkeypatch.setattr(accelerated, "MIN_CALLS_BETWEEN_TUNINGS", 0)
     net = small()
-    planned(net, X)
-    for n in range(1, 12):
+    planned(net)
+    batches = count_tunings(monkeypatch)
+    for n in (1, 2, 1, 3, 1, 2):
         from_rest(net, images(1, n))
-    assert len(get_accelerated_forward(net).list_plans()) == MAX_PLANS
-    expected = from_rest(sparseflow.restore(net), X)
-    sparseflow.optimize(net, X)
-    assert same(from_rest(net, X), expected)
+    assert batches == [1, 2, 3, 2]
 
 
 def test_inputs_that_are_no_numbers(planned: Callable[..., Any]) -> None:
@@ -189,11 +234,11 @@ def test_empty_batch_and_keyword_call_run_the_network(planned: Callable[..., Any
         assert net(X[:, :0]).shape == empty.shape
         functional.reset_net(net)
         assert same(net(x=X), expected)
-    assert runs == []
-    with pytest.raises(TypeError, match="x"):
-        net()
-    with pytest.raises(TypeError):
-        net(X, X)
+        assert runs == []
+        with pytest.raises(TypeError, match="x"):
+            net()
+        with pytest.raises(TypeError):
+            net(X, X)
 
 
 def test_single_image_without_batch_axis(planned: Callable[..., Any]) -> None:

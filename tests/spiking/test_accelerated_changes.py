@@ -217,9 +217,21 @@ def test_input_that_requires_gradients_gets_them(kind: str, prefer: Prefer) -> N
     assert grads[0].abs().sum() > 0 and same(*grads)
 
 
-def test_in_eval_mode_weights_get_no_gradients(planned: Callable[..., Any]) -> None:
-    """An optimized network in eval mode is for inference, as documented."""
-    net = small()
-    planned(net, X)
+def test_in_eval_mode_weights_get_gradients(planned: Callable[..., Any]) -> None:
+    """Fine-tuning with frozen BatchNorms runs the network's own code, and says so once."""
+    net, plain = small(), small()
+    runs = planned(net, X)
+    with pytest.warns(UserWarning, match=r"no_grad") as reports:
+        actual = [gradients(net, X), gradients(net, X)]
+    assert same(actual, [gradients(plain, X), gradients(plain, X)]) and runs == [] and len(reports) == 1
+
+
+def test_frozen_weights_run_the_plan_with_gradients_enabled(planned: Callable[..., Any]) -> None:
+    net = small().requires_grad_(False)
+    runs = planned(net, X)
     functional.reset_net(net)
-    assert not net(X).requires_grad
+    assert not net(X).requires_grad and runs == [1]
+    net.fc.weight.requires_grad_()
+    functional.reset_net(net)
+    with pytest.warns(UserWarning, match=r"no_grad"):
+        assert net(X).requires_grad and runs == [1]

@@ -1,23 +1,26 @@
 """`AcceleratedForward`: the forward that `optimize` installs on a network.
 
 It runs a tuned plan (`runtime/plan.py`) where that is faster, and the network's own code everywhere else:
-in training mode, for an input that requires gradients, or if a module has hooks. It detects changes to the
-network between calls and tunes again for each new input shape.
+in training mode, where gradients are required, or if a module has hooks. It detects changes to the network
+between calls and tunes again for each new input shape.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import threading
 import warnings
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 
 from sparseflow.core import timing
 from sparseflow.core.progress import Progress
-from sparseflow.errors import ModelError, SampleError
+from sparseflow.errors import ModelError, SampleError, SparseFlowError
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
     tune_group,
@@ -29,8 +32,10 @@ from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
+from sparseflow.spiking.graph.forward_reads import ForwardReads
 from sparseflow.spiking.graph.module_state import MutationGuard, preserve_state_without_grad, reset_neurons
 from sparseflow.spiking.graph.sites import ConvSite
+from sparseflow.spiking.graph.tracing import TRACE_LOCK
 from sparseflow.spiking.profile.firing import FiringStats, observe_inputs, profile_firing
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
@@ -42,7 +47,30 @@ from sparseflow.spiking.runtime.sparse_conv import (
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor
 
 MAX_PLANS = 8
-"""Input shapes for which plans are kept."""
+"""Plans that a network keeps where each holds its own weights."""
+
+MAX_SHARED_PLANS = 32
+"""Plans that a network keeps where they share their weights."""
+
+MIN_CALLS_BETWEEN_TUNINGS = 1000
+"""Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
+
+
+@dataclass(kw_only=True)
+class _TunedShape:
+    """How inputs of one shape run while the forward reads the same values.
+
+    Attributes:
+        plan: The plan; None for the network's own code.
+        replay: The plan's CUDA graph.
+        reads: What the forward read when it was traced; None for a network that runs layer by layer.
+        last_call: Number of the last call that used this.
+    """
+
+    plan: Plan | None
+    replay: GraphReplay | None
+    reads: ForwardReads | None
+    last_call: int
 
 
 class AcceleratedForward:
@@ -76,10 +104,16 @@ class AcceleratedForward:
         self._cache, self.progress = cache, progress
         self._replaced: dict[str, tuple[nn.Conv2d, SparseConv2d]] = {}
         self._original_forward = model.__dict__.get("forward")
-        self._plans: dict[Any, Plan | None] = {}
-        self._replays: dict[Any, GraphReplay] = {}
+        self._reset_tuning()
+
+    def _reset_tuning(self) -> None:
+        self._tuned: dict[Any, list[_TunedShape]] = {}
         self._shared: SharedGroups = WeakValueDictionary()
         self._guard: MutationGuard | None = None
+        self._num_calls = self._num_tunings = self._last_tuning = 0
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+        _INSTANCES.add(self)
 
     @property
     def graph(self) -> SpikeGraph:
@@ -154,26 +188,70 @@ class AcceleratedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or self.policy != "measured" or not self._is_accelerable(args):
             return self.run_original(*args, **kwargs)
-        key = make_input_key(args)
-        plan = self._get_plan(args, key)
-        if plan is None or plan.get_bypass_conflict():
-            return self.run_original(*args)
-        replay = self._replays.get(key)
-        with torch.no_grad():
-            can_replay = replay is not None and replay.is_at_rest() and not plan.has_hooks()
-            if replay is not None and can_replay and not torch.cuda.is_current_stream_capturing():
-                return replay(*args)
-            return plan.run(*args)
+        with self._lock:  # a network has one state, so its calls cannot overlap
+            tuned = self._get_tuned(args)
+            plan = None if tuned is None else tuned.plan
+            if tuned is None or plan is None or plan.get_bypass_conflict():
+                return self.run_original(*args)
+            with torch.no_grad():
+                replay = tuned.replay
+                can_replay = replay is not None and replay.is_at_rest() and not plan.has_hooks()
+                if replay is not None and can_replay and not torch.cuda.is_current_stream_capturing():
+                    return replay(*args)
+                return plan.run(*args)
 
-    def _get_plan(self, args: tuple[torch.Tensor, ...], key: Any) -> Plan | None:
-        """Return the plan for inputs of this shape, tuned on first use; None for the own forward."""
+    def _get_tuned(self, args: tuple[torch.Tensor, ...]) -> _TunedShape | None:
+        """Return how inputs of this shape run, tuned on first use; None if the own code runs this time."""
         self._apply_mutations()
-        if key not in self._plans:
-            try:
-                self.tune(args)
-            except SampleError:
-                return None  # the network's own code raises the error about its input
-        return self._plans[key]
+        if torch.is_grad_enabled() and self._has_trainable_parameters():
+            self._warn(
+                "gradients are enabled and parameters of this network require them, so its own code runs; "
+                "call it under torch.no_grad() or torch.inference_mode() to run it accelerated"
+            )
+            return None
+        self._num_calls += 1
+        key = make_input_key(args)
+        for tuned in self._tuned.get(key, ()):
+            if tuned.reads is None or tuned.reads.is_unchanged():
+                tuned.last_call = self._num_calls
+                return tuned
+        # A thread that tunes may wait for this network's lock, so a call never waits for that thread.
+        if not self._may_tune() or not TRACE_LOCK.acquire(blocking=False):
+            return None
+        try:
+            self.tune(args)
+        except SampleError:
+            return None  # the network's own code raises the error about its input
+        except SparseFlowError:
+            raise
+        except Exception as error:
+            self._warn(f"the network runs its own code, since tuning failed: {type(error).__name__}: {error}")
+            self._add_tuned(key, None, None, None)
+        finally:
+            TRACE_LOCK.release()
+        return self._tuned[key][-1]
+
+    @property
+    def _max_plans(self) -> int:
+        shared = all(plan is None or plan.backend.shape_agnostic for plan in self.list_plans())
+        return MAX_SHARED_PLANS if shared else MAX_PLANS
+
+    def _may_tune(self) -> bool:
+        return (
+            self._num_tunings < self._max_plans
+            or self._num_calls - self._last_tuning >= MIN_CALLS_BETWEEN_TUNINGS
+        )
+
+    def _has_trainable_parameters(self) -> bool:
+        if self._guard is not None:
+            return self._guard.has_trainable_parameters()
+        return any(parameter.requires_grad for parameter in self.model.parameters())
+
+    def _warn(self, message: str) -> None:
+        """Warn once for each message."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's own forward."""
@@ -195,27 +273,36 @@ class AcceleratedForward:
         if guard is None or (guard.is_structure_unchanged() and guard.are_values_unchanged()):
             return
         if not guard.is_structure_unchanged():
-            self._plans.clear()
+            self._tuned.clear()
             self._analyzed_key = None
-        for plan in self._plans.values():
-            if plan is not None:
-                plan.invalidate()
-        self._replays.clear()
+        for tuned in self._list_tuned():
+            tuned.replay = None
+            if tuned.plan is not None:
+                tuned.plan.invalidate()
         self._reset_guard()
 
     def _reset_guard(self) -> None:
-        plan = next((plan for plan in self._plans.values() if plan is not None), None)
-        self._guard = (
-            None if plan is None else MutationGuard(self.model, [group.neuron for group in plan.groups])
-        )
+        plans = [plan for plan in self.list_plans() if plan is not None]
+        modules = {module: None for plan in plans for module in plan.list_replaced_modules()}
+        self._guard = MutationGuard(self.model, modules) if plans else None
+
+    def _list_tuned(self) -> list[_TunedShape]:
+        """List what was tuned, the one that was used last at the end."""
+        tuned = [item for items in self._tuned.values() for item in items]
+        return sorted(tuned, key=lambda item: item.last_call)
 
     def list_plans(self) -> list[Plan | None]:
-        """List one plan per input shape, oldest first; None if the network's own code runs."""
-        return list(self._plans.values())
+        """List the plans, the one that was used last at the end; None where the network's own code runs."""
+        return [tuned.plan for tuned in self._list_tuned()]
 
     def measure_layer_times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
         """See `layer_times`."""
-        plan = self._get_plan(inputs, make_input_key(inputs))
+        with self._lock, torch.no_grad():
+            return self._measure_layer_times(inputs)
+
+    def _measure_layer_times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
+        tuned = self._get_tuned(inputs)
+        plan = None if tuned is None else tuned.plan
         latency_ms: dict[str, float] = {}
         if plan is None:
             return latency_ms
@@ -237,24 +324,37 @@ class AcceleratedForward:
     def tune(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Select how to run inputs of this shape, by timing; the network's state is restored."""
         key = make_input_key(inputs)
-        while len(self._plans) >= MAX_PLANS:
-            oldest = next(iter(self._plans))
-            del self._plans[oldest]
-            self._replays.pop(oldest, None)
-        plan = replay = None
-        if self.network_decision is None or self.network_decision.choice != "layers":
-            if key != self._analyzed_key:
-                # A trace is valid for one input shape: branches and loops may depend on shapes.
-                self._graph, self._analyzed_key = self._analyze(inputs), key
-            if self.graph.module is None:
-                self._tune_layers(inputs)
-            else:
-                plan, replay = self._tune_plan(inputs)
-            if self._cache:
-                self._cache.save()
-        self._plans[key] = plan
-        if replay is not None:
-            self._replays[key] = replay
+        plan = replay = reads = None
+        with TRACE_LOCK, self._lock:
+            if self.network_decision is None or self.network_decision.choice != "layers":
+                if key != self._analyzed_key or not self._is_graph_current():
+                    # A trace is valid for one input shape: branches and loops may depend on shapes.
+                    self._graph, self._analyzed_key = self._analyze(inputs), key
+                reads = self.graph.reads
+                if reads is None or reads.side_effect is not None:
+                    self._tune_layers(inputs)
+                    reads = None
+                else:
+                    plan, replay = self._tune_plan(inputs)
+                if self._cache:
+                    self._cache.save()
+            self._add_tuned(key, plan, replay, reads)
+
+    def _is_graph_current(self) -> bool:
+        reads = self.graph.reads
+        return reads is None or reads.is_unchanged()
+
+    def _add_tuned(
+        self, key: Any, plan: Plan | None, replay: GraphReplay | None, reads: ForwardReads | None
+    ) -> None:
+        """Add what was tuned; the plans that were not used for the longest time make room."""
+        for oldest in self._list_tuned()[: 1 - self._max_plans]:
+            for items in self._tuned.values():
+                items[:] = [item for item in items if item is not oldest]
+        self._num_tunings += 1
+        self._last_tuning = self._num_calls
+        tuned = _TunedShape(plan=plan, replay=replay, reads=reads, last_call=self._num_calls)
+        self._tuned.setdefault(key, []).append(tuned)
         self._reset_guard()
 
     def _make_plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
@@ -354,8 +454,11 @@ class AcceleratedForward:
             self.decisions[name], self.firing[name], sparse = tune_layer(conv, layer_inputs[name], selector)
             if self.decisions[name].choice != "module":
                 self._replace(name, sparse)
+        problem = "the network could not be traced"
+        if (reads := self.graph.reads) is not None:
+            problem = f"a plan cannot replace the network's forward, which {reads.side_effect}"
         self.network_decision = Decision(
-            choice="layers", reason="the network could not be traced; each layer was measured separately"
+            choice="layers", reason=f"{problem}; each layer was measured separately"
         )
 
     def _report(self, message: str, completed: int, total: int) -> None:
@@ -377,14 +480,24 @@ class AcceleratedForward:
             **self.__dict__,
             "decisions": dict(self.decisions),
             "firing": dict(self.firing),
-            **dict.fromkeys(
-                ("_graph", "_analyzed_key", "_plans", "_replays", "_shared", "_guard", "progress")
-            ),
+            **dict.fromkeys(("_graph", "_analyzed_key", "_tuned", "_shared", "_guard", "_lock", "progress")),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._plans, self._replays, self._shared = {}, {}, WeakValueDictionary()
+        self._reset_tuning()
+
+
+_INSTANCES: WeakSet[AcceleratedForward] = WeakSet()
+
+
+def _renew_locks_after_fork() -> None:
+    """Replace the locks in a forked process, where the threads that held them do not exist."""
+    for forward in _INSTANCES:
+        forward._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks_after_fork)
 
 
 def get_accelerated_forward(model: nn.Module) -> AcceleratedForward:

@@ -12,12 +12,20 @@ from torch import fx, nn
 
 from sparseflow.core.checks import check_one_of
 from sparseflow.errors import ModelError, SampleError
+from sparseflow.spiking.graph.forward_reads import ForwardReads
 from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.observation import observe_run
 from sparseflow.spiking.graph.propagation import ValuePropagation, check_neuron_output
 from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
 from sparseflow.spiking.graph.sites import ConvSite, Refusal, describe_site
-from sparseflow.spiking.graph.tracing import Sample, UntraceableError, split_arguments, trace, trace_once
+from sparseflow.spiking.graph.tracing import (
+    Sample,
+    UntraceableError,
+    get_forward_reads,
+    split_arguments,
+    trace,
+    trace_once,
+)
 from sparseflow.spiking.graph.values import SpikeValue
 
 AnalysisMethod = Literal["auto", "fx", "hooks"]
@@ -36,6 +44,7 @@ class SpikeGraph:
         sites: All Conv2d and ConvTranspose2d modules of the network, in order.
         method: 'fx' for a traced network, 'hooks' for one that was observed while it ran the sample.
         trace_error: Why tracing failed, if it did.
+        reads: The Python values that the traced network depends on; None if it was not traced.
         warnings: What the analysis could not determine, one sentence each.
     """
 
@@ -46,6 +55,7 @@ class SpikeGraph:
     sites: tuple[ConvSite, ...]
     method: Literal["fx", "hooks"]
     trace_error: str | None = None
+    reads: ForwardReads | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -147,6 +157,7 @@ def _analyze_by_tracing(
         neurons=neurons,
         sites=_collect_sites(model, calls, called),
         method="fx",
+        reads=get_forward_reads(module),
         warnings=tuple(warnings),
     )
 
@@ -251,11 +262,16 @@ def _check_traced_module(
     Returns the shapes by node name; raises an UntraceableError if the outputs differ.
     """
     args, kwargs = split_arguments(sample)
+    reads = get_forward_reads(module)
     with torch.no_grad():
         try:
-            expected = _run_repeatedly(model, lambda: model(*args, **kwargs))
+            with preserve_state(model):
+                expected = [model(*args, **kwargs), model(*args, **kwargs)]
+                changed = reads.find_change()
         except Exception as error:
             raise SampleError(f"{type(model).__name__} cannot run the sample: {error}") from error
+        if changed and reads.side_effect is None:
+            reads.side_effect = f"changes {changed}"
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         interpreter = _ShapeRecorder(module, neurons)

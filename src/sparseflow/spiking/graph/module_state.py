@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparseflow.spiking.graph.forward_reads import ForwardReads
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -137,19 +139,22 @@ class MutationGuard:
 
     Args:
         model: The network.
-        neurons: Neurons whose constants (threshold, reset value, time constant, …) are part of a plan.
+        replaced: Layers and neurons whose constants (stride, threshold, time constant, …) are part of a plan.
 
     In-place writes through `.data` cannot be detected.
     """
 
-    def __init__(self, model: nn.Module, neurons: Iterable[nn.Module]) -> None:
-        registries = [
+    def __init__(self, model: nn.Module, replaced: Iterable[nn.Module]) -> None:
+        self._registries: list[dict[str, Any]] = [
             registry
             for module in model.modules()
             for registry in (module._modules, module._parameters, module._buffers)
-            if registry
         ]
-        self._registries = [(registry, tuple(registry.values())) for registry in registries]
+        # Columns of all entries: comparing them is much faster than comparing one registry after the other.
+        entries = [(registry, *item) for registry in self._registries for item in registry.items()]
+        self._holders = [registry for registry, _, _ in entries]
+        self._keys = [key for _, key, _ in entries]
+        self._members = [member for _, _, member in entries]
         self._tensors = [
             tensor
             for module in model.modules()
@@ -157,32 +162,28 @@ class MutationGuard:
             if tensor is not None and not tensor.is_inference()
         ]
         self._versions = self._read_versions()
-        self._constants = [(attributes, _collect_constants(attributes)) for attributes in map(vars, neurons)]
+        self._constants = ForwardReads()
+        for attributes in map(vars, replaced):
+            for name, value in attributes.items():
+                # Membranes change, and plans check the mode themselves.
+                if name not in ("v", "training") and isinstance(value, int | float | str | tuple | None):
+                    self._constants.watch_entry(attributes, name, name)
 
     def is_structure_unchanged(self) -> bool:
-        """Return whether the network still has the same modules, tensors and neuron constants."""
-        for registry, values in self._registries:
-            if len(registry) != len(values) or not all(map(is_, registry.values(), values)):
-                return False
-        return all(
-            _are_constants_unchanged(attributes, constants) for attributes, constants in self._constants
-        )
+        """Return whether the network still has the same modules, tensors and constants."""
+        if sum(map(len, self._registries)) != len(self._members):
+            return False
+        if not all(map(is_, map(dict.get, self._holders, self._keys), self._members)):
+            return False
+        return self._constants.is_unchanged()
 
     def are_values_unchanged(self) -> bool:
         """Return whether the tensors were neither written to nor moved to other memory."""
         return self._read_versions() == self._versions
 
+    def has_trainable_parameters(self) -> bool:
+        """Return whether a tensor of the network requires gradients."""
+        return any(tensor.requires_grad for tensor in self._tensors)
+
     def _read_versions(self) -> list[int]:
         return [t._version for t in self._tensors] + [t.data_ptr() for t in self._tensors]
-
-
-def _collect_constants(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in attributes.items() if k != "v" and isinstance(v, int | float | str | None)}
-
-
-def _are_constants_unchanged(attributes: dict[str, Any], constants: dict[str, Any]) -> bool:
-    for name, value in constants.items():
-        current = attributes.get(name, constants)
-        if current is not value and (isinstance(current, torch.Tensor) or current != value):
-            return False
-    return True

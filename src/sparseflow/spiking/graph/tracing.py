@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,11 +25,15 @@ from torch.fx.proxy import Attribute, TraceError
 from torch.utils._pytree import tree_leaves
 
 from sparseflow.errors import ModelError, SampleError
+from sparseflow.spiking.graph.forward_reads import AccessRecorder, ForwardReads
 from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 _UNKNOWN = object()
+
+TRACE_LOCK = threading.RLock()
+"""Held while a network is traced or timed: fx patches `nn.Module` for the whole process."""
 
 
 class UntraceableError(ModelError):
@@ -47,7 +52,8 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
             arguments. Only needed by networks that branch on shapes or loop over an input's time steps.
 
     Returns:
-        The traced network; `call_module` targets are `model`'s own module names.
+        The traced network; `call_module` targets are `model`'s own module names. `get_forward_reads` gives
+        what it depends on.
 
     Raises:
         ModelError: `model` is not a module.
@@ -68,9 +74,12 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
 def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.GraphModule:
     """`trace` that either runs the sample or only reads from it which arguments are passed."""
     tracer = SpikingTracer(sample, run=run)
-    with preserve_state(model), torch.no_grad():
+    recorder = AccessRecorder(model, tracer.is_in_traced_code)
+    with TRACE_LOCK, preserve_state(model), torch.no_grad():
         try:
-            graph = tracer.trace(model, tracer.bind_concrete_args(model))
+            concrete_args = tracer.bind_concrete_args(model)
+            with recorder.record():
+                graph = tracer.trace(model, concrete_args)
         except (SampleError, UntraceableError):
             raise
         except Exception as error:
@@ -87,7 +96,19 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
                 "give a sample to check that they are not used by later calls"
             )
         # fx stores constants on the root: the graph module copies them before the model's state is restored.
-        return fx.GraphModule(model, graph, class_name=type(model).__name__)
+        module = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    module.meta[_READS_KEY] = recorder.watch_reads()
+    return module
+
+
+_READS_KEY = "sparseflow_forward_reads"
+
+
+def get_forward_reads(module: fx.GraphModule) -> ForwardReads:
+    """Return the values that the forward of a network traced by `trace` depends on."""
+    reads = module.meta[_READS_KEY]
+    assert isinstance(reads, ForwardReads)
+    return reads
 
 
 def _erase_unused_queries(graph: fx.Graph) -> None:
@@ -143,6 +164,11 @@ class SpikingTracer(fx.Tracer):
         self._placeholders: list[fx.Proxy] = []
         self._ranks_asserted = False
         self._running = False
+        self._thread = threading.get_ident()
+
+    def is_in_traced_code(self) -> bool:
+        """Return whether the caller is the code that is traced, not an operation's run or another thread."""
+        return not self._running and threading.get_ident() == self._thread
 
     def bind_concrete_args(self, model: nn.Module) -> dict[str, Any] | None:
         """Bind the sample to the model's signature; parameters without a tensor become constants."""
@@ -183,13 +209,13 @@ class SpikingTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._running or m not in (self.submodule_paths or {}):
+        if not self.is_in_traced_code() or m not in (self.submodule_paths or {}):
             # A module created during the call has no name: trace its operations instead.
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self._running:
+        if not self.is_in_traced_code():
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 

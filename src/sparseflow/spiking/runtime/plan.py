@@ -104,6 +104,9 @@ class Plan:
         self.write_hazard = find_write_hazard(graph.module, graph.neurons, {**deferred, **owner}, max_values)
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
+        self._replaced_nodes = [
+            n for n in nodes if n.op == "call_module" and (n in inside or n in self._passthroughs)
+        ]
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
         entries: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
@@ -126,6 +129,10 @@ class Plan:
         """Drop all prepared weights, after the network's own have changed."""
         for group in self.groups:
             group.invalidate()
+
+    def list_replaced_modules(self) -> list[nn.Module]:
+        """List the layers and neurons that run as part of a group or on spikes in native form."""
+        return [self.modules[str(node.target)] for node in self._replaced_nodes]
 
     def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
         """List the modules that a run of the plan may not call: containers, and modules of groups."""
