@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparseflow.core.load import workloads
 from sparseflow.core.load.workloads import CpuWorkload, GpuWorkload, read_cache_bytes
 from sparseflow.errors import DeviceError
 
@@ -47,6 +48,41 @@ def test_read_cache_bytes_skips_instruction_caches(tmp_path: Path) -> None:
 def test_gpu_workload_without_gpu_raises() -> None:
     with pytest.raises(DeviceError, match="gpu-matmul"):
         GpuWorkload("gpu-matmul", "cuda")
+
+
+class FakeEvent:
+    """CUDA event that records no time."""
+
+    def __init__(self, **options: bool) -> None:
+        assert options == {"enable_timing": True, "blocking": True}
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 40.0
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_gpu_workload_selects_device_by_index(
+    device: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selected: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", selected.append)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(workloads, "_make_matmul", lambda device: lambda: None)
+    workload = GpuWorkload("gpu-matmul", device)
+    # torch.cuda.set_device refuses "cuda".
+    assert selected == [index, device]
+    ticks = iter([0.0, 1.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
+    workload.run_until(0.5)
+    assert workload.busy_s() == pytest.approx(0.04)
 
 
 @pytest.mark.gpu
