@@ -72,6 +72,7 @@ def test_load_external_weights(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("offset", "abc", "'abc', expected a number of bytes"),
+        ("length", "", "'', expected a number of bytes"),
         ("offset", "-5", "'-5', expected a number of bytes"),
         ("length", "9" * 400, "expected a number of bytes"),
         ("length", str(10**18), "is truncated"),

@@ -320,7 +320,7 @@ def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
                 f"{data}, which contains the weight `{weight.name}` of {file}, does not exist; restore it"
             )
         offset, length = (
-            _parse_size(fields.get(name, ""), weight.name, file) for name in ("offset", "length")
+            _parse_size(fields.get(name, "0"), weight.name, file) for name in ("offset", "length")
         )
         end = offset + (length or _count_weight_bytes(weight))
         if data.stat().st_size < end:
@@ -331,9 +331,7 @@ def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
 
 
 def _parse_size(text: str, weight_name: str, file: Path) -> int:
-    """Parse the offset or the length of an external weight; an empty text is 0."""
-    if not text:
-        return 0
+    """Parse the offset or the length of an external weight."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise FileFormatError(
             f"{file} is damaged: the offset or length of the weight `{weight_name}` is {text[:40]!r}, "
