@@ -32,7 +32,8 @@ from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.measure.evaluator import TOLERANCE, make_job
 from sparseflow.tuning.measure.runner import KernelJob, KernelTiming, MeasurementSession
-from sparseflow.tuning.schedule.matrices import CooMatrix, parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.matrix_files import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem

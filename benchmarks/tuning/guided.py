@@ -38,7 +38,7 @@ from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.measure.evaluator import Trial, make_job
 from sparseflow.tuning.model.net.pretrained import load_prior
-from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.matrix_files import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem

@@ -59,7 +59,7 @@ def tune(
 
     from sparseflow.cli.progress import progress_bar
     from sparseflow.tuning.model.net.pretrained import load_prior
-    from sparseflow.tuning.schedule.matrices import read_matrix
+    from sparseflow.tuning.schedule.matrix_files import read_matrix
     from sparseflow.tuning.search.session import TuningSession
 
     coo = read_matrix(matrix, dtype=np.dtype(dtype))

@@ -27,7 +27,7 @@ from sparseflow.tuning.model.comparison import (
 from sparseflow.tuning.model.net.pretrained import load_prior
 from sparseflow.tuning.model.ranking import TOP_K, summarize_scores
 from sparseflow.tuning.model.training import TrainConfig
-from sparseflow.tuning.schedule.matrices import parse_matrix_name, read_matrix
+from sparseflow.tuning.schedule.matrix_files import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.search.comparison import SearchRecord, add_searches, compare_searches
 

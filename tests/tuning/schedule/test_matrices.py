@@ -1,17 +1,14 @@
-"""Conversion and reading of matrices."""
+"""Conversion of matrices."""
 
 from __future__ import annotations
-
-import gzip
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.sparse
 import torch
 
-from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.schedule.matrices import CooMatrix, SparsityPattern, as_coo, read_matrix
+from sparseflow.errors import InputError
+from sparseflow.tuning.schedule.matrices import CooMatrix, SparsityPattern, as_coo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -49,8 +46,13 @@ def test_as_coo_sums_duplicates() -> None:
     assert (matrix.rows.tolist(), matrix.cols.tolist(), matrix.values.tolist()) == ([0, 1], [1, 2], [5, 4])
 
 
-def test_as_coo_integers_become_float32() -> None:
+def test_as_coo_default_dtype_holds_the_values() -> None:
     assert as_coo(scipy.sparse.csr_array(DENSE.astype(np.int64))).values.dtype == np.float32
+    exact = as_coo(np.array([[2**24 + 1]]))
+    assert exact.values.dtype == np.float64 and exact.values.tolist() == [2**24 + 1]
+    assert as_coo(np.array([[1.0]], np.longdouble)).values.dtype == np.float64
+    assert as_coo(np.array([[1.0]], ">f8")).values.dtype == np.float64
+    assert as_coo(np.array([[1.0]], np.float16)).values.dtype == np.float32
     assert as_coo(DENSE, dtype=np.float32).values.dtype == np.float32
     assert as_coo(torch.tensor(DENSE, dtype=torch.bfloat16).to_sparse_coo()).values.dtype == np.float32
 
@@ -65,12 +67,88 @@ def test_as_coo_integers_become_float32() -> None:
         (np.array([[1j]]), "complex128"),
         (np.zeros(3), "3,"),
         ([[1]], "list"),
-        (torch.zeros(2, 2, 2), "Tensor"),
+        (torch.zeros(2, 2, 2), "2, 2, 2"),
     ],
 )
 def test_as_coo_unsupported_raises(matrix: object, output: str) -> None:
     with pytest.raises(InputError, match=output or None):
         as_coo(matrix)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "dtype"),
+    [
+        (np.array([[2**24 + 1]]), np.float32),
+        (np.array([[2**53 + 1]]), None),
+        (np.array([[2**64 - 1]], np.uint64), np.float64),
+        (np.array([[1e-60]]), np.float32),
+        (np.array([[1e300]]), np.float32),
+        (np.array([[np.finfo(np.longdouble).max]]), None),
+        (np.array([[np.finfo(np.longdouble).tiny]]), None),
+    ],
+)
+def test_as_coo_value_outside_dtype_raises(matrix: np.ndarray, dtype: type | None) -> None:
+    with pytest.raises(InputError, match="float64"):
+        as_coo(matrix, dtype=dtype)
+
+
+def test_as_coo_sum_outside_dtype_raises() -> None:
+    values = np.array([3e38, 3e38], np.float32)
+    with pytest.raises(InputError, match="float32"):
+        as_coo(scipy.sparse.coo_array((values, ([0, 0], [0, 0])), shape=(1, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("kind", ["matrix", "masked", "hybrid", "subclass", "1-D", "meta"])
+def test_as_coo_unusual_types(kind: str) -> None:
+    tensor = torch.tensor(DENSE)
+    if kind == "matrix":
+        assert np.array_equal(as_coo(np.matrix(DENSE)).to_scipy().toarray(), DENSE)
+    elif kind == "subclass":
+        assert np.array_equal(as_coo(torch.nn.Parameter(tensor)).to_scipy().toarray(), DENSE)
+    else:
+        matrix = {
+            "masked": lambda: np.ma.masked_array(DENSE, DENSE > 2),
+            "hybrid": lambda: tensor.to_sparse(1),
+            "1-D": lambda: scipy.sparse.coo_array(DENSE[0]),
+            "meta": lambda: tensor.to("meta"),
+        }[kind]()
+        with pytest.raises(InputError):
+            as_coo(matrix)
+
+
+@pytest.mark.parametrize("storage", [scipy.sparse.csr_array, scipy.sparse.csc_matrix, scipy.sparse.bsr_array])
+@pytest.mark.parametrize(
+    "change", [("indices", 0, 9), ("indices", 0, -1), ("indptr", -1, 90), ("indptr", 1, 3), ("indptr", 1, -1)]
+)
+def test_as_coo_inconsistent_scipy_matrix_raises(storage: type, change: tuple[str, int, int]) -> None:
+    matrix = storage(np.eye(3))
+    name, index, value = change
+    getattr(matrix, name)[index] = value
+    with pytest.raises(InputError, match=matrix.format):
+        as_coo(matrix)
+
+
+def test_as_coo_leaves_scipy_matrix_unchanged() -> None:
+    matrix = scipy.sparse.csr_array(DENSE)
+    matrix.data = np.append(matrix.data, 7.0)  # unused
+    matrix.indices = np.append(matrix.indices, 0).astype(np.int32)
+    assert np.array_equal(as_coo(matrix).to_scipy().toarray(), DENSE)
+    assert len(matrix.data) == 4
+
+
+def test_as_coo_extent_beyond_32_bits_raises() -> None:
+    with pytest.raises(InputError, match="2147483647"):
+        as_coo(scipy.sparse.coo_array(([1.0], ([0], [0])), shape=(1, 2**31)))
+
+
+def test_as_coo_arrays_are_read_only_copies() -> None:
+    source = scipy.sparse.coo_array(DENSE)
+    matrix = as_coo(source)
+    with pytest.raises(ValueError, match="read-only"):
+        matrix.values[:] = 0
+    source.data[:] = 0
+    assert matrix.values.tolist() == [5, 1, 2]
 
 
 def test_as_coo_out_of_bounds_raises() -> None:
@@ -81,55 +159,6 @@ def test_as_coo_out_of_bounds_raises() -> None:
 def test_as_coo_other_dtype_raises() -> None:
     with pytest.raises(InputError):
         as_coo(DENSE, dtype=np.float16)
-
-
-PATTERN = "%%MatrixMarket matrix coordinate pattern general\n% a comment\n2 3 2\n1 2\n2 3\n"
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_read_matrix_file(tmp_path: Path, packed: bool) -> None:
-    path = tmp_path / ("a.mtx.gz" if packed else "a.mtx")
-    path.write_bytes(gzip.compress(PATTERN.encode()) if packed else PATTERN.encode())
-    matrix = read_matrix(path)
-    assert (matrix.rows.tolist(), matrix.cols.tolist()) == ([0, 1], [1, 2])
-    assert matrix.values.dtype == np.float32 or matrix.values.dtype == np.float64
-    assert ((matrix.values >= 0.5) & (matrix.values <= 1.5)).all()
-    assert np.array_equal(matrix.values, read_matrix(path).values)
-
-
-def test_read_matrix_symmetric_file(tmp_path: Path) -> None:
-    path = tmp_path / "s.mtx"
-    path.write_text("%%MatrixMarket matrix coordinate real symmetric\n2 2 2\n1 1 3\n2 1 4\n")
-    assert read_matrix(path).to_scipy().toarray().tolist() == [[3, 4], [4, 0]]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "hello",
-        PATTERN.replace("2 3 2", "2 3"),
-        PATTERN.replace("2 3\n", "9 9\n"),
-        PATTERN.replace("1 2", "1 x"),
-    ],
-)
-def test_read_matrix_damaged_file_raises(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.mtx"
-    path.write_text(text)
-    with pytest.raises(FileFormatError):
-        read_matrix(path)
-
-
-def test_read_matrix_truncated_file_raises(tmp_path: Path) -> None:
-    path = tmp_path / "half.mtx.gz"
-    path.write_bytes(gzip.compress(PATTERN.encode() * 50)[:60])
-    with pytest.raises(FileFormatError):
-        read_matrix(path)
-
-
-def test_read_matrix_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        read_matrix(tmp_path / "none.mtx")
 
 
 def test_pattern_digest_equals_matrix_digest() -> None:

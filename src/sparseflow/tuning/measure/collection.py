@@ -45,12 +45,8 @@ from sparseflow.tuning.measure.labels import (
     write_pattern,
 )
 from sparseflow.tuning.measure.synthetic import PATTERN_KINDS, sample_pattern
-from sparseflow.tuning.schedule.matrices import (
-    SparsityPattern,
-    find_matrix_files,
-    parse_matrix_name,
-    read_matrix,
-)
+from sparseflow.tuning.schedule.matrices import SparsityPattern
+from sparseflow.tuning.schedule.matrix_files import find_matrix_files, parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem

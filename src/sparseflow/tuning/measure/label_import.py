@@ -1,6 +1,6 @@
 """Import of labels that AutoSparse measured.
 
-Two text formats are read, with or without gzip:
+Two text formats are read, with or without gzip or bzip2:
 
 - a tab-separated table with the columns `matrix`, `schedule` and `latency_ms`,
 - AutoSparse's lines of one matrix, which end with the latency; the caller gives the matrix name.
@@ -17,7 +17,6 @@ axis. The columns of the dense operands are estimated in the same way if they ar
 
 from __future__ import annotations
 
-import gzip
 import math
 import statistics
 from collections import Counter
@@ -38,7 +37,8 @@ from sparseflow.tuning.measure.labels import (
     write_labels,
     write_pattern,
 )
-from sparseflow.tuning.schedule.matrices import SUFFIXES, SparsityPattern, read_matrix
+from sparseflow.tuning.schedule.matrices import SparsityPattern
+from sparseflow.tuning.schedule.matrix_files import SUFFIXES, read_decompressed, read_matrix
 from sparseflow.tuning.schedule.operators import Operator, get_operator
 from sparseflow.tuning.schedule.schedule import Schedule, parse_labeled_line
 
@@ -250,16 +250,13 @@ def _group_lines(
 
 
 def _read_lines(source: Path) -> Iterator[str]:
-    """Yield the lines of a text file, with or without gzip."""
-    if not source.is_file():
-        raise InputError(f"file not found: {source}")
-    opened = gzip.open if source.suffix == ".gz" else open
+    """Yield the lines of a text file, with or without gzip or bzip2."""
     try:
-        with opened(source, "rt", encoding="utf-8", newline="\n") as stream:
-            for line in stream:
-                yield line.rstrip("\r\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{source} cannot be read: {error}") from error
+        text = read_decompressed(source).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{source} is not UTF-8: {error}") from error
+    for line in text.removesuffix("\n").split("\n") if text else ():
+        yield line.rstrip("\r")
 
 
 def _read_patterns(groups: Mapping[str, object], matrices: Path | str | None) -> dict[str, SparsityPattern]:

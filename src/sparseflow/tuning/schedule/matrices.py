@@ -1,26 +1,26 @@
-"""Sparse matrices of scipy, torch and Matrix Market files as validated, sorted coordinates."""
+"""Sparse matrices of scipy, torch and numpy as validated, sorted coordinates."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+import os
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparseflow.core.extras import require
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import InputError
+from sparseflow.tuning.schedule.matrix_market import MAX_EXTENT
 
 if TYPE_CHECKING:
     import scipy.sparse
 
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
-_MAX_EXTENT = 2**31 - 1
-"""Largest extent whose coordinates fit 32 bits."""
+_MAX_EXACT_INTEGER = 2**53
+"""Integers below this magnitude are exact in float64."""
 
 _DIGEST_CHUNK = 2**20
 """Number of coordinates converted at once for a digest."""
@@ -83,7 +83,7 @@ class SparsityPattern:
 
 @dataclass(frozen=True, kw_only=True)
 class CooMatrix:
-    """A sparse matrix in coordinate format.
+    """A sparse matrix in coordinate format. Its arrays are read-only.
 
     Attributes:
         rows: Row indices, shape [nnz], int64.
@@ -96,6 +96,13 @@ class CooMatrix:
     cols: np.ndarray
     values: np.ndarray
     shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        # A kernel holds a packed copy; a change here would only change the file that it is saved to.
+        for name in ("rows", "cols", "values"):
+            view = getattr(self, name).view()
+            view.flags.writeable = False
+            object.__setattr__(self, name, view)
 
     @property
     def nnz(self) -> int:
@@ -130,20 +137,19 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> CooMatrix:
 
     Args:
         matrix: scipy.sparse matrix, sparse torch tensor, `CooMatrix` or 2-D numpy array.
-        dtype: float32 or float64; by default the dtype of the matrix, float32 for integers and booleans.
+        dtype: float32 or float64. By default float64 for wider types than float32 and for integers that
+            float32 cannot hold exactly, otherwise float32.
 
     Raises:
-        InputError: The type is unsupported, an extent is 0, or a value is not finite or not a real number.
+        InputError: The type is unsupported, an extent is 0 or exceeds 32 bits, a value is not finite or not a
+            real number, or `dtype` cannot hold it.
     """
     rows, cols, values, shape = _extract_coo(matrix)
-    if len(shape) != 2:
-        raise InputError(f"the matrix must be 2-D, got shape {shape}")
-    if 0 in shape:
-        raise InputError(f"the matrix is empty, got shape {shape}")
+    shape = _validate_extents(shape)
     if values.dtype.kind not in "fiub":
         raise InputError(f"the matrix has dtype {values.dtype}; expected real numbers")
-    target_dtype = np.dtype(dtype or (values.dtype if values.dtype in FLOAT_DTYPES else np.float32))
-    if target_dtype not in FLOAT_DTYPES:
+    target_dtype = None if dtype is None else np.dtype(dtype)
+    if target_dtype not in (None, *FLOAT_DTYPES):
         raise InputError(f"`dtype` (={target_dtype}) must be float32 or float64")
     if not np.isfinite(values).all():
         index = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -154,66 +160,49 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> CooMatrix:
     _check_bounds(rows, cols, shape)
     rows, cols = rows.astype(np.int64), cols.astype(np.int64)
     order = np.lexsort((cols, rows))
-    rows, cols, values = rows[order], cols[order], values[order].astype(target_dtype)
+    rows, cols = rows[order], cols[order]
+    sums = _convert_values(values[order], np.dtype(np.float64))
     first = np.ones(len(rows), bool)
     first[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
     if not first.all():
-        values = np.add.reduceat(values, np.flatnonzero(first)).astype(target_dtype)
+        sums = np.add.reduceat(sums, np.flatnonzero(first))
         rows, cols = rows[first], cols[first]
-    return CooMatrix(rows=rows, cols=cols, values=values, shape=(int(shape[0]), int(shape[1])))
+    if values.dtype.kind != "f":
+        # Sums of integers are integers; these conversions refuse or avoid rounding.
+        if np.abs(sums).max(initial=0.0) >= _MAX_EXACT_INTEGER:
+            raise InputError(
+                "the matrix has integers of 2**53 or more, which float64 rounds; scale the matrix"
+            )
+        fits = np.array_equal(sums.astype(np.float32), sums)
+        if target_dtype == np.float32 and not fits:
+            raise InputError("the matrix has integers that float32 rounds; use float64 (`--dtype float64`)")
+        target_dtype = target_dtype or np.dtype(np.float32 if fits else np.float64)
+    target_dtype = target_dtype or np.dtype(np.float64 if values.dtype.itemsize > 4 else np.float32)
+    return CooMatrix(rows=rows, cols=cols, values=_convert_values(sums, target_dtype), shape=shape)
 
 
-SUFFIXES = (".mtx", ".mtx.gz")
-"""Suffixes of the files that `read_matrix` reads."""
+def read_memory_bytes() -> int:
+    """Read the size of the memory of this machine, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def parse_matrix_name(path: Path) -> str:
-    """Return the matrix name of a file: the file name without its suffixes."""
-    return path.name.removesuffix(".gz").removesuffix(".mtx")
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor; torch is not imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
-def find_matrix_files(paths: Iterable[Path]) -> list[Path]:
-    """List the Matrix Market files among `paths` and in the directories among them.
-
-    Raises:
-        InputError: A path does not exist, or a directory has no such file.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            matches = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
-            if not matches:
-                raise InputError(f"{path} has no {' or '.join(SUFFIXES)} file")
-            files += matches
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise InputError(f"file not found: {path}")
-    return files
-
-
-def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> CooMatrix:
-    """Read a Matrix Market file (`.mtx`, `.mtx.gz`).
-
-    A pattern file gets deterministic values from 0.5 to 1.5.
-
-    Raises:
-        InputError: The file does not exist or its matrix is unsupported.
-        FileFormatError: The file is not a Matrix Market file.
-    """
-    io = require("scipy.io", "tuning")
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"file not found: {file}")
-    try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-            matrix_data = io.mmread(stream)
-    except (ValueError, OSError, EOFError, OverflowError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{file} is not a readable Matrix Market file: {error}") from error
-    matrix = as_coo(matrix_data, dtype=dtype)
-    if _is_pattern_file(file):
-        return replace(matrix, values=_generate_values(matrix.nnz, matrix.values.dtype))
-    return matrix
+def _convert_values(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert finite values to float32 or float64, unless one becomes infinite or 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        result = values.astype(dtype)
+    bad = ~np.isfinite(result) | ((result == 0) & (values != 0))
+    if bad.any():
+        advice = "use float64 (`--dtype float64`)" if dtype == np.float32 else "scale the matrix"
+        raise InputError(
+            f"the matrix has the value {values[np.argmax(bad)]}, which {dtype} cannot hold; {advice}"
+        )
+    return result
 
 
 def _generate_values(count: int, dtype: np.dtype) -> np.ndarray:
@@ -221,9 +210,9 @@ def _generate_values(count: int, dtype: np.dtype) -> np.ndarray:
     return np.random.default_rng(0).uniform(0.5, 1.5, count).astype(dtype)
 
 
-def _validate_extents(shape: tuple[int, int]) -> tuple[int, int]:
-    if len(shape) != 2 or not all(1 <= extent <= _MAX_EXTENT for extent in shape):
-        raise InputError(f"`shape` (={shape}) must be two extents from 1 to {_MAX_EXTENT}")
+def _validate_extents(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2 or not all(1 <= extent <= MAX_EXTENT for extent in shape):
+        raise InputError(f"`shape` (={shape}) must be two extents from 1 to {MAX_EXTENT}")
     return int(shape[0]), int(shape[1])
 
 
@@ -232,33 +221,60 @@ def _check_bounds(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, ...]) ->
         raise InputError(f"the matrix has coordinates outside of its shape {shape}")
 
 
-def _is_pattern_file(file: Path) -> bool:
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-        return b" pattern " in stream.readline(1000).lower()
-
-
 def _extract_coo(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Return rows, columns, values and shape of any supported matrix; the coordinates are not checked."""
     if isinstance(matrix, CooMatrix):
-        return matrix.rows, matrix.cols, matrix.values, matrix.shape
-    if type(matrix).__module__.partition(".")[0] == "torch":
-        import torch
+        arrays = (matrix.rows, matrix.cols, matrix.values)
+        if any(array.shape != (matrix.nnz,) for array in arrays) or any(
+            array.dtype.kind not in "iu" for array in arrays[:2]
+        ):
+            raise InputError(
+                "`rows`, `cols` and `values` must be 1-D and equally long, the first two integers"
+            )
+        return (*arrays, matrix.shape)
+    if is_tensor(matrix):
+        return _extract_tensor(matrix)
+    if isinstance(matrix, np.ma.MaskedArray):
+        raise InputError("the matrix is a masked array; fill the masked values, such as `matrix.filled(0)`")
+    if isinstance(matrix, np.ndarray):
+        if matrix.ndim != 2:
+            raise InputError(f"expected a 2-D array, got shape {matrix.shape}")
+        dense = np.asarray(matrix)  # indexing an `np.matrix` gives other shapes
+        rows, cols = np.nonzero(dense)
+        return rows, cols, dense[rows, cols], dense.shape
+    if require("scipy.sparse", "tuning").issparse(matrix):
+        if matrix.ndim != 2:
+            raise InputError(f"expected a 2-D matrix, got shape {matrix.shape}")
+        try:
+            if matrix.format in ("csr", "csc", "bsr"):
+                # A new matrix of the same arrays, because the check of scipy removes unused elements.
+                matrix = type(matrix)((matrix.data, matrix.indices, matrix.indptr), shape=matrix.shape)
+                matrix.check_format(full_check=True)
+            coo = matrix.tocoo()
+        except (ValueError, IndexError, TypeError) as error:
+            raise InputError(f"the {matrix.format} matrix is inconsistent: {error}") from error
+        return np.asarray(coo.row), np.asarray(coo.col), np.asarray(coo.data), coo.shape
+    raise InputError(
+        f"expected a scipy.sparse matrix, a sparse torch tensor or a 2-D array, got {type(matrix).__name__}"
+    )
 
-        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2:
-            raise InputError(f"expected a 2-D tensor, got {type(matrix).__name__}")
-        coalesced = matrix.detach().cpu().to_sparse_coo().coalesce()
+
+def _extract_tensor(tensor: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+    import torch
+
+    if tensor.ndim != 2:
+        raise InputError(f"expected a 2-D tensor, got shape {tuple(tensor.shape)}")
+    try:
+        coalesced = tensor.detach().cpu().to_sparse_coo().coalesce()
+        if coalesced.sparse_dim() != 2:
+            raise InputError(
+                f"the tensor has {coalesced.sparse_dim()} sparse dimension; use `tensor.to_dense()`"
+            )
         rows, cols = coalesced.indices().numpy()
         values = coalesced.values()
         # numpy has no bfloat16, and float16 is not computed with.
         values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
         return rows, cols, values.numpy(), tuple(coalesced.shape)
-    if isinstance(matrix, np.ndarray):
-        if matrix.ndim != 2:
-            raise InputError(f"expected a 2-D array, got shape {matrix.shape}")
-        rows, cols = np.nonzero(matrix)
-        return rows, cols, matrix[rows, cols], matrix.shape
-    if require("scipy.sparse", "tuning").issparse(matrix):
-        coo = matrix.tocoo()
-        return np.asarray(coo.row), np.asarray(coo.col), np.asarray(coo.data), coo.shape
-    raise InputError(
-        f"expected a scipy.sparse matrix, a sparse torch tensor or a 2-D array, got {type(matrix).__name__}"
-    )
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"the tensor ({tensor.dtype}, {tensor.layout}) cannot be read: {reason}") from error
