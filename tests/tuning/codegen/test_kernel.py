@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import os
+import pickle
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,7 @@ from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen import kernel as module
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, KernelFile, LibraryKernel, load
 from sparseflow.tuning.codegen.program import build_program
-from sparseflow.tuning.schedule.matrices import as_coo
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
@@ -100,11 +106,49 @@ def test_call_numpy_matches_reference(
 @pytest.mark.parametrize("name", ["spmm", "spmv"])
 def test_call_torch_matches_reference(name: str, dtype: type, library: bool, make: Make) -> None:
     kernel = make(name, dtype, library=library)
-    inputs = tuple(torch.from_numpy(value).requires_grad_() for value in kernel.problem.generate_inputs())
+    inputs = tuple(torch.from_numpy(value) for value in kernel.problem.generate_inputs())
     result = kernel(*inputs)
     assert isinstance(result, torch.Tensor) and result.layout == torch.strided
-    assert result.dtype == inputs[0].dtype and not result.requires_grad
-    check(kernel, tuple(value.detach().numpy() for value in inputs), result.numpy())
+    assert result.dtype == inputs[0].dtype
+    check(kernel, tuple(value.numpy() for value in inputs), result.numpy())
+
+
+def test_call_with_gradient_raises(make: Make) -> None:
+    kernel = make("spmm")
+    tensor = torch.from_numpy(kernel.problem.generate_inputs()[0])
+    for value in (tensor.clone().requires_grad_(), torch.nn.Parameter(tensor), tensor.requires_grad_() * 2):
+        with pytest.raises(InputError, match="`B` requires a gradient"):
+            kernel(value)
+        with torch.no_grad():
+            check(kernel, (value,), kernel(value))
+        assert not kernel(value.detach()).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's forward mode uses it
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "dual"])
+def test_call_within_torch_func_raises(transform: str, make: Make) -> None:
+    kernel = make("spmm")
+    tensor = torch.from_numpy(kernel.problem.generate_inputs()[0])
+
+    def compute_dual() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            kernel(torch.autograd.forward_ad.make_dual(tensor, tensor))
+
+    run = {
+        "grad": lambda: torch.func.grad(lambda value: kernel(value).sum())(tensor),
+        "jvp": lambda: torch.func.jvp(kernel, (tensor,), (tensor,)),
+        "vmap": lambda: torch.func.vmap(kernel)(tensor[None]),
+        "dual": compute_dual,
+    }[transform]
+    with pytest.raises(InputError, match="`B`"):
+        run()
+
+
+def test_call_negated_view_matches(make: Make) -> None:
+    kernel = make("spmm")
+    tensor = torch.from_numpy(kernel.problem.generate_inputs()[0])
+    negated = torch.complex(tensor, tensor).conj().imag
+    assert negated.is_neg() and torch.equal(kernel(negated), -kernel(tensor))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # a warning of torch about sparse tensors
@@ -238,6 +282,19 @@ def test_call_wrong_dtype_raises(dtype: type, make: Make) -> None:
         kernel(value.astype(dtype))
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_call_masked_array_raises(mask: bool, make: Make) -> None:
+    kernel = make("spmm")
+    (value,) = kernel.problem.generate_inputs()
+    with pytest.raises(InputError, match="masked"):
+        kernel(np.ma.masked_array(value, mask=np.full(value.shape, mask)))
+
+
+def test_call_ragged_list_raises(make: Make) -> None:
+    with pytest.raises(InputError, match="`B` is a list"):
+        make("spmm")([[1.0], [1.0, 2.0]])
+
+
 def test_call_wrong_torch_dtype_raises(make: Make) -> None:
     kernel = make("spmm", np.float64)
     (value,) = kernel.problem.generate_inputs()
@@ -261,6 +318,102 @@ def test_call_other_device_raises(make: Make) -> None:
     kernel = make("spmm")
     with pytest.raises(InputError, match="`B`"):
         kernel(torch.empty(COLS, WIDTH, device="meta"))
+
+
+# Copies and processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda kernel: pickle.loads(pickle.dumps(kernel)),
+        lambda kernel: load_module(kernel),
+    ],
+    ids=["copy", "deepcopy", "pickle", "torch.save"],
+)
+def test_copy_computes_the_same(
+    duplicate: Callable[[Kernel], Kernel], name: str, library: bool, make: Make
+) -> None:
+    kernel = make(name, library=library, speedup=1.5)
+    result = duplicate(kernel)
+    assert type(result) is type(kernel) and result is not kernel
+    assert (result.speedup, result.schedule) == (1.5, kernel.schedule)
+    inputs = kernel.problem.generate_inputs()
+    assert np.array_equal(result.compute(*inputs), kernel.compute(*inputs))
+    for array in ("rows", "cols", "values"):
+        assert not getattr(result.problem.matrix, array).flags.writeable
+
+
+def load_module(kernel: Kernel) -> Any:
+    """Return the kernel of a module that was written by `torch.save`."""
+    module, stream = torch.nn.Module(), io.BytesIO()
+    module.kernel = kernel  # pyright: ignore[reportArgumentType]
+    torch.save(module, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False).kernel
+
+
+def test_repr_describes_the_problem(make: Make) -> None:
+    assert repr(make("spmm")) == "<CompiledKernel spmm: 19 x 23, 130 elements, float32, n_cols=10>"
+    assert (
+        repr(make("spmv", np.float64, library=True)) == "<LibraryKernel spmv: 19 x 23, 130 elements, float64>"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("name", ["spmm", "spmv"])
+def test_call_in_forked_process_matches(name: str, make: Make) -> None:
+    kernel = make(name)
+    assert " 2 2" in str(kernel.schedule), "the schedule has two threads"
+    inputs = kernel.problem.generate_inputs()
+    expected = kernel(*inputs)  # creates the threads of OpenMP
+    child = os.fork()
+    if not child:
+        os._exit(0 if np.array_equal(kernel(*inputs), expected) else 1)
+    code = wait_for(child)
+    assert code == 0, "the child computes the same" if code else "the child hangs"
+    assert np.array_equal(kernel(*inputs), expected)
+
+
+def wait_for(child: int, timeout_s: float = 30.0) -> int | None:
+    """Return the exit code of a child; None if it was killed after the time limit."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+class KernelDataset(torch.utils.data.Dataset[np.ndarray]):
+    """Items that a kernel computes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.kernel(*self.kernel.problem.generate_inputs(index))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_data_loader_worker_computes_the_same(make: Make) -> None:
+    data = KernelDataset(make("spmm"))
+    expected = [data[index] for index in range(2)]
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=30
+    )
+    for result, value in zip(loader, expected, strict=True):
+        assert np.array_equal(np.asarray(result), value)
 
 
 # Files ------------------------------------------------------------------------------------------------------
@@ -372,6 +525,8 @@ def rewritten(make: Make, tmp_path: Path) -> Callable[..., Path]:
         {"sha256": "0"},
         {"rows": "cut"},
         {"cols": "cut"},
+        {"schedule": Schedule.parse(LINES["spmm"].replace("None 0 2 2", "None 0 1000 2"))},
+        {"n_cols": 10**12},
     ],
     ids=str,
 )
@@ -380,6 +535,32 @@ def test_load_inconsistent_file_raises(
 ) -> None:
     with pytest.raises(FileFormatError, match="tune again"):
         load(rewritten(**changes), cache_dir=cache)
+
+
+def test_load_float_coordinates_raises(make: Make, cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kernel"
+    make("spmm").save(path)
+    file, tensors = KernelFile.load_tensors(path)
+    for dtype in (torch.float64, torch.bfloat16):
+        arrays = {**tensors, "rows": tensors["rows"].to(dtype)}
+        digest = "0"
+        if dtype == torch.float64:
+            digest = CooMatrix(
+                **{name: value.numpy() for name, value in arrays.items()}, shape=file.shape
+            ).digest()
+        file.model_copy(update={"sha256": digest}).save_tensors(path, arrays)
+        with pytest.raises(FileFormatError, match="tune again"):
+            load(path, cache_dir=cache)
+
+
+def test_save_and_kernel_hold_the_same_values(make: Make, cache: Path, tmp_path: Path) -> None:
+    kernel = make("spmm")
+    for array in (kernel.problem.matrix.rows, kernel.problem.matrix.cols, kernel.problem.matrix.values):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+    kernel.save(tmp_path / "kernel")
+    inputs = kernel.problem.generate_inputs()
+    assert np.array_equal(load(tmp_path / "kernel", cache_dir=cache)(*inputs), kernel(*inputs))
 
 
 def test_load_without_schedule_is_library_kernel(rewritten: Callable[..., Path]) -> None:

@@ -113,8 +113,8 @@ def test_measure_storage_limit_fails(
     evaluator: ScheduleEvaluator, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert evaluator.measure(DENSE).error is None, "small matrices may be dense"
-    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MAX_STORAGE_RATIO", 0)
-    monkeypatch.setattr("sparseflow.tuning.measure.evaluator._MIN_STORAGE_BYTES", 19 * 23 * 4 - 1)
+    monkeypatch.setattr("sparseflow.tuning.codegen.program._MAX_STORAGE_RATIO", 0)
+    monkeypatch.setattr("sparseflow.tuning.codegen.program._MIN_STORAGE_BYTES", 19 * 23 * 4 - 1)
     with ScheduleEvaluator(problem_of(), CSR, cache_dir=cache) as opened:
         assert opened.measure(CSR).error is None
         trial = opened.measure(DENSE)

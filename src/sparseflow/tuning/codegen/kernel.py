@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -14,13 +15,21 @@ from sparseflow.core.artifact import Artifact
 from sparseflow.core.device import describe_cpu
 from sparseflow.errors import DeviceError, FileFormatError, InputError
 from sparseflow.tuning.codegen.c_source import SYMBOL
-from sparseflow.tuning.codegen.program import KernelProgram, allocate_aligned, build_program
-from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
+from sparseflow.tuning.codegen.program import (
+    KernelProgram,
+    allocate_aligned,
+    build_program,
+    compute_storage_limit,
+)
+from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo, is_tensor
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
 _ARRAYS = ("rows", "cols", "values")
+
+_PROCESS_ID = os.getpid()
+"""Process that imported this module. Another one is a fork of it, in which OpenMP may have dead threads."""
 
 _EXCLUSIVE_REFERENCES = 2
 """References to a buffer that is used by one view only: the view's and the one of `sys.getrefcount`."""
@@ -62,15 +71,33 @@ class Kernel(ABC):
     Formats with dense levels multiply padding zeros. If B contains an infinity or NaN, other results in the
     same blocks become NaN.
 
+    Kernels can be copied and pickled; the copy is compiled again, or read from the compile cache. In a forked
+    process kernels run with one thread.
+
     Attributes:
         problem: Problem.
         speedup: Time of the best baseline over the time of this kernel; None if it was not tuned.
     """
 
-    def __init__(self, problem: SparseProblem, speedup: float | None) -> None:
+    def __init__(self, problem: SparseProblem, speedup: float | None, cache_dir: Path | None = None) -> None:
         self.problem = problem
         self.speedup = speedup
+        self._cache_dir = cache_dir
         self._shapes, self._dtype = problem.input_shapes, problem.dtype
+
+    def __repr__(self) -> str:
+        problem = self.problem
+        (rows, cols), nnz = problem.matrix.shape, problem.matrix.nnz
+        n_cols = "" if problem.n_cols is None else f", n_cols={problem.n_cols}"
+        matrix = f"{rows} x {cols}, {nnz} elements, {problem.dtype}"
+        return f"<{type(self).__name__} {problem.operator.name}: {matrix}{n_cols}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        matrix, schedule = self.problem.matrix, self.schedule
+        line = None if schedule is None else str(schedule)
+        arrays = tuple(getattr(matrix, name) for name in _ARRAYS)
+        operator, n_cols = self.problem.operator.name, self.problem.n_cols
+        return _rebuild_kernel, (operator, n_cols, matrix.shape, arrays, line, self.speedup, self._cache_dir)
 
     @property
     @abstractmethod
@@ -88,7 +115,8 @@ class Kernel(ABC):
             inputs: numpy arrays or CPU tensors with the dtype of the matrix (float32 or float64).
 
         Raises:
-            InputError: The number, a shape or a dtype of the inputs is wrong.
+            InputError: The number, a shape or a dtype of the inputs is wrong, or an input requires a gradient
+                while torch records gradients.
         """
         shapes = self._shapes
         if len(inputs) != len(shapes):
@@ -96,7 +124,7 @@ class Kernel(ABC):
                 f"{self.problem.operator.name} expects {len(shapes)} inputs ({', '.join(shapes)}), "
                 f"got {len(inputs)}"
             )
-        as_torch = any(_is_torch(value) for value in inputs)
+        as_torch = any(is_tensor(value) for value in inputs)
         output = self.compute(
             *(
                 self._validate_input(name, value, shape)
@@ -119,9 +147,18 @@ class Kernel(ABC):
             and value.flags.c_contiguous
         ):
             return value
-        if _is_torch(value):
-            value = _to_strided(name, value)
-        array = np.asarray(value)
+        if isinstance(value, np.ma.MaskedArray):
+            raise InputError(
+                f"`{name}` is a masked array; fill the masked values, such as `{name}.filled(0)`"
+            )
+        try:
+            array = _read_tensor(name, value) if is_tensor(value) else np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"`{name}` is a {type(value).__name__} that numpy cannot read: {error}"
+            ) from error
         if array.dtype.hasobject and not isinstance(value, np.ndarray):
             raise InputError(f"`{name}` is a {type(value).__name__}; pass a numpy array or a dense tensor")
         if array.shape != shape:
@@ -150,7 +187,8 @@ class Kernel(ABC):
             cpu=describe_cpu(),
             sha256=matrix.digest(),
         )
-        file.save_tensors(path, {name: torch.from_numpy(getattr(matrix, name)) for name in _ARRAYS})
+        # `from_numpy` warns of read-only arrays.
+        file.save_tensors(path, {name: torch.tensor(getattr(matrix, name)) for name in _ARRAYS})
 
 
 class CompiledKernel(Kernel):
@@ -169,10 +207,12 @@ class CompiledKernel(Kernel):
     def __init__(
         self, program: KernelProgram, *, speedup: float | None = None, cache_dir: Path | None = None
     ) -> None:
-        super().__init__(program.problem, speedup)
+        super().__init__(program.problem, speedup, cache_dir)
         self.program = program
-        self._function = getattr(ctypes.CDLL(str(program.compile(cache_dir=cache_dir))), SYMBOL)
+        self._library = ctypes.CDLL(str(program.compile(cache_dir=cache_dir)))
+        self._function = getattr(self._library, SYMBOL)
         self._function.restype = None
+        self._is_parallel = program.nest.threads > 1
         self._leading_addresses = [array.ctypes.data for array in program.leading_arrays]
         self._trailing_addresses = [array.ctypes.data for array in program.trailing_arrays]
         count = len(self._leading_addresses) + len(self.problem.input_shapes) + len(self._trailing_addresses)
@@ -187,6 +227,10 @@ class CompiledKernel(Kernel):
 
     def compute(self, *inputs: np.ndarray) -> np.ndarray:
         # Calls often take microseconds, so everything that does not change is prepared in advance.
+        if self._is_parallel and os.getpid() != _PROCESS_ID:
+            # libgomp waits forever for threads that exist in the parent only. Without active parallel regions
+            # it needs none.
+            self._library.omp_set_max_active_levels(0)
         buffer = self._acquire_buffer()
         output, pointer = buffer
         addresses = [array.ctypes.data for array in inputs]
@@ -251,8 +295,9 @@ def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = No
         problem = SparseProblem(
             operator=get_operator(file.operator), matrix=as_coo(matrix), n_cols=file.n_cols
         )
-        program = None if file.schedule is None else build_program(problem, file.schedule)
-    except (KeyError, ValueError) as error:
+        limit = compute_storage_limit(problem)
+        program = None if file.schedule is None else build_program(problem, file.schedule, max_bytes=limit)
+    except (KeyError, ValueError, TypeError) as error:
         raise FileFormatError(f"{path} is not a readable kernel: {error}; {file.HINT}") from error
     if file.cpu != describe_cpu() and not any_cpu:
         raise DeviceError(
@@ -264,21 +309,42 @@ def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = No
     return CompiledKernel(program, speedup=file.speedup, cache_dir=cache_dir)
 
 
-def _to_strided(name: str, tensor: Any) -> Any:
-    """Check that numpy can read a tensor."""
-    import torch
+def _rebuild_kernel(
+    operator: str,
+    n_cols: int | None,
+    shape: tuple[int, int],
+    arrays: tuple[np.ndarray, ...],
+    line: str | None,
+    speedup: float | None,
+    cache_dir: Path | None,
+) -> Kernel:
+    """Build a kernel from its pickled state."""
+    matrix = CooMatrix(**dict(zip(_ARRAYS, arrays, strict=True)), shape=shape)
+    problem = SparseProblem(operator=get_operator(operator), matrix=matrix, n_cols=n_cols)
+    if line is None:
+        return LibraryKernel(problem, speedup=speedup)
+    return CompiledKernel(build_program(problem, Schedule.parse(line)), speedup=speedup, cache_dir=cache_dir)
 
+
+def _read_tensor(name: str, tensor: Any) -> np.ndarray:
+    """Return a tensor as an array that shares its memory."""
+    import torch
+    from torch.autograd import forward_ad
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"`{name}` requires a gradient, which kernels do not compute; pass `{name}.detach()`, or call "
+            "the kernel within `torch.no_grad()`"
+        )
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise InputError(f"`{name}` has a tangent of forward-mode differentiation; kernels compute none")
     if tensor.device.type != "cpu":
         raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
     if tensor.layout is not torch.strided:
         raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
     if tensor.dtype is torch.bfloat16:
         raise InputError(f"`{name}` has dtype bfloat16; pass float32 or float64, the dtype of the matrix")
-    return tensor.detach()
-
-
-def _is_torch(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "torch"
+    return tensor.detach().resolve_neg().numpy()
 
 
 def _build_sparse_output(matrix: CooMatrix, values: np.ndarray, as_torch: bool) -> Any:

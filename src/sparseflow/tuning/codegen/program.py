@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from sparseflow.core.checks import check_at_least, check_between
+from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.c_source import generate_source
 from sparseflow.tuning.codegen.compile import compile_source
 from sparseflow.tuning.codegen.loop_nest import LoopNest, lower
@@ -16,6 +20,14 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 ALIGNMENT = 64
+
+_THREADS_PER_CPU = 4
+_MIN_THREAD_LIMIT = 16
+
+_MAX_STORAGE_RATIO = 32
+"""Storage limit of a schedule as a multiple of the coordinate format."""
+
+_MIN_STORAGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +84,21 @@ def build_program(
 ) -> KernelProgram:
     """Lower a schedule, pack the matrix and generate the C source.
 
+    Args:
+        problem: Problem.
+        schedule: Schedule.
+        max_bytes: Limit of the packed matrix, and of the rows that blocks add to the output.
+
     Raises:
-        InputError: The schedule cannot run, or its storage exceeds `max_bytes`.
+        InputError: The schedule cannot run, uses too many threads, or exceeds `max_bytes`.
     """
     nest = lower(schedule, problem.operator, problem.extents, problem.dtype)
+    check_threads(nest.threads)
+    if nest.output_shape is not None:
+        rows, *columns = nest.output_shape
+        padding_bytes = (rows - problem.matrix.shape[0]) * math.prod(columns) * problem.dtype.itemsize
+        if padding_bytes > max_bytes:
+            raise InputError(f"the blocks of the schedule pad the output to {rows} rows; use smaller blocks")
     packed = pack(problem.matrix, nest.levels, max_bytes=max_bytes)
     wide = select_index_dtype(problem.matrix.nnz) is np.int64
     return KernelProgram(
@@ -85,6 +108,23 @@ def build_program(
         source=generate_source(nest, wide=wide),
         packed=packed,
     )
+
+
+def check_threads(threads: int) -> None:
+    """Check that this machine can run a number of threads; OpenMP ends the process if it cannot.
+
+    Raises:
+        InputError: `threads` is below 1 or exceeds four threads per CPU, or 16 with fewer than four CPUs.
+    """
+    limit = max(_MIN_THREAD_LIMIT, _THREADS_PER_CPU * (os.cpu_count() or 1))
+    check_at_least(1, threads=threads)
+    check_between(1, limit, threads=threads)
+
+
+def compute_storage_limit(problem: SparseProblem) -> int:
+    """Return the storage limit of schedules that are not written by hand, bytes."""
+    stored = problem.matrix.nnz * (8 + problem.dtype.itemsize)
+    return min(max(_MAX_STORAGE_RATIO * stored, _MIN_STORAGE_BYTES), MAX_STORAGE_BYTES)
 
 
 def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -17,9 +17,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAd
 from sparseflow.core.device import describe_cpu
 from sparseflow.core.parallel import map_unordered
 from sparseflow.errors import DeviceError, InputError, RunError
-from sparseflow.tuning.codegen.program import KernelProgram, build_program
+from sparseflow.tuning.codegen.program import KernelProgram, build_program, compute_storage_limit
 from sparseflow.tuning.measure.runner import KernelJob, MeasurementSession
-from sparseflow.tuning.schedule.formats import MAX_STORAGE_BYTES
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
@@ -28,11 +27,6 @@ BATCH_SIZE = 8
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 """dtype -> largest difference from scipy in float64, relative to the largest result."""
-
-_MAX_STORAGE_RATIO = 32
-"""Storage limit of a schedule as a multiple of the coordinate format."""
-
-_MIN_STORAGE_BYTES = 64 << 20
 
 _COMPARE_CHUNK = 1 << 16
 """Results that are compared at a time."""
@@ -127,8 +121,7 @@ class ScheduleEvaluator:
         self._reference = reference
         self._expected = problem.compute_reference(self.inputs)
         self._scale = float(np.abs(self._expected).max(initial=0.0)) or 1.0
-        stored = problem.matrix.nnz * (8 + problem.dtype.itemsize)
-        self._limit_bytes = min(max(_MAX_STORAGE_RATIO * stored, _MIN_STORAGE_BYTES), MAX_STORAGE_BYTES)
+        self._limit_bytes = compute_storage_limit(problem)
         self._session: MeasurementSession | None = None
 
     def __enter__(self) -> ScheduleEvaluator:

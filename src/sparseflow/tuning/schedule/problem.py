@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError
-from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.matrices import CooMatrix, read_memory_bytes
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS, Operator
 
 _SDDMM_CHUNK = 2**22
@@ -26,7 +27,7 @@ class SparseProblem:
         n_cols: Extent of the dense axis: columns of B in SpMM, of X and Y in SDDMM; None for SpMV.
 
     Raises:
-        InputError: `n_cols` does not fit the operator.
+        InputError: `n_cols` does not fit the operator, or the operands exceed the memory of this machine.
     """
 
     operator: Operator
@@ -39,10 +40,24 @@ class SparseProblem:
                 raise InputError(
                     f"{self.operator.name} takes a vector; `n_cols` (={self.n_cols}) must be None"
                 )
-            return
-        n_cols = int(self.n_cols) if isinstance(self.n_cols, np.integer) else self.n_cols
-        check_at_least(1, n_cols=n_cols)
-        object.__setattr__(self, "n_cols", n_cols)
+        else:
+            n_cols = int(self.n_cols) if isinstance(self.n_cols, np.integer) else self.n_cols
+            check_at_least(1, n_cols=n_cols)
+            object.__setattr__(self, "n_cols", n_cols)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse dense operands that need more than half of the memory; the matrix itself can be tiny."""
+        extents, shapes = self.extents, list(self.input_shapes.values())
+        if not self.operator.sparse_output:
+            shapes.append(tuple(extents[axis] for axis in self.operator.output_axes))
+        needed, limit = self.dtype.itemsize * sum(map(math.prod, shapes)), read_memory_bytes() // 2
+        if needed > limit:
+            sizes = ", ".join(f"{axis}={extent}" for axis, extent in extents.items())
+            raise InputError(
+                f"the dense operands of {self.operator.name} ({sizes}) need {needed / 2**30:,.1f} GiB; the "
+                f"limit is half of the memory, {limit / 2**30:,.1f} GiB"
+            )
 
     @property
     def dtype(self) -> np.dtype:
