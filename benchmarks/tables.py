@@ -7,7 +7,8 @@
 
 The text between `<!-- table:<wing> -->` and `<!-- /table -->` is replaced by the claims of a wing.
 `<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the targets of
-each wing, and `<!-- table:ids <id> <id> ... -->` lists the named claims in this order.
+each wing, `<!-- table:ids <id> <id> ... -->` lists the named claims in this order, and `<!-- table:gpus -->`
+lists the records of `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.claims import RESULTS, WINGS, Claim, check_claim, load_claims
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import read_json, write_atomic
 from sparseflow.errors import FileFormatError, SparseFlowError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,8 @@ def render_tables(text: str, results: Path) -> str:
         name, words = match["name"], match["words"].split()
         if name == "wings" and not words:
             lines = format_wing_table(results)
+        elif name == "gpus" and not words:
+            lines = format_gpu_table(results)
         elif name == "ids" and words:
             lines = format_selected_claims(words, results)
         elif words in ([], ["targets"]):
@@ -84,6 +87,29 @@ def format_wing_table(results: Path) -> str:
         met = [claim.met for claim in _load_checked(wing, results) if claim.target is not None]
         counts = f"{len(met)} | {sum(met)} | {len(met) - sum(met)}" if met else "– | – | –"
         lines.append(f"| [{wing}](docs/{wing}.md) | {counts} |")
+    return "\n".join(["", *lines, "", ""])
+
+
+def format_gpu_table(results: Path) -> str:
+    """Format the records that `make test-gpu` wrote, one row for each device, as a Markdown table."""
+    lines = ["| device | passed | failed | skipped | minutes | torch | triton | revision | date |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | --- | --- | --- | --- |")
+    for path in sorted((results / "gpu_tests").glob("*.json")):
+        record = read_json(path)
+        environment, tests = record["environment"], record["tests"]
+        versions = environment["device"]["versions"]
+        cells = (
+            environment["device"]["name"],
+            tests["passed"],
+            tests["failed"] + tests["error"],
+            tests["skipped"],
+            f"{record['duration_s'] / 60:.1f}",
+            versions.get("torch", "–"),
+            versions.get("triton", "–"),
+            environment["git"] or "–",
+            environment["time"][:10],
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(["", *lines, "", ""])
 
 

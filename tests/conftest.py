@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from sparseflow.core import journal
-from tests import interpreted
+from tests import interpreted, run_record
 
 # Tensors in tests are small, so threads gain nothing, and they change the order of sums. Subprocesses inherit
 # the setting, so their results can be compared bit for bit.
@@ -36,6 +37,7 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--record-dir", type=Path, help="write device, versions and outcome to a JSON file here")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,6 +54,13 @@ def pytest_collection_finish() -> None:
     """Exclude objects of modules and collected tests, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    directory = config.getoption("--record-dir")
+    if directory is not None:
+        path = run_record.write_record(directory, terminalreporter)
+        terminalreporter.write_line(f"record: {path}")
 
 
 @pytest.fixture(scope="session", autouse=True)
