@@ -46,7 +46,7 @@ from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ImagePart, Message, Prompt, RequestLimits
 from sparseflow.adaptive.prompts.model_folder import open_folder
 from sparseflow.adaptive.serve import EngineBackend, Service, create_app
-from sparseflow.adaptive.serve.backend import BackendJob, Event, TokensEvent
+from sparseflow.adaptive.serve.backend import BackendJob, Event, ServiceTime, TokensEvent
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 
@@ -58,13 +58,13 @@ _POLL_INTERVAL_S = 0.001
 class ConstantForecast:
     """Forecast for requests without budgets."""
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
-        return 1.0
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
+        return ServiceTime(1.0, 1.0)
 
     def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         return 1.0, 1.0
 
-    def observe(self, job: BackendJob, output: RequestOutput) -> None:
+    def observe(self, job: BackendJob, output: RequestOutput, *, isolated: bool) -> None:
         pass
 
 

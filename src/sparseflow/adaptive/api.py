@@ -73,7 +73,8 @@ def attach(
         controller: Trained controllers (safetensors). Without them plans are selected by `plan_quality`.
         plans: Plans that may be selected. Default: all plans of the profile's space; with an engine, the
             Pareto front of latency and quality (`PlanSelector.select_front`).
-        plan_quality: Mean accuracy of each plan of the space; used without controllers.
+        plan_quality: Mean accuracy of each plan of the space; used without controllers. The numbers of a
+            sequence are taken as exact; those of a file or a `PlanQuality` have the error of their samples.
         adapter: Adapter of the model; default: the one registered for its architecture.
 
     Returns:
@@ -96,7 +97,7 @@ def attach(
             controller = Controllers.load(controller, model_id=compute_weights_id(model), device=device)
         selector = PlanSelector(
             adapter=adapter, predictor=predictor, controllers=controller, plans=plans,
-            plan_quality=_load_plan_quality(plan_quality, model, predictor),
+            **_load_plan_quality(plan_quality, model, predictor),
         )  # fmt: skip
     return Attached(adapter, PlanRuntime(adapter), selector)
 
@@ -374,10 +375,11 @@ def _load_plan_quality(
     plan_quality: Path | str | PlanQuality | Sequence[float] | None,
     model: PreTrainedModel,
     predictor: PlanLatencyPredictor,
-) -> Sequence[float] | None:
+) -> dict[str, Any]:
+    """Return the arguments of the selector for a plan quality."""
     if isinstance(plan_quality, str | Path):
         plan_quality = PlanQuality.load(plan_quality)
     if isinstance(plan_quality, PlanQuality):
         plan_quality.check(compute_weights_id(model), predictor.space)
-        return plan_quality.accuracy
-    return plan_quality
+        return {"plan_quality": plan_quality.accuracy, "quality_samples": plan_quality.samples}
+    return {"plan_quality": plan_quality}

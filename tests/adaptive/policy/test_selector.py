@@ -145,6 +145,32 @@ def test_without_controllers_selects_highest_quality() -> None:
     assert decided(selector(plan_quality=plan_quality), 1000.0)[1].plan == best
 
 
+def test_noisy_maximum_does_not_replace_larger_plan() -> None:
+    """All plans are equally good: on each of 256 questions, a third of them answers by chance."""
+    rng = np.random.default_rng(0)
+    shared, separate = rng.random(256) < 0.9, rng.random((len(SPACE), 256)) < 0.9
+    accuracy = np.where(rng.random(separate.shape) < 1 / 3, separate, shared).mean(1).tolist()
+    full = GEOMETRY.full_plan()
+    assert SPACE.plans[int(np.argmax(accuracy))] != full
+    assert decided(selector(plan_quality=accuracy, quality_samples=256), 1000.0)[1].plan == full
+    tight = decided(selector(plan_quality=accuracy, quality_samples=256), 70.0)[1].plan
+    feasible = [plan for plan in SPACE.plans if 1.1 * work_ms(plan, 4) <= 70.0]
+    assert count_steps(tight) == max(count_steps(plan) for plan in feasible)
+
+
+def test_significantly_better_plan_replaces_larger_plan() -> None:
+    best = SPACE.plans[37]
+    for gain, selected in ((0.08, best), (0.04, GEOMETRY.full_plan())):
+        accuracy = [0.8 + gain * (plan == best) for plan in SPACE.plans]
+        # Two standard errors of a difference are about 0.055 for 400 answers.
+        plan_selector = selector(plan_quality=accuracy, quality_samples=400)
+        assert decided(plan_selector, 1000.0)[1].plan == selected
+        assert selected in (plan_selector.select_front(4).plans or ())
+    # Accuracies of 1 have an error as well.
+    perfect = [1.0 if plan == best else 0.95 for plan in SPACE.plans]
+    assert decided(selector(plan_quality=perfect, quality_samples=20), 1000.0)[1].plan == GEOMETRY.full_plan()
+
+
 def test_quality_does_not_depend_on_predicted_latency() -> None:
     class Noisy(Formula):
         def predict_all(self, **queries: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,7 @@ from sparseflow.adaptive.serve.backend import (
     EndedEvent,
     Event,
     FailedEvent,
+    ServiceTime,
     StartedEvent,
     TokensEvent,
 )
@@ -119,8 +120,9 @@ class FakeBackend:
         self.closed = False
         self._free: dict[str, Callable[[], None]] = {}
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
-        return self.base_ms + self.per_token_ms * max_new_tokens
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
+        p99_ms = self.base_ms + self.per_token_ms * max_new_tokens
+        return ServiceTime(0.8 * p99_ms, p99_ms)
 
     def submit(self, job: BackendJob, emit: Callable[[Event], None]) -> Callable[[], None]:
         self.jobs.append(job)
@@ -153,7 +155,7 @@ class FakeBackend:
         text = ByteTokenizer().decode(job.prompt.inputs["input_ids"][0].tolist())
         script = next(script for word, script in reversed(self.scripts.items()) if word in text)
         remaining_ms = (job.target_end_s - time.perf_counter()) * 1000.0
-        min_service_ms = self.min_service_ms(job.prompt, job.max_new_tokens, job.num_concurrent)
+        min_service_ms = self.min_service_ms(job.prompt, job.max_new_tokens, job.num_concurrent).p99
         level = sum(remaining_ms >= min_service_ms * factor for factor in (1.5, 3.0))
         waited_ms = (time.perf_counter() - job.received_s) * 1000.0
         service_ms = min_service_ms * (1.0, 1.5, 3.0)[level]

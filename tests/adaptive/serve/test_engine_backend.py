@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,17 +36,27 @@ from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.adapter import get_adapter
 from sparseflow.adaptive.plan.runtime import PlanRuntime
 from sparseflow.adaptive.plan.space import Plan, Tier
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
 from sparseflow.adaptive.predictor.features import LatencyQuery
+from sparseflow.adaptive.profile import collect_profile, select_representative_plans
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import Message, Prompt, RequestLimits
 from sparseflow.adaptive.prompts.processors import CropProcessor
 from sparseflow.adaptive.serve.app import create_app
-from sparseflow.adaptive.serve.backend import BackendJob, EndedEvent, FailedEvent, StartedEvent, TokensEvent
+from sparseflow.adaptive.serve.backend import (
+    BackendJob,
+    EndedEvent,
+    FailedEvent,
+    ServiceTime,
+    StartedEvent,
+    TokensEvent,
+)
 from sparseflow.adaptive.serve.engine_backend import EngineBackend, PredictorForecast, make_job_decider
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import InputError, PlanError
 from tests.adaptive import tiny
+from tests.adaptive.fake_runner import FakeRunner, make_space
 from tests.adaptive.serve.fake import make_data_url, make_messages, run_in_thread, wait_until
 
 PLAN = Plan(tier=None, insertion_position=1, top_k=2, blocks=(0, 1, 2))
@@ -80,18 +91,20 @@ class FakeForecast:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.observations: list[tuple[Any, ...]] = []
+        self.isolated: list[bool] = []
         self.error = error
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
-        return 1.0 + max_new_tokens
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
+        return ServiceTime(0.5, 1.0 + max_new_tokens)
 
     def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         return 10.0, 20.0
 
-    def observe(self, job: BackendJob, output: RequestOutput) -> None:
+    def observe(self, job: BackendJob, output: RequestOutput, *, isolated: bool) -> None:
         if self.error is not None:
             raise self.error
         self.observations.append((job.prompt, job.num_concurrent, job.load, output))
+        self.isolated.append(isolated)
 
 
 class RecordingDecider:
@@ -193,6 +206,27 @@ def test_submit_emits_events_in_order() -> None:
         assert ended == EndedEvent("stop")
         # The load is that of the engine at the start.
         assert [observation[:-1] for observation in forecast.observations] == [(job.prompt, 1, 0.25)]
+
+    asyncio.run(scenario())
+
+
+def test_observe_marks_requests_that_ran_without_others() -> None:
+    async def scenario() -> None:
+        engine, forecast = FakeEngine(), FakeForecast()
+        engine_backend = make_backend(engine, forecast=forecast)
+        cancels = [engine_backend.submit(make_job(), lambda _: None) for _ in range(2)]
+        for _ in range(2):
+            run_on_thread(lambda: engine.handles[-1].finish(make_output()))
+            await run_pending_callbacks()
+            engine_backend.submit(make_job(), lambda _: None)
+            # The first job still runs at the first time.
+            cancels[0]()
+        run_on_thread(lambda: engine.handles[-1].finish(make_output()))
+        await run_pending_callbacks()
+        engine_backend.submit(make_job(), lambda _: None)
+        run_on_thread(lambda: engine.handles[-1].finish(make_output()))
+        await run_pending_callbacks()
+        assert forecast.isolated == [False, False, True, True]
 
     asyncio.run(scenario())
 
@@ -314,7 +348,7 @@ def test_backend_reports_engine_properties() -> None:
     engine: Any = FakeEngine()
     engine_backend = make_backend(engine)
     assert (engine_backend.slots, engine_backend.context, engine_backend.alive) == (3, 64, True)
-    assert engine_backend.min_service_ms(make_job().prompt, 4, 0) == 5.0
+    assert engine_backend.min_service_ms(make_job().prompt, 4, 0) == (0.5, 5.0)
     engine_backend.close()
     assert engine.closed == [False]
     assert not engine_backend.alive
@@ -357,8 +391,9 @@ class FakePredictor:
     def observe(self, query: LatencyQuery, measured_ms: float, *, prefill_ms: float | None = None) -> None:
         self.observed.append((query, measured_ms, prefill_ms))
 
-    def forget(self, fraction: float) -> None:
+    def forget(self, fraction: float, *, keep_medians: bool = False) -> None:
         self.forgotten.append(fraction)
+        self.kept_medians = keep_medians
 
 
 def test_forecast_queries_predictor_with_job_conditions() -> None:
@@ -367,9 +402,9 @@ def test_forecast_queries_predictor_with_job_conditions() -> None:
     forecast = PredictorForecast(predictor, plans, load=lambda: 0.25)
     text = make_job().prompt
     # The fourth plan is faster, but the engine does not run it.
-    assert forecast.min_service_ms(text, 5, 2) == 50.0
+    assert forecast.min_service_ms(text, 5, 2) == (25.0, 50.0)
     image_prompt = Prompt(inputs={}, text_tokens=3, images=1, vision={"low": 2, "high": 6})
-    assert forecast.min_service_ms(image_prompt, 5, 0) == 50.0
+    assert forecast.min_service_ms(image_prompt, 5, 0).p99 == 50.0
     assert predictor.queries == [
         {"text_tokens": text.text_tokens, "images": 0, "batch": 3, "load": 0.25},
         {"text_tokens": 3, "images": 0.25, "batch": 1, "load": 0.25},
@@ -386,7 +421,7 @@ def test_forecast_queries_predictor_with_job_conditions() -> None:
     )
     # The load is that at the start of the job.
     assert [query["load"] for query in predictor.queries[-2:]] == [0.5, 0.0]
-    forecast.observe(image_job, make_output(plan=plans[0]))
+    forecast.observe(image_job, make_output(plan=plans[0]), isolated=False)
     ((query, measured_ms, prefill_ms),) = predictor.observed
     assert (query.load, query.images) == (0.5, 0.25)
     assert (query.new_tokens, query.queued_ms, query.batch, measured_ms, prefill_ms) == (2, 2.0, 2, 11.0, 5.0)
@@ -396,34 +431,62 @@ def test_forecast_queries_predictor_with_job_conditions() -> None:
         PredictorForecast(predictor, [replace(plans[0], top_k=1)])
 
 
-def test_forecast_starved_idle_engine_decays_correction() -> None:
-    predictor: Any = FakePredictor()
-    plans, text = predictor.space.plans, make_job().prompt
-    time_s, idle = [0.0], [True]
-    forecast = PredictorForecast(predictor, plans, idle=lambda: idle[0], clock=lambda: time_s[0])
+def test_forecast_learned_state_decays_with_time() -> None:
+    busy, idle = FakePredictor(), FakePredictor()
+    time_s = [0.0]
+    forecast = PredictorForecast(
+        busy, busy.space.plans, idle_predictor=idle, clock=lambda: time_s[0]  # type: ignore[arg-type]
+    )  # fmt: skip
+    text = make_job().prompt
+    for _ in range(100):
+        forecast.min_service_ms(text, 5, 1)
+        time_s[0] += 0.1
+    # 10 s are one half-life, in steps of at least 1 s.
+    assert 8 <= len(busy.forgotten) <= 10
+    assert math.prod(1.0 - fraction for fraction in busy.forgotten) == pytest.approx(0.5, rel=0.1)
+    assert busy.forgotten == idle.forgotten
+    assert (busy.kept_medians, idle.kept_medians) == (False, True)
 
-    def send_queries(num_queries: int, duration_s: float) -> int:
-        num_decays = len(predictor.forgotten)
-        for _ in range(num_queries):
-            forecast.min_service_ms(text, 5, 0)
-            time_s[0] += duration_s / num_queries
-        return len(predictor.forgotten) - num_decays
 
-    assert send_queries(100, 1.9) == 0, "too short"
-    assert send_queries(100, 4.2) == 2
-    forecast.observe(make_job(), make_output(plan=replace(plans[0], tier=None)))
-    assert send_queries(5, 60.0) == 0, "too few queries"
-    idle[0] = False
-    assert send_queries(100, 60.0) == 0, "not idle"
-    idle[0] = True
-    assert send_queries(100, 1.0) == 0, "idle for too short a time"
-    # Completed requests prevent a decay.
-    for _ in range(50):
-        assert send_queries(2, 1.0) == 0
-        forecast.observe(make_job(), make_output(plan=replace(plans[0], tier=None)))
-    # Without `idle` the engine never counts as idle.
-    forecast = PredictorForecast(predictor, plans, clock=lambda: time_s[0])
-    assert send_queries(100, 60.0) == 0
+def test_forecast_idle_engine_learns_from_isolated_requests_only() -> None:
+    busy: Any = FakePredictor()
+    idle: Any = FakePredictor()
+    forecast = PredictorForecast(busy, busy.space.plans, idle_predictor=idle)
+    job, output = make_job(), make_output(plan=replace(busy.space.plans[0], tier=None))
+    forecast.observe(job, output, isolated=False)
+    forecast.observe(job, output, isolated=True)
+    assert (len(busy.observed), len(idle.observed)) == (2, 1)
+    for num_concurrent in (None, 0, 1):
+        forecast.min_service_ms(job.prompt, 5, num_concurrent)
+    forecast.predict(output.plan, job)
+    assert (len(busy.queries), len(idle.queries)) == (1, 3)
+    # With one predictor, every request is learned once.
+    forecast = PredictorForecast(busy, busy.space.plans)
+    forecast.observe(job, output, isolated=True)
+    assert len(busy.observed) == 3
+
+
+def test_burst_does_not_change_forecast_of_idle_engine(tmp_path: Path) -> None:
+    """Requests of a burst take 20 times as long as predicted."""
+    space = make_space(8, 4)
+    profile = collect_profile(
+        FakeRunner(), space, tmp_path / "p.parquet", text_tokens=(4, 16),
+        plans=select_representative_plans(space, 8), rounds=2, decode_steps=2, warmup_runs=0,
+    )  # fmt: skip
+    busy, idle = PlanLatencyPredictor.fit(profile), PlanLatencyPredictor.fit(profile)
+    time_s = [0.0]
+    plans = busy.space.plans[:4]
+    forecast = PredictorForecast(busy, plans, idle_predictor=idle, clock=lambda: time_s[0])
+    job = make_job(num_concurrent=1)
+    before = forecast.min_service_ms(job.prompt, 4, None), forecast.min_service_ms(job.prompt, 4, 1)
+    for _ in range(100):
+        total_ms = 20.0 * before[1].p50
+        output = make_output(plan=replace(plans[0], tier=None), queued_ms=0.0, total_ms=total_ms)
+        forecast.observe(job, replace(output, decode_ms=0.5 * total_ms), isolated=False)
+    assert forecast.min_service_ms(job.prompt, 4, None) == before[0]
+    assert forecast.min_service_ms(job.prompt, 4, 1).p50 > 5.0 * before[1].p50
+    time_s[0] += 120.0
+    assert forecast.min_service_ms(job.prompt, 4, 1) == pytest.approx(before[1], rel=0.05)
 
 
 def test_min_service_ms_ignores_plans_above_context() -> None:
@@ -431,13 +494,13 @@ def test_min_service_ms_ignores_plans_above_context() -> None:
     low, cheap, _, high = predictor.space.plans
     forecast = PredictorForecast(predictor, [low, high], max_tokens=10)
     image_prompt = Prompt(inputs={}, text_tokens=3, images=1, vision={"low": 2, "high": 6})
-    assert forecast.min_service_ms(image_prompt, 2, 0) == 24.0
+    assert forecast.min_service_ms(image_prompt, 2, 0).p99 == 24.0
     # The last token is not run: 3 + 6 + 2 - 1 = 10 fits and 11 does not.
-    assert forecast.min_service_ms(image_prompt, 3, 0) == 66.0
+    assert forecast.min_service_ms(image_prompt, 3, 0).p99 == 66.0
     # Without images the tier has no effect; if no plan fits, the engine rejects the request later.
-    assert forecast.min_service_ms(Prompt(inputs={}, text_tokens=5), 3, 0) == 26.0
-    assert forecast.min_service_ms(image_prompt, 40, 0) == 100.0
-    assert PredictorForecast(predictor, [low, cheap, high]).min_service_ms(image_prompt, 40, 0) == 100.0
+    assert forecast.min_service_ms(Prompt(inputs={}, text_tokens=5), 3, 0).p99 == 26.0
+    assert forecast.min_service_ms(image_prompt, 40, 0).p99 == 100.0
+    assert PredictorForecast(predictor, [low, cheap, high]).min_service_ms(image_prompt, 40, 0).p99 == 100.0
 
 
 def test_forecast_profile_with_single_load_warns(caplog: pytest.LogCaptureFixture) -> None:

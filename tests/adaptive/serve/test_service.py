@@ -15,8 +15,16 @@ from PIL import Image
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.messages import ApiError, Prompt, RequestLimits
 from sparseflow.adaptive.serve import answer as answers
+from sparseflow.adaptive.serve import service as services
 from sparseflow.adaptive.serve.answer import AnswerStream
-from sparseflow.adaptive.serve.backend import BackendJob, EndedEvent, FailedEvent, StartedEvent, TokensEvent
+from sparseflow.adaptive.serve.backend import (
+    BackendJob,
+    EndedEvent,
+    FailedEvent,
+    ServiceTime,
+    StartedEvent,
+    TokensEvent,
+)
 from sparseflow.adaptive.serve.service import Service
 from sparseflow.errors import InputError
 from tests.adaptive.serve.fake import (
@@ -33,16 +41,17 @@ from tests.adaptive.serve.fake import (
 class IdleBackend:
     """Backend that emits no events by itself."""
 
-    def __init__(self, *, slots: int = 1, service_ms: float = 100.0) -> None:
+    def __init__(self, *, slots: int = 1, service_ms: float = 100.0, median_ratio: float = 1.0) -> None:
         self.slots, self.context, self.alive = slots, 512, True
-        self.service_ms = service_ms
+        self.service_ms, self.median_ratio = service_ms, median_ratio
         self.jobs: list[tuple[BackendJob, Callable[[Any], None]]] = []
         self.cancelled: list[str] = []
         self.queries: list[tuple[int, int | None]] = []
 
-    def min_service_ms(self, prompt: Any, max_new_tokens: int, num_concurrent: int | None) -> float:
+    def min_service_ms(self, prompt: Any, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
         self.queries.append((max_new_tokens, num_concurrent))
-        return self.service_ms * (1 + (num_concurrent or 0))
+        p99_ms = self.service_ms * (1 + (num_concurrent or 0))
+        return ServiceTime(self.median_ratio * p99_ms, p99_ms)
 
     def submit(self, job: BackendJob, emit: Callable[[Any], None]) -> Callable[[], None]:
         self.jobs.append((job, emit))
@@ -240,7 +249,8 @@ def test_submit_passes_number_of_concurrent_requests() -> None:
     async def scenario(service: Service, backend: IdleBackend) -> None:
         answers = [await submit(service) for _ in range(4)]
         assert [job.num_concurrent for job, _ in backend.jobs] == [0, 1, 2]
-        assert [num_concurrent for _, num_concurrent in backend.queries[1:]] == [0, 1, 2, 2]
+        # None stands for an idle engine.
+        assert [num_concurrent for _, num_concurrent in backend.queries[1:]] == [None, 1, 2, 2]
         for answer in answers:
             answer.disconnect()
 
@@ -250,7 +260,7 @@ def test_submit_passes_number_of_concurrent_requests() -> None:
 def test_min_budget_increases_when_predictions_are_too_low() -> None:
     async def scenario(service: Service, backend: IdleBackend) -> None:
         with pytest.raises(ApiError) as caught:
-            await submit(service, latency_budget_ms=90_000)
+            await submit(service, latency_budget_ms=20_000)
         initial_ms = caught.value.more["least_feasible_ms"]
         for _ in range(60):
             await submit(service)
@@ -259,10 +269,54 @@ def test_min_budget_increases_when_predictions_are_too_low() -> None:
             emit(StartedEvent(plan=PLANS[0], p50_ms=now_ms, p99_ms=now_ms + 1e-3))
             emit(EndedEvent("stop"))
         with pytest.raises(ApiError) as caught:
-            await submit(service, latency_budget_ms=90_000)
+            await submit(service, latency_budget_ms=20_000)
         assert caught.value.more["least_feasible_ms"] > 1.3 * initial_ms
 
     run_scenario(scenario, IdleBackend(service_ms=100_000.0))
+
+
+def test_submit_idle_server_accepts_budget_above_median() -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        answer = await submit(service, latency_budget_ms=60_000)
+        assert answer.report()["guaranteed"] is False
+        answer.disconnect()
+        answer = await submit(service, latency_budget_ms=120_000)
+        assert answer.report()["guaranteed"] is True
+        answer.disconnect()
+
+    run_scenario(scenario, IdleBackend(service_ms=100_000.0, median_ratio=0.5))
+
+
+def test_submit_idle_server_probes_too_high_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        running = await submit(service, latency_budget_ms=60_000)
+        assert running.report()["guaranteed"] is False
+        for _ in range(2):
+            # The server is busy at first, and has just probed afterwards.
+            with pytest.raises(ApiError, match="no plan meets"):
+                await submit(service, latency_budget_ms=60_000)
+            running.disconnect()
+        monkeypatch.setattr(services, "_PROBE_INTERVAL_S", 0.0)
+        with pytest.raises(ApiError, match="no plan meets"):
+            await submit(service, latency_budget_ms=20_000)
+        (await submit(service, latency_budget_ms=30_000)).disconnect()
+
+    run_scenario(scenario, IdleBackend(service_ms=100_000.0))
+
+
+def test_start_probably_late_request_leaves_slot_to_others() -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        running = await submit(service)
+        late = await submit(service, ago_s=100.0, latency_budget_ms=100_100, on_infeasible="truncate")
+        waiting = await submit(service)
+        late.ticket.median_ms = 1e6
+        running.disconnect()
+        with pytest.raises(ApiError, match="expired"):
+            await late.wait_first_token()
+        assert [job.id for job, _ in backend.jobs] == [running.id, waiting.id]
+        waiting.disconnect()
+
+    run_scenario(scenario, IdleBackend(service_ms=1.0))
 
 
 def test_min_budget_excludes_waiting_time_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

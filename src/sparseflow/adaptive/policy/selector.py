@@ -5,6 +5,9 @@ chooses tier and insertion position among those of fitting plans. At the inserti
 plans with that tier and position that still fit. Without controllers, the fitting plan of the highest
 expected accuracy is chosen; without accuracies, the one with the most expert calls over all tokens. Without a
 budget, the largest plan runs.
+
+Measured accuracies have standard errors, and the maximum of many noisy values is too high. Therefore the
+fitting plan with the most computation is chosen among those that are not significantly worse than the best.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ MAX_ENGINE_PLANS = 12
 share batches.
 """
 
+_MAX_STANDARD_ERRORS = 2.0
+"""Standard errors by which one accuracy must exceed another to be considered higher."""
 _DEFAULT_TIER_TOKENS = 256
 """Assumed vision tokens per tier step if the profile does not say."""
 
@@ -60,6 +65,7 @@ class PlanSelector:
         plans: Plans of the predictor's space that may be selected; default: all. Tiers that the profile did
             not measure are excluded.
         plan_quality: Mean accuracy of each plan of the space; used without controllers.
+        quality_samples: Number of answers of each mean; None if the accuracies are exact.
         max_total_tokens: Maximum number of tokens of prompt and answer together: plans whose tier needs more
             are not selected. Default: that of the profile's engine, or the model's context length.
         word_embeddings: Input of stage 1; created if there are controllers.
@@ -74,6 +80,7 @@ class PlanSelector:
     controllers: Controllers | None = None
     plans: Sequence[Plan] | None = None
     plan_quality: Sequence[float] | None = None
+    quality_samples: int | None = None
     max_total_tokens: int | None = None
     word_embeddings: CpuWordEmbeddings | None = field(default=None, repr=False)
     all_plans: tuple[Plan, ...] = field(init=False, repr=False)
@@ -177,7 +184,33 @@ class PlanSelector:
         """
         if self.plan_quality is not None:
             return np.asarray(self.plan_quality)
+        return self._count_expert_calls(text_tokens, images)
+
+    def _count_expert_calls(self, text_tokens: int, images: float) -> np.ndarray:
+        """Number of expert calls on a prompt, [plans]."""
         return (text_tokens + images * self.vision) * self.expert_calls
+
+    def choose_best(self, among: np.ndarray, p50: np.ndarray, *, text_tokens: int, images: float) -> int:
+        """Number of the plan with the highest expected quality, not chosen by noise.
+
+        Args:
+            among: Plans to choose among, [plans] bool.
+            p50: Median latency of each plan, [plans]; ties select the faster plan.
+            text_tokens: Prompt tokens that do not belong to images.
+            images: Number of images of the profile's size.
+        """
+        indices = np.flatnonzero(among)
+        quality = self.estimate_quality(text_tokens=text_tokens, images=images)[indices]
+        if self.plan_quality is not None and self.quality_samples is not None:
+            # Smoothed, because an accuracy of 1 has an error as well. Answers to the same questions are
+            # positively correlated, so the error of a difference is an upper bound.
+            smoothed = (quality * self.quality_samples + 1.0) / (self.quality_samples + 2.0)
+            variance = smoothed * (1.0 - smoothed) / self.quality_samples
+            best = quality.argmax()
+            error = np.sqrt(variance + variance[best])
+            indices = indices[quality >= quality[best] - _MAX_STANDARD_ERRORS * error]
+            quality = self._count_expert_calls(text_tokens, images)[indices]
+        return int(indices[np.lexsort((p50[indices], -quality))[0]])
 
     def plans_within_context(
         self, *, text_tokens: int, images: float, new_tokens: int, vision: Mapping[Tier, int] | None = None
@@ -246,12 +279,15 @@ class PlanSelector:
                 int(index) for index in by_frequency if frequency[index] > 0.0 and index not in ends
             ][: max_plans - len(ends)]
         else:
-            estimate_quality = self.estimate_quality(text_tokens=text_tokens, images=images)
-            plans = [self.all_plans[index] for index in among]
-            front = select_pareto_plans(
-                plans, ms[among].tolist(), estimate_quality[among].tolist(), max_plans - 1
+            best = [
+                self.choose_best(fitting & (ms <= limit_ms), ms, text_tokens=text_tokens, images=images)
+                for limit_ms in np.unique(ms[among])
+            ]
+            # Each of them is the choice for some budget, so none is dominated.
+            front = list(dict.fromkeys(best))
+            selected_plans = select_pareto_plans(
+                front, ms[front].tolist(), list(range(len(front))), max_plans - 1
             )
-            selected_plans = [self.all_plans.index(plan) for plan in front]
         selected = sorted({*selected_plans, *ends}, key=lambda index: ms[index])
         return replace(self, plans=[self.all_plans[index] for index in selected])
 
@@ -290,7 +326,9 @@ class RequestPolicy:
         if math.isinf(remaining_ms):
             index = self._decided_plan = self.selector.largest_plan(self._candidates)
         elif cpu_controllers is None:
-            index = self._decided_plan = self._argmax_quality(fits, p50)
+            index = self._decided_plan = self.selector.choose_best(
+                fits, p50, text_tokens=self.text_tokens, images=self.images
+            )
         else:
             assert word_embeddings is not None
             ids = request.inputs["input_ids"] if self.input_ids is None else self.input_ids
@@ -345,12 +383,6 @@ class RequestPolicy:
             text_tokens=self.text_tokens, images=self.images, new_tokens=new_tokens, batch=self.batch,
             load=self.load, after=after,
         )  # fmt: skip
-
-    def _argmax_quality(self, fits: np.ndarray, p50: np.ndarray) -> int:
-        quality = self.selector.estimate_quality(text_tokens=self.text_tokens, images=self.images)
-        among = np.flatnonzero(fits)
-        # Ties select the faster plan.
-        return int(among[np.lexsort((p50[among], -quality[among]))[0]])
 
     def _handle_infeasible(
         self, request: GenerationRequest, remaining_ms: float

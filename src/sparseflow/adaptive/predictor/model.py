@@ -257,20 +257,22 @@ class PlanLatencyPredictor:
             self._correct(load_weights, float(prefill), float(decode), service_ms, prefill_ms)
             self._correction_state = self._snapshot_corrections()
 
-    def forget(self, fraction: float) -> None:
+    def forget(self, fraction: float, *, keep_medians: bool = False) -> None:
         """Move back towards the calibrated state.
 
         A server that refuses requests because of high predictions observes no corrections to them.
 
         Args:
             fraction: Fraction of the learned corrections to remove, 0 to 1.
+            keep_medians: Whether to keep the corrections of medians, which outliers do not change.
 
         Raises:
             InputError: `fraction` is out of range.
         """
         check_between(0.0, 1.0, fraction=fraction)
         with self._lock:
-            for component in (*self._margins, self._state.prefill_correction, self._state.step_correction):
+            drift = () if keep_medians else (self._state.prefill_correction, self._state.step_correction)
+            for component in (*self._margins, *drift):
                 component.forget(fraction)
             self._correction_state = self._snapshot_corrections()
 

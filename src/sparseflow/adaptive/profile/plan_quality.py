@@ -32,7 +32,7 @@ class PlanQuality(Artifact):
     model_id: str
     space: Annotated[PlanSpace, DictField()]
     accuracy: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...]
-    samples: int
+    samples: Annotated[int, Field(ge=1)]
     task: str
 
     @model_validator(mode="after")

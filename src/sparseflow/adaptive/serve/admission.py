@@ -1,13 +1,14 @@
 """Deadline-aware admission control.
 
-A request is admitted only if a simulation of the queue shows that it and every admitted request can meet
-their deadlines. The simulation frees each slot at the predicted end of its request and assigns queued
-requests to slots in order of their deadlines, each with its cheapest plan. A request that would be late, or
-would make another one late, is refused with a time after which a retry may succeed.
+A simulation of the queue decides about a request. It frees each slot at the expected end of its request and
+assigns queued requests to slots in order of their deadlines, each with its cheapest plan. A request is
+admitted with a guarantee if it is in time with its p99 service time, and without one if it is in time with
+its median: an idle slot never refuses a request that it probably serves in time. A request that would be
+late, or would make an admitted one late, is refused with a time after which a retry may succeed.
 
 The ratio of actual to predicted service time corrects the simulation: an exponentially weighted mean plus
-one standard deviation scales expected times, and the excess of the slowest recent requests, decaying over
-time, scales the p99 times that deadlines are checked with.
+one standard deviation scales expected times, up to a multiple of the predicted median, and the excess of the
+slowest recent requests, which decays within seconds, scales the p99 times.
 
 Queued requests are sorted by deadline (earliest first). A request without a deadline is sorted as if its
 deadline were `patience_s` after its arrival, so that it is not overtaken forever. When a request starts, it
@@ -39,6 +40,8 @@ _MAX_RECENT = 128
 """Number of recent requests that determine the p99 correction."""
 _HALF_LIFE_S = 10.0
 """Half-life of the p99 correction while no request completes, and of each recent excess."""
+_MAX_MEDIANS = 1.5
+"""Expected times are at most this multiple of the predicted median, so that stalls cannot inflate them."""
 _BISECTION_STEPS = 8
 """Bisection steps of the search for a target end."""
 
@@ -50,26 +53,32 @@ class Ticket:
     Attributes:
         arrival_s: Arrival time.
         deadline_s: Latest completion time; infinite for best-effort requests.
+        guaranteed: Whether the request was admitted with its p99 service time.
         min_service_ms: p99 service time of the cheapest plan, from start to last token.
+        median_ms: Its median service time.
         start_s: Time at which the request got a slot; None while queued.
         target_end_s: Latest predicted end that keeps this request and those behind it feasible; infinite
             if nothing requires an end.
         predicted_end_s: Predicted end of a running request: an estimate until the caller sets the p99 of
             the selected plan.
+        median_end_s: Median of the end of the selected plan; infinite until the caller sets it.
         sort_key: Position in the queue.
     """
 
     arrival_s: float
     deadline_s: float = math.inf
+    guaranteed: bool = False
     min_service_ms: float = 0.0
+    median_ms: float = 0.0
     start_s: float | None = None
     target_end_s: float = math.inf
     predicted_end_s: float = math.inf
+    median_end_s: float = math.inf
     sort_key: tuple[float, int] = field(default=(math.inf, 0))
 
     @property
     def has_deadline(self) -> bool:
-        """Whether the request was admitted with a deadline."""
+        """Whether the request has a deadline that admission considers."""
         return math.isfinite(self.deadline_s)
 
 
@@ -123,6 +132,11 @@ class AdmissionQueue:
         return len(self._running)
 
     @property
+    def idle(self) -> bool:
+        """Whether no request is running or queued."""
+        return not self._running and not self._waiting
+
+    @property
     def mean_correction(self) -> float:
         """Factor applied to predicted times in simulations: mean ratio plus one deviation."""
         return self._mean_ratio + _NUM_DEVIATIONS * self._ratio_deviation
@@ -158,28 +172,44 @@ class AdmissionQueue:
         queue = sorted([*self._waiting, probe], key=_get_sort_key)
         return 1000.0 * (self._simulate_starts(queue, now_s)[queue.index(probe)] - now_s)
 
-    def enqueue(self, ticket: Ticket, *, min_service_ms: float, deadline_s: float = math.inf) -> None:
-        """Queue a request.
+    def enqueue(
+        self,
+        ticket: Ticket,
+        *,
+        min_service_ms: float,
+        median_ms: float | None = None,
+        deadline_s: float = math.inf,
+    ) -> None:
+        """Queue a request, with a guarantee if possible (`ticket.guaranteed`).
 
         Args:
             ticket: Result of `reserve`.
             min_service_ms: p99 service time of the cheapest plan, from start to last token.
-            deadline_s: Guaranteed completion time; infinite for no guarantee.
+            median_ms: Its median service time; default: the p99.
+            deadline_s: Latest completion time; infinite for none.
 
         Raises:
-            ApiError: 429 if this deadline or one that was guaranteed before cannot be met. The place stays
-                reserved.
+            ApiError: 429 if this deadline or that of an admitted request will probably be missed. The place
+                stays reserved.
         """
         now_s = self._clock()
         ticket.min_service_ms, ticket.deadline_s = min_service_ms, deadline_s
+        ticket.median_ms = min_service_ms if median_ms is None else median_ms
         ticket.sort_key = (self._effective_deadline(ticket.arrival_s, deadline_s), self._num_enqueued)
         self._num_enqueued += 1
         queue = sorted([*self._waiting, ticket], key=_get_sort_key)
-        late_after = self._find_late(queue, self._simulate_starts(queue, now_s))
+        starts_s = self._simulate_starts(queue, now_s)
         late_before = self._find_late(self._waiting, self._simulate_starts(self._waiting, now_s))
-        newly_late = [key for key in late_after if key not in late_before]
-        if ticket.has_deadline and newly_late:
-            excess_s = max(late_after[key] for key in newly_late)
+        excess_s = 0.0
+        for guaranteed in (True, False) if ticket.has_deadline else ():
+            ticket.guaranteed = guaranteed
+            late_after = self._find_late(queue, starts_s)
+            excess_s = max(
+                (late_s for key, late_s in late_after.items() if key not in late_before), default=0.0
+            )
+            if not excess_s:
+                break
+        if excess_s:
             raise ApiError(
                 429,
                 f"too many queued requests to meet the latency budget; retry in "
@@ -196,11 +226,11 @@ class AdmissionQueue:
         ticket.start_s = self._clock()
         self._running.add(ticket)
         target_s = self._find_target_end(ticket, ticket.start_s) - ticket.start_s
-        ticket.target_end_s = ticket.start_s + target_s / self.p99_correction
+        is_single = not self._waiting and len(self._running) == 1
+        ticket.target_end_s = ticket.start_s + target_s / (1.0 if is_single else self.p99_correction)
         # The plan is not selected yet: the mean service time is the estimate.
         estimate_s = max(ticket.min_service_ms, self.service_ms) / 1000.0
-        has_target = math.isfinite(ticket.target_end_s)
-        ticket.predicted_end_s = ticket.target_end_s if has_target else ticket.start_s + estimate_s
+        ticket.predicted_end_s = min(ticket.target_end_s, ticket.start_s + estimate_s)
         return ticket
 
     def release(self, ticket: Ticket, *, completed: bool = False) -> None:
@@ -222,7 +252,7 @@ class AdmissionQueue:
 
     def _find_target_end(self, ticket: Ticket, now_s: float) -> float:
         waiting = self._waiting
-        earliest_s = now_s + ticket.min_service_ms / 1000.0 * self.p99_correction
+        earliest_s = now_s + self._required_s(ticket)
         latest_s = max((other.deadline_s for other in waiting if other.has_deadline), default=-math.inf)
         if latest_s <= earliest_s:
             return max(ticket.deadline_s, earliest_s)
@@ -252,10 +282,8 @@ class AdmissionQueue:
             ratio = min(service_s / (ticket.predicted_end_s - ticket.start_s), 4.0)
             now_s = self._clock()
             self._recent_excess.append((now_s, max(ratio - 1.0, 0.0)))
-            # Completions that are rare decay more slowly.
-            half_life_s = max(_HALF_LIFE_S, (now_s - self._recent_excess[0][0]) / 4.0)
             largest = heapq.nlargest(
-                2, (_decay(excess, now_s - time_s, half_life_s) for time_s, excess in self._recent_excess)
+                2, (_decay(excess, now_s - time_s, _HALF_LIFE_S) for time_s, excess in self._recent_excess)
             )
             # The largest excess may be an outlier, so the second largest counts.
             self._p99_excess, self._updated_s = largest[1] if len(largest) > 1 else 0.0, now_s
@@ -276,22 +304,32 @@ class AdmissionQueue:
         free_s = [now_s] * (self.slots - len(ends_s)) + ends_s
         heapq.heapify(free_s)
         starts_s: list[float] = []
-        seconds_per_ms = self.mean_correction / 1000.0
         for ticket in queue:
             starts_s.append(free_s[0])
-            heapq.heapreplace(free_s, free_s[0] + ticket.min_service_ms * seconds_per_ms)
+            expected_ms = min(ticket.min_service_ms * self.mean_correction, ticket.median_ms * _MAX_MEDIANS)
+            heapq.heapreplace(free_s, free_s[0] + expected_ms / 1000.0)
         return starts_s
 
     def _predict_end(self, ticket: Ticket, now_s: float) -> float:
         assert ticket.start_s is not None
+        expected_s = min(
+            (ticket.predicted_end_s - ticket.start_s) * self.mean_correction,
+            (ticket.median_end_s - ticket.start_s) * _MAX_MEDIANS,
+        )
         # An overdue request may end at any moment.
-        return max(ticket.start_s + (ticket.predicted_end_s - ticket.start_s) * self.mean_correction, now_s)
+        return max(ticket.start_s + expected_s, now_s)
+
+    def _required_s(self, ticket: Ticket) -> float:
+        """Return the service time that a request must have before its deadline."""
+        if ticket.has_deadline and not ticket.guaranteed:
+            return ticket.median_ms / 1000.0
+        return ticket.min_service_ms / 1000.0 * self.p99_correction
 
     def _find_late(self, queue: Iterable[Ticket], starts_s: Iterable[float]) -> dict[Ticket, float]:
         """Return the requests that miss their deadline, with the delay in seconds."""
-        seconds_per_ms, late = self.p99_correction / 1000.0, {}
+        late: dict[Ticket, float] = {}
         for ticket, start_s in zip(queue, starts_s, strict=True):
-            late_s = start_s + ticket.min_service_ms * seconds_per_ms - ticket.deadline_s
+            late_s = start_s + self._required_s(ticket) - ticket.deadline_s
             if late_s > 0.0:
                 late[ticket] = late_s
         return late

@@ -211,18 +211,21 @@ class AnswerStream:
             "queued_ms": round(self._queued_ms, 3),
             "budget_ms": budget_ms,
             "budget_met": None if budget_ms is None else self._measured_ms <= budget_ms,
+            "guaranteed": None if budget_ms is None else self.has_guarantee,
             "truncated": self._truncated,
         }
 
-    def start(self, num_concurrent: int) -> None:
+    def start(self, num_concurrent: int, *, contended: bool = False) -> None:
         """Submit the request to the backend.
 
         Args:
             num_concurrent: Number of other running requests.
+            contended: Whether requests wait. A request that is probably late then leaves its slot to them.
         """
         job, now_s = self.job, time.perf_counter()
         self._queued_ms = (now_s - job.received_s) * 1000.0
-        if now_s >= job.deadline_s and job.on_infeasible != "best_effort":
+        required_s = self.ticket.median_ms / 1000.0 if contended else 0.0
+        if now_s + required_s >= job.deadline_s and job.on_infeasible != "best_effort":
             message = "the latency budget expired in the queue; retry"
             self._fail(ApiError(429, message, code="overloaded", retry_after_s=1.0))
             return
@@ -254,6 +257,7 @@ class AnswerStream:
         if isinstance(event, StartedEvent):
             self._plan, self._predicted_ms = event.plan, (event.p50_ms, event.p99_ms)
             self.ticket.predicted_end_s = self.job.received_s + event.p99_ms / 1000.0
+            self.ticket.median_end_s = self.job.received_s + event.p50_ms / 1000.0
         elif isinstance(event, TokensEvent):
             if self._first_token_ms is None:
                 self._first_token_ms = self._elapsed_ms()

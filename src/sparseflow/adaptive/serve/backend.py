@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
 from sparseflow.adaptive.plan.space import Plan
@@ -100,6 +100,18 @@ def make_stopped_error() -> ApiError:
     )
 
 
+class ServiceTime(NamedTuple):
+    """Predicted time of a request, milliseconds.
+
+    Attributes:
+        p50: Median.
+        p99: 99th percentile.
+    """
+
+    p50: float
+    p99: float
+
+
 class ServingBackend(Protocol):
     """Runs requests.
 
@@ -118,8 +130,8 @@ class ServingBackend(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
-        """Return the p99 of the cheapest plan, from start to last token.
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
+        """Return the time of the cheapest plan, from start to last token.
 
         Called on the event loop; must take at most a millisecond.
 

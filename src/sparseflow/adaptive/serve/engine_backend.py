@@ -36,6 +36,7 @@ from sparseflow.adaptive.serve.backend import (
     EndedEvent,
     Event,
     FailedEvent,
+    ServiceTime,
     StartedEvent,
     TokensEvent,
     make_stopped_error,
@@ -53,40 +54,40 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_STARVATION_S, _STARVATION_QUERIES = 2.0, 8
-"""Time and number of queries of an idle engine, without a completion, after which the correction decays."""
-_DECAY_FRACTION = 0.5
-"""Fraction of the correction that a decay removes."""
+_HALF_LIFE_S = 10.0
+"""Half-life of what the forecast learns from requests, so that a burst does not outlast itself."""
+_AGING_INTERVAL_S = 1.0
 
 
 class LatencyForecast(Protocol):
     """Forecast of service times, from start to last token."""
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
-        """Return the p99 of the cheapest plan; `num_concurrent` other requests run, None means idle."""
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
+        """Return the time of the cheapest plan; `num_concurrent` other requests run, None means idle."""
         ...
 
     def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         """Return median and p99 of a plan under the conditions at the start of the job."""
         ...
 
-    def observe(self, job: BackendJob, output: RequestOutput) -> None:
-        """Update the forecast with a completed job."""
+    def observe(self, job: BackendJob, output: RequestOutput, *, isolated: bool) -> None:
+        """Update the forecast with a completed job; `isolated` if no other one ran meanwhile."""
         ...
 
 
 class PredictorForecast:
     """Forecast from a plan latency predictor.
 
-    If the corrected predictions refuse every request, no request completes and the correction never updates.
-    While the engine is idle and requests keep arriving, the correction therefore decays.
+    What it learns from requests decays with time. Otherwise predictions that a burst raised would refuse
+    requests, and refused requests do not correct predictions. An idle engine has its own predictor, which
+    learns only from requests that ran without others.
 
     Args:
         predictor: Predictor of this model on this device.
         plans: Plans of the engine, with tiers.
         load: Returns the current utilization of the device by others, 0 to 1; 0 by default. Used for queued
             requests; jobs carry their own value.
-        idle: Returns whether the engine is idle; never by default.
+        idle_predictor: Predictor of an idle engine, with the plans of `predictor`; default: `predictor`.
         clock: Monotonic clock, seconds.
         max_batch: Maximum batch size of the engine; by default that of the profile.
         max_tokens: Maximum context length of the engine; by default that of the profile.
@@ -102,7 +103,7 @@ class PredictorForecast:
         plans: Sequence[Plan],
         *,
         load: Callable[[], float] = lambda: 0.0,
-        idle: Callable[[], bool] = lambda: False,
+        idle_predictor: PlanLatencyPredictor | None = None,
         clock: Callable[[], float] = time.perf_counter,
         max_batch: int | None = None,
         max_tokens: int | None = None,
@@ -123,9 +124,8 @@ class PredictorForecast:
                     f"has {requested}; serve with {measured}, or profile with {requested}"
                 )
         self._predictor = predictor
-        self._load, self._idle, self._clock = load, idle, clock
-        # Queries of an idle engine since the last completion, and the time of the first.
-        self._num_queries, self._first_query_s = 0, 0.0
+        self._idle_predictor = predictor if idle_predictor is None else idle_predictor
+        self._load, self._clock, self._aged_s = load, clock, clock()
         plan_index: dict[Plan, int] = {}
         for index, plan in enumerate(predictor.space.plans):
             plan_index[plan] = index
@@ -146,43 +146,41 @@ class PredictorForecast:
                 predictor.loads[0],
             )
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
         """See `LatencyForecast`."""
-        self._decay_when_starved()
         load = 0.0 if num_concurrent is None else self._load()
-        p99 = self._predict_all(prompt, max_new_tokens, num_concurrent or 0, load)[1][self._rows]
-        return float(p99[self._mask_fitting_plans(prompt, max_new_tokens)].min())
+        times = self._predict_all(prompt, max_new_tokens, num_concurrent, load)
+        fitting = self._rows[self._mask_fitting_plans(prompt, max_new_tokens)]
+        return ServiceTime(*(float(time_ms[fitting].min()) for time_ms in times))
 
     def predict(self, plan: Plan, job: BackendJob) -> tuple[float, float]:
         """See `LatencyForecast`."""
-        p50, p99 = self._predict_all(job.prompt, job.expected_tokens, job.num_concurrent, job.load)
+        p50, p99 = self._predict_all(job.prompt, job.expected_tokens, job.num_concurrent or None, job.load)
         return float(p50[self._plan_index[plan]]), float(p99[self._plan_index[plan]])
 
-    def observe(self, job: BackendJob, output: RequestOutput) -> None:
+    def observe(self, job: BackendJob, output: RequestOutput, *, isolated: bool) -> None:
         """See `LatencyForecast`."""
-        self._num_queries = 0
         query = LatencyQuery(
             plan=output.plan, text_tokens=job.prompt.text_tokens,
             images=self._predictor.metadata.count_images(job.prompt.vision_tokens),
             new_tokens=max(len(output.tokens), 1), batch=job.num_concurrent + 1, load=job.load,
             queued_ms=output.queued_ms,
         )  # fmt: skip
-        self._predictor.observe(
-            query, output.total_ms, prefill_ms=output.total_ms - output.queued_ms - output.decode_ms
-        )
+        for predictor in {self._predictor, self._idle_predictor} if isolated else {self._predictor}:
+            predictor.observe(
+                query, output.total_ms, prefill_ms=output.total_ms - output.queued_ms - output.decode_ms
+            )
 
-    def _decay_when_starved(self) -> None:
-        """Decay the correction if requests arrive but the engine stays idle."""
-        if not self._idle():
-            self._num_queries = 0
+    def _age(self) -> None:
+        """Let what was learned decay. The median of an idle engine stays: a burst does not change it."""
+        elapsed_s = self._clock() - self._aged_s
+        if elapsed_s < _AGING_INTERVAL_S:
             return
-        now_s = self._clock()
-        if not self._num_queries:
-            self._first_query_s = now_s
-        self._num_queries += 1
-        if self._num_queries >= _STARVATION_QUERIES and now_s - self._first_query_s >= _STARVATION_S:
-            self._num_queries = 0
-            self._predictor.forget(_DECAY_FRACTION)
+        self._aged_s += elapsed_s
+        fraction = 1.0 - 0.5 ** (elapsed_s / _HALF_LIFE_S)
+        self._predictor.forget(fraction)
+        if self._idle_predictor is not self._predictor:
+            self._idle_predictor.forget(fraction, keep_medians=True)
 
     def _mask_fitting_plans(self, prompt: Prompt, max_new_tokens: int) -> np.ndarray:
         """Return a mask of plans whose context fits the request, bool [num_plans]; all True if none fits."""
@@ -196,29 +194,35 @@ class PredictorForecast:
         return mask if mask.any() else ~mask
 
     def _predict_all(
-        self, prompt: Prompt, max_new_tokens: int, num_concurrent: int, load: float
+        self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None, load: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return median and p99 of every plan of the predictor's space."""
-        return self._predictor.predict_all(
+        """Return median and p99 of every plan of the predictor's space; without others, of an idle engine."""
+        self._age()
+        predictor = self._predictor if num_concurrent else self._idle_predictor
+        return predictor.predict_all(
             text_tokens=prompt.text_tokens,
             images=self._predictor.metadata.count_images(prompt.vision_tokens),
             new_tokens=max_new_tokens,
-            batch=num_concurrent + 1,
+            batch=(num_concurrent or 0) + 1,
             load=load,
         )
 
 
-def make_job_decider(selector: PlanSelector) -> Callable[[BackendJob], PlanDecider]:
+def make_job_decider(
+    selector: PlanSelector, idle_selector: PlanSelector | None = None
+) -> Callable[[BackendJob], PlanDecider]:
     """Create a factory of plan deciders for jobs.
 
     A job is already admitted, so it is never rejected for time that passed since.
 
     Args:
         selector: Plan selector with the plans of the engine.
+        idle_selector: Selector for jobs that start on an idle engine; default: `selector`.
     """
 
     def make_decider(job: BackendJob) -> PlanDecider:
-        return selector.make_policy(
+        used_selector = selector if job.num_concurrent or idle_selector is None else idle_selector
+        return used_selector.make_policy(
             text_tokens=job.prompt.text_tokens,
             images=selector.predictor.metadata.count_images(job.prompt.vision_tokens),
             on_infeasible="truncate" if job.on_infeasible == "truncate" else "best_effort",
@@ -255,13 +259,14 @@ class EngineBackend:
         self._decider = decider
         self._forecast = forecast
         self._stop = frozenset(stop)
+        self._running_jobs: set[_RunningJob] = set()
 
     @property
     def alive(self) -> bool:
         """Whether the engine can run requests."""
         return self._engine.snapshot().healthy
 
-    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> float:
+    def min_service_ms(self, prompt: Prompt, max_new_tokens: int, num_concurrent: int | None) -> ServiceTime:
         """See `ServingBackend`."""
         return self._forecast.min_service_ms(prompt, max_new_tokens, num_concurrent)
 
@@ -271,8 +276,9 @@ class EngineBackend:
         job = replace(job, load=self._engine.load)
         try:
             running_job = _RunningJob(
-                job=job, emit=emit, decider=self._decider(job), forecast=self._forecast, stop=self._stop
-            )
+                job=job, emit=emit, decider=self._decider(job), forecast=self._forecast, stop=self._stop,
+                running_jobs=self._running_jobs,
+            )  # fmt: skip
             request = GenerationRequest(
                 inputs=job.prompt.inputs, decide=running_job, max_new_tokens=job.max_new_tokens,
                 budget_ms=job.budget_ms, received_s=job.received_s, sampling=job.sampling, stop=self._stop,
@@ -288,11 +294,12 @@ class EngineBackend:
             # Events, including errors, follow the return of `submit`.
             asyncio.get_running_loop().call_soon(emit, FailedEvent(refusal))
             return lambda: None
+        running_job.enter()
         handle.add_listener(lambda: running_job.call_on_loop(running_job.poll, handle))
 
         def cancel() -> None:
             if not running_job.ended:
-                running_job.ended = True
+                running_job.leave()
                 handle.cancel()
 
         return cancel
@@ -315,10 +322,24 @@ class _RunningJob:
     decider: PlanDecider
     forecast: LatencyForecast
     stop: frozenset[int]
+    running_jobs: set[_RunningJob]
+    isolated: bool = True
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     start_s: float = field(default_factory=time.perf_counter)
     num_sent: int = 0
     ended: bool = False
+
+    def enter(self) -> None:
+        """Count this job as running, together with the others."""
+        self.running_jobs.add(self)
+        if len(self.running_jobs) > 1:
+            for job in self.running_jobs:
+                job.isolated = False
+
+    def leave(self) -> None:
+        """End this job on the loop."""
+        self.ended = True
+        self.running_jobs.discard(self)
 
     def choose_initial(self, request: GenerationRequest, remaining_ms: float) -> InitialDecision | Rejection:
         return self.decider.choose_initial(request, self._limit_to_target(remaining_ms))
@@ -366,7 +387,7 @@ class _RunningJob:
         if visible:
             self.emit(TokensEvent(visible))
         if ended:
-            self.ended = True
+            self.leave()
             self.emit(self._make_final_event(handle))
 
     def _make_final_event(self, handle: RequestHandle) -> Event:
@@ -382,7 +403,8 @@ class _RunningJob:
         # Queueing ends at the start; waiting inside the engine is part of the service time.
         queued_ms = (self.start_s - self.job.received_s) * 1000.0
         try:
-            self.forecast.observe(self.job, replace(output, queued_ms=max(queued_ms, 0.0)))
+            output = replace(output, queued_ms=max(queued_ms, 0.0))
+            self.forecast.observe(self.job, output, isolated=self.isolated)
         except InputError:
             _LOG.warning(
                 "the latency of request %s could not update the predictor", self.job.id, exc_info=True

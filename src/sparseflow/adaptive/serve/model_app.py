@@ -11,6 +11,7 @@ import torch
 from sparseflow.adaptive.api import attach
 from sparseflow.adaptive.engine.engine import Engine
 from sparseflow.adaptive.plan.space import TIERS, Tier
+from sparseflow.adaptive.predictor import PlanLatencyPredictor
 from sparseflow.adaptive.profile.model_profile import MAX_TOKENS, make_example_prompt
 from sparseflow.adaptive.prompts.chat import PromptBuilder
 from sparseflow.adaptive.prompts.model_folder import open_folder
@@ -66,12 +67,14 @@ def create_model_app(
         image_processor=folder.image_processor,
         lowest=tiers[0] if tiers else "low",
     )
+    # A copy, because it learns from other requests.
+    idle_selector = replace(selector, predictor=PlanLatencyPredictor.from_dict(selector.predictor.to_dict()))
     slots = max_batch_size or settings.get("max_batch", 8)
     forecast = PredictorForecast(
         selector.predictor,
         plans,
         load=lambda: engine.load,
-        idle=lambda: not engine.busy,
+        idle_predictor=idle_selector.predictor,
         max_batch=slots,
         max_tokens=max_tokens,
     )
@@ -79,5 +82,7 @@ def create_model_app(
     engine.warm_up(
         None if folder.image_processor is None else make_example_prompt(folder).inputs, progress=progress
     )
-    backend = EngineBackend(engine, decider=make_job_decider(selector), forecast=forecast, stop=attached.stop)
+    backend = EngineBackend(
+        engine, decider=make_job_decider(selector, idle_selector), forecast=forecast, stop=attached.stop
+    )
     return create_app(Service(model_name, backend, prompts))

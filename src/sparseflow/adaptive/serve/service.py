@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from sparseflow.adaptive.engine.requests.sampling import SamplingParams
+from sparseflow.adaptive.policy.selector import OnInfeasible
 from sparseflow.adaptive.prompts.chat import PromptBuilder, no_images
 from sparseflow.adaptive.prompts.images import decode
 from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, Prompt, RequestLimits, invalid
@@ -33,6 +34,10 @@ from sparseflow.errors import InputError
 
 _PREPARATION_SAFETY = 1.5
 """Factor on the measured preparation time in the minimum budget reported to clients."""
+_PROBE_INTERVAL_S = 2.0
+"""Minimum time between two requests that an idle server runs although they are not expected in time."""
+_MIN_PROBE_RATIO = 0.25
+"""Minimum ratio of budget to expected time of these requests."""
 _THREADS_LOCK = threading.Lock()
 
 
@@ -104,6 +109,7 @@ class Service:
         self.queue = AdmissionQueue(slots=backend.slots, max_queued=self.limits.max_queued)
         self.metrics = ServerMetrics(self.queue)
         self._temperature = temperature
+        self._probed_s = -math.inf
         self._answers: dict[Ticket, AnswerStream] = {}
         self._threads = ThreadPoolExecutor(
             self.limits.prepare_threads, thread_name_prefix="prepare", initializer=_use_one_torch_thread
@@ -245,37 +251,21 @@ class Service:
     def _admit(self, prepared: _PreparedRequest, ticket: Ticket, received_s: float) -> AnswerStream:
         request, prompt, new_tokens = prepared.request, prepared.prompt, prepared.max_new_tokens
         budget_ms, mode = request.latency_budget_ms, request.on_infeasible or "reject"
-        has_guarantee, deadline_s = False, math.inf
+        deadline_s = math.inf
         if budget_ms is not None:
-            deadline_s = received_s + budget_ms / 1000.0
             if mode == "truncate":
-                new_tokens = self._count_fitting_tokens(prompt, new_tokens, deadline_s)
-            idle_ms = self._min_idle_ms(prepared, new_tokens)
-            has_guarantee = idle_ms <= budget_ms
-            if not has_guarantee and mode != "best_effort":
-                min_budget_ms = math.ceil(idle_ms)
-                raise ApiError(
-                    422,
-                    f"no plan meets a budget of {budget_ms:g} ms; the minimum for this request with "
-                    f"{new_tokens} new tokens is {min_budget_ms} ms. Use that, or on_infeasible=best_effort"
-                    + (" or truncate" if mode == "reject" else ""),
-                    code="budget_infeasible", param="latency_budget_ms",
-                    more={"least_feasible_ms": min_budget_ms},
-                )  # fmt: skip
+                new_tokens = self._count_fitting_tokens(prompt, new_tokens, received_s + budget_ms / 1000.0)
+            if self._is_feasible(prepared, new_tokens, budget_ms, mode):
+                deadline_s = received_s + budget_ms / 1000.0
         # An answer without a requested length is rarely as long as the context allows.
         expected_tokens = new_tokens if request.new_tokens else min(new_tokens, self.limits.new_tokens)
-        service_ms = self.backend.min_service_ms(
-            prompt, expected_tokens, min(self.queue.running, self.backend.slots - 1)
-        )
+        median_ms, service_ms = self.backend.min_service_ms(prompt, expected_tokens, self._num_concurrent)
         try:
-            self.queue.enqueue(
-                ticket, min_service_ms=service_ms, deadline_s=deadline_s if has_guarantee else math.inf
-            )
+            self.queue.enqueue(ticket, min_service_ms=service_ms, median_ms=median_ms, deadline_s=deadline_s)
         except ApiError:
             if mode != "best_effort":
                 raise
-            has_guarantee = False
-            self.queue.enqueue(ticket, min_service_ms=service_ms)
+            self.queue.enqueue(ticket, min_service_ms=service_ms, median_ms=median_ms)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**63
         job = BackendJob(
             id=f"chatcmpl-{uuid.uuid4().hex}", prompt=prompt, max_new_tokens=new_tokens,
@@ -289,7 +279,7 @@ class Service:
         answer = AnswerStream(
             job=job,
             shortened=new_tokens < prepared.max_new_tokens,
-            has_guarantee=has_guarantee,
+            has_guarantee=ticket.guaranteed,
             stream=bool(request.stream),
             include_usage=request.include_usage,
             text=StreamingText(self.prompts.tokenizer, request.stops),
@@ -302,22 +292,60 @@ class Service:
         self._answers[ticket] = answer
         return answer
 
-    def _min_idle_ms(self, prepared: _PreparedRequest, max_new_tokens: int) -> float:
-        """Return the minimum feasible budget on an idle server."""
-        service_ms = self.backend.min_service_ms(prepared.prompt, max_new_tokens, None)
-        return service_ms * self.queue.p99_correction + _PREPARATION_SAFETY * prepared.preparation_ms
+    @property
+    def _num_concurrent(self) -> int | None:
+        """Number of other running requests, for a forecast; None if the engine is idle."""
+        return None if self.queue.idle else min(self.queue.running, self.backend.slots - 1)
+
+    def _is_feasible(
+        self, prepared: _PreparedRequest, new_tokens: int, budget_ms: float, mode: OnInfeasible
+    ) -> bool:
+        """Return whether the median of an idle server meets a budget; with "best_effort" it need not.
+
+        Predictions that are too high would refuse every request and never be corrected, so an idle server
+        runs a request from time to time although it is not expected in time.
+
+        Raises:
+            ApiError: 422 with the smallest budget that is guaranteed on an idle server.
+        """
+        service = self.backend.min_service_ms(prepared.prompt, new_tokens, None)
+        median_ms = service.p50 + prepared.preparation_ms
+        if median_ms <= budget_ms:
+            return True
+        if mode == "best_effort" or self._take_probe(budget_ms / median_ms):
+            return False
+        min_budget_ms = math.ceil(self._min_idle_ms(prepared, new_tokens))
+        raise ApiError(
+            422,
+            f"no plan meets a budget of {budget_ms:g} ms; the minimum for this request with "
+            f"{new_tokens} new tokens is {min_budget_ms} ms. Use that, or on_infeasible=best_effort"
+            + (" or truncate" if mode == "reject" else ""),
+            code="budget_infeasible", param="latency_budget_ms",
+            more={"least_feasible_ms": min_budget_ms},
+        )  # fmt: skip
+
+    def _min_idle_ms(self, prepared: _PreparedRequest, new_tokens: int) -> float:
+        """Return the smallest budget that an idle server guarantees."""
+        service = self.backend.min_service_ms(prepared.prompt, new_tokens, None)
+        return service.p99 * self.queue.p99_correction + _PREPARATION_SAFETY * prepared.preparation_ms
+
+    def _take_probe(self, ratio: float) -> bool:
+        """Return whether an idle server shall run a request with this ratio of budget to expected time."""
+        now_s = time.perf_counter()
+        if ratio < _MIN_PROBE_RATIO or not self.queue.idle or now_s - self._probed_s < _PROBE_INTERVAL_S:
+            return False
+        self._probed_s = now_s
+        return True
 
     def _count_fitting_tokens(self, prompt: Prompt, max_new_tokens: int, deadline_s: float) -> int:
         """Return the number of new tokens that fit into the budget after the queueing time; at least 1."""
         remaining_ms = (deadline_s - time.perf_counter()) * 1000.0 - self.queue.estimate_wait_ms(deadline_s)
-        num_concurrent = min(self.queue.running, self.backend.slots - 1)
+        num_concurrent = self._num_concurrent
         low, high = 1, max_new_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            fits = (
-                self.backend.min_service_ms(prompt, middle, num_concurrent) * self.queue.p99_correction
-                <= remaining_ms
-            )
+            service_ms = self.backend.min_service_ms(prompt, middle, num_concurrent).p99
+            fits = service_ms * self.queue.p99_correction <= remaining_ms
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
@@ -330,4 +358,4 @@ class Service:
     def _start_queued(self) -> None:
         """Start queued requests while slots are free."""
         while (ticket := self.queue.start_next()) is not None:
-            self._answers[ticket].start(self.queue.running - 1)
+            self._answers[ticket].start(self.queue.running - 1, contended=self.queue.waiting > 0)
