@@ -227,6 +227,13 @@ def test_metadata_that_is_not_utf8_is_ignored(tmp_path: Path) -> None:
     assert len(decode(path)) == 3
 
 
+def test_unknown_codec_raises(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "video.mp4", 3)
+    path.write_bytes(path.read_bytes().replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"))
+    with pytest.raises(FileFormatError, match="codec"):
+        decode(path)
+
+
 def test_huge_frames_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = write_video(tmp_path / "video.mp4", 3), write_frames(tmp_path / "frames", 2)
     monkeypatch.setattr("sparseflow.pruning.data.video._DECODER_OPTIONS", {"max_pixels": "1000"})

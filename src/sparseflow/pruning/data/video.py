@@ -144,6 +144,8 @@ class _VideoFile:
                 if not container.streams.video:
                     raise FileFormatError(f"{self.path} has no video stream")
                 stream = container.streams.video[0]
+                if stream.codec_context is None:
+                    raise FileFormatError(f"{self.path} has a video stream without a known codec")
                 stream.codec_context.options = _DECODER_OPTIONS
                 stream.thread_count = threads
                 stream.thread_type = "AUTO" if threads > 1 else "SLICE"
