@@ -58,7 +58,6 @@ def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixt
         (["spmv", "--method", "guess"], "guess"),
         (["spmv", "--dtype", "float16"], "'float16'"),
         (["spmv", "--budget-s", "0"], "`budget_s` (=0"),
-        (["spmv", "--out", "/proc/run"], "/proc/run"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_show_the_value(
@@ -66,3 +65,30 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
 ) -> None:
     assert run(["tune", arguments[0], matrix, *arguments[1:]]) == 2
     assert value in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["/proc/run", "a.mtx"])
+def test_unwritable_output_exits_with_1_before_the_search(
+    out: str, matrix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(Path(matrix).parent / out)
+    assert run(["tune", "spmv", matrix, "--out", out]) == 1
+    assert out in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!DOCTYPE html>\n<html><body>404 Not found</body></html>\n", "a.mtx is not a readable matrix"),
+        (MATRIX.replace("matrix", "vector", 1), "a.mtx"),
+        (MATRIX[:-2] + "E", "a.mtx"),
+        (MATRIX.replace("-1", "1e-60"), "--dtype float64"),
+        (MATRIX.replace("real", "integer").replace("-1", "16777217"), "--dtype float64"),
+    ],
+)
+def test_unreadable_matrix_exits_with_2(
+    text: str, words: str, matrix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(matrix).write_text(text)
+    assert run(["tune", "spmv", matrix]) == 2
+    assert words in capsys.readouterr().err

@@ -72,6 +72,18 @@ def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_collect_skips_unreadable_files_of_a_directory(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "matrices" / "a.mtx").write_text("<html>")
+    (folder / "matrices" / "b.mtx").write_text("%%MatrixMarket matrix coordinate real general\n3 3 0\n")
+    command = ["tuning", "collect", "matrices", "--workloads", "spmv", "--schedules", "1", "--out", "labels"]
+    assert run([*command, "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["tasks"] == 1
+    assert all(text in " ".join(output.err.split()) for text in ("skipped", "web page", "no elements"))
+
+
 def test_collect_then_repeat_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "tuning", "collect", "matrices", "net100.mtx.gz", "--synthetic", "2", "--workloads",
@@ -139,10 +151,16 @@ def test_train_eval_and_plot(
     }  # fmt: skip
     assert run(command) == 0
     assert "AutoSparseNet_Full" in capsys.readouterr().out
+    page = Path(result["page"]).read_text()
+    facts = [
+        "--suite named --folds 2",
+        json.loads(Path("study/scores.json").read_text())["environment"]["platform"],
+    ]
+    assert all(fact in page for fact in facts)
     Path(result["page"]).unlink()
     assert run(["tuning", "plot", "study", "--json"]) == 0
     assert read_json(capsys) == {"page": result["page"]}
-    assert Path(result["page"]).is_file()
+    assert all(fact in Path(result["page"]).read_text() for fact in facts)
     for bad, value in ((["--suite", "all"], "'all'"), (["--config", "none.json"], "none.json")):
         assert run([*command, *bad]) == 2
         assert value in capsys.readouterr().err

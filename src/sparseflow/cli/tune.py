@@ -35,7 +35,12 @@ KERNEL_FILE = "kernel.sfk"
 
 def tune(
     operator: Annotated[str, typer.Argument(help="Operator: spmm, spmv or sddmm.")],
-    matrix: Annotated[Path, typer.Argument(help="Matrix Market file, .mtx or .mtx.gz.")],
+    matrix: Annotated[
+        Path,
+        typer.Argument(
+            help="Matrix: a Matrix Market file, also compressed; an archive of SuiteSparse; or .npz."
+        ),
+    ],
     n_cols: NumColumnsOption = None,
     method: MethodOption = "guided-evolutionary",
     trials: OptionalTrialsOption = None,
@@ -85,6 +90,7 @@ def tune(
         result.kernel.save(kernel)
     baselines = sorted(result.baselines.items(), key=lambda item: -item[1])
     num_failed = sum(trial.error is not None for trial in result.trials)
+    num_disturbed = sum(trial.disturbed for trial in result.trials)
     rows, cols = coo.shape
     emit(
         result.to_dict() | {"kernel": None if kernel is None else str(kernel)},
@@ -95,7 +101,7 @@ def tune(
             title=f"{operator}, {matrix.name}: {rows} x {cols}, {coo.nnz} elements"
             + ("" if n_cols is None else f", {n_cols} columns"),
         ),
-        f"{len(result.trials)} schedules, {num_failed} of them failed; "
+        f"{len(result.trials)} schedules, {num_failed} of them failed, {num_disturbed} disturbed; "
         + ", ".join(f"{phase} {duration_s:.1f} s" for phase, duration_s in result.seconds.items()),
         f"speedup over the best baseline: {result.kernel.speedup or 1.0:.2f}x",
         f"schedule: {result.kernel.schedule or 'none, scipy computes'}",

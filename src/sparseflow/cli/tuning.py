@@ -69,7 +69,7 @@ def collect(
     out: OutDirOption,
     matrices: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[MATRIX]...", help="Matrix Market files, or directories of them."),
+        typer.Argument(metavar="[MATRIX]...", help="Matrix files, or directories of them."),
     ] = None,
     synthetic: Annotated[int, typer.Option(min=0, help="Number of synthetic patterns.")] = 0,
     workloads: WorkloadsOption = "spmm:64,spmm:256,spmv,sddmm:64",
@@ -130,9 +130,7 @@ def import_labels(
     out: OutDirOption,
     n_cols: NumColumnsOption = None,
     matrix: Annotated[str | None, typer.Option(help="Name of the matrix, for lines without one.")] = None,
-    matrices: Annotated[
-        Path | None, typer.Option(help="Directory of the matrices' .mtx or .mtx.gz files.")
-    ] = None,
+    matrices: Annotated[Path | None, typer.Option(help="Directory of the matrices' files.")] = None,
     families: FamiliesOption = None,
     processor: Annotated[
         str | None, typer.Option(help="Processor of the measurements; by default the file's name.")
@@ -169,7 +167,7 @@ def import_labels(
             f"rejected: {group['rows']} rows, {reason}; line {group['first_line']}: {group['first_reason']}"
             for reason, group in record["rejected"].items()
         ),
-        *(f"suspicious: {doubt}" for doubt in result.warnings),
+        *(f"warning: {doubt}" for doubt in result.warnings),
         f"labels: {result.out_dir}; rejected lines: {result.out_dir / label_import.REJECTED_FILE}",
     )
 
@@ -243,7 +241,7 @@ def evaluate(
     workers: WorkersOption = 1,
     search_matrix: Annotated[
         list[Path] | None,
-        typer.Option(help="Matrix Market file to search schedules for. Repeatable."),
+        typer.Option(help="Matrix file to search schedules for. Repeatable."),
     ] = None,
     workloads: WorkloadsOption = "spmm:64,spmv",
     trials: TrialsOption = 100,

@@ -9,11 +9,12 @@ from statistics import mean
 from typing import Any, Literal
 
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_json
+from sparseflow.core.files import read_json, write_json
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.progress import Progress
 from sparseflow.core.report import Page, plot_curves, plot_intervals
 from sparseflow.core.training.history import read_history, smooth_curve
+from sparseflow.errors import FileFormatError
 from sparseflow.tuning.measure.labels import LabelSet
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
@@ -111,6 +112,8 @@ def evaluate_models(
     labeled = dict.fromkeys(task.operator for path in label_sets for task in LabelSet.open(path).tasks)
     requested = None if operators is None else {get_operator(name).name for name in operators}
     selected = [name for name in labeled if requested is None or name in requested]
+    # Read before the trainings, which take long.
+    named_matrices = [(parse_matrix_name(path), read_matrix(path)) for path in matrices]
     entries = [entry for build in _ENTRY_BUILDERS[models] for entry in build(base, selected)]
     rows = compare_networks(
         entries,
@@ -123,11 +126,10 @@ def evaluate_models(
         progress=progress,
     )
     prior = None if net is None else load_prior(net)
-    for path in matrices:
-        matrix = read_matrix(path)
+    for name, matrix in named_matrices:
         for operator, n_cols in workloads:
             compare_searches(
-                parse_matrix_name(path),
+                name,
                 operator,
                 matrix,
                 out_dir / SEARCHES_DIR,
@@ -136,20 +138,15 @@ def evaluate_models(
                 prior=prior,
                 progress=progress,
             )
-    environment = collect_environment(device)
-    command = f"sparseflow tuning eval … --models {models} --folds {folds} --seeds {seeds}"
-    result = EvaluationResult(
-        environment=environment,
-        command=command,
-        training=base.model_dump(mode="json"),
-        scores=compute_scores(rows),
-        scores_known=compute_scores(rows, known=True),
-        page=write_page(out_dir, environment=environment, reproduce=command),
-    )
-    write_json(
-        out_dir / SCORES_FILE, {name: value for name, value in result.to_dict().items() if name != "page"}
-    )
-    return result
+    record = {
+        "environment": collect_environment(device),
+        "command": f"sparseflow tuning eval … --suite {models} --folds {folds} --seeds {seeds}",
+        "training": base.model_dump(mode="json"),
+        "scores": compute_scores(rows),
+        "scores_known": compute_scores(rows, known=True),
+    }
+    write_json(out_dir / SCORES_FILE, record)
+    return EvaluationResult(**record, page=write_page(out_dir))
 
 
 def compute_scores(rows: Sequence[ComparisonRow], *, known: bool = False) -> list[dict[str, Any]]:
@@ -198,15 +195,10 @@ def compute_scores(rows: Sequence[ComparisonRow], *, known: bool = False) -> lis
     return records
 
 
-def write_page(
-    out_dir: Path | str, *, environment: Mapping[str, Any] | None = None, reproduce: str = ""
-) -> Path:
+def write_page(out_dir: Path | str) -> Path:
     """Write the report page of an evaluation and return its path.
 
-    Args:
-        out_dir: Directory of the evaluation.
-        environment: Hardware and software, as `core.environment` collects it.
-        reproduce: Command line that repeats the evaluation.
+    The environment and the command are those of its scores; an interrupted evaluation has none yet.
 
     Raises:
         InputError: The directory has no comparison.
@@ -214,18 +206,31 @@ def write_page(
     """
     root = Path(out_dir)
     rows = read_comparison(root)
+    environment, command = _read_circumstances(root / SCORES_FILE)
     searches = [SearchRecord.load(path) for path in sorted((root / SEARCHES_DIR).glob("*.json"))]
     page = Page(
         "AutoSparse Net: ranking quality and search time",
         f"{len({row.entry for row in rows})} models, evaluated on families of matrices that they were not "
         "trained on.",
-        environment=environment or {},
-        reproduce=reproduce,
+        environment=environment,
+        reproduce=command,
     )
     _add_rankings(page, rows)
     _add_losses(page, root, rows)
     add_searches(page, searches)
     return page.write(root / PAGE_FILE)
+
+
+def _read_circumstances(path: Path) -> tuple[Mapping[str, Any], str]:
+    """Read the environment and the command of an evaluation; both are empty if it is not finished."""
+    record = read_json(path) if path.exists() else {"environment": {}, "command": ""}
+    if isinstance(record, dict):
+        environment, command = record.get("environment"), record.get("command")
+        if isinstance(environment, dict) and isinstance(command, str):
+            return environment, command
+    raise FileFormatError(
+        f"{path} has no environment or command; evaluate again with `sparseflow tuning eval`"
+    )
 
 
 def _add_rankings(page: Page, rows: Sequence[ComparisonRow]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, OutputError, RunError
 from sparseflow.tuning.measure import collection as collecting
 from sparseflow.tuning.measure import collection_log, labels
 from sparseflow.tuning.measure.collection import CollectionTarget
@@ -358,7 +358,7 @@ def test_collect_no_targets_raises(measurements: Made, tmp_path: Path) -> None:
 
 def test_collect_foreign_dir_raises(measurements: Made, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError):
+    with pytest.raises(OutputError):
         collect(expected(), tmp_path / "file")
     labels.write_labels(tmp_path / "imported", [])
     with pytest.raises(InputError):

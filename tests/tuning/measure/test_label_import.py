@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import FileFormatError, InputError, OutputError
 from sparseflow.tuning.measure.label_import import REJECTED_FILE, import_labels
 from sparseflow.tuning.measure.labels import LABELS_FILE, LabelSet
+from sparseflow.tuning.schedule import matrix_files
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.random_schedules import CSR_LINE, SDDMM_LINE, SPMM_LINE, SPMV_LINE
@@ -205,16 +206,24 @@ def test_import_existing_labels_raise(tmp_path: Path) -> None:
     before = (tmp_path / LABELS_FILE).read_bytes()
     with pytest.raises(InputError):
         import_labels(file, tmp_path, **spmm())
-    with pytest.raises(InputError):
+    with pytest.raises(OutputError):
         import_labels(file, file, **spmm())
     with pytest.raises(InputError):
         import_labels(tmp_path / "none", tmp_path / "out", **spmm())
     assert (tmp_path / LABELS_FILE).read_bytes() == before
 
 
-def test_import_damaged_matrix_raises(tmp_path: Path) -> None:
-    file = table(tmp_path, f"a\t{SPMM_LINE}\t1")
+def test_import_damaged_matrix_gives_warning(tmp_path: Path) -> None:
+    file = table(tmp_path, f"a\t{SPMM_LINE}\t1", f"b\t{SPMM_LINE}\t1")
     (tmp_path / "a.mtx").write_text(MATRIX[:-11])
-    with pytest.raises(FileFormatError):
-        import_labels(file, tmp_path / "out", **spmm(matrices=tmp_path))
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "b.mtx").write_text(MATRIX)
+    result = import_labels(file, tmp_path / "out", **spmm(matrices=tmp_path))
+    assert [task.pattern is not None for task in result.tasks] == [False, True]
+    assert [str(tmp_path / "a.mtx") in warning for warning in result.warnings][:1] == [True]
+
+
+def test_import_gzip_bomb_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_files, "_FREE_BYTES", 1 << 20)
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(bytes(2 << 20)))
+    with pytest.raises(FileFormatError, match="expands"):
+        import_labels(tmp_path / "a.tsv.gz", tmp_path / "out", **spmm())

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from sparseflow.core.costmodel import trees
+from sparseflow.core.files import write_json
 from sparseflow.errors import FileFormatError, InputError
-from sparseflow.tuning.evaluation import PAGE_FILE, SEARCHES_DIR, compute_scores, write_page
+from sparseflow.tuning.evaluation import PAGE_FILE, SCORES_FILE, SEARCHES_DIR, compute_scores, write_page
 from sparseflow.tuning.model import comparison as module
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
@@ -65,7 +66,7 @@ def test_compare_evaluates_every_held_out_family(labels: Path, tmp_path: Path) -
     assert repeated == rows
     with pytest.raises(InputError):
         compare_networks(FEW, [labels], tmp_path, folds=2)
-    page = write_page(tmp_path, reproduce="again").read_text()
+    page = write_page(tmp_path).read_text()
     assert "Training loss" in page and "spmv_alone" in page and "random pick" in page
     lines = compute_scores(rows)
     assert {(line["model"], line["operator"]) for line in lines} == {
@@ -169,6 +170,14 @@ def test_page_shows_searches(labels: Path, tmp_path: Path) -> None:
         "Time of each search phase",
     ):
         assert text in page.read_text()
+    write_json(tmp_path / SCORES_FILE, {"environment": {"python": "3.99"}, "command": "evaluate 17"})
+    text = write_page(tmp_path).read_text()
+    assert "3.99" in text and "evaluate 17" in text
+    for content in ("[]", '{"environment": {}, "command": 7}'):
+        (tmp_path / SCORES_FILE).write_text(content)
+        with pytest.raises(FileFormatError):
+            write_page(tmp_path)
+    (tmp_path / SCORES_FILE).unlink()
     (tmp_path / SEARCHES_DIR / "other.json").write_text("[]")
     with pytest.raises(FileFormatError):
         write_page(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -18,11 +19,12 @@ import scipy.sparse
 import torch
 
 from sparseflow.core import journal
-from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, OutputError, RunError
 from sparseflow.tuning import TuneResult, TuningSession, tune
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel, load
 from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
 from sparseflow.tuning.schedule.matrices import as_coo
+from sparseflow.tuning.schedule.matrix_files import read_matrix
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.schedule import Schedule
@@ -73,6 +75,7 @@ class Made:
         self.library = 100.0
         self.fails: set[Schedule] = set()
         self.fails_later: set[Schedule] = set()
+        self.disturbed: set[Schedule] = set()
 
     def __call__(self, schedule: Schedule, *, thorough: bool = False) -> Trial:
         (self.thorough if thorough else self.quick).append(schedule)
@@ -82,7 +85,13 @@ class Made:
         latency_ms = REFERENCE_MS * ratio
         if not thorough and self.quick.count(schedule) <= self.luck:
             ratio = self.lucky.get(schedule, ratio)
-        return Trial(schedule=schedule, latency_ms=latency_ms, ratio=ratio, seconds={"build": 2e-9})
+        return Trial(
+            schedule=schedule,
+            latency_ms=latency_ms,
+            ratio=ratio,
+            disturbed=schedule in self.disturbed,
+            seconds={"build": 2e-9},
+        )
 
     @property
     def attempted(self) -> list[Schedule]:
@@ -179,6 +188,71 @@ def test_session_any_matrix_type(kind: str, options: dict[str, Any], created: Ma
     kernel = tune("spmm", arguments, max_trials=0, **options)
     b = np.ones((23, 8), np.float32)
     assert np.allclose(kernel(b), full @ b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "disturbed", "words"),
+    [
+        (1.0, False, []),
+        (0.92, False, []),
+        (0.35, False, ["0.35 times"]),
+        (4.7, False, ["4.70 times"]),
+        (1.0, True, ["1 of 3 final"]),
+        (1.2, True, ["1 of 3 final", "1.20 times"]),
+    ],
+)
+def test_session_warns_of_unreliable_ratios(
+    ratio: float,
+    disturbed: bool,
+    words: list[str],
+    options: dict[str, Any],
+    created: Made,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reference = hand_written()["tiled_csr"]
+    created.ratio[reference] = ratio
+    created.disturbed |= {reference} if disturbed else set()
+    logger = logging.getLogger("sparseflow")
+    logger.addHandler(caplog.handler)  # the command line switches off its propagation
+    try:
+        tuned = search("spmm", samples(), max_trials=0, **options)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len(tuned.warnings) == len(words)
+    for warning, word in zip(tuned.warnings, words, strict=True):
+        assert word in warning and warning in caplog.messages
+    assert tuned.to_dict()["warnings"] == list(tuned.warnings)
+
+
+def test_session_pattern_result_holds_ones(options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.mtx"
+    path.write_text("%%MatrixMarket matrix coordinate pattern symmetric\n3 3 3\n1 1\n2 1\n3 2\n")
+    tuned = search("spmm", read_matrix(path), max_trials=0, **{**options, "dtype": None})
+    tuned.kernel.save(tmp_path / "kernel")
+    for kernel in (tuned.kernel, load(tmp_path / "kernel", cache_dir=options["cache_dir"])):
+        result = kernel(np.eye(3, 8, dtype=np.float32))
+        assert result[:, :3].tolist() == [[1, 1, 0], [1, 0, 1], [0, 1, 0]]
+
+
+def test_session_too_many_threads_raises(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="100000"):
+        search("spmm", samples(), **{**options, "threads": 100_000})
+
+
+def test_session_operands_beyond_memory_raise(options: dict[str, Any]) -> None:
+    matrix = scipy.sparse.coo_array((np.ones(1), ([0], [0])), shape=(2**31 - 1, 2**31 - 1))
+    with pytest.raises(InputError, match="GiB"):
+        search("spmm", matrix, **{**options, "n_cols": 10_000})
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/run"])
+def test_session_output_is_tested_before_the_search(
+    name: str, options: dict[str, Any], created: Made, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=name):
+        search("spmm", samples(), out_dir=tmp_path / name, **options)
+    assert not created.quick
 
 
 # Choice of measurements -------------------------------------------------------------------------------------

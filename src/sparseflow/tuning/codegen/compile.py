@@ -153,20 +153,19 @@ class CompileCache:
         """Create a temporary directory on the file system of the cache.
 
         Raises:
-            RunError: The cache is not writable.
+            RunError: The cache is not writable, also within the `with` block, or its disk is full.
         """
         root = self.cache_dir / "building"
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._remove_stale(root)
-            folder = tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True)
+            with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as path:
+                yield Path(path)
         except OSError as error:
             raise RunError(
                 f"cannot write compiled kernels to {self.cache_dir} ({error.strerror or error}); set "
                 "SPARSEFLOW_CACHE to a writable directory"
             ) from error
-        with folder as path:
-            yield Path(path)
 
     @staticmethod
     def _remove_stale(root: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.device import describe_cpu
-from sparseflow.errors import DeviceError, FileFormatError, InputError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.c_source import SYMBOL
 from sparseflow.tuning.codegen.program import (
     KernelProgram,
@@ -201,7 +201,7 @@ class CompiledKernel(Kernel):
 
     Raises:
         DeviceError: There is no C compiler.
-        RunError: The compilation fails.
+        RunError: The compilation or loading of the code fails.
     """
 
     def __init__(
@@ -209,7 +209,14 @@ class CompiledKernel(Kernel):
     ) -> None:
         super().__init__(program.problem, speedup, cache_dir)
         self.program = program
-        self._library = ctypes.CDLL(str(program.compile(cache_dir=cache_dir)))
+        path = program.compile(cache_dir=cache_dir)
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise RunError(
+                f"cannot load the compiled kernel: {error}; set SPARSEFLOW_CACHE to a directory that allows "
+                "execution"
+            ) from error
         self._function = getattr(self._library, SYMBOL)
         self._function.restype = None
         self._is_parallel = program.nest.threads > 1

@@ -18,6 +18,7 @@ marked as disturbed, because a busy machine does not give undisturbed trials.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import zlib
@@ -30,10 +31,12 @@ import numpy as np
 
 from sparseflow.core.checks import check_at_least, check_positive
 from sparseflow.core.device import describe_cpu
+from sparseflow.core.files import check_output
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
+from sparseflow.tuning.codegen.program import check_threads
 from sparseflow.tuning.measure.collection_log import COLLECTION_FILE, CollectionLog
 from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
 from sparseflow.tuning.measure.families import infer_family
@@ -52,6 +55,8 @@ from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
+
+_LOGGER = logging.getLogger(__name__)
 
 _FIRST_ROUND = 8
 """Schedules of each task in the first round."""
@@ -161,7 +166,8 @@ def generate_targets(
     """Generate the collection targets of matrix files and random patterns, one pattern at a time.
 
     Args:
-        paths: Matrix Market files, or directories of them.
+        paths: Matrix files, or directories of them. Unreadable and empty matrices of a directory are skipped
+            with a warning.
         workloads: Operator and number of columns of the dense operands, as `parse_workloads` returns them.
         num_synthetic: Number of random patterns; a larger number starts with the same patterns.
         dtype: `"float32"` or `"float64"`.
@@ -170,15 +176,24 @@ def generate_targets(
 
     Raises:
         InputError: A path does not exist, a directory has no matrix file, or there is no pattern at all.
-        FileFormatError: A file is not a Matrix Market file.
+        FileFormatError: A file of `paths` is not a readable matrix.
     """
     files = find_matrix_files(paths)
     if not files and not num_synthetic:
-        raise InputError("no matrix to measure on; pass .mtx files or directories, or --synthetic")
+        raise InputError("no matrix to measure on; pass matrix files or directories, or --synthetic")
 
     def generate_patterns() -> Iterator[tuple[str, SparsityPattern]]:
         for file in files:
-            yield parse_matrix_name(file), read_matrix(file).pattern
+            try:
+                pattern = read_matrix(file).pattern
+                if not pattern.nnz:
+                    raise InputError(f"{file} has no elements to measure")
+            except InputError as error:
+                if file in paths:
+                    raise
+                _LOGGER.warning(f"skipped: {error}")
+                continue
+            yield parse_matrix_name(file), pattern
         kinds = tuple(PATTERN_KINDS)
         for index in range(num_synthetic):
             # One generator for each pattern, so that the first patterns do not depend on the number of them.
@@ -242,7 +257,8 @@ def collect(
     start_s = time.monotonic()
     end_time = time.time() + (1e9 if budget_s is None else budget_s)
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
-    check_at_least(1, schedules=schedules, threads=threads)
+    check_at_least(1, schedules=schedules)
+    check_threads(threads)
     check_at_least(0, seed=seed)
     check_positive(budget_s=1.0 if budget_s is None else budget_s)
     root = Path(out_dir)
@@ -297,8 +313,7 @@ def _compute_fraction(measured: float, elapsed_s: float, budget_s: float | None)
 
 def _prepare_dir(root: Path) -> None:
     """Create the output directory, and check that it has no labels of another source."""
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+    check_output(root, directory=True)
     if (root / LABELS_FILE).exists() and not (root / COLLECTION_FILE).exists():
         raise InputError(f"{root} has labels that were not collected; choose another directory")
     root.mkdir(parents=True, exist_ok=True)

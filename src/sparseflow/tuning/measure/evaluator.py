@@ -115,6 +115,11 @@ class ScheduleEvaluator:
     def __init__(
         self, problem: SparseProblem, reference: Schedule, *, seed: int = 0, cache_dir: Path | None = None
     ) -> None:
+        values = problem.matrix.values
+        if values.size and (values == values[0]).all():
+            # With equal values, as in a pattern, a schedule that mixes up elements could pass the check.
+            matrix = problem.matrix.pattern.to_matrix(problem.dtype)
+            problem = SparseProblem(operator=problem.operator, matrix=matrix, n_cols=problem.n_cols)
         self.problem = problem
         self.inputs = problem.generate_inputs(seed)
         self._cache_dir = cache_dir

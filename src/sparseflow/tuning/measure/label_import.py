@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.checks import check_at_least
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import check_output, write_atomic
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.measure.families import infer_family
@@ -131,7 +131,7 @@ def import_labels(
         operator: Measured operator.
         n_cols: Columns of the dense operands; by default estimated from the splits.
         matrix: Matrix name, for files with AutoSparse's lines.
-        matrices: Directory of `.mtx` and `.mtx.gz` files with the names of the matrices.
+        matrices: Directory of files with the names of the matrices. Unreadable files give a warning.
         families: Matrix name -> family, which overrides `infer_family`.
         device: CPU of the measurements; by default the file name without suffixes.
         dtype: float32 or float64.
@@ -139,15 +139,15 @@ def import_labels(
 
     Raises:
         InputError: An argument is out of range, `out_dir` has labels, or no line is a valid label.
-        FileFormatError: The file has another format, or a Matrix Market file is damaged.
+        FileFormatError: The file has another format.
     """
     op, source, root = get_operator(operator), Path(path), Path(out_dir)
     _check_arguments(op, root, n_cols, matrices)
     rejected: list[_Rejection] = []
     groups = _group_lines(source, matrix, rejected)
-    patterns = _read_patterns(groups, matrices)
-    measurements: list[tuple[TuningTask, ScheduleMeasurement]] = []
     warnings: list[str] = []
+    patterns = _read_patterns(groups, matrices, warnings)
+    measurements: list[tuple[TuningTask, ScheduleMeasurement]] = []
     for index, (name, lines) in enumerate(groups.items()):
         if progress is not None:
             progress(name, index / len(groups))
@@ -196,8 +196,7 @@ def _check_arguments(op: Operator, root: Path, n_cols: int | None, matrices: Pat
             raise InputError(f"`n_cols` (={n_cols}) must be None for {op.name}")
     if matrices is not None and not Path(matrices).is_dir():
         raise InputError(f"directory not found: {matrices}")
-    if root.exists() and not root.is_dir():
-        raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
+    check_output(root, directory=True)
     if (root / LABELS_FILE).exists():
         raise InputError(f"{root} has labels; choose another directory, or remove it")
 
@@ -259,8 +258,10 @@ def _read_lines(source: Path) -> Iterator[str]:
         yield line.rstrip("\r")
 
 
-def _read_patterns(groups: Mapping[str, object], matrices: Path | str | None) -> dict[str, SparsityPattern]:
-    """Return matrix name -> pattern, for matrices with a file."""
+def _read_patterns(
+    groups: Mapping[str, object], matrices: Path | str | None, warnings: list[str]
+) -> dict[str, SparsityPattern]:
+    """Return matrix name -> pattern, for matrices with a readable file; append a warning for other files."""
     if matrices is None:
         return {}
     patterns = {}
@@ -268,9 +269,12 @@ def _read_patterns(groups: Mapping[str, object], matrices: Path | str | None) ->
         # A matrix name must not lead out of the directory.
         files = (Path(matrices) / f"{name}{suffix}" for suffix in SUFFIXES if Path(name).name == name)
         file = next((file for file in files if file.is_file()), None)
-        if file is not None:
-            patterns[name] = read_matrix(file).pattern
-    if not patterns:
+        try:
+            if file is not None:
+                patterns[name] = read_matrix(file).pattern
+        except InputError as error:
+            warnings.append(str(error))
+    if not patterns and not warnings:
         raise InputError(
             f"{matrices} has no file with the name of a matrix of the labels, such as "
             f"{next(iter(groups), 'name')}.mtx.gz"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,9 @@ _TURN_S = 0.3
 
 _SAMPLE_S = 2e-3
 
+_MAX_REFERENCE_ERROR = 0.1
+"""Largest deviation from 1 of the reference's time over its own time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RerankResult:
@@ -50,11 +53,13 @@ class RerankResult:
         kernel: Fastest kernel.
         best_ratio: Its time over the reference's.
         baselines: Baseline name -> time over the reference's.
+        warnings: Why the ratios are unreliable, as sentences.
     """
 
     kernel: Kernel
     best_ratio: float
     baselines: Mapping[str, float]
+    warnings: tuple[str, ...]
 
 
 def rerank_schedules(
@@ -62,6 +67,7 @@ def rerank_schedules(
     evaluator: ScheduleEvaluator,
     trials: Mapping[Schedule, Trial],
     baselines: Mapping[str, Schedule],
+    reference: Schedule,
     *,
     cache_dir: Path | None = None,
 ) -> RerankResult:
@@ -76,6 +82,7 @@ def rerank_schedules(
         evaluator: Open evaluator of the problem.
         trials: Trials of the search.
         baselines: Baseline name -> schedule; all are in `trials`.
+        reference: Schedule that the ratios are relative to; one of the baselines.
         cache_dir: Directory of compiled code; see `compile_source`.
 
     Raises:
@@ -108,7 +115,27 @@ def rerank_schedules(
     best = min(ratios)
     kernel = kernels[-1] if best == ratios[-1] else kernels[ratios.index(best)]
     kernel.speedup = 1.0 if kernel is kernels[-1] else min(baseline_ratios.values()) / best
-    return RerankResult(kernel=kernel, best_ratio=best, baselines=baseline_ratios)
+    return RerankResult(
+        kernel=kernel,
+        best_ratio=best,
+        baselines=baseline_ratios,
+        warnings=tuple(_find_disturbances(thorough.values(), thorough[reference].ratio)),
+    )
+
+
+def _find_disturbances(trials: Collection[Trial], reference_ratio: float) -> Iterator[str]:
+    """Yield a sentence for each sign that other work disturbed the final measurements."""
+    num_disturbed = sum(trial.disturbed for trial in trials)
+    if num_disturbed:
+        yield (
+            f"other processes disturbed {num_disturbed} of {len(trials)} final measurements; tune again on "
+            "an idle machine"
+        )
+    if not abs(reference_ratio - 1.0) <= _MAX_REFERENCE_ERROR:
+        yield (
+            f"the reference takes {reference_ratio:.2f} times its own time, expected 0.9 to 1.1; the ratios "
+            "are unreliable, so tune again on an idle machine"
+        )
 
 
 def _select_candidates(trials: Mapping[Schedule, Trial], baselines: Collection[Schedule]) -> list[Schedule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -17,11 +18,13 @@ import numpy as np
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.device import describe_cpu
+from sparseflow.core.files import check_output
 from sparseflow.core.journal import Journal
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import Kernel, LibraryKernel
+from sparseflow.tuning.codegen.program import check_threads
 from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
 from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
 from sparseflow.tuning.model.features import ScheduleFeatures
@@ -54,6 +57,8 @@ GUIDED_PREFIX = "guided-"
 
 METHODS = (*STRATEGIES, *(GUIDED_PREFIX + name for name in STRATEGIES))
 """Names of all search methods."""
+
+_LOGGER = logging.getLogger(__name__)
 
 DEFAULT_METHOD = "guided-evolutionary"
 
@@ -98,6 +103,7 @@ class TuneResult:
         baselines: Baseline name -> time over the reference's in the final measurement; scipy is `"library"`.
         best_ratio: Time of the kernel over the reference's in the final measurement.
         seconds: Phase ("propose", "build", "compile", "measure", "rest") -> duration of this run, seconds.
+        warnings: Why the ratios are unreliable, as sentences; they are also logged.
     """
 
     kernel: Kernel
@@ -105,6 +111,7 @@ class TuneResult:
     baselines: Mapping[str, float]
     best_ratio: float
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -116,6 +123,7 @@ class TuneResult:
             "baselines": dict(self.baselines),
             "trials": [trial.to_dict() for trial in self.trials],
             "seconds": dict(self.seconds),
+            "warnings": list(self.warnings),
         }
 
 
@@ -145,6 +153,7 @@ class TuningSession:
 
     Raises:
         InputError: An argument is out of range or the matrix is unsupported.
+        OutputError: `out_dir` cannot be written.
     """
 
     def __init__(
@@ -174,7 +183,10 @@ class TuningSession:
                 f"`budget_s` (={budget_s}) must be above 0 and `max_trials` (={max_trials}) at least 0"
             )
         check_at_least(0, seed=seed)
-        check_at_least(1, threads=self._threads, num_machines=num_machines)
+        check_at_least(1, num_machines=num_machines)
+        check_threads(self._threads)
+        if out_dir is not None:
+            check_output(out_dir, directory=True)
         check_one_of(METHODS, method=method)
         self._method = method
         self.problem = SparseProblem(
@@ -216,13 +228,18 @@ class TuningSession:
             self._search()
             if self._progress is not None:
                 self._progress("measuring the best schedules again", 1.0)
-            final = rerank_schedules(problem, evaluator, self._trials, baselines, cache_dir=self._cache_dir)
+            final = rerank_schedules(
+                problem, evaluator, self._trials, baselines, self._reference, cache_dir=self._cache_dir
+            )
+        for warning in final.warnings:
+            _LOGGER.warning(warning)
         return TuneResult(
             kernel=final.kernel,
             trials=tuple(self._trials.values()),
             baselines=final.baselines,
             best_ratio=final.best_ratio,
             seconds=self._sum_phases(),
+            warnings=final.warnings,
         )
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
@@ -245,8 +262,6 @@ class TuningSession:
             dtype=str(problem.dtype),
             pattern=problem.matrix.digest(values=False),
         )
-        if root.exists() and not root.is_dir():
-            raise InputError(f"`out_dir` (={root}) is a file; pass a directory")
         root.mkdir(parents=True, exist_ok=True)
         with Journal(root / TRIALS_FILE, Trial, header=header) as log:
             for index, trial in enumerate(log.rows):
