@@ -142,6 +142,18 @@ def test_warm_up_returns_max_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budgets_ms == [10.0, 20.0], "the budget of each plan once"
 
 
+def test_measure_baselines_ignores_stalls() -> None:
+    times_ms = {"full": iter([20.0, 21.0, 900.0, 19.0, 20.5, 2000.0, 20.0]), "fast": iter([5.0] * 7)}
+
+    class FakeAttached:
+        def generate(self, *, plan: str, **inputs: Any) -> SimpleNamespace:
+            return SimpleNamespace(measured_ms=next(times_ms[plan]))
+
+    attached, samples = cast(Attached, FakeAttached()), [cast(VqaSample, SimpleNamespace(inputs={}))]
+    baselines: Any = {FULL_MODEL: "full", FASTEST_PLAN: "fast"}
+    assert demo._measure_baselines(attached, baselines, samples) == {FULL_MODEL: 20.5, FASTEST_PLAN: 5.0}
+
+
 def test_count_questions_uses_time_limit() -> None:
     assert demo._count_questions(np.array([10.0, 20.0]), [15.0, 30.0]) == 40
     # 100 + 2000 ms for the baselines and 200 + 1700 + 2000 ms for the budgets: 6 s per question.

@@ -65,8 +65,16 @@ _NEW_TOKENS = 2
 """Length of a one-word answer, with its stop token."""
 _OUTLIER_RATIO = 4.0
 """Ratio of measured to predicted latency above which the warm-up is repeated."""
-_BUDGET_MARGIN = 1.25
-"""Ratio of the largest budget to the predicted p99 latency of the slowest plan."""
+_WARMUP_MARGIN = 1.25
+"""Ratio of the budgets of the warm-up to the predicted median latency of a plan."""
+_MIN_BUDGET_RATIO, _MAX_BUDGET_RATIO = 1.5, 4.0
+"""Ratios of the smallest budget to the median latency of the fastest plan, and of the largest budget to that
+of the full model. Stalls of a busy machine change medians little.
+"""
+_BASELINE_REQUESTS = 7
+"""Requests of each baseline whose median sets the budgets."""
+_LEVEL = 0.9
+"""Quantile that has to meet a budget: a profile of minutes says little about rarer latencies."""
 
 
 def run_demo(
@@ -129,18 +137,22 @@ def run_demo(
                 seed,
                 subrange(progress, 0.02, 0.4, "measuring plans: ") or progress,
             )
-        predictor = PlanLatencyPredictor.fit(profile, seed=seed)
+        predictor = PlanLatencyPredictor.fit(profile, level=_LEVEL, seed=seed)
         # The network is attached again, because a selector needs the predictor, and the predictor a profile.
         with attach(
             network, profile=predictor, plan_quality=_find_file(model_dir, PLAN_QUALITY_FILE)
         ) as attached:
-            p50_ms, p99_ms = _select_candidates(attached, max(prompt_lengths), warmup_samples, progress)
+            p50_ms = _select_candidates(attached, max(prompt_lengths), warmup_samples, progress)
             assert attached.selector is not None and attached.selector.plans is not None
-            budgets_ms = np.geomspace(p99_ms.min(), _BUDGET_MARGIN * p99_ms.max(), num_budgets).tolist()
             baselines = {
                 FULL_MODEL: space.geometry.full_plan(),
                 FASTEST_PLAN: attached.selector.plans[int(p50_ms.argmin())],
             }
+            median_ms = _measure_baselines(attached, baselines, warmup_samples)
+            budgets_ms = np.geomspace(
+                _MIN_BUDGET_RATIO * median_ms[FASTEST_PLAN], _MAX_BUDGET_RATIO * median_ms[FULL_MODEL],
+                num_budgets,
+            ).tolist()  # fmt: skip
             if num_questions is None:
                 samples = samples[: _count_questions(p50_ms, budgets_ms)]
             rows: list[dict[str, Any]] = []
@@ -159,7 +171,7 @@ def run_demo(
 
 def _select_candidates(
     attached: Attached, text_tokens: int, samples: Sequence[VqaSample], progress: Progress
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Restrict the selector to few plans, and warm them up.
 
     Args:
@@ -169,22 +181,22 @@ def _select_candidates(
         progress: Progress callback.
 
     Returns:
-        Predicted median and p99 latency of each candidate plan, each [num_candidates].
+        Predicted median latency of each candidate plan, [num_candidates].
     """
     assert attached.selector is not None
     request_size: dict[str, Any] = {"text_tokens": text_tokens, "new_tokens": _NEW_TOKENS}
     attached.selector = selector = attached.selector.select_front(_NUM_CANDIDATE_PLANS, **request_size)
     indices = [selector.all_plans.index(plan) for plan in selector.plans or ()]
 
-    def predict() -> tuple[np.ndarray, np.ndarray]:
-        p50_ms, p99_ms = selector.predictor.predict_all(**request_size, images=1)
-        return p50_ms[indices], p99_ms[indices]
+    def predict() -> np.ndarray:
+        p50_ms, _ = selector.predictor.predict_all(**request_size, images=1)
+        return p50_ms[indices]
 
     progress("warming up", 0.4)
-    if _warm_up(attached, samples, predict()[0]) > _OUTLIER_RATIO:
+    if _warm_up(attached, samples, predict()) > _OUTLIER_RATIO:
         progress("warming up again: a request was much slower than predicted", 0.4)
         selector.predictor.forget(1.0)
-        _warm_up(attached, samples, predict()[0])
+        _warm_up(attached, samples, predict())
     return predict()
 
 
@@ -232,13 +244,26 @@ def _warm_up(attached: Attached, samples: Sequence[VqaSample], p50_ms: np.ndarra
         if index >= len(p50_ms) and time.perf_counter() - start_s > _WARMUP_TIME_S:
             break
         result = attached.generate(
-            latency_budget_ms=float(p50_ms[index % len(p50_ms)]) * _BUDGET_MARGIN,
+            latency_budget_ms=float(p50_ms[index % len(p50_ms)]) * _WARMUP_MARGIN,
             max_new_tokens=_NEW_TOKENS,
             **samples[index % len(samples)].inputs,
         )
         if result.predicted_ms:
             max_ratio = max(max_ratio, result.measured_ms / result.predicted_ms)
     return max_ratio
+
+
+def _measure_baselines(
+    attached: Attached, baselines: dict[str, Plan], samples: Sequence[VqaSample]
+) -> dict[str, float]:
+    """Return the median latency of each baseline, in alternating order, just before the questions."""
+    measured_ms: dict[str, list[float]] = {name: [] for name in baselines}
+    for index in range(_BASELINE_REQUESTS):
+        for name, plan in baselines.items():
+            inputs = samples[index % len(samples)].inputs
+            result = attached.generate(plan=plan, max_new_tokens=_NEW_TOKENS, **inputs)
+            measured_ms[name].append(result.measured_ms)
+    return {name: float(np.median(values)) for name, values in measured_ms.items()}
 
 
 def _count_questions(p50_ms: np.ndarray, budgets_ms: Sequence[float]) -> int:
@@ -297,8 +322,6 @@ def _answer_questions(
         *(("budget", budget_ms) for budget_ms in budgets_ms),
     ]
     rng = np.random.default_rng(seed)
-    for plan in baselines.values():
-        attached.generate(plan=plan, max_new_tokens=_NEW_TOKENS, **samples[0].inputs)
     for question, sample in enumerate(samples):
         for index in rng.permutation(len(methods)).tolist():
             method, budget_ms = methods[index]

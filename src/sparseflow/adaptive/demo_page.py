@@ -89,9 +89,10 @@ def write_page(result: AdaptiveDemoResult, rows: Sequence[Mapping[str, Any]], ru
         "Answers within a latency budget",
         f"The model {result.model} answered {result.num_questions} questions about images under "
         f"{len(result.budgets)} budgets each. For each request the plan with the highest expected accuracy "
-        "was selected among those that are predicted to meet the budget; the predictor was fitted on this "
-        "machine at the start. The smallest budget is the predicted p99 latency of the fastest plan. Latency "
-        "is measured from the input pixels to the last token.",
+        "was selected among those that are predicted to meet the budget in 90 % of the cases; accuracies "
+        "that differ by less than two standard errors count as equal. The predictor was fitted on this "
+        "machine at the start. The budgets lie between 1.5 times the median latency of the fastest plan and "
+        "4 times that of the full model. Latency is measured from the input pixels to the last token.",
         environment=run.info["environment"],
         reproduce=_format_command(run.info["config"]),
     )
