@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 import sparseflow
 from sparseflow.spiking import accelerated
 from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.graph.test_module_state import differences, state
@@ -388,3 +391,55 @@ def test_optimized_model_can_be_pickled(kind: str, prefer: Prefer) -> None:
     assert same(from_rest(duplicate, X), expected)
     sparseflow.restore(duplicate)
     assert type(duplicate.conv2) is layer.Conv2d and same(from_rest(duplicate, X), expected)
+
+
+# --- threads ------------------------------------------------------------------------------------------------
+
+
+def call_in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Run `calls` at the same time, one in each thread; an error is raised here."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        barrier.wait()
+        with torch.no_grad():
+            return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def test_first_calls_of_several_networks_in_threads(planned: Callable[..., Any]) -> None:
+    nets = [ready(Constant(), seed=seed) for seed in range(4)]
+    x = images(2)
+    expected = [from_rest(net, x) for net in nets]
+    for net in nets:
+        planned(net)
+    for _ in range(2):
+        assert same(call_in_threads([lambda net=net: from_rest(net, x) for net in nets]), expected)
+
+
+def test_calls_of_one_network_in_threads_are_serialized(planned: Callable[..., Any]) -> None:
+    """Each call finds the state that another call left, while the network is tuned or tuned again."""
+    net, plain = small(), small()
+    planned(net)
+    for _ in range(2):
+        functional.reset_net(plain)
+        functional.reset_net(net)
+        with torch.no_grad():
+            expected = [plain(X) for _ in range(4)]
+        actual = call_in_threads([lambda: net(X)] * 4)
+        assert sorted(map(torch.Tensor.tolist, actual)) == sorted(map(torch.Tensor.tolist, expected))
+        net.sn2.v_threshold = plain.sn2.v_threshold = 0.5
+
+
+def test_network_is_right_while_another_thread_traces_it() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), neuron.IFNode()).eval()
+    x = images(2)
+    with torch.no_grad():
+        expected = net[0](x)
+    calls = [
+        lambda: [analyze(net, x) for _ in range(3)],
+        lambda: [same(net[0](x), expected) for _ in range(300)],
+    ]
+    assert all(call_in_threads(calls)[1])

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,38 @@ def test_restore_undoes_everything(kind: str, prefer: Prefer) -> None:
     assert sparseflow.restore(net) is net
     assert differences(state(net), saved) == []
     assert "forward" not in vars(net) and same(from_rest(net, X), expected)
-    assert sparseflow.restore(net) is net
 
 
-def test_restore_of_a_model_that_was_never_optimised_does_nothing() -> None:
+def test_restore_with_nothing_to_restore_warns(planned: Callable[..., Any]) -> None:
     net = small()
-    saved = state(net)
-    assert sparseflow.restore(net) is net and differences(state(net), saved) == []
+    with pytest.warns(UserWarning, match="not optimized: nothing to restore"):
+        assert sparseflow.restore(net) is net
+    planned(net, X)
+    forward = net.forward
+    net.forward = lambda x: x
+    with pytest.warns(UserWarning, match="`forward` was replaced"):
+        sparseflow.restore(net)
+    net.forward = forward
+    sparseflow.restore(net)
+    assert "forward" not in vars(net)
+    with pytest.raises(ModelError, match="Module"):
+        sparseflow.restore(None)  # type: ignore[arg-type]
+
+
+def test_restore_of_a_shallow_copy_restores_the_copy(planned: Callable[..., Any]) -> None:
+    net = small()
+    planned(net, X)
+    duplicate = copy.copy(net)
+    sparseflow.restore(duplicate)
+    assert "forward" not in vars(duplicate) and "forward" in vars(net)
+
+
+def test_cache_is_a_file_name(tmp_path: Path, planned: Callable[..., Any]) -> None:
+    for path in (str(tmp_path / "a.json"), tmp_path / "b.json"):
+        planned(small(), X, cache=path)
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    with pytest.raises(InputError, match=r"cache.*=1"):
+        sparseflow.optimize(small(), X, cache=1)  # type: ignore[arg-type]
 
 
 def test_custom_forward_is_restored(planned: Callable[..., Any]) -> None:

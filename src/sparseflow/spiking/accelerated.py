@@ -8,8 +8,10 @@ between calls and tunes again for each new input shape.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import threading
+import types
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 
 from sparseflow.core import timing
 from sparseflow.core.progress import Progress
@@ -54,6 +57,9 @@ MAX_SHARED_PLANS = 32
 
 MIN_CALLS_BETWEEN_TUNINGS = 1000
 """Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
+
+
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(kw_only=True)
@@ -113,6 +119,8 @@ class AcceleratedForward:
         self._num_calls = self._num_tunings = self._last_tuning = 0
         self._warned: set[str] = set()
         self._lock = threading.RLock()
+        self._analyzing_thread: int | None = None
+        self._is_forked = False
         _INSTANCES.add(self)
 
     @property
@@ -123,12 +131,15 @@ class AcceleratedForward:
         return self._graph
 
     def _analyze(self, inputs: tuple[torch.Tensor, ...] | None) -> SpikeGraph:
-        """Analyze the network itself, without the accelerated forward."""
-        self.uninstall()
-        try:
-            return analyze(self.model, inputs)
-        finally:
-            self.reinstall()
+        """Analyze the network itself: this thread's calls run its own code, those of other threads wait."""
+        with TRACE_LOCK, self._lock:
+            self._analyzing_thread = threading.get_ident()
+            self._restore_modules()
+            try:
+                return analyze(self.model, inputs)
+            finally:
+                self._analyzing_thread = None
+                self._replace_modules()
 
     def install(self) -> None:
         """Install this callable on the network; under the static policy, also replace convolutions."""
@@ -139,12 +150,7 @@ class AcceleratedForward:
 
     def uninstall(self) -> None:
         """Restore all original modules and the original forward."""
-        for name, (conv, sparse) in self._replaced.items():
-            if self.model.get_submodule(name) is sparse:
-                # Parameters and mode may have been changed on the sparse module.
-                conv.weight, conv.bias = sparse.weight, sparse.bias
-                conv.train(sparse.training)
-                self.model.set_submodule(name, conv)
+        self._restore_modules()
         if self._original_forward is None:
             self.model.__dict__.pop("forward", None)
         else:
@@ -152,10 +158,21 @@ class AcceleratedForward:
 
     def reinstall(self) -> None:
         """Undo `uninstall`."""
+        self._replace_modules()
+        self.model.__dict__["forward"] = self
+
+    def _restore_modules(self) -> None:
+        for name, (conv, sparse) in self._replaced.items():
+            if self.model.get_submodule(name) is sparse:
+                # Parameters and mode may have been changed on the sparse module.
+                conv.weight, conv.bias = sparse.weight, sparse.bias
+                conv.train(sparse.training)
+                self.model.set_submodule(name, conv)
+
+    def _replace_modules(self) -> None:
         for name, (conv, sparse) in self._replaced.items():
             if self.model.get_submodule(name) is conv:
                 self.model.set_submodule(name, sparse)
-        self.model.__dict__["forward"] = self
 
     def _replace(self, name: str, sparse: SparseConv2d) -> None:
         conv = self.model.get_submodule(name)
@@ -186,6 +203,35 @@ class AcceleratedForward:
         return Decision(choice=sparse.backend, reason=reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # torch.export and fx inline this method; torch.compile leaves `_run` as it is.
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            if not torch.compiler.is_dynamo_compiling():  # which cannot trace a warning
+                self._warn(
+                    "an optimized network is exported or traced as its own code; call "
+                    "sparseflow.restore(model) first to leave out this warning"
+                )
+            return self.run_original(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._get_original())
+
+    @property
+    def __code__(self) -> Any:
+        return self._get_original().__code__
+
+    @property
+    def __globals__(self) -> Any:
+        # torch.jit.script compiles source code, which an optimized network does not run.
+        raise AttributeError(
+            "this network is optimized; call sparseflow.restore(model) before torch.jit.script"
+        )
+
+    @torch.compiler.disable(reason="an optimized spiking network is not compiled; see sparseflow.restore")
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_forked and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # operations would wait for threads that exist in the parent only
         if kwargs or self.policy != "measured" or not self._is_accelerable(args):
             return self.run_original(*args, **kwargs)
         with self._lock:  # a network has one state, so its calls cannot overlap
@@ -259,9 +305,21 @@ class AcceleratedForward:
             return self._original_forward(*args, **kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
 
+    def _get_original(self) -> Any:
+        if self._original_forward is not None:
+            return self._original_forward
+        return types.MethodType(type(self.model).forward, self.model)
+
     def _is_accelerable(self, args: tuple[Any, ...]) -> bool:
-        tensors = all(isinstance(a, torch.Tensor) and not a.requires_grad and a.numel() > 0 for a in args)
-        return bool(args) and tensors and not self.model.training
+        if not args or self.model.training or self._analyzing_thread == threading.get_ident():
+            return False
+        # A subclass or a mode stands for a transformation (vmap, fake tensors, counting of FLOPs).
+        if (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return False
+        return all(type(x) in _TENSOR_TYPES and not x.requires_grad and x.numel() > 0 for x in args)
 
     def _apply_mutations(self) -> None:
         """Apply changes made to the network since the last call.
@@ -491,13 +549,15 @@ class AcceleratedForward:
 _INSTANCES: WeakSet[AcceleratedForward] = WeakSet()
 
 
-def _renew_locks_after_fork() -> None:
-    """Replace the locks in a forked process, where the threads that held them do not exist."""
+def _adapt_to_fork() -> None:
+    """Forget the threads of the parent process: those that held locks, and torch's OpenMP team."""
+    TRACE_LOCK._at_fork_reinit()  # type: ignore[attr-defined]
     for forward in _INSTANCES:
-        forward._lock = threading.RLock()
+        forward._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        forward._is_forked = True
 
 
-os.register_at_fork(after_in_child=_renew_locks_after_fork)
+os.register_at_fork(after_in_child=_adapt_to_fork)
 
 
 def get_accelerated_forward(model: nn.Module) -> AcceleratedForward:

@@ -7,6 +7,7 @@ share the same parameters instead.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def optimize(
     *,
     policy: Policy = "measured",
     dtype: torch.dtype | None = None,
-    cache: bool | Path = True,
+    cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Accelerate a trained spiking network. Returns `model` itself.
@@ -89,13 +90,15 @@ def optimize(
         ModelError: `model` is not a module, is in training mode or on `meta`, has NaN or Inf weights, or no
             spiking neuron.
         SampleError: The sample does not match the model or its device, or the static policy has none.
-        InputError: `policy` or `dtype` is unknown.
+        InputError: `policy` or `dtype` is unknown, or `cache` is no file name.
         MissingExtraError: A package for this device is not installed.
     """
     if policy not in ("measured", "static"):
         raise InputError(f"`policy` (={policy!r}) must be 'measured' or 'static'")
     if dtype not in (None, *MAX_FLIP_FRACTION):
         raise InputError(f"`dtype` (={dtype!r}) must be torch.float32, torch.float16 or torch.bfloat16")
+    if not isinstance(cache, (bool, str, Path)):
+        raise InputError(f"`cache` (={cache!r}) must be True, False or the name of a file")
     check_model(model)
     inputs = _to_inputs(sample)
     previous = model.__dict__.get("forward")
@@ -109,7 +112,7 @@ def optimize(
         elif policy == "measured" and (weight := next(model.parameters(), None)) is not None:
             select_backend(weight, model, dtype)  # raises now, not in the first call, if a package is missing
         graph = analyze(model, inputs)
-        decision_cache = DecisionCache(cache if isinstance(cache, Path) else None) if cache else None
+        decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
         forward = AcceleratedForward(
             model, graph, inputs, policy=policy, dtype=dtype, cache=decision_cache, progress=progress
         )
@@ -127,10 +130,25 @@ def optimize(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Restore the original modules and forward. Returns `model`, which need not have been optimized."""
+    """Restore the original modules and forward. Returns `model`.
+
+    Warns if there is nothing to restore.
+
+    Raises:
+        ModelError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"`model` must be a torch.nn.Module, not {type(model).__name__}")
     forward = model.__dict__.get("forward")
-    if isinstance(forward, AcceleratedForward):
+    if not isinstance(forward, AcceleratedForward):
+        replaced = "; its `forward` was replaced after sparseflow.optimize" if forward is not None else ""
+        warnings.warn(
+            f"this {type(model).__name__} is not optimized{replaced}: nothing to restore", stacklevel=2
+        )
+    elif forward.model is model:
         forward.uninstall()
+    else:  # a shallow copy of an optimized network
+        del model.__dict__["forward"]
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 
@@ -95,8 +96,13 @@ class _BufferPool:
             while len(self._free) > 1 and sum(b.raw.nbytes for b in self._free) > self._limit_bytes:
                 del self._free[0]
 
+    def renew_lock(self) -> None:
+        """Release the lock in a forked process, in which the thread that held it does not exist."""
+        self._lock = threading.RLock()
+
 
 _POOL = _BufferPool(limit_bytes=64 << 20)
+os.register_at_fork(after_in_child=_POOL.renew_lock)
 
 
 class _PooledBuffer:
