@@ -19,7 +19,7 @@ TRITON := triton==3.6.0
 SPIKINGJELLY_NEEDS := loguru tqdm h5py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check fmt bench tables docs clean
+.PHONY: help demo test test-gpu check fmt fuzz kill soak bench tables docs clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,6 +43,15 @@ check: $(VENV)/.dev  ## Lint, check formatting, types, imports, identifiers and 
 fmt: $(VENV)/.dev  ## Format the sources and apply the linter's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+fuzz: $(VENV)/.dev  ## Fuzz every parser; ARGS="--inputs 2000 --time-s 60 --target tuning-matrix"
+	$(BIN)/python -m tests.harness.fuzz $(ARGS)
+
+kill: $(VENV)/.dev  ## Kill every long job at random moments and compare its results; ARGS="--kills 10 --job tune"
+	$(BIN)/python -m tests.harness.kill $(ARGS)
+
+soak: $(VENV)/.dev  ## Load the server beside hostile clients
+	$(BIN)/python -m benchmarks.adaptive.soak $(ARGS)
 
 bench: $(VENV)/.run  ## Run the spiking benchmark on this machine
 	$(BIN)/sparseflow spiking bench --device auto $(ARGS)

@@ -27,14 +27,14 @@ def list_(root: RootArgument = Path("runs"), as_json: JsonOption = False) -> Non
     """List the runs of a directory: running, finished, failed, interrupted or damaged."""
     from sparseflow.core.run import list_runs
 
-    found = list_runs(root)
+    summaries = list_runs(root)
     emit(
-        {"runs": [run.to_dict() for run in found]},
+        {"runs": [run.to_dict() for run in summaries]},
         as_json,
         make_table(
             ("state", "started", "command", "directory", "error"),
-            [(run.state, run.started, run.command, str(run.path), run.error or "") for run in found],
-            title=f"{len(found)} runs",
+            [(run.state, run.started, run.command, str(run.path), run.error or "") for run in summaries],
+            title=f"{len(summaries)} runs",
         ),
     )
 

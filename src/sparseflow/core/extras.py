@@ -36,7 +36,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     ),
     "codesign": ("ortools", "numba", "scipy", "pyyaml"),
     "distributed": ("ray",),
-    "dev": ("pytest", "pytest-xdist", "hypothesis", "openai", "ruff", "pyright", "import-linter"),
+    "dev": ("atheris", "pytest", "pytest-xdist", "hypothesis", "openai", "ruff", "pyright", "import-linter"),
 }
 """Extra -> packages by their names on the package index; identical to pyproject.toml."""
 

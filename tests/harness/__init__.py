@@ -1,0 +1,1 @@
+"""Standing attack on the package: `python -m tests.harness.fuzz` and `python -m tests.harness.kill`."""
