@@ -120,16 +120,13 @@ def run_quickstart(
     problems: list[str] = []
     try:
         collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
-    except RunError as error:
-        problems.append(
-            f"the measurements under load are incomplete: {error}; run the same command to resume"
-        )
+    except (RunError, DeviceError) as error:
+        problems.append(f"measurements under load are missing: {error}; run the same command to resume")
     predictor = train([root / "rest", root / "load"], progress=_get_step_progress(progress, "train"))
     # Saved before the evaluation, which can fail.
     predictor_path = predictor.save(root / "predictor.json")
-    evaluation = _evaluate(
-        network_models, predictor, root, problems, _get_step_progress(progress, "evaluate")
-    )
+    evaluate_progress = _get_step_progress(progress, "evaluate")
+    evaluation = _evaluate(network_models, predictor, root, problems, evaluate_progress)
     return QuickstartResult(
         folder=root,
         predictor_path=predictor_path,

@@ -7,10 +7,12 @@ import pytest
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
+import numpy as np
 import onnxruntime as ort
-from onnx import helper
+from onnx import TensorProto, helper
 
 from sparseflow.errors import DeviceError, FileFormatError, InputError, ModelError, RunError
+from sparseflow.latency.graph import session
 from sparseflow.latency.graph.session import get_device_type, open_session, resolve_provider, run
 from tests.latency.onnx_models import FLOAT, convnet, model, values
 
@@ -43,6 +45,29 @@ def test_provider_fallback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "InferenceSession", FellBack)
     with pytest.raises(DeviceError, match=r"CPUExecutionProvider"):
         open_session(convnet().SerializeToString(), "cuda")
+
+
+def test_run_endless_loop_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalar = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Neg", ["s"], ["t"])],
+        "body",
+        [scalar("i", TensorProto.INT64, []), scalar("c", TensorProto.BOOL, []), scalar("s", FLOAT, [1])],
+        [scalar("d", TensorProto.BOOL, []), scalar("t", FLOAT, [1])],
+    )
+    loop = helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)
+    built = model([loop], [("x", FLOAT, [1])], [("y", FLOAT, [1])], {"n": np.array(2**62)})
+    monkeypatch.setattr(session, "RUN_TIMEOUT_S", 0.1)
+    with pytest.raises(RunError, match=r"more than 0\.1 s; check its loops"):
+        run(open_session(built.SerializeToString()), ["y"], {"x": np.zeros(1, np.float32)})
+
+
+def test_errors_are_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    for operator in ("NoSuchOp", "Gather"):
+        wrong = model([helper.make_node(operator, ["x"], ["y"])], [("x", FLOAT, [1])], [("y", FLOAT, [1])])
+        with pytest.raises(ModelError):
+            open_session(wrong.SerializeToString())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_invalid_level_or_model_raises() -> None:

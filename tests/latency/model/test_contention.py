@@ -222,6 +222,13 @@ def test_fit_unaffected_targets(faster: float) -> None:
     assert max(errors(fitted, [replace(sample, mean_ms=sample.idle_ms) for sample in samples])) < 0.02
 
 
+def test_runs_much_longer_than_cycle() -> None:
+    device = replace(CPU, cycle_ms=1e-6)
+    runs = device.sample_runs(50.0, 50.0, 0.6, num_runs=200)
+    expected = device.predict_mean_ms(50.0, 50.0, 0.6)
+    assert statistics.fmean(runs.tolist()) == pytest.approx(expected, rel=0.05)
+
+
 @DEVICES
 @pytest.mark.parametrize("idle_ms", [0.5, 5.0, 80.0])
 @pytest.mark.parametrize("load", [0.3, 0.7, 1.0])

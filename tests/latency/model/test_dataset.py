@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,7 @@ class Failing(SyntheticBench):
 
 
 class Shared(SyntheticBench):
-    """Busy CPU: a run takes three times its CPU time, and other work is always there."""
+    """Busy CPU: a run takes on average three times its CPU time, and other work is always there."""
 
     def pace(self, number: int) -> float:
         return 3.0
@@ -277,6 +278,8 @@ def test_dataset_damaged_collection_raises(damaged_dir: Path) -> None:
         (table, b""),
         (plan, contents[plan][:-100]),
         (plan, b"{}"),
+        (plan, re.sub(rb'"targets": \[\d+', b'"targets": [99', contents[plan], count=1)),
+        (plan, contents[plan].replace(b'"reference": [true, ', b'"reference": [')),
         (graph, contents[graph][:-100]),
         (kernel, b"{}"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -27,6 +28,9 @@ LEVELS: Mapping[str, str] = {
     "all": "ORT_ENABLE_ALL",
 }
 """Graph optimization level -> onnxruntime's name of it."""
+
+RUN_TIMEOUT_S = 120.0
+"""Maximum time of a run for shapes, for the check of kernels or to warm up, seconds."""
 
 _LOG_FATAL = 4
 """Log level: fatal errors only. Other errors are raised, and the warnings of onnxruntime, such as of a graph
@@ -131,10 +135,35 @@ def run(session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Ma
     """Run a session once and return the outputs.
 
     Raises:
-        RunError: onnxruntime failed, for example for lack of memory.
+        RunError: onnxruntime failed, for example for lack of memory, or the run took `RUN_TIMEOUT_S`, for
+            example in an endless loop.
     """
-    with translate_run_errors("the model"):
-        return list(session.run(list(outputs), dict(feeds)))
+    with limit_run_time() as options, translate_run_errors("the model"):
+        return list(session.run(list(outputs), dict(feeds), options))
+
+
+@contextmanager
+def limit_run_time() -> Iterator[Any]:
+    """Yield `RunOptions` that end a run after `RUN_TIMEOUT_S`; it cannot be interrupted otherwise.
+
+    Raises:
+        RunError: The run was ended.
+    """
+    options = require("onnxruntime", "latency").RunOptions()
+    timer = threading.Timer(RUN_TIMEOUT_S, setattr, (options, "terminate", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield options
+    except RunError as error:
+        if not options.terminate:
+            raise
+        raise RunError(
+            f"one run of the model on random inputs took more than {RUN_TIMEOUT_S:g} s; check its loops, or "
+            "use smaller shapes"
+        ) from error
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Idle measurements on a device that other work uses too.
 
 On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
-latency that a run has without other work, whatever else the machine does. Elsewhere an idle row is valid only
-while other work uses at most `MAX_IDLE_LOAD` of the device.
+latency that a run has without other work, apart from colder caches. Where other work is present, the samples
+that it disturbed least are closer still, if they are shorter than a time slice.
+
+Elsewhere an idle row is valid only while other work uses at most `MAX_IDLE_LOAD` of the device.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sparseflow.core.metrics import quantile
 from sparseflow.core.telemetry.schema import METRICS
 from sparseflow.latency.graph import session
 
@@ -19,6 +22,9 @@ LOAD_METRICS: Mapping[str, str] = {"cpu": "others", "cuda": "busy"}
 
 MAX_IDLE_LOAD = 0.1
 """Largest share of a device that other work uses while the device counts as idle."""
+
+_LEAST_DISTURBED = 0.1
+"""Quantile of the samples that other work disturbs least."""
 
 BEFORE_PREFIX = "before_"
 
@@ -46,9 +52,12 @@ def has_cpu_time(row: Row) -> bool:
 def compute_idle_ms(row: Row) -> float:
     """Return the latency of a row without the time in which other work had the CPU, milliseconds."""
     # The median, since slower samples were disturbed.
-    if has_cpu_time(row):
-        return min(row["p50_ms"], row["latency_ms"] * row["cpu_ratio"])
-    return row["p50_ms"]
+    if not has_cpu_time(row):
+        return row["p50_ms"]
+    cpu_ms = row["latency_ms"] * row["cpu_ratio"]
+    if is_quiet(row, LOAD_METRICS["cpu"]):
+        return min(row["p50_ms"], cpu_ms)
+    return min(quantile(row["samples_ns"], _LEAST_DISTURBED) / 1e6, cpu_ms)
 
 
 def is_quiet(row: Row, metric: str) -> bool:

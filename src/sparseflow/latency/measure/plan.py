@@ -15,7 +15,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import model_validator
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
@@ -102,6 +104,14 @@ class CollectionPlan(Artifact):
     targets: tuple[Target, ...]
     blocks: tuple[PlanBlock, ...]
     environment: Mapping[str, Any]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        for block in self.blocks:
+            fits = all(0 <= index < len(self.targets) for index in block.targets)
+            if not fits or len(block.targets) != len(block.reference):
+                raise ValueError("a block has a target that does not exist, or another number of references")
+        return self
 
     def iter_steps(self) -> Iterator[PlanStep]:
         """Yield every measurement, in order."""

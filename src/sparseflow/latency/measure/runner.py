@@ -164,13 +164,16 @@ class Runner:
         """Run without recording samples and return the total time in milliseconds.
 
         Raises:
-            RunError: onnxruntime failed.
+            RunError: onnxruntime failed, or a run took too long.
         """
         start_s = time.perf_counter()
-        with session.translate_run_errors(f"{self.path} on {self.provider}"):
-            for _ in range(num_runs):
-                self._session.run_with_iobinding(self._binding)
-            self._binding.synchronize_outputs()
+        for _ in range(num_runs):
+            with (
+                session.limit_run_time() as options,
+                session.translate_run_errors(f"{self.path} on {self.provider}"),
+            ):
+                self._session.run_with_iobinding(self._binding, options)
+        self._binding.synchronize_outputs()
         return 1e3 * (time.perf_counter() - start_s)
 
     def measure(

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt
 
 from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.extras import require
@@ -52,8 +52,16 @@ _CALIBRATION_WEIGHT = 10.0
 _FULL_OVERHEAD_SHARE = 0.1
 """Active share from which the overhead of a paused load is complete."""
 
+_MAX_PHASES = 1000
+"""Maximum number of simulated phases of a run."""
+
 _SLICE_SPREAD = 0.1
 """Relative standard deviation of time slices, which smooths the number of slices."""
+
+
+# Wider than any fit, and narrow enough that no product of them overflows.
+Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +107,17 @@ class ContentionModel:
     """
 
     metric: str
-    idle_load: float
-    scale: PositiveFloat
-    power: PositiveFloat
-    idle_overhead: NonNegativeFloat
+    idle_load: Annotated[float, Field(ge=0.0, le=1.0)]
+    scale: Positive
+    power: Positive
+    idle_overhead: NonNegative
     delay_factors: Annotated[
-        tuple[NonNegativeFloat, ...], Field(min_length=len(BOTTLENECKS), max_length=len(BOTTLENECKS))
+        tuple[NonNegative, ...], Field(min_length=len(BOTTLENECKS), max_length=len(BOTTLENECKS))
     ]
-    slice_ms: PositiveFloat
+    slice_ms: Positive
     yields_device: bool
-    cycle_ms: PositiveFloat
-    jitter: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)]
+    cycle_ms: Positive
+    jitter: Annotated[tuple[Positive, ...], Field(min_length=2)]
     samples: NonNegativeInt
 
     def __post_init__(self) -> None:
@@ -283,7 +291,9 @@ def _simulate_phases(
     count = len(active_ms)
     latency_ms, remaining_work = np.zeros(count), np.ones(count)
     unfinished = np.ones(count, dtype=bool)
-    while unfinished.any():
+    for _ in range(_MAX_PHASES):
+        if not unfinished.any():
+            return latency_ms
         lengths = cycle_ms * generator.uniform(1.0 - CYCLE_SPREAD, 1.0 + CYCLE_SPREAD, count)
         phase = remaining * lengths * np.where(load_active, share, 1.0 - share)
         pace = np.where(load_active, active_ms, paused_ms)
@@ -292,6 +302,9 @@ def _simulate_phases(
         remaining_work[unfinished] -= (step / pace)[unfinished]
         unfinished &= remaining_work > 1e-9
         load_active, remaining = ~load_active, np.ones(count)
+    # Over so many phases the pace is the mean one.
+    pace = 1.0 / (share / active_ms + (1.0 - share) / paused_ms)
+    latency_ms[unfinished] += (remaining_work * pace)[unfinished]
     return latency_ms
 
 
