@@ -5,10 +5,12 @@ VENV   ?= .venv
 PYTHON ?= python3
 ARGS   ?=
 
+# Commands and tests start many processes; without bytecode files each of them compiles the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
+# Python compiles the modules that are imported; pip would compile all modules of all packages.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
-# Byte-compile on all cores; pip does it file by file. Some packages ship files that do not compile.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # torch is installed first and with its exact pin; a looser requirement downloads the latest CUDA build.
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
@@ -28,10 +30,10 @@ demo: $(VENV)/.run  ## Measure the shipped network on this machine and write a r
 	$(BIN)/sparseflow demo $(ARGS)
 
 test: $(VENV)/.dev  ## Run the tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --all-extras $(ARGS)
 
-test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON)
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu $(ARGS)
+test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON), and write a record
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu -n logical --maxprocesses 6 --record-dir results/gpu_tests $(ARGS)
 
 check: $(VENV)/.dev  ## Lint, check formatting, types, imports, identifiers and the public API; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
@@ -81,12 +83,10 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@echo "installing the runtime dependencies ..."
 	@$(PIP) -e . numba $(SPIKINGJELLY_NEEDS)
 	@$(PIP) --no-deps spikingjelly
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing the development dependencies ..."
 	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign,adaptive]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@$(COMPILE)
 	@touch $@

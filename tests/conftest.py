@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sparseflow.core import journal
+from sparseflow.errors import MissingExtraError
 from tests import interpreted, run_record
 
 # Tensors in tests are small, so threads gain nothing, and they change the order of sums. Subprocesses inherit
@@ -35,8 +36,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+CollectHook = Generator[None, pytest.CollectReport, pytest.CollectReport]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--all-extras", action="store_true", help="fail without an optional package")
     parser.addoption("--record-dir", type=Path, help="write device, versions and outcome to a JSON file here")
 
 
@@ -48,6 +53,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(too_slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> CollectHook:
+    """Skip a module, or a folder by its conftest, that imports an optional package which is not installed."""
+    report = yield
+    if report.failed and not collector.config.getoption("--all-extras"):
+        package = _find_missing_package(report.call.excinfo.value)
+        if package is not None:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: `{package}` is not installed")
+    return report
+
+
+def _find_missing_package(error: BaseException | None) -> str | None:
+    """Return the package whose absence caused an error; None if another reason did."""
+    while error is not None:
+        if isinstance(error, MissingExtraError):
+            return error.package
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            package = error.name.partition(".")[0]
+            return None if package in ("sparseflow", "tests", "benchmarks") else package
+        error = error.__cause__
+    return None
 
 
 def pytest_collection_finish() -> None:

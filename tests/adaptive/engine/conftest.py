@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from sparseflow.adaptive.adapters import Adapter
-from sparseflow.adaptive.plan.runtime import PlanRuntime
-from tests.adaptive.engine.serving import attached
+if TYPE_CHECKING:
+    from sparseflow.adaptive.adapters import Adapter
+    from sparseflow.adaptive.plan.runtime import PlanRuntime
 
 
 @pytest.fixture(autouse=True)
@@ -22,5 +23,7 @@ def without_gradients() -> Iterator[None]:
 @pytest.fixture
 def olmoe() -> Iterator[tuple[Adapter, PlanRuntime]]:
     """Adapter and plan runtime of a tiny OLMoE."""
+    from tests.adaptive.engine.serving import attached  # needs the extra `adaptive`
+
     with attached() as both:
         yield both

@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.pruning.data.tree import Tree, make_tree
+if TYPE_CHECKING:
+    from tests.pruning.data.tree import Tree
 
 
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     """A shared tree that tests must not modify; see `own_tree`."""
+    from tests.pruning.data.tree import make_tree  # needs the extra `pruning`
+
     return make_tree(tmp_path_factory.mktemp("ucf101"))
 
 
