@@ -223,10 +223,9 @@ def read_rows(folder: Path | str) -> list[Row]:
     if finished is not None:
         return finished
     _, rows = read_journal(root / ROWS, dict)
-    by_key = {row.get("key"): row for row in rows}
-    present = [by_key[step.key] for step in plan.iter_steps() if step.key in by_key]
-    _check_rows(present, root / ROWS)
-    return present
+    _check_rows(rows, root / ROWS)
+    by_key = {row["key"]: row for row in rows}
+    return [by_key[step.key] for step in plan.iter_steps() if step.key in by_key]
 
 
 def read_plan(folder: Path | str) -> CollectionPlan:
