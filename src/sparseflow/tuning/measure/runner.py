@@ -36,10 +36,10 @@ import numpy as np
 
 from sparseflow.core.checks import check_at_least, check_between, check_positive
 from sparseflow.core.telemetry import procfs
+from sparseflow.core.telemetry.cpu_contention import CpuUsage, CpuUsageMonitor
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen import subprocess_runner
 from sparseflow.tuning.codegen.compile import compile_program
-from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
 from sparseflow.tuning.measure.harness import (
     MAX_SAMPLES,
     REPORT_BYTES,

@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from sparseflow.core.telemetry import procfs
+from sparseflow.core.telemetry import cpu_contention, procfs
+from sparseflow.core.telemetry.cpu_contention import CpuUsage, CpuUsageMonitor
 from sparseflow.core.telemetry.procfs import CpuStat, CpuTicks
 from sparseflow.errors import DeviceError
-from sparseflow.tuning.measure import cpu_contention
-from sparseflow.tuning.measure.cpu_contention import CpuUsage, CpuUsageMonitor
 
 
 @pytest.mark.parametrize(
