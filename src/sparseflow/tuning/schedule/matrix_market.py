@@ -257,9 +257,9 @@ def _expand_symmetry(
         raise ValueError("a skew-symmetric matrix has a diagonal of zeros; the file has other values")
     lower, upper = rows > cols, rows < cols
     keys = rows * header.shape[1] + cols
-    twice = np.intersect1d(keys[lower], (cols * header.shape[1] + rows)[upper])
-    if len(twice):
-        row, col = divmod(int(twice[0]), header.shape[1])
+    duplicates = np.intersect1d(keys[lower], (cols * header.shape[1] + rows)[upper])
+    if len(duplicates):
+        row, col = divmod(int(duplicates[0]), header.shape[1])
         raise ValueError(
             f"a {header.symmetry} matrix lists one triangle; the file has ({row + 1}, {col + 1}) and "
             f"({col + 1}, {row + 1})"
