@@ -120,6 +120,13 @@ def test_append_duplicate_key_is_refused(path: Path) -> None:
     assert len(read_journal(path, dict)[1]) == 2
 
 
+@pytest.mark.parametrize("line", ['{"name": [1]}', "{}"])
+def test_open_with_a_row_without_a_valid_key_names_the_line(path: Path, line: str) -> None:
+    path.write_text(f'{{"name": "a"}}\n{line}\n')
+    with pytest.raises(FileFormatError, match="line 2"):
+        Journal(path, dict, key=lambda row: row["name"])
+
+
 @pytest.mark.parametrize("value", [np.nan, {1, 2}, b"\xff", object()])
 def test_append_value_that_json_cannot_hold_is_refused(path: Path, value: object) -> None:
     rows: Journal[dict[str, Any]] = Journal(path, dict)

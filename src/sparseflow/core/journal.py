@@ -84,7 +84,11 @@ class Journal(Generic[Row]):
                 else:
                     _check_same_header(self.path, existing, header)
             for index, row in enumerate(self.rows):
-                if not self._add_key(row):
+                try:
+                    is_new = self._add_key(row)
+                except (TypeError, LookupError) as error:
+                    raise FileFormatError(f"{self.locate(index)}: invalid key; remove the line") from error
+                if not is_new:
                     raise FileFormatError(f"{self.locate(index)}: duplicate key; remove the line")
         except BaseException:
             self._writer.close()

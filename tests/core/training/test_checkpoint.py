@@ -56,6 +56,16 @@ def test_load_of_a_truncated_file_raises(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, FINGERPRINT)
 
 
+def test_load_of_a_zip_archive_of_several_disks_raises(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"fingerprint": FINGERPRINT})
+    path = tmp_path / checkpoint.CHECKPOINT_FILE
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x06\x07") + 16] = 2  # number of disks in the locator of ZIP64
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match="disks"):
+        checkpoint.load(tmp_path, FINGERPRINT)
+
+
 def test_load_of_a_list_raises(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / checkpoint.CHECKPOINT_FILE)
     with pytest.raises(FileFormatError):

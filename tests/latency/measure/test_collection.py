@@ -304,7 +304,7 @@ def test_collect_concurrently_raises(files: Path, tmp_path: Path) -> None:
         collect(config, tmp_path, instruments=Second(config))
 
 
-@pytest.mark.parametrize("damage", ["double", "foreign"])
+@pytest.mark.parametrize("damage", ["double", "foreign", "list"])
 def test_collect_edited_rows_raises(files: Path, tmp_path: Path, damage: str) -> None:
     config = config_of(files)
 
@@ -318,9 +318,13 @@ def test_collect_edited_rows_raises(files: Path, tmp_path: Path, damage: str) ->
         collect(config, tmp_path, instruments=Stop(config))
     file = tmp_path / module.ROWS
     line = file.read_text().splitlines()[0]
-    file.write_text(file.read_text() + (line if damage == "double" else '{"key": "9999"}') + "\n")
+    added = {"double": line, "foreign": '{"key": "9999"}', "list": '{"key": [1]}'}[damage]
+    file.write_text(file.read_text() + added + "\n")
     with pytest.raises(FileFormatError):
         collect(config, tmp_path, instruments=FakeBench(config))
+    if damage != "double":
+        with pytest.raises(FileFormatError):
+            module.read_rows(tmp_path)
 
 
 @pytest.mark.parametrize(

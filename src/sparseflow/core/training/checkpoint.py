@@ -55,6 +55,7 @@ def load(out_dir: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None
         saved = state["fingerprint"]
     except (
         pickle.UnpicklingError,
+        zipfile.BadZipFile,
         RuntimeError,
         EOFError,
         KeyError,
