@@ -54,6 +54,7 @@ def test_logits_equal_model_with_plan_runtime(plan: Plan) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo reads it
+@pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")  # of Inductor
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
