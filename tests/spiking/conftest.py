@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from torch import nn
 
 import sparseflow
 from sparseflow.core import timing
+from sparseflow.core.telemetry.cpu_contention import CpuUsageMonitor
+from sparseflow.spiking import accelerated
 from sparseflow.spiking.runtime.plan import Plan
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "decisions"))
+    # Whether other programs run beside the tests must not decide what is cached.
+    monkeypatch.setattr(CpuUsageMonitor, "measure_other_share", lambda self: 0.0)
 
 
 class FakeTimes:
@@ -63,6 +68,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeTimes]:
         ranked = {group_mode: 1.0 + i / 10 for i, group_mode in enumerate(ways)}
         made_up = FakeTimes({"own": 5.0, "plan": 1.0, "module": 5.0, **ranked, **ms})
         monkeypatch.setattr(timing, "compare", made_up)
+        monkeypatch.setattr(accelerated, "MAX_GROUPS_OVER_NETWORK", math.inf)  # made-up times do not add up
         return made_up
 
     return install

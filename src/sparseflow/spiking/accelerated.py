@@ -13,7 +13,7 @@ import os
 import threading
 import types
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -23,6 +23,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from sparseflow.core import timing
 from sparseflow.core.progress import Progress
+from sparseflow.core.telemetry.cpu_contention import MAX_OTHER_SHARE, CpuUsageMonitor
 from sparseflow.errors import ModelError, SampleError, SparseFlowError
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
@@ -54,6 +55,9 @@ MAX_PLANS = 8
 
 MAX_SHARED_PLANS = 32
 """Plans that a network keeps where they share their weights."""
+
+MAX_GROUPS_OVER_NETWORK = 1.5
+"""Sum of the groups' latencies over the network's above which cached latencies are measured again."""
 
 MIN_CALLS_BETWEEN_TUNINGS = 1000
 """Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
@@ -106,6 +110,7 @@ class AcceleratedForward:
         self.decisions: dict[str, Decision] = {}
         self.firing: dict[str, FiringStats] = {}
         self.network_decision: Decision | None = None
+        self.disturbance: float | None = None
         self.backend_name = "dense"
         self._cache, self.progress = cache, progress
         self._replaced: dict[str, tuple[nn.Conv2d, SparseConv2d]] = {}
@@ -314,10 +319,7 @@ class AcceleratedForward:
         if not args or self.model.training or self._analyzing_thread == threading.get_ident():
             return False
         # A subclass or a mode stands for a transformation (vmap, fake tensors, counting of FLOPs).
-        if (
-            torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        if torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None:
             return False
         return all(type(x) in _TENSOR_TYPES and not x.requires_grad and x.numel() > 0 for x in args)
 
@@ -383,6 +385,7 @@ class AcceleratedForward:
         """Select how to run inputs of this shape, by timing; the network's state is restored."""
         key = make_input_key(inputs)
         plan = replay = reads = None
+        cpus = CpuUsageMonitor()
         with TRACE_LOCK, self._lock:
             if self.network_decision is None or self.network_decision.choice != "layers":
                 if key != self._analyzed_key or not self._is_graph_current():
@@ -394,9 +397,18 @@ class AcceleratedForward:
                     reads = None
                 else:
                     plan, replay = self._tune_plan(inputs)
-                if self._cache:
-                    self._cache.save()
+                self._finish_measurement(cpus, inputs[0].device)
             self._add_tuned(key, plan, replay, reads)
+
+    def _finish_measurement(self, cpus: CpuUsageMonitor, device: torch.device) -> None:
+        """Cache the decisions, unless other programs used the CPUs that they were measured on."""
+        other_share = cpus.measure_other_share() if device.type == "cpu" else None
+        is_disturbed = other_share is not None and other_share > MAX_OTHER_SHARE
+        self.disturbance = other_share if is_disturbed else None
+        if self._cache and is_disturbed:
+            self._cache.discard_added()
+        elif self._cache:
+            self._cache.save()
 
     def _is_graph_current(self) -> bool:
         reads = self.graph.reads
@@ -439,6 +451,22 @@ class AcceleratedForward:
             calls_per_sample=GPU_CALLS_PER_SAMPLE if is_cuda else 1,
             capture=is_cuda,
         )
+        with preserve_state_without_grad(self.model):
+            plan.choose_layouts(*inputs)
+        with preserve_state_without_grad(self.model):
+            if not self.firing:
+                names = [s.name for s in self.graph.sites if s.fed_by]
+                self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
+        replay = self._measure_plan(plan, inputs, selector)
+        if self._contradicts_cache(plan):
+            replay = self._measure_plan(plan, inputs, replace(selector, refresh=True))
+        assert self.network_decision is not None
+        return (plan, replay) if self.network_decision.choice == "plan" else (None, None)
+
+    def _measure_plan(
+        self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
+    ) -> GraphReplay | None:
+        """Measure the groups, then the network; store the decisions and return the plan's CUDA graph."""
         num_tuned = 0
 
         def tune_and_run(group: GroupStep, env: NodeValues) -> SpikeTensor:
@@ -449,16 +477,19 @@ class AcceleratedForward:
             return spikes
 
         with preserve_state_without_grad(self.model):
-            plan.choose_layouts(*inputs)
-        with preserve_state_without_grad(self.model):
-            if not self.firing:
-                names = [s.name for s in self.graph.sites if s.fed_by]
-                self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
             plan.run(*inputs, group_runner=tune_and_run)
             self._report("measuring the whole network", num_tuned, len(plan.groups) + 1)
             self.network_decision, replay = self._tune_network(plan, inputs, selector)
             self._report("done", 1, 1)
-        return (plan, replay) if self.network_decision.choice == "plan" else (None, None)
+        return replay
+
+    def _contradicts_cache(self, plan: Plan) -> bool:
+        """Return whether groups, some from the cache, take far longer than the network that contains them."""
+        decisions = [self.decisions[group.name] for group in plan.groups]
+        if self.network_decision is None or not any(decision.from_cache for decision in decisions):
+            return False
+        modules_ms = sum(decision.latency_ms.get("module", 0.0) for decision in decisions)
+        return modules_ms > MAX_GROUPS_OVER_NETWORK * self.network_decision.latency_ms["own"]
 
     def _tune_network(
         self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector

@@ -31,6 +31,7 @@ class LayerExplanation:
         group: Name of its group; the layers of one group share its latencies.
         latency_before_ms: Median latency of the group with the network's own modules.
         latency_after_ms: Median latency of the group now.
+        from_cache: The latencies were measured earlier and read from the cache on disk.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LayerExplanation:
     group: str | None
     latency_before_ms: float | None
     latency_after_ms: float | None
+    from_cache: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ def explain(model: nn.Module) -> Explanation:
     state = get_accelerated_forward(model)
     group_of, modes = _map_groups(state)
     rows: list[LayerExplanation] = []
+    uses_original = state.network_decision is not None and state.network_decision.choice == "own"
     for site in state.graph.sites:
         group = group_of.get(site.name)
         decision = state.decisions.get(group or site.name)
@@ -137,11 +140,14 @@ def explain(model: nn.Module) -> Explanation:
             mode = "dense" if mode == "sparse" and not site.replaceable else mode
             backend = _get_backend_name(state, site.name, group, mode)
             reason = decision.reason
+            if uses_original:
+                reason = f"not used, since the network runs its own code; alone: {reason}"
+            if decision.from_cache:
+                reason += "; measured earlier, from the cache"
         elif not site.replaceable and site.reason:
             backend, reason = "dense", site.reason
         elif state.policy == "measured" and state.network_decision is not None:
             backend, reason = "dense", "in no group that can be accelerated"
-        uses_original = state.network_decision is not None and state.network_decision.choice == "own"
         rows.append(
             LayerExplanation(
                 name=site.name,
@@ -157,6 +163,7 @@ def explain(model: nn.Module) -> Explanation:
                 latency_after_ms=decision.latency_ms.get("module" if uses_original else decision.choice)
                 if decision
                 else None,
+                from_cache=decision is not None and decision.from_cache,
             )
         )
     return Explanation(
@@ -190,6 +197,16 @@ def _make_warning(firing: FiringStats | None) -> str | None:
 
 
 def _summarize(state: AcceleratedForward) -> str:
+    summary = _describe_decision(state)
+    if state.disturbance is not None:
+        summary += (
+            f" (measured while other programs used {100 * state.disturbance:.0f} % of the CPUs and not "
+            "cached; optimize again when they are idle)"
+        )
+    return summary
+
+
+def _describe_decision(state: AcceleratedForward) -> str:
     if state.policy == "static":
         return "replaced by the static policy, not measured"
     if state.network_decision is None:

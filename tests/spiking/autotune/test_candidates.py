@@ -16,6 +16,8 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, neuron
 
 import sparseflow
+from sparseflow.core.telemetry.cpu_contention import CpuUsageMonitor
+from sparseflow.spiking import accelerated
 from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.autotune.candidates import _describe_mismatch
 from sparseflow.spiking.backends.events.backend import EventBackend
@@ -130,6 +132,41 @@ def test_decisions_are_remembered(prefer: Prefer, tmp_path: Path) -> None:
     times.calls.clear()
     sparseflow.optimize(small(), images(3, 4), cache=file)
     assert len(times.calls) == 4, "another batch is another shape"
+
+
+def test_disturbed_decisions_are_not_cached(
+    prefer: Prefer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.json"
+    times = prefer("sparse", "dense")
+    monkeypatch.setattr(CpuUsageMonitor, "measure_other_share", lambda self: 0.4)
+    net = small()
+    sparseflow.optimize(net, X, cache=file)
+    assert "40 % of the CPUs" in sparseflow.explain(net).summary and not file.exists()
+    monkeypatch.setattr(CpuUsageMonitor, "measure_other_share", lambda self: 0.05)
+    times.calls.clear()
+    sparseflow.optimize(net, X, cache=file)
+    assert len(times.calls) == 4 and file.exists()
+    assert "CPUs" not in sparseflow.explain(net).summary
+
+
+def test_cached_latencies_that_contradict_the_network_are_measured_again(
+    prefer: Prefer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "decisions.json"
+    prefer("sparse", "dense", module=50.0)
+    sparseflow.optimize(small(), X, cache=file)
+    times = prefer("sparse", "dense", module=1.5)
+    monkeypatch.setattr(accelerated, "MAX_GROUPS_OVER_NETWORK", 1.5)
+    net = small()
+    sparseflow.optimize(net, X, cache=file)
+    assert len(times.calls) == 5, "the network, then three groups and the network again"
+    assert [row.latency_before_ms for row in sparseflow.explain(net).layers] == [1.5] * 3
+    times.calls.clear()
+    other = small()
+    sparseflow.optimize(other, X, cache=file)
+    rows = sparseflow.explain(other).layers
+    assert len(times.calls) == 1 and all(row.from_cache and "from the cache" in row.reason for row in rows)
 
 
 def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_path: Path) -> None:

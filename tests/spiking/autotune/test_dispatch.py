@@ -19,7 +19,7 @@ from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
 from sparseflow.spiking.autotune.dispatch import CandidateSelector, compute_rate_bucket
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 
-HEADER = b'{"format": "sparseflow.spiking.decision-cache", "version": 2, '
+HEADER = b'{"format": "sparseflow.spiking.decision-cache", "version": 3, '
 
 
 def candidates(*names: str) -> dict[str, Callable[[], object]]:
@@ -125,7 +125,7 @@ def test_decision_is_cached_across_processes(tmp_path: Path, prefer: Callable[..
     assert second.model_dump(exclude={"from_cache"}) == first.model_dump(exclude={"from_cache"})
     assert choose(DecisionCache(cache.path), "another").from_cache is False
     stored = json.loads(cache.path.read_text())
-    assert stored["version"] == 2 and not any(d["from_cache"] for d in stored["decisions"].values())
+    assert stored["version"] == 3 and not any(d["from_cache"] for d in stored["decisions"].values())
 
 
 def test_another_device_is_measured_separately(
@@ -136,6 +136,33 @@ def test_another_device_is_measured_separately(
     choose(cache)
     monkeypatch.setattr(dispatch.devices.DeviceInfo, "key", lambda self: "another")
     assert not choose(cache).from_cache and len(times.calls) == 2
+
+
+def test_another_version_of_a_package_is_measured_separately(
+    tmp_path: Path, prefer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = prefer("sparse")
+    cache = DecisionCache(tmp_path / "decisions.json")
+    choose(cache)
+    for package in ("torch", "numba", "sparseflow"):
+        versions = {package: "99"}
+        monkeypatch.setattr(dispatch, "get_version", lambda name, versions=versions: versions.get(name, "1"))
+        dispatch._describe_versions.cache_clear()
+        assert not choose(cache).from_cache
+    monkeypatch.undo()
+    dispatch._describe_versions.cache_clear()
+    assert len(times.calls) == 4
+
+
+def test_refresh_replaces_the_cached_decision(tmp_path: Path, prefer: Callable[..., Any]) -> None:
+    cache = DecisionCache(tmp_path / "decisions.json")
+    prefer("sparse")
+    choose(cache)
+    prefer(sparse=9.0)
+    selector = CandidateSelector(device="cpu", cache=cache, refresh=True)
+    assert selector.select("x", candidates("module", "sparse"), "module").choice == "module"
+    cache.save()
+    assert choose(DecisionCache(cache.path)).choice == "module"
 
 
 def test_cached_choice_that_is_unavailable_is_not_used(tmp_path: Path, prefer: Callable[..., Any]) -> None:

@@ -32,7 +32,7 @@ class Decision(StrictModel):
 
 class _CacheFile(Artifact):
     FORMAT: ClassVar[str] = "sparseflow.spiking.decision-cache"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     HINT: ClassVar[str] = "delete the file to rebuild it"
 
     decisions: dict[str, Decision] = Field(default_factory=dict)
@@ -68,6 +68,12 @@ class DecisionCache:
 
     def put(self, key: str, decision: Decision) -> None:
         self._decisions[key] = self._added[key] = decision
+
+    def discard_added(self) -> None:
+        """Forget the decisions since the last `save`, because other programs disturbed their measurement."""
+        for key in self._added:
+            self._decisions.pop(key, None)
+        self._added.clear()
 
     def save(self) -> None:
         """Write the decisions, merged with those that other processes have written since.

@@ -2,13 +2,15 @@
 
 The policy `measured` (the default) times all ways to run a group on its real input and selects the fastest.
 A sparse or folded candidate must beat the network's own modules with the whole interval of the paired ratio
-above 1; otherwise the modules stay. Decisions are cached on disk by device, shape, dtype and firing rate.
+above 1; otherwise the modules stay. Decisions are cached on disk by device, versions of the packages that run
+the candidates, shape, dtype and firing rate.
 
 The policy `static` is a rule by feature-map height (`backends.blocks.geometry.select_block_size`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Literal
 
 from sparseflow.core import device as devices
 from sparseflow.core import timing
+from sparseflow.core.extras import get_version
 from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
 from sparseflow.spiking.runtime.cuda_graphs import capture_replay
 
@@ -25,6 +28,12 @@ Policy = Literal["measured", "static"]
 def compute_rate_bucket(rate: float) -> int:
     """Compute the bucket of a firing rate; rates within a factor of 1.25 share a decision."""
     return -99 if rate <= 0 else round(math.log(rate) / math.log(1.25))
+
+
+@functools.cache
+def _describe_versions() -> str:
+    packages = ("sparseflow", "torch", "numba", "triton", "spikingjelly")
+    return ",".join(f"{package}={get_version(package)}" for package in packages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class CandidateSelector:
         seed: Seed of the order of candidates within each round.
         calls_per_sample: Calls timed as one; more than 1 hides the start-up time of an idle GPU.
         capture: Time a CUDA graph of each candidate.
+        refresh: Measure even if the cache has a decision, and replace it.
     """
 
     device: str
@@ -48,6 +58,7 @@ class CandidateSelector:
     seed: int = 0
     calls_per_sample: int = 1
     capture: bool = False
+    refresh: bool = False
 
     def select(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
         """Time `candidates` and select the fastest; `baseline` stays unless another is significantly faster.
@@ -57,8 +68,8 @@ class CandidateSelector:
             candidates: Name -> call that runs it once.
             baseline: The candidate that is always safe.
         """
-        cache_key = f"{devices.describe_device(self.device).key()}|{key}"
-        cached = self.cache.get(cache_key) if self.cache else None
+        cache_key = f"{devices.describe_device(self.device).key()}|{_describe_versions()}|{key}"
+        cached = self.cache.get(cache_key) if self.cache and not self.refresh else None
         if cached is not None and cached.choice in candidates:
             return cached
         if len(candidates) == 1:
