@@ -188,7 +188,7 @@ def test_explanation_to_dict_round_trips_json(prefer: Prefer) -> None:
     assert set(plain) == {"model", "policy", "summary", "layers"}
     assert set(plain["layers"][0]) == {
         "name", "fed_by", "values", "firing_rate", "zero_block_ratio", "warning", "backend", "reason",
-        "group", "latency_before_ms", "latency_after_ms",
+        "group", "latency_before_ms", "latency_after_ms", "from_cache",
     }  # fmt: skip
 
 

@@ -68,7 +68,9 @@ def test_plan_without_certain_gain_is_dropped(plan: Any, prefer: Prefer) -> None
         and state.network_decision.choice == "own"
     )
     assert same(from_rest(net, X), expected)
-    assert sparseflow.explain(net).summary.startswith("unchanged: no candidate")
+    explanation = sparseflow.explain(net)
+    assert explanation.summary.startswith("unchanged: no candidate")
+    assert all(row.backend == "dense" and row.reason.startswith("not used") for row in explanation.layers)
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
