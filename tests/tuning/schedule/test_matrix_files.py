@@ -211,7 +211,7 @@ def test_read_matrix_bomb_raises(
 ) -> None:
     monkeypatch.setattr(matrix_files, "_FREE_BYTES", 1 << 20)
     with pytest.raises(FileFormatError, match="expands to more than 1 MiB"):
-        read_matrix(write(compress(b"%" * (2 << 20)), "a.mtx.gz"))
+        read_matrix(write(compress(BANNER.encode() + b"%" * (2 << 20)), "a.mtx.gz"))
 
 
 def test_read_matrix_truncated_archives_raise(write: Write) -> None:

@@ -180,6 +180,12 @@ def test_parse_repeated_split_raises() -> None:
         Schedule.parse("1 j 2 j0 4 j1 4 1 A 1 i A 1 i 0 1 j 2 j0 4 j1 4 1 i None None None 0 1 1")
 
 
+def test_parse_long_line_raises() -> None:
+    names = " ".join(f"a{number}x" for number in range(100_000))
+    with pytest.raises(FileFormatError, match="characters"):
+        Schedule.parse(f"0 1 A 100000 {names}")
+
+
 @pytest.mark.parametrize("value", [None, 3, {}, "0 1", CSR_LINE + " 1.5"])
 def test_schedule_line_invalid_value_raises(value: object) -> None:
     with pytest.raises(ValidationError):

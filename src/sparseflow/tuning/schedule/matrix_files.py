@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from sparseflow.core.extras import require
-from sparseflow.errors import FileFormatError, InputError, MissingExtraError
+from sparseflow.errors import FileFormatError, InputError, SparseFlowError
 from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo, read_memory_bytes
-from sparseflow.tuning.schedule.matrix_market import parse_matrix_market
+from sparseflow.tuning.schedule.matrix_market import match_banner, parse_matrix_market
 
 SUFFIXES = (".mtx", ".mtx.gz", ".mtx.bz2", ".tar.gz", ".tgz", ".npz")
 """Suffixes of the files that `read_matrix` reads; upper case is accepted."""
@@ -73,16 +73,20 @@ def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> Co
         FileFormatError: The file has another format or is damaged.
     """
     file = Path(path)
-    data = read_decompressed(file)
+    start = read_decompressed(file, max_bytes=_CHUNK_BYTES)
     try:
-        if data.startswith(b"PK\x03\x04"):
+        is_npz, is_tar = start.startswith(b"PK\x03\x04"), start[257:262] == b"ustar"
+        if not (is_npz or is_tar):
+            match_banner(start)  # before a large file of another kind is read
+        data = read_decompressed(file)
+        if is_npz:
             matrix = _read_npz(data)
         else:
-            if data[257:262] == b"ustar":
+            if is_tar:
                 data = _extract_matrix(data, parse_matrix_name(file))
             rows, cols, values, shape = parse_matrix_market(data)
             matrix = CooMatrix(rows=rows, cols=cols, values=values, shape=shape)
-    except MissingExtraError:
+    except SparseFlowError:
         raise
     # The readers of archives raise errors of many classes for damaged data.
     except Exception as error:
@@ -93,8 +97,12 @@ def read_matrix(path: Path | str, *, dtype: np.dtype | type | None = None) -> Co
         raise InputError(f"{file}: {error}") from error
 
 
-def read_decompressed(path: Path) -> bytes:
+def read_decompressed(path: Path, *, max_bytes: int | None = None) -> bytes:
     """Read a file; gzip and bzip2 are recognized by their content.
+
+    Args:
+        path: File.
+        max_bytes: Number of decompressed bytes to read, from the start; None reads all.
 
     Raises:
         InputError: The file does not exist.
@@ -104,6 +112,10 @@ def read_decompressed(path: Path) -> bytes:
     if not path.is_file():
         raise InputError(f"file not found: {path}")
     limit = read_memory_bytes() // 4
+    if max_bytes is None and path.stat().st_size > limit:
+        raise FileFormatError(
+            f"{path} exceeds a quarter of the memory, {limit >> 20} MiB; use a larger machine"
+        )
     content = io.BytesIO()
     try:
         with path.open("rb") as raw:
@@ -116,6 +128,8 @@ def read_decompressed(path: Path) -> bytes:
                 stream = bz2.BZ2File(raw)
             if stream is not raw:
                 limit = min(limit, max(_FREE_BYTES, _MAX_EXPANSION * os.fstat(raw.fileno()).st_size))
+            if max_bytes is not None:
+                return stream.read(max_bytes)
             while chunk := stream.read(_CHUNK_BYTES):
                 content.write(chunk)
                 if content.tell() > limit:

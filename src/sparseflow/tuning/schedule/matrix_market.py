@@ -99,11 +99,26 @@ def parse_matrix_market(
     return (*_expand_symmetry(header, rows, cols, values), header.shape)
 
 
+def match_banner(text: bytes | bytearray) -> re.Match[bytes]:
+    """Match the banner, the first line, of a Matrix Market file.
+
+    Args:
+        text: Content of a file, or its start.
+
+    Raises:
+        ValueError: The text does not start with a banner.
+    """
+    banner = _BANNER.match(text)
+    if banner is not None:
+        return banner
+    if text.lstrip().startswith(b"<"):
+        raise ValueError("it is a web page; download the matrix itself")
+    raise ValueError(f"it starts with {_quote(bytes(text[:200]))}; expected %%MatrixMarket")
+
+
 def _parse_header(text: bytes | bytearray) -> tuple[_Header, bytes]:
     """Return the header and the text after it."""
-    banner = _BANNER.match(text)
-    if banner is None:
-        raise ValueError(_describe_foreign(bytes(text[:200])))
+    banner = match_banner(text)
     words = banner[1].decode("latin-1").lower().split()
     if len(words) == 3:
         words.append("general")
@@ -152,12 +167,6 @@ def _parse_header(text: bytes | bytearray) -> tuple[_Header, bytes]:
     if num_lines > max_lines:
         raise ValueError(f"the header announces {num_lines} entries; the file has room for {max_lines}")
     return header, bytes(text[end + 1 :])
-
-
-def _describe_foreign(start: bytes) -> str:
-    if start.lstrip().startswith(b"<"):
-        return "it is a web page; download the matrix itself"
-    return f"it starts with {_quote(start)}; expected %%MatrixMarket"
 
 
 def _quote(line: bytes) -> str:

@@ -173,6 +173,9 @@ def _singleton_follows(modes: list[LevelMode]) -> bool:
 MAX_DIGITS = 18
 """Longest number that fits 64 bits."""
 
+MAX_LINE_LENGTH = 10_000
+"""Longest line; the time to check names grows with the square of their number."""
+
 NONE_TOKEN = "None"
 """Token of an optional loop that is not set."""
 
@@ -188,6 +191,10 @@ class TokenReader:
     __slots__ = ("_position", "_tokens")
 
     def __init__(self, line: str) -> None:
+        if len(line) > MAX_LINE_LENGTH:
+            raise FileFormatError(
+                f"schedule: the line has {len(line)} characters; expected at most {MAX_LINE_LENGTH}"
+            )
         self._tokens = line.split(" ")
         self._position = 0
 
