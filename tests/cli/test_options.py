@@ -269,3 +269,8 @@ def test_out_is_checked_before_work_starts(path: str, capsys: pytest.CaptureFixt
     assert root.run(arguments) == 1
     err = capsys.readouterr().err
     assert "/proc/run" in err and len(err.splitlines()) == 1
+
+
+def test_fit_is_checked_before_work_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert root.run(["pruning", "profile", "--config", "moving_digits", "--fit", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a directory" in capsys.readouterr().err

@@ -56,7 +56,8 @@ class Job:
     """A long job.
 
     Attributes:
-        command: Arguments of `sparseflow`; `OUT` is replaced by the output directory.
+        command: Arguments of `sparseflow`; `OUT` is replaced by the output directory, and `DIGITS` by that of
+            the shipped model.
         read: Reads from the output directory what must not depend on interruptions.
         inputs: File name -> content, in the workspace.
         needs: Job whose output directory is `needed` in the workspace; None for no job.
@@ -80,10 +81,11 @@ def _sort_unique(keys: Iterable[Any]) -> list[str]:
 
 def _hash_tensors(path: Path) -> dict[str, str]:
     """Return name -> SHA-256 of each tensor; the order of the metadata in the file is not stable."""
+    import torch
     from safetensors.torch import load_file
 
     return {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
         for name, tensor in sorted(load_file(path).items())
     }
 
@@ -177,16 +179,16 @@ JOBS = {
         read=_read_training,
     ),
     "adaptive-importance": Job(
-        command="adaptive importance digits --max-samples 8 --beam 1 --out OUT/importance.json",
+        command="adaptive importance DIGITS --max-samples 8 --beam 1 --out OUT/importance.json",
         read=lambda out_dir: json.loads((out_dir / "importance.json").read_text()),
     ),
     "adaptive-profile": Job(
-        command="adaptive profile digits --num-plans 4 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
+        command="adaptive profile DIGITS --num-plans 4 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
         "--decode-steps 2 --out OUT/profile.parquet",
         read=_read_profile,
     ),
     "adaptive-train": Job(
-        command="adaptive train digits --profile needed/profile.parquet --seeds 1 --max-train-samples 16 "
+        command="adaptive train DIGITS --profile needed/profile.parquet --seeds 1 --max-train-samples 16 "
         "--max-validation-samples 16 --max-test-samples 16 --num-budgets 3 --set steps=6 --set prompts=4 "
         "--set validation=16 --set validate_every=3 --set checkpoint_every=2 --out OUT",
         needs="adaptive-profile",

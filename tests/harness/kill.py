@@ -26,6 +26,9 @@ from typing import Any, NoReturn
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_json
 from tests.harness.jobs import JOBS, Job
+from tests.killed import ROOT
+
+DIGITS = ROOT / "src" / "sparseflow" / "adaptive" / "data" / "digits"
 
 ORPHAN_TIMEOUT_S = 30.0
 """Time in which the children of a killed process must end."""
@@ -84,7 +87,8 @@ class Workspace:
             os.environ["SPARSEFLOW_CACHE"] = str(self.directory / "cache")
             from sparseflow.cli.root import run
 
-            code = run([word.replace("OUT", str(self.out_dir)) for word in shlex.split(self.job.command)])
+            command = self.job.command.replace("OUT", str(self.out_dir)).replace("DIGITS", str(DIGITS))
+            code = run(shlex.split(command))
             (self.directory / "modules.json").write_text(json.dumps(list(sys.modules)))
             sys.stdout.flush()
             sys.stderr.flush()

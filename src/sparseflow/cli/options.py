@@ -21,7 +21,8 @@ def _check_out_dir(path: Path | None) -> Path | None:
     return path
 
 
-def _check_out_file(path: Path | None) -> Path | None:
+def check_out_file(path: Path | None) -> Path | None:
+    """Test an output file for writing, as the callback of an option."""
     from sparseflow.core.files import check_output
 
     if path is not None:
@@ -35,7 +36,7 @@ _DEVICE = typer.Option(
 _OUT_DIR = typer.Option(
     "--out", metavar="DIR", callback=_check_out_dir, help="Output directory; an existing run is resumed."
 )
-_OUT_FILE = typer.Option("--out", metavar="FILE", callback=_check_out_file, help="Output file.")
+_OUT_FILE = typer.Option("--out", metavar="FILE", callback=check_out_file, help="Output file.")
 _SEED = typer.Option("--seed", min=0, help="Random seed.")
 _CONFIG = typer.Option("--config", metavar="NAME|FILE", help="Configuration: a YAML file or a shipped name.")
 _LOAD = typer.Option("--load", min=0.0, max=1.0, help="Share of the device that other work uses, 0 to 1.")

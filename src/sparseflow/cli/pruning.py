@@ -22,6 +22,7 @@ from sparseflow.cli.options import (
     SeedsOption,
     SetOption,
     WorkersOption,
+    check_out_file,
     get_command_line,
     open_device,
     split_list,
@@ -125,7 +126,10 @@ def profile(
     rounds: RoundsOption = 20,
     fit: Annotated[
         Path | None,
-        typer.Option(help="Also fit a latency model for the budget loss and write it to this file."),
+        typer.Option(
+            callback=check_out_file,
+            help="Also fit a latency model for the budget loss and write it to this file.",
+        ),
     ] = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
