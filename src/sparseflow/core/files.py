@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -308,8 +309,7 @@ def _measure_depth(raw: bytes) -> int:
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"duplicate key {duplicate!r}")
     return content
 
