@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +61,14 @@ class Job:
             the shipped model.
         read: Reads from the output directory what must not depend on interruptions.
         inputs: File name -> content, in the workspace.
+        journal: File in the output directory whose rows survive a kill; None if a resumed job repeats steps.
         needs: Job whose output directory is `needed` in the workspace; None for no job.
     """
 
     command: str
     read: Callable[[Path], Any]
     inputs: Mapping[str, bytes] = field(default_factory=dict)
+    journal: str | None = None
     needs: str | None = None
 
 
@@ -85,7 +88,7 @@ def _hash_tensors(path: Path) -> dict[str, str]:
     from safetensors.torch import load_file
 
     return {
-        name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in sorted(load_file(path).items())
     }
 
@@ -94,9 +97,11 @@ def _read_trials(out_dir: Path) -> list[str]:
     return _sort_unique(row["schedule"] for row in _read_lines(out_dir / "trials.jsonl")[1:])
 
 
-def _read_collection(out_dir: Path) -> list[str]:
-    rows = _read_lines(out_dir / "measured.jsonl")[1:]
-    return _sort_unique((row["task"], row["trial"]["schedule"]) for row in rows if "trial" in row)
+def _read_collection(out_dir: Path) -> dict[int, int]:
+    """Return task -> number of schedules, which are chosen by their measured latency."""
+    rows = [row for row in _read_lines(out_dir / "measured.jsonl")[1:] if "trial" in row]
+    _sort_unique((row["task"], row["trial"]["schedule"]) for row in rows)
+    return dict(Counter(row["task"] for row in rows))
 
 
 def _read_latency_rows(out_dir: Path) -> list[str]:
@@ -148,11 +153,13 @@ JOBS = {
         command="tuning collect m.mtx --workloads spmv,spmm:4 --schedules 6 --threads 1 --out OUT",
         inputs={"m.mtx": MATRIX.encode()},
         read=_read_collection,
+        journal="measured.jsonl",
     ),
     "tune": Job(
         command="tune spmv m.mtx --trials 8 --method random --threads 1 --budget-s 600 --out OUT",
         inputs={"m.mtx": MATRIX.encode()},
         read=_read_trials,
+        journal="trials.jsonl",
     ),
     "latency-collect": Job(
         command="latency collect --config collect.yaml --out OUT",
@@ -162,6 +169,7 @@ JOBS = {
             "collect.yaml": b"kernels: [kernel.onnx]\nmodels: [model.onnx]\nlevels: [0]\nrounds: 8\n",
         },
         read=_read_latency_rows,
+        journal="rows.jsonl",
     ),
     "pruning-train": Job(
         command="pruning train --config train.yaml --out OUT",
@@ -186,6 +194,7 @@ JOBS = {
         command="adaptive profile DIGITS --num-plans 4 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
         "--decode-steps 2 --out OUT/profile.parquet",
         read=_read_profile,
+        journal="profile.jsonl",
     ),
     "adaptive-train": Job(
         command="adaptive train DIGITS --profile needed/profile.parquet --seeds 1 --max-train-samples 16 "

@@ -46,6 +46,7 @@ class Workspace:
         self.job: Job = JOBS[name]
         self.directory = (root / name).absolute()
         self.out_dir = self.directory / "out"
+        self._rows = b""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         for file, content in self.job.inputs.items():
@@ -61,6 +62,17 @@ class Workspace:
     def reset(self) -> None:
         """Remove the output; what the job cached stays."""
         shutil.rmtree(self.out_dir, ignore_errors=True)
+        self._rows = b""
+
+    def check_rows(self) -> bool:
+        """Return whether the journal still begins with all rows that it had at the last call."""
+        path = None if self.job.journal is None else self.out_dir / self.job.journal
+        # A finished job may have moved the rows into another file.
+        if path is None or not path.is_file():
+            return True
+        previous, content = self._rows, path.read_bytes()
+        self._rows = content[: content.rfind(b"\n") + 1]
+        return self._rows.startswith(previous)
 
     def read(self) -> Any:
         """Return the result in JSON types.
@@ -143,6 +155,8 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
             os.waitpid(process, 0)
             tally["kills"] += 1
             tally["orphans"] += _count_orphans(process)
+            if not workspace.check_rows():
+                tally["problems"].append("rows of the journal are lost")
             continue
         problem = None if code == 0 else f"exit code {code}: {workspace.read_log()}"
         if problem is None:
