@@ -99,7 +99,8 @@ def test_as_coo_sum_outside_dtype_raises() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-@pytest.mark.parametrize("kind", ["matrix", "masked", "hybrid", "subclass", "1-D", "meta"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["matrix", "masked", "hybrid", "subclass", "1-D", "meta", "nested"])
 def test_as_coo_unusual_types(kind: str) -> None:
     tensor = torch.tensor(DENSE)
     if kind == "matrix":
@@ -112,6 +113,7 @@ def test_as_coo_unusual_types(kind: str) -> None:
             "hybrid": lambda: tensor.to_sparse(1),
             "1-D": lambda: scipy.sparse.coo_array(DENSE[0]),
             "meta": lambda: tensor.to("meta"),
+            "nested": lambda: torch.nested.nested_tensor([tensor]),
         }[kind]()
         with pytest.raises(InputError):
             as_coo(matrix)

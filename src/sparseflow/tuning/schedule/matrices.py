@@ -262,9 +262,9 @@ def _extract_coo(matrix: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple
 def _extract_tensor(tensor: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
     import torch
 
-    if tensor.ndim != 2:
-        raise InputError(f"expected a 2-D tensor, got shape {tuple(tensor.shape)}")
     try:
+        if tensor.ndim != 2:
+            raise InputError(f"expected a 2-D tensor, got shape {tuple(tensor.shape)}")
         coalesced = tensor.detach().cpu().to_sparse_coo().coalesce()
         if coalesced.sparse_dim() != 2:
             raise InputError(
