@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from spikingjelly.activation_based import layer, neuron
 
 from sparseflow.cli.root import run
+from sparseflow.core.telemetry.cpu_contention import CpuUsageMonitor
 from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
 
 NETWORK = ["--model", "sew_resnet18", "--width", "8", "--image-size", "16", "-T", "2", "--batch-size", "2"]
@@ -28,6 +29,8 @@ CONVS = 20
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
+    # Whether other programs run beside the tests must not decide what is cached.
+    monkeypatch.setattr(CpuUsageMonitor, "measure_other_share", lambda self: 0.0)
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
@@ -183,12 +186,27 @@ def test_bench_failed_case_does_not_stop_the_others(
         "--out",
         str(tmp_path),
     ]
-    result = run_json(arguments, capsys)
+    result = run_json(arguments, capsys, code=1)
     errors = ["error" in row for row in result["cases"].values()]
     assert errors == [True, False]
-    assert "no spiking neuron" in next(iter(result["cases"].values()))["error"]
-    assert run([*arguments[:-2], "--out", str(tmp_path)]) == 0
-    assert "failed: " in capsys.readouterr().out
+    reason = next(iter(result["cases"].values()))["error"]
+    assert "no spiking neuron" in reason
+    run_dir = Path(result["run"])
+    assert run([*arguments[:-2], "--out", str(run_dir)]) == 1, "a resumed run fails again"
+    captured = capsys.readouterr()
+    assert reason in captured.out.splitlines()[-1] and "1 of 2 cases failed" in captured.err
+
+
+@pytest.mark.parametrize(
+    "name", ["nosuch", "resnet50", "spiking_resnet99", "nosuch:make", "user_module:nosuch"]
+)
+def test_bench_unknown_network_exits_with_2_before_the_run(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, user_module: None
+) -> None:
+    arguments = [*BENCH, "--model", "spiking_resnet18", "--model", name, "--out", str(tmp_path)]
+    message = run_json(arguments, capsys, code=2)["error"]["message"]
+    assert repr(name) in message and list(tmp_path.iterdir()) == []
+    assert ("did you mean spiking_resnet50?" in message) == (name == "resnet50")
 
 
 @pytest.mark.parametrize(

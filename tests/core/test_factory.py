@@ -20,8 +20,10 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "WIDTH = 3",
         "def make(width=2): return nn.Linear(width, 1)",
         "def wrong(): return 7",
+        "def failing(): return {}['weights']",
     ]
     (tmp_path / "networks_for_a_test.py").write_text("\n".join(lines))
+    (tmp_path / "broken_networks_for_a_test.py").write_text("def make(:")
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("networks_for_a_test", None)
@@ -43,6 +45,12 @@ def test_build_model_imports_from_the_current_directory() -> None:
         ("networks_for_a_test:WIDTH", {}, InputError, "int"),
         ("networks_for_a_test:make", {"depth": 3}, InputError, "depth"),
         ("networks_for_a_test:wrong", {}, ModelError, "int"),
+        ("networks_for_a_test:failing", {}, ModelError, "KeyError: 'weights'"),
+        ("broken_networks_for_a_test:make", {}, InputError, "SyntaxError"),
+        (".networks_for_a_test:make", {}, InputError, "networks_for_a_test"),
+        ("builtins:print", {}, ModelError, "NoneType"),
+        ("builtins:dict.fromkeys", {}, InputError, "dict.fromkeys"),
+        ("builtins:iter", {}, InputError, "iter"),
     ],
 )
 def test_build_model_invalid_name_or_arguments_are_refused(

@@ -21,7 +21,7 @@ from sparseflow.cli.options import (
     PairedRoundsOption,
     open_device,
 )
-from sparseflow.cli.output import emit, make_table
+from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def bench(
     """Benchmark networks against their fastest dense form.
 
     Measures one case for each network, dataset, T and batch size; --model, --batch-size and -T are
-    repeatable. --compile applies to the dense forms, float16 to the optimized networks on GPUs.
+    repeatable. --compile applies to the dense forms, float16 to the optimized networks on GPUs. A case that
+    fails is reported and does not stop the others; the exit code is then 1.
     """
     import torch
 
@@ -189,7 +190,15 @@ def bench(
             progress=progress,
         )
     results = run.info["results"]
-    emit({"run": str(run.path), "cases": results}, as_json, _grid_table(run.path, results))
+    errors = {name: case["error"] for name, case in results.items() if "error" in case}
+    emit(
+        {"run": str(run.path), "cases": results},
+        as_json,
+        _grid_table(run.path, results),
+        *(f"failed: {name}: {error}" for name, error in errors.items()),
+    )
+    if errors:
+        fail(f"{len(errors)} of {len(results)} cases failed", code=1)
 
 
 def _layer_table(layers: list[LayerProfile], *, title: str) -> Table:
@@ -219,7 +228,7 @@ def _grid_table(run_dir: Path, results: dict[str, Any]) -> Table:
     rows = []
     for name, case in results.items():
         if "error" in case:
-            rows.append((name, f"failed: {case['error']}", "", "", "", "", ""))
+            rows.append((name, "failed", "", "", "", "", ""))
             continue
         speedup, latency_ms = case["speedup"], case["latency_ms"]
         rows.append(

@@ -95,7 +95,7 @@ def test_build_network_from_user_factory(user_module: ModuleType) -> None:
     ("name", "words"),
     [
         ("nonsense", r"'nonsense'.*spiking_resnet18"),
-        ("spiking_resnet20", r"`depth` \(=20\)"),
+        ("spiking_resnet20", "'spiking_resnet20'"),
         ("resnet18", "'resnet18'"),
         ("sew_resnet18x", "'sew_resnet18x'"),
         ("no_such_module:make", "no_such_module:make"),

@@ -23,6 +23,7 @@ from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 from sparseflow.spiking.models import pretrained
 
+_RANDOM_RESNET = re.compile(r"(spiking|sew)_resnet(18|34|50|101|152)")
 _RESIDUAL = {"spiking": "spiking", "sew": "sew_add"}
 
 
@@ -48,6 +49,22 @@ class NetworkConfig:
     seed: int = 0
 
 
+def check_network_name(name: str) -> None:
+    """Check that `build_network` knows the name, without building the network.
+
+    Raises:
+        InputError: The name is unknown, or the factory that it names cannot be imported.
+    """
+    if ":" in name:
+        factory.import_factory(name)
+    elif name not in pretrained.list_names() and not _RANDOM_RESNET.fullmatch(name):
+        hint = f"; did you mean spiking_{name}?" if _RANDOM_RESNET.fullmatch(f"spiking_{name}") else ""
+        raise InputError(
+            f"unknown network {name!r}{hint}; available: {', '.join(pretrained.list_names())}, "
+            "spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory"
+        )
+
+
 def build_network(
     name: str,
     config: NetworkConfig | None = None,
@@ -69,18 +86,14 @@ def build_network(
         FileFormatError: The weights do not match the network.
     """
     config = config or NetworkConfig()
-    match = re.fullmatch(r"(spiking|sew)_resnet(\d+)", name)
+    check_network_name(name)
+    match = _RANDOM_RESNET.fullmatch(name)
     if name in pretrained.list_names():
         model: nn.Module = pretrained.load_network(name)
     elif match:
         model = _build_random_resnet(match[1], int(match[2]), config, torch.device(device))
-    elif ":" in name:
-        model = factory.build_model(name)
     else:
-        raise InputError(
-            f"unknown network {name!r}; available: {', '.join(pretrained.list_names())}, "
-            "spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory"
-        )
+        model = factory.build_model(name)
     if weights is not None:
         _load_weights(model, weights)
     return model.to(device)

@@ -27,7 +27,7 @@ from sparseflow.spiking.autotune.candidates import GPU_CALLS_PER_SAMPLE
 from sparseflow.spiking.explanation import Explanation, explain
 from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
+from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig, check_network_name
 from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
 
 OPTIMIZED = "optimised"
@@ -236,7 +236,8 @@ def run_grid(
 ) -> Run:
     """Measure all cases in a new run below `out_dir`, or resume the run at `out_dir`.
 
-    Finished cases are skipped. A case that fails is recorded with its error, and the others continue.
+    Finished cases are skipped. A case that fails is recorded with its error, and the others continue. The
+    names of all networks are checked before the run starts.
 
     Args:
         cases: Networks, inputs and batch sizes.
@@ -248,9 +249,12 @@ def run_grid(
         The finished run. Its results are, by case name, `BenchResult.to_dict()` or `{"error": message}`.
 
     Raises:
+        InputError: The name of a network is unknown.
         FileFormatError: The run to resume is damaged.
         RunError: Another process writes the run.
     """
+    for case in cases:
+        check_network_name(case.model)
     if (out_dir / "run.json").is_file():
         run = Run.open(out_dir)
     else:
@@ -277,7 +281,9 @@ def run_grid(
                     cache=cache,
                     progress=subrange(progress, i / len(cases), (i + 1) / len(cases), f"{case.name}: "),
                 )
-            except (SparseFlowError, RuntimeError) as error:
+            except SparseFlowError as error:
+                run.update_results(**{case.name: {"error": str(error)}})
+            except Exception as error:  # of the network's own code
                 run.update_results(**{case.name: {"error": f"{type(error).__name__}: {error}"}})
             else:
                 run.extend(result.comparison.to_rows(case=case.name))  # type: ignore[arg-type]
