@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,15 @@ def test_run_keeps_exit_code_of_command(command) -> None:
 
     command(probe)
     assert root.run(["probe"]) == 7
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_error_with_a_name_that_is_not_utf8_is_valid_json(encoding: str) -> None:
+    command = [sys.executable, "-m", "sparseflow", "runs", "list", b"a\xff\xc3\xa9", "--json"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    process = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert process.returncode == 2 and b"Traceback" not in process.stderr
+    assert json.loads(process.stdout)["error"]["type"] == "InputError"
 
 
 def test_help_imports_no_wing_and_no_heavy_package() -> None:

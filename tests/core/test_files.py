@@ -114,6 +114,15 @@ def test_check_output_of_an_impossible_place_is_refused(tmp_path: Path) -> None:
             check_output(path, directory=directory)
 
 
+def test_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff")
+    with pytest.raises(OutputError, match="not UTF-8"):
+        check_output(tmp_path / name)
+    with pytest.raises(InputError, match="not UTF-8"):
+        write_json(tmp_path / "a.json", {"source": name})
+    assert os.listdir(tmp_path) == []
+
+
 def test_check_output_on_a_read_only_file_system_is_refused() -> None:
     if not Path("/proc").is_dir():
         pytest.skip("needs /proc")

@@ -191,7 +191,7 @@ JOBS = {
         read=lambda out_dir: json.loads((out_dir / "importance.json").read_text()),
     ),
     "adaptive-profile": Job(
-        command="adaptive profile DIGITS --num-plans 4 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
+        command="adaptive profile DIGITS --num-plans 6 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
         "--decode-steps 2 --out OUT/profile.parquet",
         read=_read_profile,
         journal="profile.jsonl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -10,6 +11,9 @@ def main() -> None:
     """Run the installed command `sparseflow`."""
     from sparseflow.cli.root import run
 
+    # Names of files need not be UTF-8, and standard output need not support all characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
     if sys.stdout is not None:  # None if the shell closed it with `>&-`
         try:

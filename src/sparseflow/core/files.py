@@ -50,10 +50,14 @@ def check_output(path: Path | str, *, directory: bool = False) -> None:
 
     Raises:
         OutputError: A directory has the name of the file, or a file that of the directory, the place is not
-            writable, or its disk is full.
+            writable, its disk is full, or the name is not UTF-8.
     """
     target = Path(path).absolute()
     expected, other = ("directory", "file") if directory else ("file", "directory")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise OutputError(f"the name {path!r} is not UTF-8; give another {expected}") from error
     try:
         if target.exists() and target.is_dir() != directory:
             raise OutputError(f"{path} is a {other}; give the name of a {expected}")
@@ -82,10 +86,17 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         data: Full content; text is encoded as UTF-8.
 
     Raises:
+        InputError: The text contains half of a surrogate pair, such as from a file name that is not UTF-8.
         OutputError: The directory is missing or not writable, a directory has the name, or the disk is full.
             The message names the file with the saved content.
     """
-    content = data.encode() if isinstance(data, str) else data
+    try:
+        content = data.encode() if isinstance(data, str) else data
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"cannot write {path}: its text contains {error.object[error.start]!r}, which is not UTF-8; "
+            "rename the file that has this name"
+        ) from error
     try:
         _remove_abandoned(path.parent)
         _replace(path, content)
