@@ -39,22 +39,26 @@ def exhaust(problem: MappingProblem, goals: Sequence[MappingGoal]) -> list[tuple
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def evaluate(tables: ProblemArrays, slot: np.ndarray, busy: np.ndarray, remaining: np.ndarray) -> bool:
-    """Fill `busy` [S] in ms and `left` [S] in bytes; return whether the mapping is feasible."""
+def evaluate(
+    tables: ProblemArrays, slot: np.ndarray, busy: np.ndarray, remaining: np.ndarray, peak: np.ndarray
+) -> bool:
+    """Fill `busy` [S] in ms, `remaining` and `peak` [S] in bytes; return whether the mapping is feasible."""
     busy[:] = 0.0
     remaining[:] = tables.limit
-    use_fine_split = True
+    peak[:] = 0
+    feasible = True
     for k in range(len(slot)):
         s = slot[k]
         busy[s] += tables.latency[k, s]
         remaining[s] -= tables.memory[k, s]
+        peak[s] = max(peak[s], tables.activation[k, s])
         for e in range(tables.in_start[k], tables.in_start[k + 1]):
             a = slot[tables.in_end[e]]
             if a != s:
                 busy[s] += tables.fixed[a, s] + tables.in_bytes[e] * tables.per_byte[a, s]
     for s in range(len(busy)):
-        use_fine_split = use_fine_split and remaining[s] >= 0 and np.isfinite(busy[s])
-    return use_fine_split
+        feasible = feasible and remaining[s] >= peak[s] and np.isfinite(busy[s])
+    return feasible
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -75,11 +79,11 @@ def search_all(
         best_slot: Filled with its mapping, int64 [G, K].
     """
     segments, slots = tables.latency.shape
-    busy, remaining = np.empty(slots), np.empty(slots, np.int64)
+    busy, remaining, peak = np.empty(slots), np.empty(slots, np.int64), np.empty(slots, np.int64)
     slot = np.zeros(segments, np.int64)
     best[:] = np.inf
     while True:
-        if evaluate(tables, slot, busy, remaining):
+        if evaluate(tables, slot, busy, remaining, peak):
             for g in range(len(best)):
                 value = period_weights[g] * busy.max() + serial_weights[g] * busy.sum()
                 if value < best[g]:

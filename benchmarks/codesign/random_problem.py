@@ -18,6 +18,7 @@ def random_problem(
     traffic: float = 0.3,
     types: int = 3,
     refused: float = 0.0,
+    activations: float = 0.0,
 ) -> MappingProblem:
     """Create a feasible problem.
 
@@ -33,14 +34,16 @@ def random_problem(
         traffic: Mean time of an edge over the mean latency of a segment.
         types: How many kinds of chips there are; each is faster or slower as a whole.
         refused: Share of (segment, slot) pairs that cannot run.
+        activations: Mean memory of the activations of a segment over that of its weights.
 
     Raises:
         InputError: A size or share is out of range.
     """
-    if segments < 1 or slots < 1 or types < 1 or slack < 1.0 or min(skips, traffic) < 0.0:
+    if segments < 1 or slots < 1 or types < 1 or slack < 1.0 or min(skips, traffic, activations) < 0.0:
         raise InputError(
             f"`segments` (={segments}), `slots` (={slots}), `types` (={types}) and `slack` (={slack}) must "
-            f"be at least 1, `skips` (={skips}) and `traffic` (={traffic}) at least 0"
+            f"be at least 1, `skips` (={skips}), `traffic` (={traffic}) and `activations` (={activations}) "
+            "at least 0"
         )
     if not 0.0 <= refused < 1.0:
         raise InputError(f"`refused` (={refused}) must be from 0 to below 1")
@@ -53,7 +56,11 @@ def random_problem(
     memory = rng.integers(10, 200, segments).astype(np.float64)
     hidden = rng.integers(slots, size=segments)
     contents = np.bincount(hidden, memory, slots)
-    limit = np.ceil(np.maximum(contents, memory.mean()) * slack)
+    # From a generator of its own, so that other numbers do not depend on it.
+    activation = np.round(memory * activations * np.random.default_rng([seed, 1]).uniform(0.2, 1.8, segments))
+    peak = np.zeros(slots)
+    np.maximum.at(peak, hidden, activation)
+    limit = np.ceil(np.maximum(contents + peak, (memory + activation).mean()) * slack)
     lost = rng.random((segments, slots)) < refused
     lost[np.arange(segments), hidden] = False
     latency[lost] = np.inf
@@ -73,6 +80,7 @@ def random_problem(
     return MappingProblem(
         latency_ms=latency,
         memory_mb=memory,
+        activation_mb=activation,
         limit_mb=limit,
         src=src,
         dst=dst,

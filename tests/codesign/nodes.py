@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,20 @@ def made_layers(
         )
         received = removed
     return result
+
+
+def chained(layers: Sequence[LayerNode]) -> list[LayerNode]:
+    """The layers, each with the input that its predecessor sends."""
+    result = list(layers)
+    for index in range(1, len(result)):
+        result[index] = replace(result[index], traffic_in_bytes=result[index - 1].traffic_out_bytes)
+    return result
+
+
+def peak_mb(layers: Sequence[LayerNode]) -> float:
+    """Memory that layers or parts need together on one slot, MB: all weights and the largest activations."""
+    activations = (layer.memory_bytes - layer.weight_bytes for layer in layers)
+    return (sum(layer.weight_bytes for layer in layers) + max(activations, default=0)) / 1e6
 
 
 def set_chips(slots: ChipSlotConfig, names: Sequence[str | None]) -> None:

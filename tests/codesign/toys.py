@@ -164,7 +164,10 @@ class Toy:
         if self._gone_from is not None and self.completed > self._gone_from:
             rows = [*rows[:3], replace(rows[-1], traffic_in_bytes=rows[2].traffic_out_bytes)]
         if self._grows_at is not None and self.completed > self._grows_at:
-            rows = [replace(layer, memory_bytes=layer.memory_bytes * 100) for layer in rows]
+            rows = [
+                replace(row, memory_bytes=100 * row.memory_bytes, weight_bytes=100 * row.memory_bytes)
+                for row in rows
+            ]
         return Listed([replace(layer, id=index) for index, layer in enumerate(rows)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +184,7 @@ class Toy:
 
 
 class Sized(Toy):
-    """A toy with layers of given memory.
+    """A toy with layers of given memory, all of it for weights.
 
     Args:
         sizes_mb: Memory of each layer, MB, before the first epoch and after each epoch.
@@ -195,13 +198,13 @@ class Sized(Toy):
 
     def differentiable_layers(self, batch_size: int) -> list[LayerNode]:
         return [
-            replace(item, memory_bytes=self._largest_mb * 10**6)
+            replace(item, memory_bytes=self._largest_mb * 10**6, weight_bytes=self._largest_mb * 10**6)
             for item in super().differentiable_layers(batch_size)
         ]
 
     def export_model(self) -> Any:
         size, layers = self._sizes_mb[self.completed] * 10**6, super().export_model().describe_layers(8)
-        return Listed([replace(layer, memory_bytes=size) for layer in layers])
+        return Listed([replace(layer, memory_bytes=size, weight_bytes=size) for layer in layers])
 
 
 def wrong_with(hw: Hardware, decision: HardwareDecision) -> tuple[str, ...]:

@@ -83,7 +83,8 @@ def profile_device(
         progress: Callback that takes a message and the fraction done.
 
     Raises:
-        InputError: `tdp_w` differs from that of the existing profile.
+        InputError: `tdp_w` differs from that of the existing profile, or the peak rate of the device at a
+            precision was not measured.
     """
     kinds = tuple(precisions)
     grid = LayerGrid.small(kinds) if device.type == "cpu" else LayerGrid(precisions=kinds)
@@ -95,6 +96,8 @@ def profile_device(
         spec = measure_device(device, tdp_w=CPU_TDP_W if tdp_w is None and device.type == "cpu" else tdp_w)
     elif tdp_w not in (None, spec.tdp_w):
         raise InputError(f"`--tdp-w {tdp_w:g}` differs from {spec.tdp_w:g} W in {points}; leave it out")
+    for precision in kinds:
+        spec.rate(precision)  # raises before layers are measured if the device's rate is unknown
     measurements = profile_grid(
         points,
         spec,

@@ -36,8 +36,8 @@ def library(*mem_gb: float) -> ChipLibrary:
     """Chips that differ in memory, and the shipped links."""
     chips = [
         {
-            "name": f"m{index}", "peak_flops": 2e13, "peak_bw": 4e11, "mem_gb": size, "area_mm2": 50.0,
-            "tdp_w": 20.0,
+            "name": f"m{index}", "peak_flops": {"float32": 2e13}, "peak_bw": 4e11, "mem_gb": size,
+            "area_mm2": 50.0, "tdp_w": 20.0,
         }
         for index, size in enumerate(mem_gb)
     ]  # fmt: skip
@@ -113,7 +113,7 @@ def test_evaluate_cost_of_infeasible_decision_is_refused() -> None:
     hw.initial_decision(layers)
     with pytest.raises(InputError):
         hw.evaluate_cost(layers, decided(hw, layers, ("npu-m", None, "npu-m"), (0, 0, 1, 1, 2, 2)))
-    fat = [replace(layer, memory_bytes=400 * 10**6) for layer in layers]
+    fat = [replace(layer, memory_bytes=400 * 10**6, weight_bytes=400 * 10**6) for layer in layers]
     first = decided(hw, layers, ("npu-s", "npu-m", "npu-m"), (0, 0, 0, 1, 1, 1))  # npu-s holds 1 GB
     assert hw.evaluate_cost(layers, first).chips == 3
     with pytest.raises(InputError):
@@ -281,7 +281,7 @@ def test_replace_chips_remaps_or_returns_none() -> None:
     hw, layers = hardware(), chain()
     first = hw.initial_decision(layers)
     assert hw.replace_chips(layers, first, (None,) * 3, use_fine_split=False) is None
-    fat = [replace(layer, memory_bytes=700 * 10**6) for layer in layers]  # 4.2 GB
+    fat = [replace(layer, memory_bytes=700 * 10**6, weight_bytes=700 * 10**6) for layer in layers]  # 4.2 GB
     assert hw.replace_chips(fat, first, ("npu-m", None, None), use_fine_split=False) is None
     other = hw.replace_chips(fat, first, ("npu-m", None, "npu-s"), use_fine_split=False)
     assert other is not None and set(other.mapping) == {0, 2} and other.positions_mm == first.positions_mm
@@ -324,11 +324,16 @@ def test_layout_loss_of_full_slots_equals_score() -> None:
 
 def test_model_without_room_states_missing_memory() -> None:
     hw, layers = hardware(), chain()
-    fat = [replace(layer, memory_bytes=2500 * 10**6) for layer in layers]  # 15 GB on 3 x 4 GB
+    fat = [
+        replace(layer, memory_bytes=2500 * 10**6, weight_bytes=2500 * 10**6) for layer in layers
+    ]  # 15 GB on 3 x 4 GB
     with pytest.raises(InputError, match=r"12000\S* MB: 3000\S*"):
         hw.initial_decision(fat)
     assert hw.reference is None
-    first = [replace(layer, memory_bytes=5000 * 10**6 if layer.id == 2 else 10**6) for layer in layers]
+    first = [
+        replace(layer, memory_bytes=5000 * 10**6 if layer.id == 2 else 10**6, weight_bytes=10**6)
+        for layer in layers
+    ]
     with pytest.raises(InputError, match=r"500\d"):
         hw.initial_decision(first)
 
@@ -425,7 +430,7 @@ def test_check_decision_names_mismatch() -> None:
     empty = decided(hw, layers, ("npu-m", None, "npu-m"), (0, 0, 1, 1, 2, 2))
     with pytest.raises(InputError, match=r"blocks\.0\.mlp"):
         hw.evaluate_cost(layers, empty)
-    fat = [replace(layer, memory_bytes=400 * 10**6) for layer in layers]
+    fat = [replace(layer, memory_bytes=400 * 10**6, weight_bytes=400 * 10**6) for layer in layers]
     small = decided(hw, layers, ("npu-m", "npu-m", "npu-s"), (0, 0, 0, 2, 2, 2))
     with pytest.raises(InputError, match="1200"):
         hw.evaluate_cost(fat, small)

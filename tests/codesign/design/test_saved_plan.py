@@ -75,7 +75,12 @@ def test_load_plan_with_a_missing_or_wrong_part_is_refused(path: Path, name: str
 DAMAGE: list[tuple[tuple[Any, ...], Any]] = [
     (("settings", "hardware", "slots"), -1),
     (("settings", "hardware", "slots"), 2),  # the decision is of three
-    (("library", "chips", 0, "peak_flops"), -1.0),
+    (("library", "chips", 0, "peak_flops"), 1e13),
+    (("library", "chips", 0, "peak_flops", "float32"), -1.0),
+    (("layers", 0, "traffic_in_bytes"), -5),
+    (("layers", 1, "traffic_in_bytes"), 1),
+    (("decision", "rewrite_plan", "splits", 0, "sizes"), [[1], 2]),
+    (("decision", "rewrite_plan", "splits", 0, "layer"), [0]),
     (("library", "chips"), []),
     (("reference", "latency_ms"), 0.0),
     (("reference", "latency_ms"), "x"),

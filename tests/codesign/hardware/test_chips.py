@@ -21,10 +21,11 @@ from sparseflow.core.config import read_config_file
 from sparseflow.errors import FileFormatError, InputError
 
 CHIP: dict[str, Any] = {
-    "name": "npu", "peak_flops": 2.0e13, "peak_bw": 4.0e11, "mem_gb": 8, "area_mm2": 100, "tdp_w": 30,
+    "name": "npu", "peak_flops": {"float32": 2.0e13}, "peak_bw": 4.0e11, "mem_gb": 8, "area_mm2": 100,
+    "tdp_w": 30,
 }  # fmt: skip
 LINK: dict[str, Any] = {"name": "ucie", "bandwidth": 6.4e10, "latency_us": 0.1}
-MORE_THAN_ZERO = {"chips": ("peak_flops", "peak_bw", "mem_gb", "area_mm2", "tdp_w"), "links": ("bandwidth",)}
+MORE_THAN_ZERO = {"chips": ("peak_bw", "mem_gb", "area_mm2", "tdp_w"), "links": ("bandwidth",)}
 NOT_BELOW_ZERO = {
     "chips": ("idle_w",), "links": ("latency_us", "latency_us_per_mm", "pj_per_bit", "pj_per_bit_mm"),
 }  # fmt: skip
@@ -55,8 +56,9 @@ def test_shipped_library_is_consistent() -> None:
         assert chip.area_mm2 <= 858.0 and max(width, height) <= 33.0
         assert 0.0 < chip.idle_w < chip.tdp_w < 1.5 * chip.area_mm2
         # FLOP for a byte, and FLOP for a joule, of any accelerator since 2015.
-        assert 1.0 < chip.peak_flops / chip.peak_bw < 1000.0
-        assert 1e11 < chip.peak_flops / chip.tdp_w < 1e13
+        for peak_flops in chip.peak_flops.values():
+            assert 1.0 < peak_flops / chip.peak_bw < 1000.0
+            assert 4e10 < peak_flops / chip.tdp_w < 1e13
         assert chip.source
     for link in library.links:
         assert 0.1 <= link.pj_per_bit <= 50.0 and 1e9 <= link.bandwidth <= 1e12
@@ -69,8 +71,10 @@ def test_shipped_library_is_consistent() -> None:
 def test_shipped_chips_match_data_sheets() -> None:
     library = read_library()
     a100, h200 = library.get_chip("a100"), library.get_chip("h200")
-    assert (a100.peak_flops, a100.peak_bw, a100.mem_gb, a100.tdp_w) == (312e12, 2039e9, 80.0, 400.0)
-    assert (h200.peak_flops, h200.peak_bw, h200.mem_gb, h200.tdp_w) == (989e12, 4.8e12, 141.0, 700.0)
+    a100_flops = {"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
+    h200_flops = {"float64": 67e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12}
+    assert (a100.peak_flops, a100.peak_bw, a100.mem_gb, a100.tdp_w) == (a100_flops, 2039e9, 80.0, 400.0)
+    assert (h200.peak_flops, h200.peak_bw, h200.mem_gb, h200.tdp_w) == (h200_flops, 4.8e12, 141.0, 700.0)
     assert (a100.area_mm2, h200.area_mm2) == (826.0, 814.0)
     assert library.get_link("nvlink4").bandwidth == 450e9  # 900 GB/s, both ways together
     assert all("data sheet" in chip.source for chip in (a100, h200))
@@ -82,8 +86,11 @@ def test_larger_shipped_chips_are_faster() -> None:
     for name in (*MORE_THAN_ZERO["chips"], "idle_w"):
         figures = [getattr(chip, name) for chip in sizes]
         assert figures == sorted(set(figures)), name
+    for precision in ("float32", "bfloat16", "float16"):
+        figures = [chip.peak_flops[precision] for chip in sizes]
+        assert figures == sorted(set(figures)), precision
     memory, npu = library.get_chip("memory-m"), library.get_chip("npu-m")
-    assert memory.peak_bw > npu.peak_bw and memory.peak_flops < npu.peak_flops
+    assert memory.peak_bw > npu.peak_bw and memory.peak_flops["float32"] < npu.peak_flops["float32"]
 
 
 def test_shipped_config_uses_shipped_library() -> None:
@@ -98,9 +105,9 @@ def test_library_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
         "chips:\n"
-        "  - {name: npu, peak_flops: 2e13, peak_bw: 4.0e11, mem_gb: 8, area_mm2: 100, tdp_w: 30}\n"
-        "  - {name: long, peak_flops: 1, peak_bw: 2, mem_gb: 3, area_mm2: 50, tdp_w: 5, idle_w: 5,\n"
-        "     size: [5, 10], source: measured}\n"
+        "  - {name: npu, peak_flops: {float32: 2e13}, peak_bw: 4.0e11, mem_gb: 8, area_mm2: 100, tdp_w: 30}\n"
+        "  - {name: long, peak_flops: {float16: 1}, peak_bw: 2, mem_gb: 3, area_mm2: 50, tdp_w: 5,\n"
+        "     idle_w: 5, size: [5, 10], source: measured}\n"
         "links:\n"
         "  - {name: ucie, bandwidth: 6.4e10, latency_us: 0}\n"
     )
@@ -147,7 +154,28 @@ def test_read_library_error_names_file(tmp_path: Path) -> None:
         read_library("version_c")
 
 
-@pytest.mark.parametrize("name", ["name", *MORE_THAN_ZERO["chips"]])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            2e13,
+            r"chips\.1\.peak_flops: must give FLOP/s for each precision, .*, got 2\d+\.0 \(chips: npu",
+        ),
+        ({}, r"chips\.1\.peak_flops"),
+        ([1e13], r"chips\.1\.peak_flops"),
+        ({"int8": 1e15}, r"unknown precision 'int8'; expected float64, float32, bfloat16, float16"),
+        ({3: 1e15}, r"unknown precision 3"),
+        ({"float32": 0.0}, r"chips\.1\.peak_flops\.float32"),
+        ({"float32": math.nan}, r"chips\.1\.peak_flops\.float32"),
+        ({"float32": 1e13, "float16": "fast"}, r"chips\.1\.peak_flops\.float16"),
+    ],
+)
+def test_invalid_rates_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(FileFormatError, match=message):
+        parse_library(content(peak_flops=value))
+
+
+@pytest.mark.parametrize("name", ["name", "peak_flops", *MORE_THAN_ZERO["chips"]])
 def test_chip_without_field_is_refused(name: str) -> None:
     with pytest.raises(FileFormatError, match=rf"chips\.1\.{name}"):
         parse_library(content(**{name: None}))

@@ -286,8 +286,13 @@ def test_each_lambda_weights_its_term(name: str) -> None:
 def test_memory_overflow_favors_larger_chips() -> None:
     hw, layers, assignment = hardware(), chain(), (0,) * 6
     for total_mb, over in ((900.0, 0.0), (1500.0, 0.25), (6000.0, 25.0)):
-        fat = [replace(layer, memory_bytes=round(total_mb * 1e6 / 6)) for layer in layers]
+        size = round(total_mb * 1e6 / 6)
+        fat = [replace(layer, memory_bytes=size, weight_bytes=size) for layer in layers]
         _, terms = loss_of(hw, fat, holding(hw, ("npu-s", None, None)), assignment)  # 1 GB
+        assert to_float(terms["mem_over"]) == pytest.approx(over, rel=1e-5)
+        # Of activations, only the largest count: here as much as that of all weights.
+        peak = [replace(layer, memory_bytes=6 * size - 5, weight_bytes=1) for layer in layers]
+        _, terms = loss_of(hw, peak, holding(hw, ("npu-s", None, None)), assignment)
         assert to_float(terms["mem_over"]) == pytest.approx(over, rel=1e-5)
     slots = holding(hw, ("npu-s",) * 3)
     loss, _ = loss_of(hw, fat, slots, assignment, lambdas=only(lambda_mem=1.0))

@@ -115,6 +115,8 @@ def test_replay_detects_a_changed_row(
         node[location[-1]] = (old + 1) % 3
     else:
         node[location[-1]] = old + (abs(old) * 2**-50 if location[1] == "objective" else 3 + abs(old))
+    if location[-1] == "traffic_in_bytes":
+        changed[3]["layers"][2]["traffic_out_bytes"] = node["traffic_in_bytes"]
     inexact = [row.row for row in replay(write(tmp_path, changed)) if not row.is_exact]
     # Memory costs nothing as long as it fits.
     assert inexact == ([] if "memory_bytes" in location else [3])

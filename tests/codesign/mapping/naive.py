@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby, product
 from typing import Any
 
@@ -35,10 +36,12 @@ def fits(problem: MappingProblem, mapping: Sequence[int]) -> bool:
         current = [k for k, slot in enumerate(mapping) if slot == s]
         if current and not problem.limit_mb[s] > 0.0:
             return False
-        if math.fsum(problem.memory_mb[k, s] for k in current) > problem.limit_mb[s]:
+        peak = max((problem.activation_mb[k, s] for k in current), default=0.0)
+        if math.fsum(problem.memory_mb[k, s] for k in current) + peak > problem.limit_mb[s]:
             return False
     return all(
-        math.isfinite(problem.latency_ms[k, s]) and math.isfinite(problem.memory_mb[k, s])
+        math.isfinite(problem.latency_ms[k, s])
+        and math.isfinite(problem.memory_mb[k, s] + problem.activation_mb[k, s])
         for k, s in enumerate(mapping)
     )
 
@@ -67,7 +70,7 @@ def best_contiguous(problem: MappingProblem, goal: MappingGoal) -> float:
 
 def changed(problem: MappingProblem, **values: Any) -> MappingProblem:
     """Replace some arrays of a problem."""
-    names = ("latency_ms", "memory_mb", "limit_mb", "src", "dst", "traffic_bytes", "fixed_ms", "ms_per_byte")
+    names = [field.name for field in fields(MappingProblem)]
     return MappingProblem(**{name: values.get(name, getattr(problem, name)) for name in names})
 
 
@@ -84,16 +87,18 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Mapping
         traffic=float(rng.choice([0.0, 0.1, 0.5, 2.0])),
         types=int(rng.integers(1, 4)),
         refused=float(rng.choice([0.0, 0.2])),
+        activations=float(rng.choice([0.0, 0.5, 3.0])),
     )
     kind = rng.integers(5)
     if kind == 0:
         # Slots that are exactly alike.
-        latency, memory = problem.latency_ms.min(axis=1), problem.memory_mb
+        latency, memory, activation = problem.latency_ms.min(axis=1), problem.memory_mb, problem.activation_mb
         distances = 1.0 - np.eye(slots)
         return changed(
             problem,
             latency_ms=np.repeat(latency[:, None], slots, axis=1),
             memory_mb=memory,
+            activation_mb=activation,
             limit_mb=np.full(slots, problem.limit_mb.max()),
             fixed_ms=0.05 * distances,
             ms_per_byte=1e-6 * distances,
@@ -107,6 +112,7 @@ def varied(seed: int, *, most_segments: int = 8, most_slots: int = 4) -> Mapping
         return changed(
             problem,
             memory_mb=problem.memory_mb * rng.integers(1, 3, problem.memory_mb.shape) / 2.0,
+            activation_mb=problem.activation_mb * rng.integers(1, 3, problem.memory_mb.shape) / 2.0,
             fixed_ms=problem.fixed_ms * rng.uniform(0.5, 2.0, problem.fixed_ms.shape),
         )
     return problem
@@ -129,7 +135,9 @@ def wild(seed: int) -> MappingProblem:
     # Eighths: sums of them are exact.
     memory = rng.integers(0, 10, latency.shape if rng.random() < 0.3 else segments) / 8.0
     memory[rng.random(memory.shape) < rng.choice([0.0, 0.1])] = np.inf
-    needed = float(memory[np.isfinite(memory)].sum()) / (memory.size / segments)
+    activation = rng.integers(0, 20, memory.shape) / 8.0 * rng.choice([0.0, 1.0], p=[0.3, 0.7])
+    activation[rng.random(memory.shape) < rng.choice([0.0, 0.1])] *= 4.0
+    needed = float(memory[np.isfinite(memory)].sum()) / (memory.size / segments) + activation.mean()
     limit = np.round(rng.uniform(0.2, 1.5, slots) * needed * 8.0) / 8.0
     limit[rng.random(slots) < rng.choice([0.0, 0.3, 1.0])] = rng.choice([0.0, np.inf])
     src = np.sort(rng.integers(0, segments - 1, segments)) if segments > 1 else np.array([], dtype=np.int64)
@@ -141,6 +149,7 @@ def wild(seed: int) -> MappingProblem:
     return MappingProblem(
         latency_ms=latency,
         memory_mb=memory,
+        activation_mb=activation,
         limit_mb=limit,
         src=src,
         dst=dst,

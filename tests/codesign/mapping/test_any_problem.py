@@ -11,7 +11,7 @@ pytest.importorskip("ortools")
 
 from sparseflow.codesign.mapping import MappingGoal, MappingSolver, Mode, compute_lower_bound
 from sparseflow.errors import InputError
-from tests.codesign.mapping.naive import fits, objective, wild
+from tests.codesign.mapping.naive import changed, fits, objective, wild
 
 LONG_S = 600.0
 """Far more than any search takes here."""
@@ -51,13 +51,15 @@ def test_all_strategies_against_exhaustive_search(seed: int, mode: Mode) -> None
 
 
 def test_problems_cover_all_cases() -> None:
-    none = zero = distances = single = 0
+    none = zero = distances = single = peaks = 0
     for seed in range(120):
         problem = wild(seed)
-        all_items = product(range(problem.num_slots), repeat=problem.num_segments)
+        all_items = list(product(range(problem.num_slots), repeat=problem.num_segments))
         best = min(objective(problem, MappingGoal(), mapping) for mapping in all_items)
+        without = changed(problem, activation_mb=0.0)
+        peaks += best != min(objective(without, MappingGoal(), mapping) for mapping in all_items)
         none += math.isinf(best)
         zero += best == 0.0
         distances += not problem.connected.all()
         single += problem.num_segments < problem.num_slots
-    assert min(none, zero, distances, single) > 5
+    assert min(none, zero, distances, single, peaks) > 5

@@ -15,7 +15,7 @@ from sparseflow.codesign.mapping import MappingGoal, MappingProblem, evaluate_ma
 from sparseflow.codesign.mapping.arrays import build_arrays
 from sparseflow.codesign.mapping.kernels import annealing as local_kernel
 from sparseflow.errors import InputError
-from tests.codesign.mapping.naive import GOALS, busy, fits, objective, varied
+from tests.codesign.mapping.naive import GOALS, busy, changed, fits, objective, varied
 
 
 @settings(deadline=None, max_examples=50)
@@ -38,11 +38,11 @@ def test_evaluate_mapping_matches_plain_definition(seed: int, data: st.DataObjec
         assert goal.objective_ms(result) == pytest.approx(objective(problem, goal, mapping), rel=1e-12)
 
     arrays, slot = build_arrays(problem), np.array(mapping, dtype=np.int64)
-    times, remaining = np.empty(problem.num_slots), np.empty(problem.num_slots, dtype=np.int64)
-    assert kernel.evaluate(arrays, slot, times, remaining) == result.feasible
+    times, (remaining, peak) = np.empty(problem.num_slots), np.empty((2, problem.num_slots), dtype=np.int64)
+    assert kernel.evaluate(arrays, slot, times, remaining, peak) == result.feasible
     if result.feasible:
         np.testing.assert_allclose(times, result.busy_ms, rtol=1e-12)
-        np.testing.assert_allclose((arrays.limit - remaining) / 1e6, result.memory_mb, rtol=1e-12)
+        np.testing.assert_allclose((arrays.limit - remaining + peak) / 1e6, result.memory_mb, rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
@@ -72,7 +72,10 @@ def test_incremental_state_matches_recomputation(seed: int, data: st.DataObject)
         }
     )
     arrays = build_arrays(problem)._replace(
-        latency=problem.latency_ms.copy(), memory=problem.memory_bytes.copy()
+        latency=problem.latency_ms.copy(),
+        memory=problem.memory_bytes.copy(),
+        activation=problem.activation_bytes.copy(),
+        max_activation=problem.activation_bytes.max(axis=0),
     )
     local_kernel.recompute(tuple(arrays), tuple(state))
     for _ in range(5):
@@ -84,9 +87,20 @@ def test_incremental_state_matches_recomputation(seed: int, data: st.DataObject)
     np.testing.assert_allclose(saved[0], state.busy, atol=1e-12)
     assert saved[1].tolist() == state.free_bytes.tolist() and saved[2] == state.num_broken[0]
     evaluation = evaluate_mapping(problem, state.slot)
+    excess = [local_kernel.excess_bytes(arrays, state, slot) for slot in range(slots)]
+    needed = np.round(evaluation.memory_mb * 1e6).astype(np.int64)
+    assert excess == np.maximum(needed - problem.limit_bytes, 0).tolist()
     assert (state.num_broken[0] > 0) == math.isinf(evaluation.comm_ms)
     if state.num_broken[0] == 0:
         np.testing.assert_allclose(state.busy, evaluation.busy_ms, rtol=1e-12)
+
+
+def test_memory_is_the_sum_of_weights_and_the_largest_activation() -> None:
+    problem = changed(small(), activation_mb=[5.0, 1.0, 10.0])
+    evaluation = evaluate_mapping(problem, [0, 0, 1])
+    assert evaluation.memory_mb.tolist() == [35.0, 40.0] and evaluation.fits
+    evaluation = evaluate_mapping(problem, [0, 1, 1])
+    assert evaluation.memory_mb.tolist() == [15.0, 60.0] and not evaluation.fits
 
 
 def small() -> MappingProblem:

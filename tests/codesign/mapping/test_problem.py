@@ -66,6 +66,9 @@ def test_problem_copies_arrays() -> None:
         ("memory_mb", [10.0, 20.0], "`memory_mb` has shape [2]; expected [3, 2]"),
         ("memory_mb", [10.0, NAN, 1.0], "`memory_mb`[1, 0] is nan"),
         ("memory_mb", [1e12, 1.0, 1.0], "expected MB, not bytes"),
+        ("activation_mb", [1.0, 2.0], "`activation_mb` has shape [2]; expected [3, 2]"),
+        ("activation_mb", [1.0, -2.0, 1.0], "`activation_mb`[1, 0] is -2"),
+        ("activation_mb", [1e10, 1.0, 1.0], "expected MB, not bytes"),
         ("limit_mb", [40.0], "`limit_mb` has shape [1]; expected [2]"),
         ("limit_mb", [40.0, -1.0], "`limit_mb`[1] is -1"),
         ("traffic_bytes", [100.0, INF], "`traffic_bytes`[1] is inf; expected a finite number"),
@@ -108,8 +111,14 @@ def test_allowed_pairs() -> None:
     assert problem.allowed.tolist() == [[True, False], [False, False], [False, False]]
 
 
+def test_lower_bound_of_memory_has_all_weights_and_one_activation() -> None:
+    assert MappingProblem(**arrays(activation_mb=[5.0, 20.0, 1.0])).min_total_bytes == 80_000_000
+    assert MappingProblem(**arrays()).min_total_bytes == 60_000_000
+
+
 def test_select_slots() -> None:
-    problem = MappingProblem(**arrays())
+    problem = MappingProblem(**arrays(activation_mb=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    assert problem.select_slots(np.array([1])).activation_mb.tolist() == [[2.0], [4.0], [6.0]]
     swapped = problem.select_slots(np.array([1, 0]))
     assert swapped.fixed_ms.tolist() == [[0.0, 0.2], [0.1, 0.0]] and swapped.limit_mb.tolist() == [50.0, 40.0]
     restricted = problem.select_slots(np.array([1]))

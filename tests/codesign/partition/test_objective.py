@@ -101,7 +101,13 @@ def recomputed(
 
     busy: dict[int, list[float]] = {slot: [] for slot in slots}
     computed: dict[int, list[float]] = {slot: [] for slot in slots}
-    contents: dict[int, list[float]] = {slot: [] for slot in slots}
+    weights_mb: dict[int, list[float]] = {slot: [] for slot in slots}
+    activations_mb: dict[int, list[float]] = {slot: [0.0] for slot in slots}
+
+    def keep(slot: int, layer: LayerNode, memory_mb: float) -> None:
+        weights_mb[slot].append(layer.weight_bytes / 1e6)
+        activations_mb[slot].append(memory_mb - layer.weight_bytes / 1e6)
+
     elapsed, active, used = [], [], set(assignment)
     for index, home in enumerate(assignment):
         if index and assignment[index - 1] != home:
@@ -112,7 +118,7 @@ def recomputed(
         if split is None or record is None:
             latency, watts = costs.latency_ms[index, home], costs.power_w[index, home]
             active.append(latency * watts)
-            contents[home].append(costs.memory_mb[index])
+            keep(home, costs.layers[index], costs.memory_mb[index])
             computed[home].append(latency)
             ways = [latency]
         else:
@@ -124,9 +130,9 @@ def recomputed(
                 busy[slot] += [present, latency]
                 ways.append(present + latency + back)
             active += [a * b for a, b in zip(record.latency_ms, record.power_w, strict=True)]
-            for slot, latency, size in zip(split.slots, record.latency_ms, record.memory_mb, strict=True):
-                computed[slot].append(latency)
-                contents[slot].append(size)
+            for part, slot in enumerate(split.slots):
+                computed[slot].append(record.latency_ms[part])
+                keep(slot, slice_layer(costs.layers[index], split.sizes[part]), record.memory_mb[part])
         busy[home].append(max(ways))
         elapsed.append(max(ways))
     sent_all = messages(costs, assignment, splits)
@@ -144,7 +150,7 @@ def recomputed(
         "energy_mj": math.fsum(active) + wires + idle, "imbalance_ms": imbalance,
         "objective": weights.w_latency * total + weights.w_comm * comm + weights.w_balance * imbalance,
         "busy_ms": [item[slot] for slot in slots], "compute_ms": [works[slot] for slot in slots],
-        "memory_mb": [math.fsum(contents[slot]) for slot in slots],
+        "memory_mb": [math.fsum(weights_mb[slot]) + max(activations_mb[slot]) for slot in slots],
     }  # fmt: skip
 
 
@@ -190,8 +196,9 @@ def by_hand(joins: bool) -> tuple[LayerCosts, list[int], Opened]:
     """Three layers, two slots; the second layer in parts of one and three units."""
     layers = made_layers(1, seed=0)[:3]
     split = {"split_in_bytes": 1000, "split_out_bytes": 2000, "units": 4, "splittable": True}
-    layers[1] = replace(layers[1], split_joins=joins, **split)
-    layers[2] = replace(layers[2], traffic_in_bytes=500)
+    layers[0] = replace(layers[0], weight_bytes=600_000)
+    layers[1] = replace(layers[1], split_joins=joins, traffic_out_bytes=500, weight_bytes=1_200_000, **split)
+    layers[2] = replace(layers[2], traffic_in_bytes=500, weight_bytes=3_000_000)
     other = 1.0 - np.eye(3)
     costs = LayerCosts(
         layers=tuple(layers),
@@ -222,7 +229,8 @@ def test_evaluate_plan_summed_parts_by_hand() -> None:
     assert stats.energy_mj == pytest.approx(197.5 + 6.5 * 2.0 + 3.5 * 3.0)
     assert stats.imbalance_ms == pytest.approx(0.25)
     assert stats.objective == pytest.approx(12.5 + 0.65 + 0.025)
-    assert stats.memory_mb == pytest.approx((1.5, 5.5, 0.0))
+    # Weights of 0.6 and 0.3 MB and activations of 0.4 (or 0.2); 0.9 and 3 MB and activations of 1 (or 0.6).
+    assert stats.memory_mb == pytest.approx((1.3, 4.9, 0.0))
     serial = evaluate_plan(costs, assignment, splits, ObjectiveWeights(mode="serial"))
     assert serial.total_latency_ms == serial.serial_ms == stats.serial_ms
     assert serial.energy_mj == pytest.approx(197.5 + 13.5 * 2.0 + 10.5 * 3.0)
@@ -276,13 +284,13 @@ def test_objective_weights(which: str) -> None:
 
 def test_memory_may_be_used_up() -> None:
     costs, assignment, splits = by_hand(joins=False)
-    assert compute_memory_mb(costs, assignment, {}).tolist() == [3.0, 4.0, 0.0]
-    assert compute_memory_mb(costs, assignment, splits).tolist() == [1.5, 5.5, 0.0]
+    assert compute_memory_mb(costs, assignment, {}) == pytest.approx([2.6, 4.0, 0.0])
+    assert compute_memory_mb(costs, assignment, splits) == pytest.approx([1.3, 4.9, 0.0])
     for limits, full, cut in (
-        ([3.0, 4.0, 0.0], True, False),
-        ([1.5, 5.5, 0.0], False, True),
-        ([3.0, 5.5, 0.0], True, True),
-        ([1.4, 9.0, 0.0], False, False),
+        ([2.6, 4.0, 0.0], True, False),
+        ([1.3, 4.9, 0.0], False, True),
+        ([2.6, 4.9, 0.0], True, True),
+        ([1.2, 9.0, 0.0], False, False),
     ):
         tight = replace(costs, limit_mb=np.array(limits))
         assert is_feasible(tight, assignment, {}) is full
@@ -386,6 +394,28 @@ def test_wrong_shapes_are_refused(name: str) -> None:
     value = getattr(a_cost(layers, 3, 0), name)
     with pytest.raises(InputError, match=rf"`{name}`"):
         a_cost(layers, 3, 0, **{name: value[:-1]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"traffic_in_bytes": -5}, r"`traffic_in_bytes` \(=-5\) of layer blocks\.0\.mlp must be finite"),
+        ({"traffic_out_bytes": math.nan}, r"`traffic_out_bytes` \(=nan\)"),
+        ({"split_in_bytes": -1}, r"`split_in_bytes` \(=-1\)"),
+        ({"weight_bytes": -1}, r"`weight_bytes` \(=-1\)"),
+        (
+            {"traffic_in_bytes": 1},
+            r"blocks\.0\.attention sends \d+ bytes, but the next layer, blocks\.0\.mlp, ",
+        ),
+        ({"traffic_out_bytes": 10**9}, r"blocks\.0\.mlp sends 1000000000 bytes, but the next layer, head, "),
+        ({"id": 0}, r"blocks\.0\.mlp has the id 0; ids must count from 0, here 2"),
+    ],
+)
+def test_layers_that_are_no_chain_are_refused(changes: dict[str, Any], message: str) -> None:
+    layers = made_layers(1, seed=0)
+    layers[2] = replace(layers[2], **changes)
+    with pytest.raises(InputError, match=message):
+        a_cost(layers, 3, 0, memory_mb=np.ones(4))
 
 
 def test_network_of_other_size_is_refused() -> None:

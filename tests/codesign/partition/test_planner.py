@@ -24,13 +24,13 @@ from sparseflow.codesign.mapping import evaluate_mapping as evaluate_mapping
 from sparseflow.codesign.partition import split_search as looking
 from sparseflow.codesign.partition.objective import HwStats, LayerCosts, PartCosts, evaluate_plan, is_feasible
 from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner, build_mapping_problem
-from sparseflow.codesign.partition.split_search import PartitionConfig
+from sparseflow.codesign.partition.split_search import PartitionConfig, SplitSearch
 from sparseflow.codesign.workload.layers import slice_layer
-from sparseflow.codesign.workload.segments import build_balanced_chain
+from sparseflow.codesign.workload.segments import Edge, SegmentGraph, build_balanced_chain, build_chain
 from sparseflow.codesign.workload.splits import check_rewrite_plan, compute_transfer_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
-from tests.codesign.nodes import made_layers
+from tests.codesign.nodes import made_layers, peak_mb
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 PROXY = LayerHwProxy.analytic()
@@ -39,7 +39,7 @@ LOG = "sparseflow.codesign.partition.planner"
 
 def chip(name: str = "chip", **figures: Any) -> ChipType:
     record: dict[str, Any] = {
-        "peak_flops": 1e10,
+        "peak_flops": {"float32": 1e10},
         "peak_bw": 1e10,
         "mem_gb": 1.0,
         "area_mm2": 10.0,
@@ -78,8 +78,9 @@ def an_instance(seed: int) -> Instance:
     needed = sum(layer.memory_bytes for layer in layers) / 1e9
     slots = int(rng.integers(2, 6))
     chips: list[ChipType | None] = [
-        chip(f"chip-{slot}", peak_flops=10 ** rng.uniform(9.0, 11.0), peak_bw=10 ** rng.uniform(9.0, 11.0),
-             mem_gb=needed * rng.uniform(0.5, 3.0), idle_w=rng.uniform(0.0, 5.0))
+        chip(f"chip-{slot}", peak_flops={"float32": 10 ** rng.uniform(9.0, 11.0)},
+             peak_bw=10 ** rng.uniform(9.0, 11.0), mem_gb=needed * rng.uniform(0.5, 3.0),
+             idle_w=rng.uniform(0.0, 5.0))
         for slot in range(slots)
     ]  # fmt: skip
     if slots > 3:
@@ -88,16 +89,16 @@ def an_instance(seed: int) -> Instance:
 
 
 def held_mb(layers: Sequence[LayerNode], plan: PartitionPlan, slots: int) -> list[float]:
-    """Memory of each slot, from layers alone."""
+    """Memory of each slot, from layers alone: all weights and the largest activations."""
     splits = {} if plan.rewrite_plan is None else {split.layer: split for split in plan.rewrite_plan.splits}
-    result = [0.0] * slots
+    held: list[list[LayerNode]] = [[] for _ in range(slots)]
     for layer, home in zip(layers, plan.assignment, strict=True):
         if layer.id not in splits:
-            result[home] += layer.memory_bytes / 1e6
+            held[home].append(layer)
             continue
         for slot, size in zip(splits[layer.id].slots, splits[layer.id].sizes, strict=True):
-            result[slot] += slice_layer(layer, size).memory_bytes / 1e6
-    return result
+            held[slot].append(slice_layer(layer, size))
+    return [peak_mb(items) for items in held]
 
 
 def best_of_all(planner: PartitionPlanner, plan: PartitionPlan, instance: Instance) -> float:
@@ -137,7 +138,7 @@ def test_compute_costs_uses_proxy() -> None:
 
 def test_compute_part_costs_uses_proxy() -> None:
     layer = made_layers(1, seed=0)[2]
-    chips = [chip("a"), chip("b", peak_flops=1e9)]
+    chips = [chip("a"), chip("b", peak_flops={"float32": 1e9})]
     sizes = (5, layer.units - 5)
     part_costs = a_planner().compute_part_costs(layer, sizes, chips)
     for index, (size, item) in enumerate(zip(sizes, chips, strict=True)):
@@ -360,10 +361,12 @@ def test_one_chip_splits_nothing() -> None:
 
 
 def sized(*megabytes: float) -> list[LayerNode]:
-    """Layers that need so much memory and have little else."""
+    """Layers with so much memory for weights and little else."""
     subset = made_layers(len(megabytes), seed=0)
     return [
-        replace(subset[index], memory_bytes=round(1e6 * mb), weight_bytes=1, flops=1e6, bytes=1e6)
+        replace(
+            subset[index], memory_bytes=round(1e6 * mb), weight_bytes=round(1e6 * mb), flops=1e6, bytes=1e6
+        )
         for index, mb in enumerate(megabytes)
     ]
 
@@ -395,10 +398,44 @@ def test_plan_may_use_all_memory(count: int) -> None:
     assert plan.assignment == ((0, 0) if count == 1 else (0, 0, 1))
 
 
+@pytest.mark.parametrize("use_fine_split", [False, True])
+def test_activations_of_layers_on_one_chip_count_once(use_fine_split: bool) -> None:
+    # 4 layers with 100 MB of weights and 500 MB of activations each need 900 MB on one chip, not 2400 MB.
+    layers = [replace(layer, weight_bytes=10**8, memory_bytes=6 * 10**8) for layer in made_layers(1, seed=0)]
+    plan = a_planner().plan(layers, [chip(mem_gb=0.9)], wires(1), use_fine_split=use_fine_split)
+    assert plan.assignment == (0,) * 4 and plan.hw_stats.memory_mb == pytest.approx((900.0,))
+    proxy_mb = float(PROXY.predict_segment(layers, chip())["mem_mb"])
+    assert proxy_mb == plan.hw_stats.memory_mb[0] == build_chain(layers, [0]).segments[0].memory_bytes / 1e6
+    with pytest.raises(InputError, match=r"the model needs 900 MB, but all 1 chips have 899 MB: 1 MB"):
+        a_planner().plan(layers, [chip(mem_gb=0.899)], wires(1))
+
+
+def test_precision_without_rate_is_refused() -> None:
+    layers = [replace(layer, precision="bfloat16") for layer in made_layers(1, seed=0)]
+    with pytest.raises(
+        InputError, match="b has no FLOP/s for bfloat16, only for float32; add it to `peak_flops`"
+    ):
+        a_planner().plan(layers, [chip("a", peak_flops={"bfloat16": 1e10}), chip("b")], wires(2))
+
+
+def test_layers_with_branches_are_refused() -> None:
+    layers = made_layers(2, seed=0)
+    costs, planner = a_planner().compute_costs(layers, [chip()] * 2, wires(2)), a_planner()
+    chain = build_chain(layers, [0, 2, 4])
+    skip = replace(chain, edges=(*chain.edges, Edge(src=0, dst=2, traffic_bytes=10**9)))
+    assert SplitSearch(costs, chain, planner.weights, planner.config, no_parts).evaluate((0, 1, 0), {})
+    for graph in (skip, replace(chain, edges=chain.edges[:1]), SegmentGraph(segments=(), edges=())):
+        with pytest.raises(InputError, match=r"no chain of the layers|`first_layers`"):
+            SplitSearch(costs, graph, planner.weights, planner.config, no_parts)
+
+
 def test_fractions_of_bytes_are_tolerated() -> None:
     # Each layer's memory is a whole number of bytes and a little less than a thousandth of one.
-    layers = made_layers(4, seed=0)
-    full = np.arange(1000, 1000 + len(layers))
+    full = np.arange(1000, 1010)
+    layers = [
+        replace(layer, weight_bytes=int(size))
+        for layer, size in zip(made_layers(4, seed=0), full, strict=True)
+    ]
     costs = LayerCosts(
         layers=tuple(layers), latency_ms=np.ones((len(layers), 1)), power_w=np.ones((len(layers), 1)),
         memory_mb=(full + 0.0009) / 1e6, limit_mb=np.array([full.sum() / 1e6]), idle_w=np.zeros(1),
@@ -471,7 +508,7 @@ def test_coarse_plan_needs_few_evaluations(monkeypatch: pytest.MonkeyPatch) -> N
         return evaluate_plan(*arguments)
 
     monkeypatch.setattr(looking, "evaluate_plan", counted)
-    chips = [chip(f"chip-{index}", peak_flops=1e10 * (1 + index)) for index in range(8)]
+    chips = [chip(f"chip-{index}", peak_flops={"float32": 1e10 * (1 + index)}) for index in range(8)]
     plan = a_planner().plan(made_layers(12, seed=0), chips, wires(8), use_fine_split=False)
     # One to begin with, and rounds of each of 12 segments on each of 7 other slots.
     assert len(plan.mapping) == 12 and calls <= 1 + 8 * 12 * 7

@@ -36,7 +36,7 @@ from sparseflow.codesign.workload.segments import SegmentGraph, build_balanced_c
 from sparseflow.codesign.workload.splits import LayerSplit
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError
-from tests.codesign.nodes import made_layers
+from tests.codesign.nodes import chained, made_layers, peak_mb
 
 MODES: tuple[Mode, ...] = ("balanced", "serial")
 
@@ -123,15 +123,15 @@ def an_instance(seed: int) -> tuple[LayerCosts, SegmentGraph]:
 
 
 def held_mb(costs: LayerCosts, assignment: Sequence[int], splits: dict[int, LayerSplit]) -> list[float]:
-    """Memory of each slot, from layers alone."""
-    result = [0.0] * costs.num_slots
+    """Memory of each slot, from layers alone: all weights and the largest activations."""
+    held: list[list[LayerNode]] = [[] for _ in range(costs.num_slots)]
     for index, layer in enumerate(costs.layers):
         if index not in splits:
-            result[assignment[index]] += layer.memory_bytes / 1e6
+            held[assignment[index]].append(layer)
             continue
         for slot, size in zip(splits[index].slots, splits[index].sizes, strict=True):
-            result[slot] += slice_layer(layer, size).memory_bytes / 1e6
-    return result
+            held[slot].append(slice_layer(layer, size))
+    return [peak_mb(items) for items in held]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,7 @@ def test_find_candidates_by_share() -> None:
     ]
     layers[1] = replace(layers[1], flops=95.0)
     layers[2] = replace(layers[2], traffic_out_bytes=15)
+    layers = chained(layers)
     costs = a_cost(layers, [1.0, 1.0])
 
     def candidates(**thresholds: Any) -> list[int]:
@@ -232,7 +233,7 @@ def test_find_candidates_without_work() -> None:
         replace(item, flops=0.0, traffic_out_bytes=0, splittable=True, units=2)
         for item in made_layers(1, seed=0)
     ]
-    assert a_search(a_cost(layers, [1.0, 1.0]))[0].find_candidates() == []
+    assert a_search(a_cost(chained(layers), [1.0, 1.0]))[0].find_candidates() == []
 
 
 def is_honest(

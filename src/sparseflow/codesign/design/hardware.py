@@ -98,7 +98,7 @@ class Hardware:
         if proxy.devices and all(proxy.get_source(chip) == "analytic" for chip in self.chips):
             log.warning(
                 "no chip has measured costs: the proxy was fitted to %s, the chips are %s; name, "
-                "`peak_flops` and `peak_bw` must be equal",
+                "the largest of `peak_flops` and `peak_bw` must be equal",
                 ", ".join(device.name for device in proxy.devices),
                 ", ".join(names),
             )

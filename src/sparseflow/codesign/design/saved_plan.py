@@ -73,7 +73,7 @@ def _proxy_path(directory: Path, digest: str) -> Path:
 
 class _PlanArtifact(HardwareArtifact):
     FORMAT: ClassVar[str] = "sparseflow.codesign.plan"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     HINT: ClassVar[str] = "create a plan with `sparseflow codesign plan`"
 
     layers: LayersField

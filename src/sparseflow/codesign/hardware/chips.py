@@ -3,7 +3,8 @@
 ::
 
     chips:
-      - {name: npu-m, peak_flops: 2.0e13, peak_bw: 4.0e11, mem_gb: 8, area_mm2: 100, tdp_w: 30}
+      - {name: npu-m, peak_flops: {float32: 2.0e13, bfloat16: 4.0e13}, peak_bw: 4.0e11, mem_gb: 8,
+         area_mm2: 100, tdp_w: 30}
     links:
       - {name: ucie, bandwidth: 6.4e10, latency_us: 0.1, pj_per_bit: 0.5}
 
@@ -17,9 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from sparseflow.core.config import StrictModel, describe_validation_error, read_config_file
+from sparseflow.core.layers import PRECISIONS
 from sparseflow.errors import FileFormatError, InputError
 
 DEFAULT_LIBRARY = "chips"
@@ -29,8 +31,8 @@ class ChipType(StrictModel):
     """A type of chip."""
 
     name: str = Field(min_length=1)
-    peak_flops: float = Field(gt=0.0)
-    """FLOP/s at the precision of the model."""
+    peak_flops: dict[str, PositiveFloat] = Field(min_length=1)
+    """Precision of `core.layers.PRECISIONS` -> FLOP/s; the chip cannot run layers of other precisions."""
     peak_bw: float = Field(gt=0.0)
     """Memory bandwidth, bytes/s."""
     mem_gb: float = Field(gt=0.0)
@@ -44,6 +46,19 @@ class ChipType(StrictModel):
     """Width and height, mm; by default a square of `area_mm2`."""
     source: str = "illustrative"
     """Source of the values."""
+
+    @field_validator("peak_flops", mode="before")
+    @classmethod
+    def _check_precisions(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"must give FLOP/s for each precision, such as {{float32: 6.7e13, bfloat16: 9.89e14}}, got "
+                f"{value!r:.40}"
+            )
+        unknown = [name for name in value if name not in PRECISIONS]
+        if unknown:
+            raise ValueError(f"unknown precision {unknown[0]!r:.40}; expected {', '.join(PRECISIONS)}")
+        return value
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ChipType:

@@ -28,7 +28,7 @@ class ExpectedSpecs:
     """Expected specifications of the slots, for display only.
 
     Attributes:
-        peak_flops: FLOP/s, [S].
+        peak_flops: FLOP/s at the fastest precision, [S].
         peak_bw: Bytes/s, [S].
         mem_gb: GB, [S].
         area_mm2: mm2, [S].
@@ -101,9 +101,12 @@ class ChipSlotConfig(nn.Module):
 
     def expected_specs(self, alpha: Tensor) -> ExpectedSpecs:
         """Compute the expected specifications."""
-        names = [field.name for field in fields(ExpectedSpecs)]
-        specs = [[getattr(chip, name) for name in names] for chip in self.chips]
+        specs = [
+            [max(chip.peak_flops.values()), chip.peak_bw, chip.mem_gb, chip.area_mm2, chip.tdp_w]
+            for chip in self.chips
+        ]
         means = (alpha[:, :-1] @ torch.tensor(specs, dtype=alpha.dtype)).unbind(1)
+        names = (field.name for field in fields(ExpectedSpecs))
         return ExpectedSpecs(**dict(zip(names, means, strict=True)))
 
     @property

@@ -25,6 +25,7 @@ from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.hardware.proxy import LayerHwProxy
 from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.codesign.mapping.objective import Mode
+from sparseflow.codesign.mapping.problem import BYTES_PER_MB
 from sparseflow.codesign.workload.splits import LayerSplit, compute_return_bytes
 from sparseflow.core.layers import LayerNode
 from sparseflow.errors import InputError, RunError
@@ -90,13 +91,15 @@ def compute_hw_loss(
     table = proxy.predict_grid(layers, slots.chips)  # each [L, T]
     latency = _expected_cost(table["lat_ms"], alpha)  # [L, S]
     energy = _expected_cost(table["lat_ms"] * table["power_w"], alpha)
-    memory = table["mem_mb"].amax(1)  # [L]
+    weights_mb = torch.tensor([layer.weight_bytes for layer in layers], dtype=torch.float64) / BYTES_PER_MB
+    activations_mb = (table["mem_mb"].amax(1) - weights_mb).clamp_min(0.0)  # [L]
     totals = _PipelineTotals(slots.num_slots, network)
     for index, (layer, slot) in enumerate(zip(layers, assignment.assignment, strict=True)):
         if index:
             totals.add_transfer(assignment.assignment[index - 1], slot, layer.traffic_in_bytes)
         parts = totals.send_to_parts(layer, slot, assignment.splits.get(index))
-        totals.add_layer(slot, parts, latency[index], energy[index], memory[index])
+        totals.add_layer(slot, parts, latency[index], energy[index])
+        totals.add_memory(parts, weights_mb[index], activations_mb[index])
     terms = _compute_terms(slots, alpha, totals, assignment.mode, layout)
     weights = {
         "latency_ms": lambdas.lambda_T / reference.latency_ms,
@@ -129,7 +132,7 @@ class _PipelineTotals:
     def __init__(self, num_slots: int, network: Network) -> None:
         self._network = network
         self.busy_ms = [torch.zeros((), dtype=torch.float64) for _ in range(num_slots)]
-        self.compute_ms, self.memory_mb = list(self.busy_ms), list(self.busy_ms)
+        self.compute_ms, self.weights_mb, self.peak_mb = (list(self.busy_ms) for _ in range(3))
         self.serial_ms = self.energy_mj = torch.zeros((), dtype=torch.float64)
 
     def add_transfer(self, source: int, target: int, size_bytes: int) -> None:
@@ -150,17 +153,14 @@ class _PipelineTotals:
             parts.append(_Part(slot=slot, fraction=size / units, send_ms=send_ms, return_ms=return_ms))
         return parts
 
-    def add_layer(
-        self, home: int, parts: Sequence[_Part], latency: Tensor, energy: Tensor, memory: Tensor
-    ) -> None:
-        """Add the parts of a layer.
+    def add_layer(self, home: int, parts: Sequence[_Part], latency: Tensor, energy: Tensor) -> None:
+        """Add time and energy of the parts of a layer.
 
         Args:
             home: Slot of the layer, which waits for all parts.
             parts: The parts.
             latency: Latency of the full layer on each slot, ms, [S].
             energy: Energy of the full layer on each slot, mJ, [S].
-            memory: Memory of the full layer, MB, scalar.
         """
         elapsed = []
         for part in parts:
@@ -168,12 +168,18 @@ class _PipelineTotals:
             elapsed.append(part.send_ms + fraction * latency[slot] + part.return_ms)
             self.energy_mj = self.energy_mj + fraction * energy[slot]
             self.compute_ms[slot] = self.compute_ms[slot] + fraction * latency[slot]
-            self.memory_mb[slot] = self.memory_mb[slot] + fraction * memory
             if slot != home:
                 self.busy_ms[slot] = self.busy_ms[slot] + part.send_ms + fraction * latency[slot]
         layer_ms = torch.stack(elapsed).amax()
         self.busy_ms[home] = self.busy_ms[home] + layer_ms
         self.serial_ms = self.serial_ms + layer_ms
+
+    def add_memory(self, parts: Sequence[_Part], weights_mb: Tensor, activations_mb: Tensor) -> None:
+        """Add the weights of the parts of a layer, and raise the peak of activations to theirs, MB."""
+        for part in parts:
+            slot, fraction = part.slot, part.fraction
+            self.weights_mb[slot] = self.weights_mb[slot] + fraction * weights_mb
+            self.peak_mb[slot] = torch.maximum(self.peak_mb[slot], fraction * activations_mb)
 
     def _send(self, source: int, target: int, size_bytes: int) -> float:
         self.energy_mj = self.energy_mj + self._network.energy_mj(source, target, size_bytes)
@@ -188,7 +194,8 @@ def _compute_terms(
     idle_ms = torch.relu(latency - torch.stack(totals.compute_ms))
     limits = torch.tensor([1e3 * chip.mem_gb for chip in slots.chips], dtype=torch.float64)
     # Layers on an empty slot need no memory there: they are penalized through their latency.
-    excess = torch.relu(torch.stack(totals.memory_mb)[:, None] / limits - 1.0)
+    memory_mb = torch.stack(totals.weights_mb) + torch.stack(totals.peak_mb)
+    excess = torch.relu(memory_mb[:, None] / limits - 1.0)
     return {
         "latency_ms": latency,
         "energy_mj": totals.energy_mj + (idle_ms * idle_w).sum(),

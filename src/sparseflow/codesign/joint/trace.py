@@ -25,7 +25,7 @@ class TraceHeader(HardwareArtifact):
     """First line of a trace: the run that it belongs to."""
 
     FORMAT: ClassVar[str] = "sparseflow.codesign.trace"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     HINT: ClassVar[str] = "create a trace with `sparseflow codesign train`"
 
     mode: str

@@ -20,7 +20,8 @@ class ProblemArrays(NamedTuple):
 
     Attributes:
         latency: ms, float64 [K, S]; inf where a segment is not allowed.
-        memory: Bytes, int64 [K, S].
+        memory: Bytes that a segment always occupies, int64 [K, S].
+        activation: Bytes that it needs in addition while it runs, int64 [K, S].
         limit: Bytes, int64 [S].
         fixed: ms, float64 [S, S]; inf between unconnected slots.
         per_byte: ms, float64 [S, S]; 0 between unconnected slots, to avoid NaN products.
@@ -30,11 +31,13 @@ class ProblemArrays(NamedTuple):
         out_start: Start of the outgoing edges of each segment, int64 [K + 1].
         out_end: Target segment of each outgoing edge, int64 [E].
         out_bytes: Bytes of each outgoing edge, float64 [E].
+        max_activation: Largest `activation` on each slot, int64 [S].
         equal_slot: Closest slot with a lower index that is interchangeable, or -1, int64 [S].
     """
 
     latency: np.ndarray
     memory: np.ndarray
+    activation: np.ndarray
     limit: np.ndarray
     fixed: np.ndarray
     per_byte: np.ndarray
@@ -44,6 +47,7 @@ class ProblemArrays(NamedTuple):
     out_start: np.ndarray
     out_end: np.ndarray
     out_bytes: np.ndarray
+    max_activation: np.ndarray
     equal_slot: np.ndarray
 
 
@@ -54,16 +58,19 @@ def build_arrays(problem: MappingProblem) -> ProblemArrays:
     per_byte = np.where(connected, problem.ms_per_byte, 0.0)
     latency = np.where(problem.allowed, problem.latency_ms, np.inf)
     memory = np.where(problem.allowed, problem.memory_bytes, 0)
+    activation = np.where(problem.allowed, problem.activation_bytes, 0)
     limit = problem.limit_bytes.copy()
     return ProblemArrays(
         latency,
         memory,
+        activation,
         limit,
         fixed,
         per_byte,
         *_group_edges(problem.dst, problem.src, problem),
         *_group_edges(problem.src, problem.dst, problem),
-        _find_equal_slots(latency, memory, limit, fixed, per_byte),
+        activation.max(axis=0),
+        _find_equal_slots(np.stack([latency, memory, activation]), limit, fixed, per_byte),
     )
 
 
@@ -76,15 +83,14 @@ def _group_edges(
 
 
 def _find_equal_slots(
-    latency: np.ndarray, memory: np.ndarray, limit: np.ndarray, fixed: np.ndarray, per_byte: np.ndarray
+    costs: np.ndarray, limit: np.ndarray, fixed: np.ndarray, per_byte: np.ndarray
 ) -> np.ndarray:
-    """Find interchangeable slots; the relation is an equivalence."""
+    """Find interchangeable slots by costs [3, K, S] and links; the relation is an equivalence."""
     slots = len(limit)
     equal_slot = np.full(slots, -1, dtype=np.int64)
     for b in range(slots):
         for a in range(b - 1, -1, -1):
-            same = limit[a] == limit[b] and np.array_equal(latency[:, a], latency[:, b])
-            if same and np.array_equal(memory[:, a], memory[:, b]):
+            if limit[a] == limit[b] and np.array_equal(costs[..., a], costs[..., b]):
                 swapped = np.arange(slots)
                 swapped[[a, b]] = b, a
                 index = np.ix_(swapped, swapped)

@@ -6,7 +6,8 @@ For u_s >= 0 with sum u_s <= p (weight of the period), v_s >= 0, and w = weight 
     objective >= sum_k min_s [(w + u_s) latency[k, s] + v_s memory[k, s]] - sum_s v_s limit_s
                  + (p - sum u_s) z0 + (w + min_s u_s) c0
 
-The period is at least any weighted mean of busy times, and memory is at most its limits. z0 = max_k min_s
+The period is at least any weighted mean of busy times, and the memory of the segments is at most the limits,
+because activations are at least 0. z0 = max_k min_s
 latency[k, s] bounds the period. c0 bounds communication: if memory requires at least m slots and edges
 connect the segments into c components, at least m - c edges are cut. The formula holds for any multipliers,
 so their accuracy does not matter; the best ones are the dual solution of the linear relaxation with divisible
@@ -144,7 +145,7 @@ def min_communication_ms(problem: MappingProblem) -> float:
     """Lower bound c0 of the communication time."""
     if problem.num_edges == 0 or problem.num_slots == 1:
         return 0.0
-    needed = problem.min_bytes.sum()
+    needed = problem.min_total_bytes
     capacity = np.cumsum(np.sort(problem.limit_bytes)[::-1])
     min_slots = int(np.searchsorted(capacity, needed)) + 1
     pieces, parent = problem.num_segments, list(range(problem.num_segments))

@@ -103,6 +103,7 @@ class BranchAndBound:
         self.search = self.kernel.BranchState(
             busy=np.empty((depths, slots)),
             free_bytes=np.empty((depths, slots), dtype=np.int64),
+            peak_bytes=np.empty((depths, slots), dtype=np.int64),
             busy_increase=np.empty((depths, segments, slots)),
             cost=np.empty((depths, segments, slots)),
             slot=np.full(segments, -1, dtype=np.int64),
@@ -115,7 +116,7 @@ class BranchAndBound:
             depth=np.zeros(1, dtype=np.int64),
             weights=np.concatenate([busy_weights, per_byte, [goal.period_weight, goal.serial_weight]]),
         )
-        self.search.busy[0], self.search.free_bytes[0] = 0.0, arrays.limit
+        self.search.busy[0], self.search.free_bytes[0], self.search.peak_bytes[0] = 0.0, arrays.limit, 0
         self.search.busy_increase[0], self.search.cost[0] = busy_increase, np.where(usable, cost, np.inf)
         if free is not None:
             self.kernel.fix_segments(tuple(arrays), tuple(self.search), self.search.best_slot, free)

@@ -77,18 +77,28 @@ class _CpSatModel:
     def __init__(self, cp: Any, problem: MappingProblem) -> None:
         self.cp, self.problem, self.model = cp, problem, cp.CpModel()
         self.hints: list[tuple[Any, tuple[int, ...]]] = []
-        allowed, memory, limit = problem.allowed, problem.memory_bytes, problem.limit_bytes
+        allowed, limit = problem.allowed, problem.limit_bytes
+        memory, activation = problem.memory_bytes, problem.activation_bytes
         # Divide by the common divisor to keep numbers small.
-        divisor = max(int(np.gcd.reduce(memory[allowed], initial=0)), 1)
+        sizes = np.concatenate([memory[allowed], activation[allowed]])
+        divisor = max(int(np.gcd.reduce(sizes, initial=0)), 1)
         self.x = {(k, s): self.model.new_bool_var(f"x{k},{s}") for k, s in np.argwhere(allowed).tolist()}
         for k in range(problem.num_segments):
             self.model.add_exactly_one(self.x[k, s] for s in range(problem.num_slots) if allowed[k, s])
         for s in range(problem.num_slots):
             segments = [k for k in range(problem.num_segments) if allowed[k, s]]
-            memory_used = self._sum(
-                [self.x[k, s] for k in segments], [int(memory[k, s]) // divisor for k in segments]
+            capacity = int(limit[s]) // divisor
+            peak = self.model.new_int_var(0, capacity, f"peak{s}")
+            for k in segments:
+                if activation[k, s]:
+                    self.model.add(peak >= int(activation[k, s]) // divisor).only_enforce_if(self.x[k, s])
+            self.model.add(
+                self._sum(
+                    [*(self.x[k, s] for k in segments), peak],
+                    [*(int(memory[k, s]) // divisor for k in segments), 1],
+                )
+                <= capacity
             )
-            self.model.add(memory_used <= int(limit[s]) // divisor)
 
     def _sum(self, variables: list[Any], factors: list[int]) -> Any:
         return self.cp.LinearExpr.weighted_sum(variables, factors)

@@ -151,7 +151,7 @@ class _Annealer:
     def greedy(self) -> list[np.ndarray]:
         """Construct greedy mappings within memory limits in several orders; edges may be unconnected."""
         allowed, state = self.problem.allowed, self.state
-        memory = np.where(allowed, self.arrays.memory, 0).max(axis=1)
+        memory = (self.arrays.memory + self.arrays.activation).max(axis=1)
         latency = np.where(allowed, self.problem.latency_ms, np.inf).min(axis=1)
         orders = (
             np.arange(self.problem.num_segments),

@@ -9,7 +9,8 @@ traffic_bytes * ms_per_byte[a, b]`, and 0 if a = b.
 - objective_ms: `serial_ms` in mode "serial"; `period_ms + serial_weight * serial_ms` in mode "balanced". The
   small weight breaks ties between mappings with nearly the same period.
 
-The memory of the segments on a slot is summed in bytes and must not exceed the limit.
+The memory of a slot is the sum of `memory_mb` over its segments plus their largest `activation_mb`; it is
+counted in bytes and must not exceed the limit.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ def evaluate_mapping(problem: MappingProblem, mapping: Sequence[int] | np.ndarra
     latency = problem.latency_ms[indices, slot]
     busy = np.bincount(slot, latency, problem.num_slots) + np.bincount(receiver, transfer, problem.num_slots)
     memory_bytes = np.zeros(problem.num_slots, dtype=np.int64)
+    peak_bytes = np.zeros(problem.num_slots, dtype=np.int64)
     np.add.at(memory_bytes, slot, problem.memory_bytes[indices, slot])
+    np.maximum.at(peak_bytes, slot, problem.activation_bytes[indices, slot])
+    memory_bytes += peak_bytes
     return MappingEvaluation(
         busy_ms=busy,
         serial_ms=float(latency.sum() + transfer.sum()),

@@ -1,12 +1,13 @@
 """The mapping problem: K segments in execution order, E edges between them, and S slots.
 
 A segment that cannot run on a slot has infinite latency there, an empty slot has a limit of 0 MB, and slots
-that are not connected have infinite transfer time.
+that are not connected have infinite transfer time. The segments on a slot keep their weights there and run
+one after the other: the slot needs the sum of their weights and the largest of their activations.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,14 +25,16 @@ class MappingProblem:
 
     Attributes:
         latency_ms: Latency of each segment on each slot, ms, float64 [K, S]; inf where it cannot run.
-        memory_mb: Memory of each segment, MB (1e6 bytes), float64 [K, S], or [K] if the same on all slots;
-            inf where it never fits.
+        memory_mb: Memory that each segment always occupies (weights), MB (1e6 bytes), float64 [K, S], or [K]
+            if the same on all slots; inf where it never fits.
         limit_mb: Memory of each slot, MB, float64 [S]; 0 without a chip, inf for no limit.
         src: Source segment of each edge, int64 [E].
         dst: Target segment of each edge, int64 [E]; greater than `src`.
         traffic_bytes: Bytes per sample or batch on each edge, float64 [E].
         fixed_ms: Transfer time of a message of any size, ms, float64 [S, S]; diagonal 0.
         ms_per_byte: Additional time per byte, ms, float64 [S, S]; diagonal 0. inf in either: not connected.
+        activation_mb: Memory that each segment needs in addition while it runs, MB, of the same shape as
+            `memory_mb`; 0 by default.
 
     Raises:
         InputError: A shape is wrong, a value is NaN, negative or infinite where it must not be, or an edge is
@@ -46,6 +49,7 @@ class MappingProblem:
     traffic_bytes: np.ndarray
     fixed_ms: np.ndarray
     ms_per_byte: np.ndarray
+    activation_mb: np.ndarray = field(default_factory=lambda: np.zeros(()))
 
     def __post_init__(self) -> None:
         latency = _to_floats(self.latency_ms, "latency_ms")
@@ -55,14 +59,14 @@ class MappingProblem:
                 "one of each"
             )
         segments, slots = latency.shape
-        memory = _to_floats(self.memory_mb, "memory_mb")
-        if memory.shape == (segments,):
-            memory = np.repeat(memory[:, None], slots, axis=1)
+        memory = _to_memory(self.memory_mb, "memory_mb", segments, slots)
+        activation = _to_memory(self.activation_mb, "activation_mb", segments, slots)
         traffic = _to_floats(self.traffic_bytes, "traffic_bytes")
         edges = len(traffic) if traffic.ndim == 1 else -1
         arrays = {
             "latency_ms": _check_array(latency, "latency_ms", (segments, slots)),
             "memory_mb": _check_array(memory, "memory_mb", (segments, slots)),
+            "activation_mb": _check_array(activation, "activation_mb", (segments, slots)),
             "limit_mb": _check_array(_to_floats(self.limit_mb, "limit_mb"), "limit_mb", (slots,)),
             "traffic_bytes": _check_array(traffic, "traffic_bytes", (edges,), finite=True),
             "fixed_ms": _check_array(_to_floats(self.fixed_ms, "fixed_ms"), "fixed_ms", (slots, slots)),
@@ -87,9 +91,11 @@ class MappingProblem:
                 f"edge {index} goes from segment {src[index]} to segment {dst[index]}; expected from a "
                 f"lower index to a higher one, both from 0 to {segments - 1}, in execution order"
             )
-        if np.where(np.isfinite(memory), memory, 0.0).max(axis=1).sum() > MAX_MB:
+        total = memory + activation
+        if np.where(np.isfinite(total), total, 0.0).max(axis=1).sum() > MAX_MB:
             raise InputError(
-                f"`memory_mb` adds up to more than {MAX_MB:.3g} MB; expected MB, not bytes (divide by 1e6)"
+                f"`memory_mb` and `activation_mb` add up to more than {MAX_MB:.3g} MB; expected MB, not "
+                "bytes (divide by 1e6)"
             )
         for name, value in arrays.items():
             value.setflags(write=False)
@@ -105,12 +111,14 @@ class MappingProblem:
         traffic_bytes: Any,
         fixed_ms: Any,
         ms_per_byte: Any,
+        activation_mb: Any = 0.0,
     ) -> MappingProblem:
         """Create a problem in which each segment feeds the next; `traffic_bytes` is [K - 1]."""
         dst = np.arange(1, len(latency_ms), dtype=np.int64)
         return cls(
             latency_ms=latency_ms, memory_mb=memory_mb, limit_mb=limit_mb, src=dst - 1, dst=dst,
             traffic_bytes=traffic_bytes, fixed_ms=fixed_ms, ms_per_byte=ms_per_byte,
+            activation_mb=activation_mb,
         )  # fmt: skip
 
     @property
@@ -131,26 +139,38 @@ class MappingProblem:
     @cached_property
     def memory_bytes(self) -> np.ndarray:
         """`memory_mb` in bytes, rounded up, int64 [K, S]; 0 where it is infinite."""
-        finite = np.where(np.isfinite(self.memory_mb), self.memory_mb, 0.0)
-        # Decimal fractions of a MB are exact up to a thousandth of a byte.
-        return np.ceil(np.maximum(finite * BYTES_PER_MB - 1e-3, 0.0)).astype(np.int64)
+        return _to_bytes(self.memory_mb)
+
+    @cached_property
+    def activation_bytes(self) -> np.ndarray:
+        """`activation_mb` in bytes, rounded up, int64 [K, S]; 0 where it is infinite."""
+        return _to_bytes(self.activation_mb)
 
     @cached_property
     def limit_bytes(self) -> np.ndarray:
         """`limit_mb` in bytes, rounded down, int64 [S]; at most what all segments together can need."""
-        max_bytes = float(self.memory_bytes.max(axis=1).sum() + 1)
+        max_bytes = float((self.memory_bytes + self.activation_bytes).max(axis=1).sum() + 1)
         return np.floor(np.minimum(self.limit_mb * BYTES_PER_MB + 1e-3, max_bytes)).astype(np.int64)
 
     @cached_property
     def allowed(self) -> np.ndarray:
         """Whether a segment fits alone on a slot and can run there, bool [K, S]."""
-        fits = np.isfinite(self.memory_mb) & (self.memory_bytes <= self.limit_bytes)
+        fits = np.isfinite(self.memory_mb + self.activation_mb)
+        fits &= self.memory_bytes + self.activation_bytes <= self.limit_bytes
         return np.isfinite(self.latency_ms) & fits & (self.limit_mb > 0.0)
 
     @cached_property
-    def min_bytes(self) -> np.ndarray:
-        """Memory of each segment on its best allowed slot, int64 [K]; the largest integer without one."""
-        return np.where(self.allowed, self.memory_bytes, np.iinfo(np.int64).max).min(axis=1)
+    def min_total_bytes(self) -> int:
+        """Lower bound of the memory on all slots together; every segment must have an allowed slot.
+
+        All weights and the largest activation of a segment, each on its best slot.
+        """
+        never = np.iinfo(np.int64).max
+        memory, activation = (
+            np.where(self.allowed, value, never).min(axis=1)
+            for value in (self.memory_bytes, self.activation_bytes)
+        )
+        return int(memory.sum() + activation.max())
 
     @cached_property
     def connected(self) -> np.ndarray:
@@ -172,7 +192,24 @@ class MappingProblem:
             traffic_bytes=self.traffic_bytes,
             fixed_ms=self.fixed_ms[np.ix_(slots, slots)],
             ms_per_byte=self.ms_per_byte[np.ix_(slots, slots)],
+            activation_mb=self.activation_mb[:, slots],
         )
+
+
+def _to_memory(value: Any, name: str, segments: int, slots: int) -> np.ndarray:
+    """Convert to float64 [K, S] if the value is a number, [K] or [K, S]."""
+    memory = _to_floats(value, name)
+    if memory.shape == (segments,):
+        memory = memory[:, None]
+    elif memory.shape:
+        return memory
+    return np.broadcast_to(memory, (segments, slots)).copy()
+
+
+def _to_bytes(memory_mb: np.ndarray) -> np.ndarray:
+    finite = np.where(np.isfinite(memory_mb), memory_mb, 0.0)
+    # Decimal fractions of a MB are exact up to a thousandth of a byte.
+    return np.ceil(np.maximum(finite * BYTES_PER_MB - 1e-3, 0.0)).astype(np.int64)
 
 
 def _to_floats(value: Any, name: str) -> np.ndarray:
@@ -218,22 +255,23 @@ def check_feasible(problem: MappingProblem) -> None:
                 f"segment {k} cannot run on any of the {int(usable.sum())} slots with a chip: its "
                 "`latency_ms` is infinite on all of them"
             )
-        if not np.isfinite(problem.memory_mb[k, runs[k]]).any():
+        total_mb = problem.memory_mb[k] + problem.activation_mb[k]
+        if not np.isfinite(total_mb[runs[k]]).any():
             raise InputError(
                 f"segment {k} does not fit on any of the {int(runs[k].sum())} slots that can run it: its "
-                "`memory_mb` is infinite on all of them"
+                "`memory_mb` or `activation_mb` is infinite on all of them"
             )
-        needed_mb = np.where(runs[k], problem.memory_mb[k], np.inf)
+        needed_mb = np.where(runs[k], total_mb, np.inf)
         shortage_mb = needed_mb - np.minimum(problem.limit_mb, MAX_MB)
         slot = int(shortage_mb.argmin())
         raise InputError(
-            f"segment {k} needs {problem.memory_mb[k, slot]:g} MB, but the largest slot that can run it has "
+            f"segment {k} needs {total_mb[slot]:g} MB, but the largest slot that can run it has "
             f"{problem.limit_mb[slot]:g} MB: {shortage_mb[slot]:.6g} MB are missing; split the segment or "
             "use a larger chip"
         )
-    missing_bytes = int(problem.min_bytes.sum() - problem.limit_bytes[usable].sum())
+    missing_bytes = problem.min_total_bytes - int(problem.limit_bytes[usable].sum())
     if missing_bytes > 0:
-        needed, capacity = _min_mb(problem).sum(), problem.limit_mb[usable].sum()
+        needed, capacity = problem.min_total_bytes / BYTES_PER_MB, problem.limit_mb[usable].sum()
         raise InputError(
             f"{problem.num_segments} segments need {needed:g} MB, but all {int(usable.sum())} slots with a "
             f"chip have {capacity:g} MB: {missing_bytes / BYTES_PER_MB:.6g} MB are missing; use more or "
@@ -243,18 +281,16 @@ def check_feasible(problem: MappingProblem) -> None:
 
 def make_infeasible_error(problem: MappingProblem) -> InputError:
     """Create the error for problems without a feasible mapping."""
-    needed, disconnected = _min_mb(problem), ~problem.connected
+    fits = problem.allowed
+    needed = np.where(fits, problem.memory_mb + problem.activation_mb, np.inf).min(axis=1)
+    disconnected = ~problem.connected
     network = ""
     if disconnected.any():
         a, b = np.argwhere(disconnected)[0].tolist()
         network = f", and {int(disconnected.sum())} pairs of slots are not connected (such as {a} to {b})"
     return InputError(
-        f"no mapping is feasible: {problem.num_segments} segments of {needed.sum():g} MB in total, the "
-        f"largest with {needed.max():g} MB, do not fit on {problem.num_slots} slots with "
-        f"{problem.limit_mb.sum():g} MB in total, the largest with {problem.limit_mb.max():g} MB{network}; "
-        "use smaller segments or larger chips"
+        f"no mapping is feasible: {problem.num_segments} segments of "
+        f"{problem.min_total_bytes / BYTES_PER_MB:g} MB in total, the largest with {needed.max():g} MB, do "
+        f"not fit on {problem.num_slots} slots with {problem.limit_mb.sum():g} MB in total, the largest with "
+        f"{problem.limit_mb.max():g} MB{network}; use smaller segments or larger chips"
     )
-
-
-def _min_mb(problem: MappingProblem) -> np.ndarray:
-    return np.where(problem.allowed, problem.memory_mb, np.inf).min(axis=1)

@@ -13,6 +13,8 @@ home waits for all of them:
 - `energy_mj`: power times time of all layers, transfers, and idle power of slots while they do not compute,
   over the period (over `serial_ms` in serial mode).
 - `imbalance_ms`: the largest busy time minus the mean over used slots.
+- `memory_mb[s]`: the weights of all layers and parts on a slot, and the largest activations of one of them,
+  because a slot runs them one after the other.
 
     objective = w_latency * total_latency_ms + w_comm * comm_ms + w_balance * imbalance_ms
 """
@@ -21,11 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from sparseflow.codesign.hardware.network import Network
 from sparseflow.codesign.mapping.objective import MODES, Mode
+from sparseflow.codesign.mapping.problem import BYTES_PER_MB
+from sparseflow.codesign.workload.layers import check_chain, compute_part_weight_bytes
 from sparseflow.codesign.workload.splits import LayerSplit, compute_return_bytes
 from sparseflow.core.checks import check_non_negative, check_one_of
 from sparseflow.core.layers import LayerNode
@@ -43,13 +48,13 @@ class LayerCosts:
         layers: The L layers.
         latency_ms: ms, float64 [L, S]; infinite on an empty slot.
         power_w: Power while the layer runs, W, float64 [L, S].
-        memory_mb: MB (1e6 bytes), float64 [L].
+        memory_mb: Memory of each layer alone, weights and activations, MB (1e6 bytes), float64 [L].
         limit_mb: Memory of each slot, MB, float64 [S]; 0 for an empty slot.
         idle_w: Idle power, W, float64 [S].
         network: Network between the slots.
 
     Raises:
-        InputError: Shapes differ, or a cost is NaN or negative.
+        InputError: Shapes differ, a cost is NaN or negative, or the layers are no chain; see `check_chain`.
     """
 
     layers: tuple[LayerNode, ...]
@@ -61,6 +66,7 @@ class LayerCosts:
     network: Network
 
     def __post_init__(self) -> None:
+        check_chain(self.layers)
         count, slots = len(self.layers), self.network.num_slots
         for name, shape in (
             ("latency_ms", (count, slots)), ("power_w", (count, slots)), ("memory_mb", (count,)),
@@ -77,6 +83,16 @@ class LayerCosts:
     def num_slots(self) -> int:
         return self.network.num_slots
 
+    @cached_property
+    def weight_mb(self) -> np.ndarray:
+        """Memory of the weights of each layer, MB, float64 [L]."""
+        return np.array([layer.weight_bytes for layer in self.layers]) / BYTES_PER_MB
+
+    @cached_property
+    def activation_mb(self) -> np.ndarray:
+        """Memory that each layer needs besides its weights while it runs, MB, float64 [L]."""
+        return np.maximum(self.memory_mb - self.weight_mb, 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartCosts:
@@ -85,7 +101,7 @@ class PartCosts:
     Attributes:
         latency_ms: Latency of each part, ms.
         power_w: Power of each part while it runs, W.
-        memory_mb: Memory of each part, MB.
+        memory_mb: Memory of each part alone, weights and activations, MB.
 
     Raises:
         InputError: Lengths differ, or a cost is NaN or negative.
@@ -144,7 +160,7 @@ class HwStats:
         imbalance_ms: Largest `busy_ms` minus the mean over used slots, ms.
         busy_ms: Occupancy of each slot, ms.
         compute_ms: Compute time of each slot, at most `busy_ms`, ms.
-        memory_mb: Memory on each slot, MB (1e6 bytes).
+        memory_mb: Peak memory on each slot, MB (1e6 bytes).
     """
 
     objective: float
@@ -192,16 +208,23 @@ def is_feasible(
 def compute_memory_mb(
     costs: LayerCosts, assignment: Sequence[int], splits: Mapping[int, tuple[LayerSplit, PartCosts]]
 ) -> np.ndarray:
-    """Memory on each slot, MB, float64 [S]: sum over its layers and parts."""
-    memory_mb = np.zeros(costs.num_slots)
-    for layer, slot in enumerate(assignment):
-        if layer not in splits:
-            memory_mb[slot] += costs.memory_mb[layer]
+    """Peak memory on each slot, MB, float64 [S]; see the module."""
+    weights_mb, peak_mb = np.zeros(costs.num_slots), np.zeros(costs.num_slots)
+
+    def add(slot: int, weight_mb: float, activation_mb: float) -> None:
+        weights_mb[slot] += weight_mb
+        peak_mb[slot] = max(peak_mb[slot], activation_mb)
+
+    layer_weights_mb, activation_mb = costs.weight_mb, costs.activation_mb
+    for index, slot in enumerate(assignment):
+        if index not in splits:
+            add(slot, layer_weights_mb[index], activation_mb[index])
             continue
-        split, parts = splits[layer]
-        for part_slot, size in zip(split.slots, parts.memory_mb, strict=True):
-            memory_mb[part_slot] += size
-    return memory_mb
+        (split, parts), layer = splits[index], costs.layers[index]
+        for part_slot, size, memory_mb in zip(split.slots, split.sizes, parts.memory_mb, strict=True):
+            part_mb = compute_part_weight_bytes(layer, size) / BYTES_PER_MB
+            add(part_slot, part_mb, max(memory_mb - part_mb, 0.0))
+    return weights_mb + peak_mb
 
 
 def evaluate_plan(

@@ -144,7 +144,8 @@ class PartitionPlanner:
             idle_w=np.array([0.0 if chip is None else chip.idle_w for chip in chips]),
             network=network,
         )  # fmt: skip
-        required, available = float(costs.memory_mb.sum()), float(costs.limit_mb.sum())
+        required = float(costs.weight_mb.sum() + costs.activation_mb.max())
+        available = float(costs.limit_mb.sum())
         if required > available + ROUNDING_MB:
             raise InputError(
                 f"the model needs {required:.6g} MB, but all {len(occupied)} chips have {available:.6g} MB: "
@@ -268,7 +269,8 @@ def build_mapping_problem(costs: LayerCosts, graph: SegmentGraph) -> MappingProb
     groups = [list(segment.layer_ids) for segment in graph.segments]
     return MappingProblem(
         latency_ms=np.stack([costs.latency_ms[group].sum(0) for group in groups]),
-        memory_mb=np.array([costs.memory_mb[group].sum() for group in groups]),
+        memory_mb=np.array([costs.weight_mb[group].sum() for group in groups]),
+        activation_mb=np.array([costs.activation_mb[group].max() for group in groups]),
         limit_mb=costs.limit_mb,
         src=np.array([edge.src for edge in graph.edges], dtype=np.int64),
         dst=np.array([edge.dst for edge in graph.edges], dtype=np.int64),

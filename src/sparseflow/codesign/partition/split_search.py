@@ -18,11 +18,12 @@ from sparseflow.codesign.partition.objective import (
     is_feasible,
 )
 from sparseflow.codesign.workload.layers import to_float
-from sparseflow.codesign.workload.segments import SegmentGraph
+from sparseflow.codesign.workload.segments import SegmentGraph, build_chain
 from sparseflow.codesign.workload.splits import LayerSplit
 from sparseflow.core.checks import check_at_least, check_non_negative
 from sparseflow.core.config import StrictModel
 from sparseflow.core.layers import LayerNode
+from sparseflow.errors import InputError
 
 LayerSplits = Mapping[int, tuple[LayerSplit, PartCosts]]
 UnitOrders = Callable[[int], Sequence[int]]
@@ -152,10 +153,13 @@ class SplitSearch:
 
     Args:
         costs: Cost of each layer on each slot.
-        graph: Coarse segments.
+        graph: Coarse segments, a chain of all layers.
         weights: Weights of the objective.
         config: Criteria for splits.
         part_costs: Computes the cost of parts.
+
+    Raises:
+        InputError: The segments are no chain of the layers.
     """
 
     def __init__(
@@ -166,6 +170,14 @@ class SplitSearch:
         config: PartitionConfig,
         part_costs: PartCostFunction,
     ) -> None:
+        if (
+            build_chain(costs.layers, [(segment.layer_ids or (-1,))[0] for segment in graph.segments])
+            != graph
+        ):
+            raise InputError(
+                "the segments and edges are no chain of the layers; models with branches are not supported, "
+                "so build the segments with `build_chain`"
+            )
         self._costs, self._graph, self._weights = costs, graph, weights
         self._config, self._part_costs = config, part_costs
         self._segment = {layer: segment.id for segment in graph.segments for layer in segment.layer_ids}

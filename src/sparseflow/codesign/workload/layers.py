@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 from annotated_types import MinLen
@@ -34,7 +37,7 @@ def slice_layer(layer: LayerNode, units: int) -> LayerNode:
     fraction = units / layer.units
     io_bytes = layer.split_in_bytes + layer.split_out_bytes
     inner_bytes = max(0, layer.memory_bytes - layer.weight_bytes - io_bytes)
-    weights = round(layer.weight_bytes * fraction)
+    weights = compute_part_weight_bytes(layer, units)
     heads = layer.num_heads if layer.layer_type != "attention" else units
     return replace(
         layer,
@@ -46,6 +49,43 @@ def slice_layer(layer: LayerNode, units: int) -> LayerNode:
         mlp_ratio=layer.mlp_ratio * fraction,
         units=units,
     )
+
+
+def compute_part_weight_bytes(layer: LayerNode, units: int) -> int:
+    """Bytes of the parameters of a part of a layer with some of its units."""
+    return round(layer.weight_bytes * (units / layer.units))
+
+
+_SIZES = (
+    "weight_bytes",
+    "memory_bytes",
+    "traffic_in_bytes",
+    "traffic_out_bytes",
+    "split_in_bytes",
+    "split_out_bytes",
+)
+
+
+def check_chain(layers: Sequence[LayerNode]) -> None:
+    """Check that layers form a chain: ids count from 0, sizes are at least 0, and each feeds the next.
+
+    Raises:
+        InputError: The layers are no such chain.
+    """
+    for index, layer in enumerate(layers):
+        if layer.id != index:
+            raise InputError(f"layer {layer.name} has the id {layer.id}; ids must count from 0, here {index}")
+        for name in _SIZES:
+            size = getattr(layer, name)
+            if not (math.isfinite(size) and size >= 0):
+                raise InputError(f"`{name}` (={size}) of layer {layer.name} must be finite and at least 0")
+    for layer, following in pairwise(layers):
+        if layer.traffic_out_bytes != following.traffic_in_bytes:
+            raise InputError(
+                f"layer {layer.name} sends {layer.traffic_out_bytes} bytes, but the next layer, "
+                f"{following.name}, receives {following.traffic_in_bytes}; both must be equal, because each "
+                "layer feeds the next (models with branches are not supported)"
+            )
 
 
 _RECORD_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "float | Tensor": float}
@@ -69,9 +109,8 @@ def _parse_layer(record: object) -> LayerNode:
     return LayerNode(**_LayerRecord.model_validate(record).model_dump())
 
 
-def _check_ids(layers: list[LayerNode]) -> list[LayerNode]:
-    if [layer.id for layer in layers] != list(range(len(layers))):
-        raise ValueError("ids must count from 0")
+def _check_layers(layers: list[LayerNode]) -> list[LayerNode]:
+    check_chain(layers)
     return layers
 
 
@@ -87,5 +126,5 @@ class _LayerSchema:
 LayerField = Annotated[LayerNode, _LayerSchema()]
 """A layer as a field of a pydantic model."""
 
-LayersField = Annotated[list[LayerField], MinLen(1), AfterValidator(_check_ids)]
+LayersField = Annotated[list[LayerField], MinLen(1), AfterValidator(_check_layers)]
 """All layers of a model, in order, as a field of a pydantic model."""

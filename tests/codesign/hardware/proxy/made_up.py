@@ -12,7 +12,7 @@ from sparseflow.core.layers import LayerNode
 
 GPU = DeviceSpec(
     name="made-up", peak_flops=4e14, peak_bw=2e12, mem_gb=80, tdp_w=500, idle_w=60, cores=100,
-    rates=(("float32", 4e13),),
+    rates=(("float32", 4e13), ("bfloat16", 4e14)),
 )  # fmt: skip
 
 

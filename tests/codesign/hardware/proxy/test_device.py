@@ -17,8 +17,8 @@ from tests.codesign.hardware.proxy.made_up import GPU
 def test_from_chip() -> None:
     chip = read_library().get_chip("h200")
     spec = DeviceSpec.from_chip(chip, cores=132)
-    assert (spec.name, spec.peak_flops, spec.tdp_w, spec.cores) == ("h200", chip.peak_flops, 700, 132)
-    assert spec.rate("float32") == spec.rate("bfloat16") == chip.peak_flops
+    assert (spec.name, spec.peak_flops, spec.tdp_w, spec.cores) == ("h200", 989e12, 700, 132)
+    assert (spec.rate("float64"), spec.rate("float32"), spec.rate("bfloat16")) == (67e12, 67e12, 989e12)
     assert DeviceSpec.from_chip(spec) is spec
 
 
@@ -26,7 +26,7 @@ def test_from_chip() -> None:
     "wrong",
     [
         {"name": ""}, {"peak_flops": 0.0}, {"peak_bw": float("nan")}, {"tdp_w": -1.0}, {"idle_w": 501.0},
-        {"cores": 0}, {"rates": (("int8", 1e15),)}, {"rates": (("float32", 0.0),)},
+        {"cores": 0}, {"rates": (("int8", 1e15),)}, {"rates": (("float32", 0.0),)}, {"rates": ()},
     ],
 )  # fmt: skip
 def test_invalid_specification_is_refused(wrong: dict) -> None:
@@ -67,12 +67,10 @@ def test_measure_device_uses_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measure_ceilings", lambda device: record)
     spec = measure_device("cpu", tdp_w=65.0)
     assert (spec.peak_flops, spec.peak_bw, spec.tdp_w, spec.idle_w) == (2e11, 1e10, 65.0, 0.0)
-    assert (
-        spec.rate("float32") == 1e11
-        and spec.rate("float16") == 2e11
-        and spec.cores is not None
-        and spec.mem_gb > 0.0
-    )
+    assert dict(spec.rates) == {"float32": 1e11, "bfloat16": 2e11}
+    assert spec.cores is not None and spec.mem_gb > 0.0
+    with pytest.raises(InputError, match=r"has no FLOP/s for float16, only for float32, bfloat16; add it"):
+        spec.rate("float16")
 
 
 def test_measure_device_on_cpu_needs_tdp() -> None:

@@ -93,7 +93,9 @@ def test_fit_proxy_ignores_analytic_points() -> None:
 
 
 def test_fit_proxy_of_two_devices() -> None:
-    slow = replace(GPU, name="slow", peak_flops=1e14, peak_bw=5e11, rates=())
+    slow = replace(
+        GPU, name="slow", peak_flops=1e14, peak_bw=5e11, rates=(("float32", 1e14), ("bfloat16", 1e14))
+    )
     present = points(60)
     both = present + [change(point, device=slow, lat_ms=10.0 * point.lat_ms) for point in present]
     proxy = fit_proxy(both, num_folds=0, training=replace(QUICK, steps=200))

@@ -35,7 +35,8 @@ def test_analytic_proxy_predicts_library_chips() -> None:
     for index, layer in enumerate(LAYERS):
         for slot, chip in enumerate(chips):
             assert proxy.get_source(chip, layer) == "analytic"
-            expected = 1e3 * max(float(layer.flops) / chip.peak_flops, float(layer.bytes) / chip.peak_bw)
+            peak_flops = chip.peak_flops[layer.precision]
+            expected = 1e3 * max(float(layer.flops) / peak_flops, float(layer.bytes) / chip.peak_bw)
             assert result["lat_ms"][index, slot] == pytest.approx(expected)
             assert result["mem_mb"][index, slot] == pytest.approx(layer.memory_bytes / 1e6)
             assert chip.idle_w < result["power_w"][index, slot] <= chip.tdp_w

@@ -27,7 +27,9 @@ from sparseflow.core.device import describe_device
 from sparseflow.core.layers import LAYER_TYPES, LayeredModel, LayerNode
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 
-HERE = DeviceSpec(name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2)
+HERE = DeviceSpec(
+    name="here", peak_flops=1e11, peak_bw=1e10, mem_gb=8.0, tdp_w=50.0, cores=2, rates=(("float32", 1e11),)
+)
 QUICK = ProfileConfig(repeats=3, warmup=1, sample_ms=0.0)
 SMALL = LayerGrid(batch=(1, 2), seq_len=(16, 64), embed_dim=(64, 128), rows=128, flops=1e8)
 

@@ -26,16 +26,16 @@ class DeviceSpec:
 
     Attributes:
         name: Name that measurements and fitted proxies refer to.
-        peak_flops: FLOP/s.
+        peak_flops: FLOP/s at the fastest precision.
         peak_bw: Memory bandwidth, bytes/s.
         mem_gb: Memory, GB (1e9 bytes).
         tdp_w: Power at full load, W.
+        rates: Pairs (precision, FLOP/s); the device cannot run layers of other precisions.
         idle_w: Idle power, W.
         cores: Multiprocessors of a GPU, cores of a CPU; None if unknown, which disables the tile features.
-        rates: Pairs (precision, FLOP/s) for precisions whose rate is not `peak_flops`.
 
     Raises:
-        InputError: A value is out of range.
+        InputError: A value is out of range, or there are no rates.
     """
 
     name: str
@@ -43,13 +43,14 @@ class DeviceSpec:
     peak_bw: float
     mem_gb: float
     tdp_w: float
+    rates: tuple[tuple[str, float], ...]
     idle_w: float = 0.0
     cores: int | None = None
-    rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
             raise InputError("`name` of a device must not be empty")
+        check_at_least(1, num_rates=len(self.rates))
         rates = {f"rates[{precision!r}]": rate for precision, rate in self.rates}
         check_positive(
             peak_flops=self.peak_flops, peak_bw=self.peak_bw, mem_gb=self.mem_gb, tdp_w=self.tdp_w, **rates
@@ -60,8 +61,18 @@ class DeviceSpec:
             check_one_of(PRECISIONS, rates=precision)
 
     def rate(self, precision: str) -> float:
-        """FLOP/s at a precision."""
-        return dict(self.rates).get(precision, self.peak_flops)
+        """FLOP/s at a precision.
+
+        Raises:
+            InputError: The rate is unknown.
+        """
+        rates = dict(self.rates)
+        if precision not in rates:
+            raise InputError(
+                f"{self.name} has no FLOP/s for {precision}, only for {', '.join(rates)}; add it to "
+                "`peak_flops` of the chip, or use another chip or precision"
+            )
+        return rates[precision]
 
     @classmethod
     def from_chip(cls, chip: ChipType | DeviceSpec, *, cores: int | None = None) -> DeviceSpec:
@@ -69,8 +80,9 @@ class DeviceSpec:
         if isinstance(chip, DeviceSpec):
             return chip
         return cls(
-            name=chip.name, peak_flops=chip.peak_flops, peak_bw=chip.peak_bw, mem_gb=chip.mem_gb,
-            tdp_w=chip.tdp_w, idle_w=chip.idle_w, cores=cores,
+            name=chip.name, peak_flops=max(chip.peak_flops.values()), peak_bw=chip.peak_bw,
+            mem_gb=chip.mem_gb, tdp_w=chip.tdp_w, rates=tuple(chip.peak_flops.items()), idle_w=chip.idle_w,
+            cores=cores,
         )  # fmt: skip
 
 

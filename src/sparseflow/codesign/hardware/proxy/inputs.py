@@ -39,7 +39,7 @@ class ProxyInputs:
         devices: Distinct devices.
         device: Index in `devices`, int64.
         rate: FLOP/s at the layer's precision.
-        peak_flops: FLOP/s.
+        peak_flops: FLOP/s at the fastest precision of the device.
         peak_bw: Bytes/s.
         tdp_w: W.
         idle_w: W.
@@ -71,7 +71,8 @@ class ProxyInputs:
         """Combine every layer with every device, [L, S].
 
         Raises:
-            InputError: There are no layers or devices, or a value of a layer is out of range.
+            InputError: There are no layers or devices, a value of a layer is out of range, or a device has no
+                rate for the precision of a layer.
         """
         return cls._build(layers, devices, torch.arange(len(devices))[None], lambda column: column[:, None])
 
@@ -108,7 +109,14 @@ class ProxyInputs:
         columns["type_index"] = torch.tensor([LAYER_TYPES.index(layer.layer_type) for layer in layers])
         columns["precision"] = torch.tensor([PRECISIONS.index(layer.precision) for layer in layers])
         columns = {name: reshape(column) for name, column in columns.items()}
-        rates = torch.tensor([[spec.rate(name) for name in PRECISIONS] for spec in devices], dtype=_DTYPE)
+        known = [dict(spec.rates) for spec in devices]
+        rates = torch.tensor(
+            [[row.get(name, math.nan) for name in PRECISIONS] for row in known], dtype=_DTYPE
+        )
+        rate = rates[device, columns["precision"]]
+        for position in rate.isnan().nonzero().tolist():
+            spec = devices[int(device.expand_as(rate)[tuple(position)])]
+            spec.rate(layers[position[0]].precision)  # raises the error of the first unknown rate
         specs = {
             name: torch.tensor([getattr(spec, name) or 0 for spec in devices], dtype=_DTYPE)[device]
             for name in ("peak_flops", "peak_bw", "tdp_w", "idle_w", "cores")
@@ -117,7 +125,7 @@ class ProxyInputs:
             **columns,
             devices=tuple(devices),
             device=device,
-            rate=rates[device, columns["precision"]],
+            rate=rate,
             **specs,
         )
 

@@ -25,7 +25,7 @@ class AnnealingState(NamedTuple):
     Attributes:
         slot: Slot of each segment, int64 [K].
         busy: Busy time, ms, float64 [S], without transfers between unconnected slots.
-        free_bytes: Free memory, bytes, int64 [S].
+        free_bytes: Memory without that of the segments, bytes, int64 [S]; their activations must fit into it.
         num_broken: Number of edges between unconnected slots, int64 [1].
         random: Generator state, uint64 [1].
         best: Lowest objective, float64 [1].
@@ -129,6 +129,19 @@ def move_segment(tables: ProblemArrays, state: AnnealingState, k: int, t: int) -
 
 
 @njit(nogil=True, error_model="numpy")
+def excess_bytes(tables: ProblemArrays, state: AnnealingState, s: int) -> int:
+    """Bytes by which the segments on slot s exceed its memory, or 0."""
+    free = state.free_bytes[s]
+    if free >= tables.max_activation[s]:
+        return 0
+    peak = 0
+    for k in range(len(state.slot)):
+        if state.slot[k] == s:
+            peak = max(peak, tables.activation[k, s])
+    return max(0, peak - free)
+
+
+@njit(nogil=True, error_model="numpy")
 def propose_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarray) -> int:
     """Propose a step: fill `moved_segments` and `targets`, and return the number of moved segments,
     possibly 0.
@@ -143,7 +156,7 @@ def propose_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndar
         if t == s:
             return 0
         moved[0], targets[0], n = k, t, 1
-        lacking = tables.memory[k, t] - state.free_bytes[t]
+        lacking = tables.memory[k, t] + tables.activation[k, t] - state.free_bytes[t]
         v = random_below(random, segments)
         for _ in range(segments):
             # Evict segments to the source slot or to a random one.
@@ -203,17 +216,19 @@ def apply_moves(tables: ProblemArrays, state: AnnealingState, targets: np.ndarra
     refused = 0
     for i in range(number):
         refused += tables.latency[state.moved_segments[i], targets[i]] == np.inf
-    if refused > 0 or (
-        number == 1 and state.free_bytes[targets[0]] < tables.memory[state.moved_segments[0], targets[0]]
-    ):
+    if refused > 0:
         return False
+    if number == 1:
+        k, t = state.moved_segments[0], targets[0]
+        if state.free_bytes[t] < tables.memory[k, t] + tables.activation[k, t]:
+            return False
     for s in range(len(state.busy)):
         state.previous_busy[s], state.previous_free_bytes[s] = state.busy[s], state.free_bytes[s]
     for i in range(number):
         state.previous_slot[i] = state.slot[state.moved_segments[i]]
         move_segment(tables, state, state.moved_segments[i], targets[i])
     for i in range(number):
-        refused += state.free_bytes[targets[i]] < 0
+        refused += excess_bytes(tables, state, targets[i]) > 0
     if refused > 0:
         undo_moves(state, number)
     return refused == 0
@@ -289,11 +304,11 @@ def anneal(
 def repair(tables: ProblemArrays, state: AnnealingState, steps: int) -> bool:
     """Random walk towards a mapping within memory limits; returns whether it succeeded."""
     segments, slots = tables.latency.shape
-    random, slot, free_bytes = state.random, state.slot, state.free_bytes
+    random, slot = state.random, state.slot
     for _ in range(steps):
         overfull, num_over = slots, 0
         for s in range(slots):
-            if free_bytes[s] < 0:
+            if excess_bytes(tables, state, s) > 0:
                 num_over += 1
                 if random_below(random, num_over) == 0:
                     overfull = s
@@ -310,18 +325,18 @@ def repair(tables: ProblemArrays, state: AnnealingState, steps: int) -> bool:
             continue
         if other < segments and tables.latency[other, overfull] == np.inf:
             continue
-        before = max(0, -free_bytes[overfull]) + max(0, -free_bytes[t])
+        before = excess_bytes(tables, state, overfull) + excess_bytes(tables, state, t)
         move_segment(tables, state, k, t)
         if other < segments:
             move_segment(tables, state, other, overfull)
-        after = max(0, -free_bytes[overfull]) + max(0, -free_bytes[t])
+        after = excess_bytes(tables, state, overfull) + excess_bytes(tables, state, t)
         if after > before and random_uniform(random) > 0.02:
             if other < segments:
                 move_segment(tables, state, other, t)
             move_segment(tables, state, k, overfull)
     short = 0
     for s in range(slots):
-        short += free_bytes[s] < 0
+        short += excess_bytes(tables, state, s) > 0
     return short == 0
 
 
@@ -342,7 +357,7 @@ def construct(
         state.slot[k] = -1
     for s in range(slots):
         state.busy[s], state.free_bytes[s] = 0.0, tables.limit[s]
-    added = np.empty(slots)
+    added, peak = np.empty(slots), np.zeros(slots, np.int64)
     fits = True
     for k in order:
         top, best, best_value, roomiest = 0.0, -1, np.inf, -1
@@ -353,7 +368,7 @@ def construct(
                 continue
             if roomiest < 0 or state.free_bytes[s] > state.free_bytes[roomiest]:
                 roomiest = s
-            if state.free_bytes[s] < tables.memory[k, s]:
+            if state.free_bytes[s] < tables.memory[k, s] + max(peak[s], tables.activation[k, s]):
                 continue
             own_ms, other_ms, broken = tables.latency[k, s], 0.0, 0
             for e in range(tables.in_start[k], tables.in_start[k + 1]):
@@ -383,5 +398,6 @@ def construct(
         state.slot[k] = best
         state.busy[best] += added[best]
         state.free_bytes[best] -= tables.memory[k, best]
+        peak[best] = max(peak[best], tables.activation[k, best])
     _recompute(tables, state)
     return fits or repair(tables, state, steps)

@@ -20,7 +20,8 @@ class BranchState(NamedTuple):
 
     Attributes:
         busy: Busy time, ms, float64 [F + 1, S].
-        free_bytes: Free memory, bytes, int64 [F + 1, S].
+        free_bytes: Memory without that of placed segments, bytes, int64 [F + 1, S].
+        peak_bytes: Largest activation of a placed segment, at most `free_bytes`, int64 [F + 1, S].
         busy_increase: Busy time that each unplaced segment would add to each slot, float64 [F + 1, K, S].
         cost: Weighted cost that it would add to the bound, float64 [F + 1, K, S].
         slot: Slot of each segment, -1 if unplaced, int64 [K].
@@ -36,6 +37,7 @@ class BranchState(NamedTuple):
 
     busy: np.ndarray
     free_bytes: np.ndarray
+    peak_bytes: np.ndarray
     busy_increase: np.ndarray
     cost: np.ndarray
     slot: np.ndarray
@@ -54,17 +56,19 @@ def place_segment(tables: ProblemArrays, search: BranchState, d: int, into: int,
     """Compute depth `into` from depth d by placing segment k on slot s; `search.slot[k]` is unchanged."""
     segments, slots = tables.latency.shape
     total = search.weights[2 * slots + 1]
-    busy, free_bytes = search.busy[into], search.free_bytes[into]
+    busy, free_bytes, peak_bytes = search.busy[into], search.free_bytes[into], search.peak_bytes[into]
     busy_increase, cost = search.busy_increase[into], search.cost[into]
     # Explicit loops, because row operations would add seconds to the compile time.
     for t in range(slots):
         busy[t], free_bytes[t] = search.busy[d, t], search.free_bytes[d, t]
+        peak_bytes[t] = search.peak_bytes[d, t]
     for v in range(segments):
         if search.slot[v] < 0:
             for t in range(slots):
                 busy_increase[v, t], cost[v, t] = search.busy_increase[d, v, t], search.cost[d, v, t]
     busy[s] += busy_increase[k, s]
     free_bytes[s] -= tables.memory[k, s]
+    peak_bytes[s] = max(peak_bytes[s], tables.activation[k, s])
     weight = search.weights[s] + total
     for e in range(tables.in_start[k], tables.in_start[k + 1]):
         u, size = tables.in_end[e], tables.in_bytes[e]
@@ -89,18 +93,27 @@ def place_segment(tables: ProblemArrays, search: BranchState, d: int, into: int,
 
 
 @njit(nogil=True, error_model="numpy")
+def fits_memory(tables: ProblemArrays, search: BranchState, d: int, k: int, s: int) -> bool:
+    """Whether slot s has enough memory for segment k at depth d."""
+    peak = max(search.peak_bytes[d, s], tables.activation[k, s])
+    return tables.memory[k, s] + peak <= search.free_bytes[d, s]
+
+
+@njit(nogil=True, error_model="numpy")
 def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) -> float:
     """Lower bound of all completions of depth d; segment k counts as placed."""
     segments, slots = tables.latency.shape
-    busy, free_bytes = search.busy[d], search.free_bytes[d]
+    busy = search.busy[d]
     busy_increase, cost = search.busy_increase[d], search.cost[d]
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
     weighted, top, busy_sum, capacity, required = 0.0, 0.0, 0.0, 0, 0
     for s in range(slots):
-        weighted += (search.weights[s] + total) * busy[s] - search.weights[slots + s] * free_bytes[s]
+        # The peak of a slot never decreases, so this memory is not available to other segments.
+        available = search.free_bytes[d, s] - search.peak_bytes[d, s]
+        weighted += (search.weights[s] + total) * busy[s] - search.weights[slots + s] * available
         top = max(top, busy[s])
         busy_sum += busy[s]
-        capacity += free_bytes[s]
+        capacity += available
     summed = busy_sum
     for v in range(segments):
         if search.slot[v] >= 0 or v == k:
@@ -110,7 +123,7 @@ def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) ->
         for s in range(slots):
             # Skip slots where this segment alone exceeds the best objective.
             single = period * (busy[s] + busy_increase[v, s]) + total * (busy_sum + busy_increase[v, s])
-            if tables.memory[v, s] <= free_bytes[s] and single < search.best[0]:
+            if fits_memory(tables, search, d, v, s) and single < search.best[0]:
                 least_cost = min(least_cost, cost[v, s])
                 least_own = min(least_own, busy_increase[v, s])
                 least_top = min(least_top, busy[s] + busy_increase[v, s])
@@ -131,7 +144,7 @@ def compute_bound(tables: ProblemArrays, search: BranchState, d: int, k: int) ->
 def select_segment(tables: ProblemArrays, search: BranchState, d: int) -> int:
     """Select the segment whose second-best slot costs most, or which has only one slot."""
     segments, slots = tables.latency.shape
-    busy, free_bytes = search.busy[d], search.free_bytes[d]
+    busy = search.busy[d]
     busy_increase, cost = search.busy_increase[d], search.cost[d]
     period, total = search.weights[2 * slots], search.weights[2 * slots + 1]
     best, max_cost = -1, -1.0
@@ -141,7 +154,7 @@ def select_segment(tables: ProblemArrays, search: BranchState, d: int) -> int:
         first, second = np.inf, np.inf
         for s in range(slots):
             single = period * (busy[s] + busy_increase[v, s]) + total * busy_increase[v, s]
-            if tables.memory[v, s] <= free_bytes[s] and single < search.best[0]:
+            if fits_memory(tables, search, d, v, s) and single < search.best[0]:
                 if cost[v, s] < first:
                     first, second = cost[v, s], first
                 elif cost[v, s] < second:
@@ -159,7 +172,7 @@ def expand_node(tables: ProblemArrays, search: BranchState, d: int) -> None:
     search.next_segment[d] = k
     number = 0
     for s in range(slots):
-        if tables.memory[k, s] > search.free_bytes[d, s] or search.busy_increase[d, k, s] == np.inf:
+        if not fits_memory(tables, search, d, k, s) or search.busy_increase[d, k, s] == np.inf:
             continue
         # Of interchangeable empty slots, only the first allowed one is tried.
         equal = tables.equal_slot[s]

@@ -72,15 +72,16 @@ def fill_table(
                     fixed, per_byte = 0.0, 0.0
                     if mask:
                         fixed, per_byte = tables.fixed[s, t], tables.per_byte[s, t]
-                    run, run_memory = 0.0, 0
+                    run, run_memory, run_peak = 0.0, 0, 0
                     row = ((mask | (1 << t)) * slots + t) * width
                     for end in range(j + 1, width):
                         run += tables.latency[end - 1, t]
                         run_memory += tables.memory[end - 1, t]
+                        run_peak = max(run_peak, tables.activation[end - 1, t])
                         busy = run
                         if count[j, end] > 0.0:
                             busy += count[j, end] * fixed + size[j, end] * per_byte
-                        if run_memory > tables.limit[t] or not busy <= cap or busy == np.inf:
+                        if run_memory + run_peak > tables.limit[t] or not busy <= cap or busy == np.inf:
                             break
                         candidate = max(prefix_value, busy) if by_period else prefix_value + busy
                         if not candidate < best:
