@@ -55,6 +55,9 @@ def test_flops_without_rule_marked() -> None:
     # An operator with the name of an ONNX operator.
     assert count_flops("Conv", {}, (t(9),), (t(4, 8),)) == (32.0, False)
     assert count_flops("Attention", {}, (t(9), t(8, 24)), (t(4, 8),)) == (32.0, False)
+    # Implementations that are hundreds of times slower than their work suggests.
+    assert not count_flops("Resize", {"mode": "cubic"}, (t(1, 2, 4, 4),), (t(1, 2, 8, 8),))[1]
+    assert not count_flops("LRN", {}, (t(1, 2, 4, 4),), (t(1, 2, 4, 4),))[1]
     # ONNX's own attention reads query, key and value.
     assert count_flops("Attention", HEADS, (t(1, 5, 8), t(1, 7, 8), t(1, 7, 8)), (t(1, 5, 8),)) == (
         40.0,

@@ -214,6 +214,14 @@ def test_predict_unknown_work_has_no_bound(
         assert {k["high_ms"] for k in record["per_kernel"] if k["op"] == op} == {None}
 
 
+def test_predict_impossible_latency_raises(made_up: MadeUp) -> None:
+    graph = made_up.graphs[0]
+    measured_ms = dict.fromkeys(made_up.predictor.measured_ms, 1e308)
+    damaged = made_up.predictor.model_copy(update={"measured_ms": measured_ms})
+    with pytest.raises(FileFormatError, match="is damaged, its latency is"):
+        damaged.predict(graph, {"others": 0.5})
+
+
 def test_predict_says_training_was_disturbed(made_up: MadeUp, unseen: Graph) -> None:
     disturbed = made_up.predictor.model_copy(update={"other_load": 0.97})
     assert "other work used 97 %" in disturbed.predict(unseen).notes[0]

@@ -33,7 +33,7 @@ FLOPS_PER_ELEMENT: Mapping[str, int] = {
     "Gelu": 14, "FastGelu": 14, "BiasGelu": 15, "Softmax": 8, "LogSoftmax": 12, "BiasSoftmax": 9,
     "LayerNormalization": 8, "SimplifiedLayerNormalization": 5, "RMSNormalization": 5,
     "SkipLayerNormalization": 9, "SkipSimplifiedLayerNormalization": 6, "InstanceNormalization": 8,
-    "GroupNormalization": 8, "GroupNorm": 8, "LpNormalization": 4, "LRN": 12,
+    "GroupNormalization": 8, "GroupNorm": 8, "LpNormalization": 4,
 }  # fmt: skip
 """Operator -> operations per element of its first output."""
 
@@ -53,7 +53,7 @@ SELECTION_OPS = frozenset({"Gather", "GatherElements", "GatherND", "Slice", "Spl
 _REDUCTION_FLOPS = {
     "ReduceMean": 1, "ReduceSum": 1, "ReduceMax": 1, "ReduceMin": 1, "ReduceProd": 1, "ReduceL1": 2,
     "ReduceL2": 2, "ReduceSumSquare": 2, "ReduceLogSum": 1, "ReduceLogSumExp": 6, "ArgMax": 1, "ArgMin": 1,
-    "CumSum": 1, "GlobalAveragePool": 1, "GlobalMaxPool": 1, "GlobalLpPool": 2,
+    "CumSum": 1, "GlobalAveragePool": 1, "GlobalMaxPool": 1,
 }  # fmt: skip
 """Operator -> operations per element of its first input."""
 
@@ -95,7 +95,10 @@ def _count_pool(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> fl
 
 
 def _count_resize(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
-    taps = {"nearest": 1, "linear": 2, "cubic": 4}.get(attributes.get("mode", "nearest"), 2)
+    mode = attributes.get("mode", "nearest")
+    taps = {"nearest": 1, "linear": 2}.get(mode)
+    if taps is None:
+        raise ValueError(f"the mode {mode}, whose time per operation is far above that of others")
     spatial = max(len(outputs[0].shape) - 2, 0)
     return float(outputs[0].elements * (0 if taps == 1 else 2 * taps**spatial))
 
@@ -135,7 +138,7 @@ _RULES: Mapping[str, Callable[[Attributes, Tensors, Tensors], float]] = {
     **dict.fromkeys(
         ("MatMul", "FusedMatMul", "TransposeMatMul", "FusedMatMulActivation", "MatMulInteger"), _count_matmul
     ),
-    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "NhwcMaxPool"), _count_pool),
+    **dict.fromkeys(("MaxPool", "AveragePool", "NhwcMaxPool"), _count_pool),
     **dict.fromkeys(("Resize", "Upsample"), _count_resize),
     "Attention": _count_attention,
     "MultiHeadAttention": _count_multi_head,

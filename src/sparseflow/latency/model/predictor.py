@@ -17,6 +17,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.core.metrics import quantile
+from sparseflow.errors import FileFormatError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
@@ -28,6 +29,9 @@ from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 
 MAX_IDLE_SLOWDOWN = 1.03
 """Maximum slowdown at which the interval of idle models applies."""
+
+MAX_MS = 1e12
+"""Maximum latency, milliseconds: three decades."""
 
 MAX_GUESS_SHARE = 0.05
 """Largest share of a latency that may come from operators without measurements."""
@@ -181,10 +185,13 @@ class Predictor(Artifact):
 
         Raises:
             DeviceError: The load lacks the metric of the contention model.
+            FileFormatError: The predictor is damaged and gives an impossible latency.
             InputError: The share is not in [0, 1], or the predictor was trained on idle measurements only.
         """
         isolated_ms, composed = self.compose(graph)
         idle_ms = composed.total_ms
+        if not 0.0 < idle_ms <= MAX_MS:
+            raise FileFormatError(f"the predictor is damaged, its latency is {idle_ms:g} ms; {self.HINT}")
         delays_ms = self._compute_delays_ms(graph, composed, isolated_ms)
         total_delay_ms = _sum_delays_ms(composed, delays_ms) + self.contention.compute_delay_ms(
             composed.call_ms, _LAUNCH_ONLY

@@ -21,8 +21,11 @@ _PEAK_QUANTILE = 0.995
 _MIN_LAUNCHES = 4.0
 """Minimum latency, in launch overheads, of kernels that determine rates; launches dominate shorter ones."""
 
-UNMEASURED_FACTOR = 10.0
-"""Factor within which the latency of an operator that was never measured is known."""
+UNMEASURED_LOW, UNMEASURED_HIGH = 0.1, 100.0
+"""Interval of the latency over its estimate for an operator that was never measured.
+
+On a CPU 52 of 55 operators of ONNX were inside, and the largest ratios were 169 to 765.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +94,14 @@ class Roofline:
     def estimate_ms(self, kernel: KernelSpec) -> tuple[float, float, float]:
         """Return typical latency, low and high end of a kernel whose operator was never measured.
 
-        Its latency is known to an order of magnitude if its work is. Otherwise nothing bounds it: the ends
-        are 0 and infinity.
+        If its work is known, its latency is within `UNMEASURED_LOW` and `UNMEASURED_HIGH` times the typical
+        one. Otherwise nothing bounds it: the ends are 0 and infinity.
         """
         work = self.compute_work_ms(kernel)
         low, typical, high = (self.launch_ms + work * r for r in (self.low, self.typical, self.high))
         if not kernel.flops_known:
             return typical, 0.0, math.inf
-        return typical, min(low, typical / UNMEASURED_FACTOR), max(high, typical * UNMEASURED_FACTOR)
+        return typical, min(low, typical * UNMEASURED_LOW), max(high, typical * UNMEASURED_HIGH)
 
     def compute_bottleneck_shares(self, kernel: KernelSpec, latency_ms: float) -> tuple[float, float, float]:
         """Return the shares of arithmetic, memory and launch in a kernel's latency; they sum to 1."""
