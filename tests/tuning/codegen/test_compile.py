@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -191,6 +192,16 @@ def test_cache_unwritable_dir_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError):
         compile_source(SOURCE, cache_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["put", "keep_failed_source"])
+def test_cache_full_disk_raises(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", fail)  # publishes files of both functions
+    with pytest.raises(RunError, match=r"No space left on device.*SPARSEFLOW_CACHE"):
+        compile_source(SOURCE if name == "put" else "not C", cache_dir=tmp_path)
 
 
 def test_cache_default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import os
 import pickle
@@ -18,7 +19,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from sparseflow.errors import DeviceError, FileFormatError, InputError
+from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen import kernel as module
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, KernelFile, LibraryKernel, load
 from sparseflow.tuning.codegen.program import build_program
@@ -462,6 +463,19 @@ def test_load_without_cache_recompiles(make: Make, tmp_path: Path) -> None:
     result = load(tmp_path / "kernel", cache_dir=tmp_path / "elsewhere")
     inputs = kernel.problem.generate_inputs()
     assert np.array_equal(result(*inputs), kernel(*inputs))
+
+
+def test_load_without_right_to_execute_raises(
+    make: Make, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("spmv").save(tmp_path / "kernel")
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(RunError, match="SPARSEFLOW_CACHE"):
+        load(tmp_path / "kernel", cache_dir=cache)
 
 
 def test_load_missing_file_raises(tmp_path: Path) -> None:

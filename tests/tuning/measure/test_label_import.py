@@ -222,6 +222,17 @@ def test_import_damaged_matrix_gives_warning(tmp_path: Path) -> None:
     assert [str(tmp_path / "a.mtx") in warning for warning in result.warnings][:1] == [True]
 
 
+def test_import_huge_sizes_are_rejected(tmp_path: Path) -> None:
+    valid = SPMM_LINE
+    huge = valid.replace("i0 256 i1 16", f"i0 {10**17} i1 {10**17}")
+    assert huge != valid
+    file = table(tmp_path, *[f"a\t{huge}\t1"] * 2, f"a\t{valid}\t1")
+    result = import_labels(file, tmp_path / "out", **spmm())
+    assert (result.rows, [kind for _, kind, _ in result.rejected]) == (1, ["size", "size"])
+    with pytest.raises(InputError, match="n_cols"):
+        import_labels(file, tmp_path / "other", **spmm(n_cols=10**30))
+
+
 def test_import_gzip_bomb_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_files, "_FREE_BYTES", 1 << 20)
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(bytes(2 << 20)))

@@ -39,6 +39,7 @@ from sparseflow.tuning.measure.labels import (
 )
 from sparseflow.tuning.schedule.matrices import SparsityPattern
 from sparseflow.tuning.schedule.matrix_files import SUFFIXES, read_decompressed, read_matrix
+from sparseflow.tuning.schedule.matrix_market import MAX_EXTENT
 from sparseflow.tuning.schedule.operators import Operator, get_operator
 from sparseflow.tuning.schedule.schedule import Schedule, parse_labeled_line
 
@@ -343,11 +344,16 @@ def _determine_extents(
 
 
 def _estimate_extents(op: Operator, schedules: list[Schedule]) -> dict[str, int]:
-    """Return axis -> median extent that the splits of a schedule cover, for axes that are split."""
+    """Return axis -> median extent that the splits of a schedule cover, for axes that are split.
+
+    Extents outside of the possible ones are ignored; their schedules are rejected later.
+    """
     products: dict[str, list[int]] = {}
     for schedule in schedules:
         for split in schedule.fsplit + schedule.lsplit:
-            products.setdefault(split.axis, []).append(math.prod(size for _, size in split.parts))
+            product = math.prod(size for _, size in split.parts)
+            if 1 <= product <= MAX_EXTENT:
+                products.setdefault(split.axis, []).append(product)
     return {axis: statistics.median_low(products[axis]) for axis in op.axes if axis in products}
 
 

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sparseflow.core.artifact import Artifact
-from sparseflow.core.checks import check_at_least, check_one_of
+from sparseflow.core.checks import check_at_least, check_between, check_one_of
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, SparsityPattern
+from sparseflow.tuning.schedule.matrix_market import MAX_EXTENT
 from sparseflow.tuning.schedule.operators import OPERATORS
 
 if TYPE_CHECKING:
@@ -93,12 +94,16 @@ class TuningTask:
         check_one_of(OPERATORS, operator=self.operator)
         check_one_of([str(dtype) for dtype in FLOAT_DTYPES], dtype=self.dtype)
         rows, cols = self.shape
-        check_at_least(1, rows=rows, cols=cols, threads=self.threads)
-        check_at_least(0, nnz=self.nnz or 0)
+        counts: dict[str, int | None] = {"rows": rows, "cols": cols, "threads": self.threads}
         if OPERATORS[self.operator].dense_axes:
-            check_at_least(1, n_cols=self.n_cols)
+            counts["n_cols"] = self.n_cols
         elif self.n_cols is not None:
             raise InputError(f"`n_cols` (={self.n_cols}) must be None for {self.operator}")
+        check_at_least(1, **counts)
+        check_at_least(0, nnz=self.nnz or 0)
+        # Label sets have 64 bits for each of them.
+        check_between(1, MAX_EXTENT, **counts)
+        check_between(0, rows * cols, nnz=self.nnz or 0)
 
     @property
     def key(self) -> tuple[object, ...]:
