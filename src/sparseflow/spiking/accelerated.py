@@ -405,9 +405,9 @@ class AcceleratedForward:
         other_share = cpus.measure_other_share() if device.type == "cpu" else None
         is_disturbed = other_share is not None and other_share > MAX_OTHER_SHARE
         self.disturbance = other_share if is_disturbed else None
-        if self._cache and is_disturbed:
-            self._cache.discard_added()
-        elif self._cache:
+        if self._cache:
+            if is_disturbed:
+                self._cache.discard_added()
             self._cache.save()
 
     def _is_graph_current(self) -> bool:

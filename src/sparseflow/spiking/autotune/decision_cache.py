@@ -50,6 +50,7 @@ class DecisionCache:
         self.path = path or get_cache_dir() / "decisions.json"
         self._added: dict[str, Decision] = {}
         self._decisions, problem = self._read()
+        self._is_damaged = problem is not None
         if problem is not None:
             warnings.warn(f"rebuilding the decision cache: {problem}", stacklevel=3)
 
@@ -80,7 +81,7 @@ class DecisionCache:
 
         Warns if the file cannot be written.
         """
-        if not self._added:
+        if not self._added and not self._is_damaged:
             return
         merged = {**self._read()[0], **self._added}
         try:

@@ -63,6 +63,9 @@ class ForwardReads:
         self._watched: dict[int, Any] = {}
         self._entries: set[tuple[int, str]] = set()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardReads:
+        return self  # a copy of the graph depends on the same values
+
     def is_unchanged(self) -> bool:
         """Return whether everything has the value that it had during the trace."""
         current = map(dict.get, self._holders, self._keys, repeat(_Missing))
