@@ -16,9 +16,6 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # The CPU build of torch does not depend on Triton; the tests run Triton's interpreter.
 TRITON := triton==3.6.0
-# The packages that spikingjelly imports. It also requires torchvision and torchaudio, which have no CPU build on the
-# package index, so spikingjelly is installed without its dependencies.
-SPIKINGJELLY_NEEDS := loguru tqdm h5py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check fmt fuzz kill soak bench tables docs clean
@@ -81,7 +78,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.venv
 
 $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@echo "installing the runtime dependencies ..."
-	@$(PIP) -e . numba $(SPIKINGJELLY_NEEDS)
+	@$(PIP) -e ".[spiking]"
 	@$(PIP) --no-deps spikingjelly
 	@touch $@
 

@@ -49,12 +49,14 @@ class MissingExtraError(SparseFlowError, ImportError):
     Args:
         package: Import name of the package.
         extra: SparseFlow extra that provides it.
+        command: Command that installs it; by default that of the extra.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
+    def __init__(self, package: str, extra: str, command: str | None = None) -> None:
         self.package = package
         self.extra = extra
-        super().__init__(f"`{package}` is not installed; install it with: pip install 'sparseflow[{extra}]'")
+        command = command or f"pip install 'sparseflow[{extra}]'"
+        super().__init__(f"`{package}` is not installed; install it with: {command}")
 
 
 class DeviceError(SparseFlowError, RuntimeError):

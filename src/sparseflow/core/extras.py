@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata, util
 from types import ModuleType
 
 from sparseflow.errors import MissingExtraError
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "spiking": ("spikingjelly", "numba", "nvidia-ml-py"),
+    "spiking": ("spikingjelly", "loguru", "tqdm", "h5py", "numba", "nvidia-ml-py"),
     "latency": (
         "onnx",
         "onnxruntime",
@@ -38,7 +38,18 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "distributed": ("ray",),
     "dev": ("atheris", "pytest", "pytest-xdist", "hypothesis", "openai", "ruff", "pyright", "import-linter"),
 }
-"""Extra -> packages by their names on the package index; identical to pyproject.toml."""
+"""Extra -> packages by their names on the package index; pyproject.toml lists all but `SEPARATE_PACKAGES`."""
+
+SEPARATE_PACKAGES: Mapping[str, str] = {"spikingjelly": "spikingjelly>=2.0"}
+"""Packages whose own requirements replace torch, so that an extra cannot install them."""
+
+
+def get_install_command(extra: str, packages: Iterable[str]) -> str:
+    """Return the command that installs `packages` of an extra and keeps the installed torch."""
+    separate = [
+        f" && pip install --no-deps '{SEPARATE_PACKAGES[p]}'" for p in packages if p in SEPARATE_PACKAGES
+    ]
+    return f"pip install 'sparseflow[{extra}]'" + "".join(separate)
 
 
 def require(package: str, extra: str) -> ModuleType:
@@ -49,13 +60,19 @@ def require(package: str, extra: str) -> ModuleType:
         extra: SparseFlow extra that provides it.
 
     Raises:
-        MissingExtraError: The package is not installed. An ImportError inside an installed package is not
-            converted, since installing the extra again would not help.
+        MissingExtraError: The package, or one of the same extra that it imports, is not installed. Another
+            ImportError inside an installed package is not converted, since installing the extra again would
+            not help.
     """
     top = package.partition(".")[0]
     if util.find_spec(top) is None:
-        raise MissingExtraError(top, extra)
-    return importlib.import_module(package)
+        raise MissingExtraError(top, extra, get_install_command(extra, [top]))
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS.get(extra, ()):
+            raise
+        raise MissingExtraError(error.name, extra, get_install_command(extra, [error.name])) from error
 
 
 def get_version(distribution: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 import sparseflow
 from sparseflow.core.device.info import DeviceInfo, describe_device
-from sparseflow.core.extras import EXTRAS, get_version
+from sparseflow.core.extras import EXTRAS, get_install_command, get_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def _check_extra(name: str) -> Check:
     if not missing:
         return Check(name=name, ok=True, detail=", ".join(parts))
     detail = "; ".join(filter(None, (", ".join(parts), f"missing: {', '.join(missing)}")))
-    return Check(name=name, ok=False, detail=detail, fix=f"pip install 'sparseflow[{name}]'")
+    return Check(name=name, ok=False, detail=detail, fix=get_install_command(name, missing))
 
 
 def _check_numba() -> Check:
