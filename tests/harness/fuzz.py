@@ -153,14 +153,15 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return tally
 
+    tallies: dict[str, dict[str, Any]] = {}
+    total: dict[str, int] = {}
     with ThreadPoolExecutor(options.workers) as pool:
-        tallies = dict(zip(names, pool.map(run, names), strict=True))
-    total = {kind: sum(tally[kind] for tally in tallies.values()) for kind in ("inputs", *KINDS)}
-    record = {
-        "git": get_git_revision(), "python": platform.python_version(), "seed": options.seed,
-        "total": total, "targets": tallies,
-    }  # fmt: skip
-    write_json(options.out / "tally.json", record, indent=1)
+        for name, tally in zip(names, pool.map(run, names), strict=True):
+            tallies[name] = tally
+            total = {kind: sum(other[kind] for other in tallies.values()) for kind in ("inputs", *KINDS)}
+            # An interrupted run has the tally of the targets that it finished.
+            record = {"git": get_git_revision(), "python": platform.python_version(), "seed": options.seed}
+            write_json(options.out / "tally.json", record | {"total": total, "targets": tallies}, indent=1)
     print(f"total: {total}; tally: {options.out / 'tally.json'}")
     return int(any(total[kind] for kind in KINDS))
 

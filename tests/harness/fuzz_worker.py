@@ -67,6 +67,8 @@ class Worker:
         self._counters[:] = COUNTERS.pack(started + 1, accepted)
         path = self._write(data)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
+        for limit in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(limit, signal.SIG_DFL)  # Atheris handles them otherwise
         signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
         signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
         try:

@@ -161,7 +161,8 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
         problem = None if code == 0 else f"exit code {code}: {workspace.read_log()}"
         if problem is None:
             try:
-                problem = None if workspace.read() == expected else "the result differs"
+                result = workspace.read()
+                problem = None if result == expected else _describe_difference(expected, result)
             except (AssertionError, OSError, ValueError, KeyError) as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -171,6 +172,17 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
         workspace.reset()
         if tally["kills"] >= kills:
             return tally
+
+
+def _describe_difference(expected: Any, result: Any, path: str = "") -> str:
+    """Return the first difference of two results in JSON types."""
+    if type(expected) is type(result) and isinstance(expected, dict | list) and len(expected) == len(result):
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            if isinstance(result, dict) and key not in result:
+                break
+            if expected[key] != result[key]:
+                return _describe_difference(expected[key], result[key], f"{path}/{key}")
+    return f"the result differs at {path or '/'}: {expected!s:.100}, then {result!s:.100}"
 
 
 def _wait(process: int, timeout_s: float | None) -> int | None:

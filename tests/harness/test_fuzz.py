@@ -62,12 +62,13 @@ def test_fuzz_records_a_failure(
     monkeypatch.setattr(fuzz, "MAX_DEATHS", 1)
     monkeypatch.setattr(fuzz, "CORPUS", tmp_path / "corpus")
     (tmp_path / "corpus" / "json").mkdir(parents=True)
-    (tmp_path / "corpus" / "json" / "seed").write_text(content)
-    assert fuzz.main(["--target", "json", "--inputs", "1", "--out", str(tmp_path / "out")]) == 1
+    (tmp_path / "corpus" / "json" / "a").write_text("x")  # imports the parser
+    (tmp_path / "corpus" / "json" / "b").write_text(content)
+    assert fuzz.main(["--target", "json", "--inputs", "3", "--out", str(tmp_path / "out")]) == 1
     tally = json.loads((tmp_path / "out" / "tally.json").read_text())["targets"]["json"]
     (failure,) = (row for row in tally["failures"] if row["kind"] == kind)
     assert error in failure["error"]
-    assert (tmp_path / "out" / "json" / failure["input"]).read_text() == content
+    assert (tmp_path / "out" / "json" / failure["input"]).read_text()[0] == content
 
 
 def test_fuzz_of_a_sound_parser_finds_nothing(tmp_path: Path) -> None:
