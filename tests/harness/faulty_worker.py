@@ -23,7 +23,7 @@ def fail(path: Path) -> None:
     if kind == b"e":
         raise KeyError("not of errors.py")
     if kind == b"m":
-        b"x" * (2**30 + 2**24)
+        len(b"x" * (2**30 + 2**24))
 
 
 TARGETS["json"] = Target(file="a.json", mutation=mutate_bytes, parse=fail)

@@ -12,7 +12,7 @@ from sparseflow.cli.output import emit, make_table
 
 app = typer.Typer(name="runs", help="Runs: list the runs on disk and remove interrupted ones.")
 
-RootArgument = Annotated[Path, typer.Argument(metavar="[DIR]", help="Output directory of the runs.")]
+RootArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Output directory of the runs.")]
 
 
 @app.callback(invoke_without_command=True)

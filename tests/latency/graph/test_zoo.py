@@ -125,7 +125,11 @@ def test_interrupted_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.
         export_zoo(config(TINY), tmp_path)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
     monkeypatch.undo()
+    killed = tmp_path / ".export-tiny_b1_8-abc"
+    killed.mkdir()
+    (killed / "model.onnx").touch()
     assert export_zoo(config(TINY), tmp_path)[0].problem is None
+    assert not killed.exists()
 
 
 def test_export_depends_on_seed_only(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -283,7 +284,10 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
         expected = expected[0] if expected else None
     if expected is None:
         raise ModelError(f"{case.name} returns no tensor")
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as temporary:
+    prefix = f".export-{case.name}-"
+    for abandoned in path.parent.glob(f"{prefix}*"):
+        shutil.rmtree(abandoned, ignore_errors=True)  # of a killed export
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as temporary:
         model_file, optimized_file = Path(temporary) / path.name, Path(temporary) / f"optimized-{path.name}"
         _export_onnx(model, images, model_file, case)
         try:
