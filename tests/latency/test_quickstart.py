@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,9 +15,10 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
-from sparseflow.errors import InputError, RunError
+from sparseflow.errors import RunError
 from sparseflow.latency import quickstart
 from sparseflow.latency.measure import collection
+from sparseflow.latency.model.dataset import LatencyDataset, load_dataset
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import MadeUp
 from tests.latency.synthetic import SyntheticBench
@@ -39,21 +41,26 @@ class Bench(SyntheticBench):
             yield columns
 
 
-@pytest.mark.usefixtures("at_home", "quick")
+@pytest.mark.usefixtures("at_home")
 def test_quickstart_without_load_keeps_idle_measurements(
     made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trained: list[LatencyDataset] = []
+
+    def train(folders: list[Path], progress: object) -> Predictor:
+        trained.append(load_dataset(folders))
+        contention = replace(made_up.predictor.contention, samples=0)
+        return made_up.predictor.model_copy(update={"contention": contention})
+
     monkeypatch.setattr(collection, "LocalInstruments", Bench)
-    monkeypatch.setattr(quickstart, "_prepare_models", lambda *arguments: (made_up.models, made_up.kernels))
+    monkeypatch.setattr(
+        quickstart, "_prepare_models", lambda *arguments: (made_up.models[:2], made_up.kernels[:2])
+    )
+    monkeypatch.setattr(quickstart, "train", train)
     result = quickstart.run_quickstart(tmp_path)
     (problem,) = result.problems
     assert "did not reach level" in problem and "same command" in problem
     assert problem in result.to_dict()["problems"] and "did not reach level" in result.report_path.read_text()
-    assert {row.level for row in result.evaluation.rows} == {0.0}
-    predictor = Predictor.load(result.predictor_path)
-    graph = made_up.graphs[0]
-    assert predictor.predict(graph).mean_ms == pytest.approx(
-        made_up.predictor.predict(graph).mean_ms, rel=0.05
-    )
-    with pytest.raises(InputError, match="idle measurements only"):
-        predictor.predict(graph, {"others": 0.5})
+    assert [(row.model, row.level) for row in result.evaluation.rows] == [("net0_b1_12", 0.0)]
+    assert trained[0].list_models() == ["net0_b1_12", "net0_b1_8"] and trained[0].loaded == ()
+    assert Predictor.load(result.predictor_path).contention.samples == 0

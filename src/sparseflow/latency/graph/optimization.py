@@ -51,6 +51,12 @@ def optimize(
                 f"the optimized graph of {path} exceeds 2 GB at these shapes, since it includes everything "
                 "that does not depend on the inputs; use a smaller batch or image size"
             ) from error
+        except ModelError as error:
+            inputs = ", ".join(
+                f"{value.name} {[dim.dim_value for dim in value.type.tensor_type.shape.dim]}"
+                for value in onnx_file.list_inputs(model)
+            )
+            raise ModelError(f"{path} with the inputs {inputs or 'none'}: {error}") from error
         optimized = onnx.load_model(str(target))
     onnx_file.check_model(optimized, f"the optimized graph of {path}")
     return optimized
@@ -102,8 +108,8 @@ def describe_tensors(model: onnx.ModelProto, provider: str) -> dict[str, TensorS
         tensors[name] = TensorSpec(name=name, dtype=types[name], shape=shapes[name])
         if not tensors[name].elements:
             raise ModelError(
-                f"the tensor `{name}` has no elements at these input shapes: {list(shapes[name])}; "
-                f"set larger ones with --shape"
+                f"the tensor `{name}` has no elements for random inputs of these shapes: "
+                f"{list(shapes[name])}; tensors without elements are not supported, larger shapes can help"
             )
     return tensors
 

@@ -138,7 +138,7 @@ def run(session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Ma
         RunError: onnxruntime failed, for example for lack of memory, or the run took `RUN_TIMEOUT_S`, for
             example in an endless loop.
     """
-    with limit_run_time() as options, translate_run_errors("the model"):
+    with limit_run_time() as options, translate_run_errors("the model on random inputs"):
         return list(session.run(list(outputs), dict(feeds), options))
 
 

@@ -236,7 +236,7 @@ class Predictor(Artifact):
         if self.other_load is not None and self.other_load > MAX_IDLE_LOAD:
             yield (
                 f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
-                "of the training"
+                "of the training, so p50 and p95 contain no variation of idle runs"
             )
 
     def _compute_delays_ms(
