@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sparseflow.core.checks import check_between
 from sparseflow.core.config import describe_validation_error
@@ -115,9 +115,6 @@ class _MeasuredRow(_AnyRow, extra="allow"):
     def _check_loads(self) -> Self:
         check_between(0.0, 1.0, **get_load_before(self.model_extra or {}))
         return self
-
-
-_ROWS = TypeAdapter(list[_MeasuredRow | _FailedRow])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,12 +268,14 @@ def _read_finished_rows(folder: Path, plan: CollectionPlan) -> list[Row] | None:
 
 
 def _check_rows(rows: list[Row], path: Path) -> None:
-    try:
-        _ROWS.validate_python(rows)
-    except ValidationError as error:
-        raise FileFormatError(
-            f"{path} is damaged: {describe_validation_error(error)}; collect into another directory"
-        ) from error
+    for number, row in enumerate(rows, start=1):
+        try:
+            (_FailedRow if row.get("error") else _MeasuredRow).model_validate(row)
+        except ValidationError as error:
+            raise FileFormatError(
+                f"{path} is damaged: row {number}: {describe_validation_error(error)}; collect into another "
+                "directory"
+            ) from error
 
 
 def _open_plan(
