@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -129,6 +130,24 @@ def test_run_verbose_shows_the_traceback_of_an_unexpected_error(
     command(probe)
     assert root.run(["--verbose", "probe"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_error_of_a_background_thread_is_one_line(
+    command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "/runs/a")
+
+    def probe() -> None:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(threading, "excepthook", root.report_thread_error)
+    command(probe)
+    assert root.run(["probe"]) == 0
+    err = capsys.readouterr().err
+    assert "/runs/a: No space left on device" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", "| true", ">&-"])

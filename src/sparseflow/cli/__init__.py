@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 
 
 def main() -> None:
     """Run the installed command `sparseflow`."""
-    from sparseflow.cli.root import run
+    from sparseflow.cli.root import report_thread_error, run
 
+    threading.excepthook = report_thread_error
     # Names of files need not be UTF-8, and standard output need not support all characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

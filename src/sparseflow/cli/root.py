@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -200,7 +201,15 @@ def run(arguments: Sequence[str]) -> int:
         return _report_error(type(error).__name__, _describe_foreign_error(error), EXIT_FAILED, as_json)
 
 
-def _describe_foreign_error(error: Exception) -> str:
+def report_thread_error(arguments: threading.ExceptHookArgs) -> None:
+    """Log an error of a background thread in one line; a hook for `threading.excepthook`."""
+    if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+        logger = logging.getLogger("sparseflow")
+        logger.warning("a background thread failed: %s", _describe_foreign_error(arguments.exc_value))
+        logger.debug("the thread failed", exc_info=arguments.exc_value)
+
+
+def _describe_foreign_error(error: BaseException) -> str:
     text = " ".join(str(error).split()) or "no message"
     if isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY):
         return f"out of memory: {text}; use a smaller input or a machine with more memory"
