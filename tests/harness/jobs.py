@@ -125,14 +125,7 @@ def _read_profile(out_dir: Path) -> list[str]:
     from sparseflow.adaptive.profile.storage import PlanProfile
 
     profile = PlanProfile.load(out_dir / "profile.parquet")
-    return _sort_unique(
-        {
-            name: str(value)
-            for name, value in vars(measurement).items()
-            if not name.endswith("_ms") and name != "environment"
-        }
-        for measurement in profile.measurements
-    )
+    return _sort_unique(measurement.key for measurement in profile.measurements)
 
 
 def _read_controllers(out_dir: Path) -> dict[str, str]:

@@ -125,7 +125,7 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
     """
     random, workspace = Random(seed), Workspace(name, root)
     if (needed := workspace.job.needs) is not None:
-        source = Workspace(needed, root)
+        source = Workspace(needed, root / f"{name}-needs")
         code = _wait(source.start(), None)
         assert code == 0, f"{needed}: exit code {code}: {source.read_log()}"
         shutil.copytree(source.out_dir, workspace.directory / "needed")
