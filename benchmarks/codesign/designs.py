@@ -20,8 +20,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     for name, mode in modes.items():
         yield Claim(
             id=f"codesign/7-{name}",
-            claim=f"Energy-delay product of '{name}' over 'two-stage', geometric mean of {mode['seeds']} "
-            "seeds.",
+            claim=f"Predicted energy-delay product of '{name}' over 'two-stage', geometric mean of "
+            f"{mode['seeds']} seeds.",
             value=round(mode["ratio"], 3),
             unit="x",
             baseline="two-stage",

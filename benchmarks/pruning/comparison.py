@@ -18,12 +18,15 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: AST against other selectors and against itself without parts."""
     models = {model["model"]: model for model in record["models"]}
     dense, ast = models["dense"], models["ast"]
+    # Records of version 0.1 do not name the measure; its default was entropy.
+    measure = record["settings"]["ast"].get("score", {}).get("measure", "entropy")
     yield make_difference(
         record,
         ast,
         dense,
         "over_dense",
-        claim="Accuracy of AST on moving digits minus that of the dense model, mean of {seeds} seeds.",
+        claim=f"Accuracy of AST ({measure}) on moving digits minus that of the dense model, mean of "
+        "{seeds} seeds.",
         target=">= -0.5",
         baseline="the dense model",
         slug="ast-dense",
@@ -54,7 +57,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 "over_ast",
                 claim=f"Accuracy of '{name}' minus that of AST at the same number of tokens, mean of "
                 "{seeds} seeds.",
-                baseline="AST2.0-lite v2",
+                baseline=f"AST2.0-lite v2 ({measure})",
                 slug=slug,
             )
 

@@ -84,21 +84,20 @@ def cut_patches(clip: np.ndarray) -> Tensor:
 
 
 def score_tokens(patches: Tensor, weights: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """Score name -> score of each token, [FRAMES * SIDE * SIDE]."""
-    difference = torch.zeros(patches.shape[:2])
-    difference[1:] = (patches[1:] - patches[:-1]).square().mean(-1)
-    difference[0] = difference[1]
+    """Score name -> score of each token, [clips, FRAMES * SIDE * SIDE]; patches are [clips, FRAMES, ...]."""
+    difference = torch.zeros(patches.shape[:3])
+    difference[:, 1:] = (patches[:, 1:] - patches[:, :-1]).square().mean(-1)
+    difference[:, 0] = difference[:, 1]
     scores = {
-        "random": torch.rand(difference.numel(), generator=generator),
-        "frame difference": difference.flatten(),
+        "random": torch.rand(difference.shape, generator=generator).flatten(1),
+        "frame difference": difference.flatten(1),
     }
     for feature, scale in FEATURE_SCALES.items():
         x = patches @ weights * (FEATURE_SCALES["embedding"] if scale is None else scale)
         x = torch.nn.functional.layer_norm(x, (CHANNELS,)) if scale is None else x
         for name, config in SCORES.items():
-            scores[f"{name}, {feature} features"] = EntropyScore(FRAMES, (SIDE, SIDE), config)(
-                x[None]
-            ).flatten()
+            score = EntropyScore(FRAMES, (SIDE, SIDE), config)
+            scores[f"{name}, {feature} features"] = score(x).flatten(1)
     return scores
 
 
@@ -107,18 +106,14 @@ def measure_recall(camera: dict[str, float], num_clips: int, seed: int) -> dict[
     digits = require("sklearn.datasets", "pruning").load_digits().images / 16.0
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     weights = torch.randn(PATCH * PATCH, CHANNELS, generator=generator)
-    recalls: dict[str, list[list[float]]] = {}
-    for _ in range(num_clips):
-        clip, mask = make_clip(rng, digits, **camera)
-        is_object = (cut_patches(mask).mean(-1) > MIN_COVER).flatten()
-        for name, score in score_tokens(cut_patches(clip), weights, generator).items():
-            order = score.argsort(descending=True)
-            recalls.setdefault(name, []).append(
-                [
-                    float(is_object[order[: int(share * len(order))]].sum() / is_object.sum())
-                    for share in SHARES
-                ]
-            )
+    clips, masks = zip(*(make_clip(rng, digits, **camera) for _ in range(num_clips)), strict=True)
+    is_object = torch.stack([cut_patches(mask).mean(-1) > MIN_COVER for mask in masks]).flatten(1)
+    scores = score_tokens(torch.stack([cut_patches(clip) for clip in clips]), weights, generator)
+    recalls = {}
+    for name, score in scores.items():
+        order = score.argsort(dim=1, descending=True)
+        selected = [is_object.gather(1, order[:, : int(share * order.shape[1])]).sum(1) for share in SHARES]
+        recalls[name] = (torch.stack(selected, 1) / is_object.sum(1, keepdim=True)).tolist()
     return recalls
 
 

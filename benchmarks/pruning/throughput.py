@@ -33,6 +33,7 @@ from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.evaluation.profile import DENSE, VideoViTProfile, make_dense, profile_video_vit
 from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.selectors.ast import ScoreConfig
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 """Largest relative difference between the compact and the masked model."""
@@ -136,13 +137,18 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         details={"hard_masks": round(speedup["hard masks"]["median"], 3)},
     )
     share = record["score"]["share"]
+    # Records of version 0.1 do not name the measure; its default was entropy.
+    measure = settings.get("measure", "entropy")
     details: dict[str, float] = {}
-    claim = "Time of the token score as a share of the dense forward pass."
+    claim = f"Time of the token score ({measure}) as a share of the dense forward pass."
     if device == "cuda":
         # Timed alone on an idle GPU, the score is dominated by kernel launches.
         names = ("compact", "compact, uniform", "dense")
         compact, uniform, dense = (record["times_ms"][name] for name in names)
-        claim = "Time that the token score adds over uniform selection as a share of the dense forward pass."
+        claim = (
+            f"Time that the token score ({measure}) adds over uniform selection as a share of the dense "
+            "forward pass."
+        )
         details = {"share_alone": round(share, 4)}
         share = statistics.median((c - u) / d for c, u, d in zip(compact, uniform, dense, strict=True))
     yield Claim(
@@ -195,6 +201,7 @@ def main() -> int:
         progress=lambda message, _: print(message, file=sys.stderr),
     )
     settings = {name: getattr(args, name) for name in vars(args) if name != "out"}
+    settings["measure"] = ScoreConfig().measure
     result = {
         "environment": collect_environment(args.device, seed=args.seed),
         "settings": settings,

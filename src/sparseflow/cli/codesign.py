@@ -175,10 +175,10 @@ def train(
     for row in result.modes:
         ratio = "" if row["ratio"] is None else f", {row['ratio']:.3f} of two-stage"
         rows.append(
-            f"{row['mode']}: accuracy {row['accuracy']:.2%}, energy-delay product "
+            f"{row['mode']}: accuracy {row['accuracy']:.2%}, predicted energy-delay product "
             f"{row['energy_delay']:.4g} mJ ms{ratio}"
         )
-    emit(result.to_dict(), as_json, *rows, result.verdict, f"page: {result.page}")
+    emit(result.to_dict(), as_json, *rows, result.verdict, result.prediction, f"page: {result.page}")
 
 
 @app.command()

@@ -127,17 +127,21 @@ class PlanResult:
 
     Attributes:
         metrics: Latency, energy, area and objective, with units in the names.
+        prediction: Sentence about where the metrics come from.
         plan: File of the plan.
         page: The report.
     """
 
     metrics: Mapping[str, Any]
+    prediction: str
     plan: Path
     page: Path
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {**self.metrics, "plan": str(self.plan), "page": str(self.page)}
+        return {
+            **self.metrics, "prediction": self.prediction, "plan": str(self.plan), "page": str(self.page)
+        }  # fmt: skip
 
 
 def plan_design(
@@ -213,7 +217,9 @@ def _write_plan(out_dir: Path, saved: SavedPlan, metrics: Mapping[str, Any], com
         out_dir, hardware, layers, decision, details=saved.extra, environment=collect_environment("cpu"),
         command=command,
     )  # fmt: skip
-    return PlanResult(metrics=metrics, plan=plan, page=page)
+    return PlanResult(
+        metrics=metrics, prediction=hardware.describe_prediction(decision), plan=plan, page=page
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,16 +262,21 @@ class DesignComparison:
     Attributes:
         modes: One record for each mode: accuracy, energy-delay product and ratio to two-stage.
         verdict: Conclusion in one sentence.
+        prediction: Sentence about where the energy-delay products come from.
         page: The report.
     """
 
     modes: Sequence[Mapping[str, Any]]
     verdict: str
+    prediction: str
     page: Path
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return {"modes": list(self.modes), "verdict": self.verdict, "page": str(self.page)}
+        return {
+            "modes": list(self.modes), "verdict": self.verdict, "prediction": self.prediction,
+            "page": str(self.page),
+        }  # fmt: skip
 
 
 def compare_designs(
@@ -310,7 +321,9 @@ def compare_designs(
     results = comparison.summarize_designs(designs, settings, device=device, command=command)
     write_json(out_dir / comparison.RESULTS_FILE, results, indent=1)
     page = write_comparison(out_dir, results)
-    return DesignComparison(modes=results["modes"], verdict=results["verdict"], page=page)
+    return DesignComparison(
+        modes=results["modes"], verdict=results["verdict"], prediction=results["prediction"], page=page
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

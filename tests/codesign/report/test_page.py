@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.saved_plan import PLAN_FILE, save_plan
+from sparseflow.codesign.hardware.proxy import DeviceSpec
 from sparseflow.codesign.joint.trace import TRACE_FILE
 from sparseflow.codesign.report import page
 from sparseflow.codesign.report.page import write_comparison, write_page, write_run_page
@@ -61,12 +62,12 @@ def test_figures_account_for_all_time_and_energy(
     path = write_page(tmp_path, hw, layers, decision)
     assert path == tmp_path / "report.html" and path.read_text().startswith("<!doctype html>")
     stats = hw.evaluate_cost(layers, decision).stats
-    (_, labels, time), _ = captured["Time per slot"]
+    (_, labels, time), _ = captured["Predicted time per slot"]
     # A batch takes each slot as long as any other, busy or not.
     assert len(labels) == 3
     for parts in zip(*time.values(), strict=True):
         assert sum(parts) == pytest.approx(stats.total_latency_ms)
-    (_, _, energy), _ = captured["Energy per slot"]
+    (_, _, energy), _ = captured["Predicted energy per slot"]
     assert sum(sum(values) for values in energy.values()) == pytest.approx(stats.energy_mj)
 
 
@@ -74,8 +75,30 @@ def test_chip_table_states_source_of_costs(tmp_path: Path, captured: dict[str, A
     hw, layers = hardware(), chain()
     write_page(tmp_path, hw, layers, replace(hw.initial_decision(layers), chips=("npu-m", "npu-m", "npu-s")))
     _, named = captured["Chips"]
-    assert [row["latencies are"] for row in named["rows"]] == ["analytic"] * 3
+    assert [row["layers of this chip were"] for row in named["rows"]] == ["not measured"] * 3
     assert [row["type"] for row in named["rows"]] == ["npu-m", "npu-m", "npu-s"]
+
+
+def test_page_labels_predictions(tmp_path: Path) -> None:
+    hw, layers = hardware(), chain()
+    environment = {"device": {"name": "a CPU"}}
+    text = write_page(tmp_path, hw, layers, hw.initial_decision(layers), environment=environment).read_text()
+    assert "Computed <time" in text and "Where this was computed" in text
+    assert "predicted by an analytic roofline" in text and "predicted latency" in text
+    # Only the sentences that deny it contain the word.
+    assert text.lower().count("measured") == text.count("nothing was measured") + text.count("not measured")
+
+
+def test_prediction_names_the_measured_chips() -> None:
+    hw = hardware()
+    assert "nothing was measured" in hw.describe_prediction()
+    measured = DeviceSpec.from_chip(hw.library.get_chip("npu-m"))
+    hw.proxy = replace(hw.proxy, devices=(measured,))
+    assert hw.describe_prediction().endswith(
+        "fitted to measurements of layers for npu-m, and for other chips by an analytic roofline."
+    )
+    only = replace(hw.initial_decision(chain()), chips=("npu-m", None, None))
+    assert hw.describe_prediction(only).endswith("fitted to measurements of layers for npu-m.")
 
 
 def test_page_shows_bounds_and_splits_if_known(tmp_path: Path, captured: dict[str, Any]) -> None:
@@ -158,7 +181,9 @@ def test_run_page_without_own_rows_is_refused(tmp_path: Path) -> None:
 def test_comparison_page_has_table(tmp_path: Path, captured: dict[str, Any]) -> None:
     line = {"mode": "joint", "seeds": 2, "accuracy": 0.9, "energy_delay": 1.5, "ratio": None, "low": None,
             "high": None, "violations": 1}  # fmt: skip
-    record = {"modes": [line], "verdict": "No winner.", "environment": {}, "command": "the command"}
+    record = {"modes": [line], "verdict": "No winner.", "environment": {"device": "a CPU"},
+              "command": "the command", "prediction": "All products are guesses."}  # fmt: skip
     text = write_comparison(tmp_path, record).read_text()
-    assert "No winner." in text and "the command" in text
-    assert captured["Energy-delay product"][1]["rows"] == [line]
+    assert "No winner." in text and "the command" in text and text.count("All products are guesses.") == 2
+    assert "Where this was computed" in text and "Measured" not in text
+    assert captured["Predicted energy-delay product"][1]["rows"] == [line]

@@ -374,6 +374,29 @@ class Hardware:
             layers, restricted, self.make_plan(layers, restricted, use_fine_split=False)
         )
 
+    def describe_prediction(self, decision: HardwareDecision | None = None) -> str:
+        """Describe in one sentence where the costs of a decision come from.
+
+        Args:
+            decision: Chips; by default all available ones.
+        """
+        chips = self.chips if decision is None else [chip for chip in self.get_chips(decision) if chip]
+        measured = sorted({chip.name for chip in chips if self.proxy.get_source(chip) == "measured"})
+        if not measured:
+            return (
+                "Latency, energy and memory are predicted by an analytic roofline from the peak rates of the "
+                "chip library; nothing was measured on these chips."
+            )
+        others = (
+            ""
+            if len(measured) == len({chip.name for chip in chips})
+            else (", and for other chips by an analytic roofline")
+        )
+        return (
+            "Latency, energy and memory are predicted, not measured: by a proxy that was fitted to "
+            f"measurements of layers for {', '.join(measured)}{others}."
+        )
+
     def layout_loss(
         self, layers: Sequence[LayerNode], decision: HardwareDecision, occupancy: Tensor
     ) -> Tensor:

@@ -114,7 +114,8 @@ def summarize_designs(
         `modes`: per mode accuracy and energy-delay product (means over seeds), and the ratio of the latter to
         the two-stage baseline (geometric mean over seeds, with confidence interval); `verdict`: a sentence
         that declares a winner only if its accuracy is not lower by more than `ACCURACY_TOLERANCE_POINTS`;
-        `runs`: all designs. Energy-delay products are in mJ ms.
+        `runs`: all designs; `prediction`: a sentence about where hardware costs come from. Energy-delay
+        products are in mJ ms.
     """
     rows = []
     by_mode = {
@@ -148,6 +149,7 @@ def summarize_designs(
         "command": command,
         "settings": config.model_dump(mode="json"),
         "modes": rows,
+        "prediction": Hardware(config).describe_prediction(),
         "verdict": _verdict({row["mode"]: row for row in rows}),
         "runs": [
             {"seed": seed, **design.to_dict()} for seed, results in designs.items() for design in results
@@ -162,7 +164,7 @@ def _verdict(rows: Mapping[str, Mapping[str, Any]]) -> str:
     points = 100.0 * (joint["accuracy"] - base["accuracy"])
     equality = "equal" if abs(points) <= ACCURACY_TOLERANCE_POINTS else "not equal"
     summary = (
-        f"accuracies are {equality} ({points:+.2f} points); the energy-delay product is "
+        f"accuracies are {equality} ({points:+.2f} points); the predicted energy-delay product is "
         f"{joint['ratio']:.3f} of the two-stage baseline's"
     )
     if joint["low"] is None:

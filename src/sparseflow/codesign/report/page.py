@@ -22,6 +22,7 @@ from sparseflow.core.report import Page, plot_curves, plot_stacked_bars
 from sparseflow.errors import FileFormatError
 
 PAGE_FILE = "report.html"
+_SOURCES = {"measured": "measured", "analytic": "not measured"}
 BOUND_KEYS = ("lower_bound_ms", "gap", "finished")
 """Results of `Hardware.finalize` about the mapping."""
 
@@ -52,17 +53,19 @@ def write_page(
     cost = hardware.evaluate_cost(layers, decision)
     costs, plan = hardware.to_plan(layers, decision)
     stats, details = cost.stats, details or {}
+    num_chips = f"{cost.chips} chip{'' if cost.chips == 1 else 's'}"
     page = Page(
         "Co-design: a model and its chips",
-        f"{cost.chips} chips with {cost.area_mm2:.0f} mm2 run a batch of {hardware.batch_size} in "
+        f"Predicted: {num_chips} with {cost.area_mm2:.0f} mm2 run a batch of {hardware.batch_size} in "
         f"{stats.total_latency_ms:.4g} ms with {stats.energy_mj:.4g} mJ.",
         environment=environment,
         reproduce=command,
+        prediction=hardware.describe_prediction(decision),
     )
-    page.headline(f"{stats.total_latency_ms:.4g} ms", f"latency ({plan.weights.mode})")
-    page.headline(f"{stats.energy_mj:.4g} mJ", "energy per batch")
-    page.headline(f"{cost.energy_delay:.4g} mJ ms", "energy-delay product")
-    page.headline(f"{cost.area_mm2:.0f} mm2", f"{cost.chips} chips")
+    page.headline(f"{stats.total_latency_ms:.4g} ms", f"predicted latency ({plan.weights.mode})")
+    page.headline(f"{stats.energy_mj:.4g} mJ", "predicted energy per batch")
+    page.headline(f"{cost.energy_delay:.4g} mJ ms", "predicted energy-delay product")
+    page.headline(f"{cost.area_mm2:.0f} mm2", num_chips)
     page.section("Chips")
     _add_chips(page, hardware, decision, costs, plan)
     _add_pipeline(page, hardware, decision, costs, plan, details)
@@ -72,7 +75,7 @@ def write_page(
         page.section("Evaluated splits")
         _add_splits(page, details["considered"])
     if rows:
-        page.section("Training")
+        page.section("Training", "Accuracies are measured on test clips; hardware costs are predicted.")
         _add_training(page, rows)
     return page.write(Path(out_dir) / PAGE_FILE)
 
@@ -89,14 +92,18 @@ def write_comparison(out_dir: Path | str, results: Mapping[str, Any]) -> Path:
         results["verdict"],
         environment=results["environment"],
         reproduce=results["command"],
+        prediction=results["prediction"],
     )
     page.section("Designs")
     columns = {
         "mode": "mode", "seeds": "seeds", "accuracy": "accuracy, 0 to 1", "energy_delay": "mJ ms",
         "ratio": "relative to two-stage", "low": "from", "high": "to", "violations": "frozen epochs",
     }  # fmt: skip
-    caption = "Means over seeds; ratios are geometric means over equal seeds, with 95 % bootstrap intervals."
-    page.table("Energy-delay product", results["modes"], columns=columns, caption=caption)
+    caption = (
+        "Accuracies are measured on test clips, energy-delay products are predicted. Means over seeds; "
+        "ratios are geometric means over equal seeds, with 95 % bootstrap intervals."
+    )
+    page.table("Predicted energy-delay product", results["modes"], columns=columns, caption=caption)
     return page.write(Path(out_dir) / PAGE_FILE)
 
 
@@ -128,7 +135,8 @@ def _add_chips(
 ) -> None:
     rows = [
         {
-            "slot": slot, "type": chip.name, "latencies are": hardware.proxy.get_source(chip),
+            "slot": slot, "type": chip.name,
+            "layers of this chip were": _SOURCES[hardware.proxy.get_source(chip)],
             "layers": plan.assignment.count(slot),
             "parts of split layers": sum(slot in split.slots[1:] for split, _ in plan.splits.values()),
             "busy, ms per batch": plan.hw_stats.busy_ms[slot],
@@ -152,8 +160,8 @@ def _add_pipeline(
     stats, timeline = plan.hw_stats, simulate_pipeline(costs, plan)
     page.section(
         "Pipeline",
-        f"One batch of {hardware.batch_size} alone takes {stats.serial_ms:.4g} ms. In a full pipeline, in "
-        "which each slot works in a fixed order, the simulation completes one batch every "
+        f"One batch of {hardware.batch_size} alone is predicted to take {stats.serial_ms:.4g} ms. In a full "
+        "pipeline, in which each slot works in a fixed order, the simulation completes one batch every "
         f"{timeline.period_ms:.4g} ms.",
         _describe_bound(stats.total_latency_ms, details),
     )
@@ -166,14 +174,16 @@ def _add_pipeline(
         "receive or wait": [max(0.0, stats.busy_ms[slot] - stats.compute_ms[slot]) for slot in used],
         "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
     }
-    page.figure(plot_stacked_bars("Time per slot", labels, time, unit="ms per batch"))
+    page.figure(plot_stacked_bars("Predicted time per slot", labels, time, unit="ms per batch"))
     compute_mj, idle_mj = _compute_energy_mj(costs, plan), _idle_energy_mj(costs, stats)
     energy = {
         "compute": [*(float(compute_mj[slot]) for slot in used), 0.0],
         "idle": [*(float(idle_mj[slot]) for slot in used), 0.0],
         "transfer": [*(0.0 for _ in used), stats.comm_energy_mj],
     }
-    page.figure(plot_stacked_bars("Energy per slot", [*labels, "links"], energy, unit="mJ per batch"))
+    page.figure(
+        plot_stacked_bars("Predicted energy per slot", [*labels, "links"], energy, unit="mJ per batch")
+    )
 
 
 def _describe_bound(latency_ms: float, details: Mapping[str, Any]) -> str:
@@ -259,7 +269,7 @@ def _add_training(page: Page, rows: Sequence[TraceRow]) -> None:
         training["frozen"] = [float(row.frozen) for row in rows]
     for title, curves, y in (
         ("Accuracy", training, "fraction"),
-        ("Hardware", costs, "relative to the first"),
+        ("Predicted hardware cost", costs, "relative to the first"),
     ):
         curves = {name: (x, values) for name, values in curves.items()}
         page.figure(plot_curves(title, curves, x="epochs, then rounds", y=y))

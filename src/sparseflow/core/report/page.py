@@ -39,6 +39,7 @@ class Page:
         environment: Measurement conditions, as `collect_environment` returns them. Nested mappings are
             flattened; None values are left out.
         reproduce: Command line that creates the page again.
+        prediction: Sentence about how the numbers were predicted, for a page whose numbers were not measured.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Page:
         *,
         environment: Mapping[str, Any] | None = None,
         reproduce: str = "",
+        prediction: str = "",
     ) -> None:
         self.title = title
         self.summary = summary
         self.environment: Mapping[str, Any] = environment or {}
         self.reproduce = reproduce
+        self.prediction = prediction
         self.created = datetime.now(UTC)
         self.headlines: list[_Headline] = []
         self.sections: list[_Section] = []
