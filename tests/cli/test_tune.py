@@ -12,6 +12,8 @@ pytest.importorskip("scipy")
 
 from sparseflow import tuning
 from sparseflow.cli.root import run
+from sparseflow.tuning.measure import evaluator
+from sparseflow.tuning.search import rerank
 
 MATRIX = "%%MatrixMarket matrix coordinate real general\n4 3 4\n1 2 5\n2 1 1\n2 3 2\n4 3 -1\n"
 
@@ -19,6 +21,9 @@ MATRIX = "%%MatrixMarket matrix coordinate real general\n4 3 4\n1 2 5\n2 1 1\n2 
 @pytest.fixture
 def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rerank, "_TURN_S", 0.0)
+    monkeypatch.setattr(rerank, "_NUM_TURNS", 1)
+    monkeypatch.setattr(evaluator, "_THOROUGH_PROCESSES", 1)
     path = tmp_path / "a.mtx"
     path.write_text(MATRIX)
     return str(path)
