@@ -14,7 +14,7 @@ from sparseflow.errors import SparseFlowError
 from tests.harness import fuzz
 from tests.harness.targets import CORPUS, TARGETS
 
-NUM_INPUTS = 20
+NUM_INPUTS = 8
 """Mutated inputs of each target."""
 
 

@@ -66,7 +66,8 @@ def test_load_of_a_zip_archive_of_several_disks_raises(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, FINGERPRINT)
 
 
-def test_load_of_a_list_raises(tmp_path: Path) -> None:
-    torch.save([1, 2], tmp_path / checkpoint.CHECKPOINT_FILE)
+@pytest.mark.parametrize("content", [[1, 2], {"fingerprint": 1}, {"fingerprint": {"steps": torch.zeros(2)}}])
+def test_load_of_other_content_raises(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / checkpoint.CHECKPOINT_FILE)
     with pytest.raises(FileFormatError):
         checkpoint.load(tmp_path, FINGERPRINT)

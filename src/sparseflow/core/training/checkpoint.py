@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,22 +51,12 @@ def load(out_dir: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None
         if not zipfile.is_zipfile(path):
             raise ValueError("it is not a PyTorch zip archive")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["fingerprint"]
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OSError,
-    ) as error:
+        old, new = dict(_flatten(state["fingerprint"])), dict(_flatten(fingerprint))
+        differing = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    except Exception as error:  # PyTorch raises errors of any type for a damaged file
         reason = next(iter(str(error).splitlines()), repr(error))
         raise FileFormatError(f"{path} is not a readable checkpoint ({reason}); remove it") from error
-    if saved != fingerprint:
-        old, new = dict(_flatten(saved)), dict(_flatten(fingerprint))
-        differing = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    if differing:
         raise InputError(
             f"{path} belongs to a training with different settings: {', '.join(differing)}; choose another "
             "directory, or remove this one"
