@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -227,6 +228,18 @@ def test_read_parquet_of_a_bomb_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", table)
     with pytest.raises(FileFormatError, match="1000000 rows"):
         read_parquet(tmp_path / "a.parquet")
+
+
+def test_read_parquet_of_a_repeated_text_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1, None] * 100, pa.int32()), ["x" * 50, "é"])
+    pq.write_table(pa.table({"a": texts, "b": pa.array(range(300))}), path, store_schema=False)
+    plain = read_parquet(path)
+    assert plain.schema.field("a").type == pa.string()
+    assert plain["a"].to_pylist() == ["x" * 50, "é", None] * 100
+    monkeypatch.setattr(files, "_MAX_TEXT_BYTES", 100 * 52 - 1)
+    with pytest.raises(FileFormatError, match="5200 bytes"):
+        read_parquet(path)
 
 
 def test_read_parquet_of_a_damaged_or_missing_file_is_refused(tmp_path: Path) -> None:

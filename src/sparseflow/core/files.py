@@ -30,6 +30,9 @@ _PROBE_BYTES = 2**16
 _MAX_ROWS_PER_BYTE = 64
 """Limit on the rows of Parquet files: a few bytes can announce billions of equal rows."""
 
+_MAX_TEXT_BYTES = 2**30
+"""Limit on the text of a column of a Parquet file, which can repeat one long text."""
+
 _TEMPORARY_PREFIX = ".sparseflow-tmp-"
 _cleaned_directories: set[Path] = set()
 
@@ -232,13 +235,43 @@ def read_parquet(path: Path | str) -> pa.Table:
 
     file = find_file(path)
     try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as stream:
+        texts = [field for field in pq.read_schema(file) if _is_text(field.type)]
+        names = [field.name for field in texts]
+        with pq.ParquetFile(file, page_checksum_verification=True, read_dictionary=names) as stream:
             num_rows, size = stream.metadata.num_rows, file.stat().st_size
             if num_rows > _MAX_ROWS_PER_BYTE * size:
                 raise ValueError(f"{num_rows} rows in {size} bytes")
-            return stream.read()
-    except (pa.ArrowException, OSError, ValueError) as error:
+            table = stream.read()
+        for field in texts:
+            table = _expand_texts(table, field)
+        return table
+    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
         raise FileFormatError(f"{file} is not a readable Parquet file: {error}") from error
+
+
+def _is_text(data_type: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return data_type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def _expand_texts(table: pa.Table, field: pa.Field) -> pa.Table:
+    """Convert a column that was read as a dictionary to `field`; raises ValueError if its text is long."""
+    import pyarrow as pa
+    from pyarrow.compute import call_function
+
+    column = table[field.name]
+    if not pa.types.is_dictionary(column.type):
+        return table
+    num_bytes = 0
+    for chunk in column.chunks:
+        lengths = call_function("binary_length", [chunk.dictionary]).take(chunk.indices)
+        num_bytes += call_function("sum", [lengths]).as_py() or 0
+    if num_bytes > _MAX_TEXT_BYTES:
+        raise ValueError(
+            f"column {field.name} has {num_bytes} bytes of text; expected at most {_MAX_TEXT_BYTES}"
+        )
+    return table.set_column(table.schema.get_field_index(field.name), field, column.cast(field.type))
 
 
 def get_cache_dir() -> Path:
