@@ -264,6 +264,17 @@ def test_sparse_weights_raise(tmp_path: Path) -> None:
         analyze(save(built, tmp_path))
 
 
+@pytest.mark.parametrize("inputs", [["x", "w"], ["x", "w", ""]])
+def test_attention_without_bias_raises(tmp_path: Path, inputs: list[str]) -> None:
+    """onnxruntime kills the process that runs it."""
+    node = helper.make_node("Attention", inputs, ["y"], domain="com.microsoft", num_heads=2)
+    built = model(
+        [node], [("x", FLOAT, [1, 5, 8])], [("y", FLOAT, None)], {"w": values(8, 24)}, 17, ["com.microsoft"]
+    )
+    with pytest.raises(ModelError, match="without a bias"):
+        analyze(save(built, tmp_path))
+
+
 def test_model_of_other_type_raises() -> None:
     for wrong in (object(), None, 3):
         with pytest.raises(InputError, match="path of an ONNX file, got"):

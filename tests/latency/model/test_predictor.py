@@ -225,6 +225,8 @@ def test_predict_impossible_latency_raises(made_up: MadeUp) -> None:
 def test_predict_says_training_was_disturbed(made_up: MadeUp, unseen: Graph) -> None:
     disturbed = made_up.predictor.model_copy(update={"other_load": 0.97})
     assert "other work used 97 %" in disturbed.predict(unseen).notes[0]
+    unread = made_up.predictor.model_copy(update={"other_load": None})
+    assert "did not read" in unread.predict(unseen).notes[0]
 
 
 def test_predict_unknown_view_is_cheap(made_up: MadeUp, tmp_path: Path) -> None:

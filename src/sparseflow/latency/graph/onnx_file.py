@@ -79,8 +79,8 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
 
     Raises:
         FileFormatError: A node or the outputs are incomplete: the file is truncated.
-        ModelError: The model is empty or newer than the onnx package, or a weight is sparse or has no
-            elements.
+        ModelError: The model is empty or newer than the onnx package, a weight is sparse or has no elements,
+            or onnxruntime would crash.
     """
     onnx = require("onnx", "latency")
     newest = onnx.defs.onnx_opset_version()
@@ -94,6 +94,14 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
         raise ModelError(f"{source} contains no operators")
     if not model.graph.output or any(not node.op_type for node in model.graph.node):
         raise FileFormatError(f"{source} is truncated: it lacks outputs, or the operator of a node")
+    for node in model.graph.node:
+        attends = node.domain == "com.microsoft" and node.op_type == "Attention"
+        if attends and not "".join(node.input[2:3]):
+            # onnxruntime 1.31 dereferences the missing bias and kills the process.
+            raise ModelError(
+                f"{source} contains an Attention of com.microsoft without a bias, on which onnxruntime "
+                "crashes: add a bias of zeros"
+            )
     for weight in model.graph.sparse_initializer:
         raise ModelError(
             f"the weight `{weight.values.name}` of {source} is sparse; only dense weights are supported: "

@@ -233,7 +233,9 @@ class Predictor(Artifact):
                 f"nothing bounds the latency: the work of {names} is unknown; measure the model with "
                 "`sparseflow latency run`"
             )
-        if self.other_load is not None and self.other_load > MAX_IDLE_LOAD:
+        if self.other_load is None:
+            yield "the training did not read whether other work disturbed the idle measurements"
+        elif self.other_load > MAX_IDLE_LOAD:
             yield (
                 f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
                 "of the training, so p50 and p95 contain no variation of idle runs"
