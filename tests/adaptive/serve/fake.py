@@ -28,6 +28,7 @@ from sparseflow.adaptive.serve.backend import (
     StartedEvent,
     TokensEvent,
 )
+from sparseflow.adaptive.serve.connections import ConnectionLimits
 from sparseflow.adaptive.serve.lifecycle import Server
 from sparseflow.adaptive.serve.metrics import ServerMetrics
 from sparseflow.adaptive.serve.service import Service
@@ -187,10 +188,14 @@ def make_app(
 
 
 @contextmanager
-def run_in_thread(app: FastAPI, *, drain_s: float = 5.0) -> Iterator[Server]:
+def run_in_thread(
+    app: FastAPI, *, drain_s: float = 5.0, connection_limits: ConnectionLimits | None = None
+) -> Iterator[Server]:
     """Serve the app on a free port, in a thread."""
     listening = threading.Event()
-    server = Server(app, port=0, drain_s=drain_s, announce=lambda _: listening.set())
+    server = Server(
+        app, port=0, drain_s=drain_s, announce=lambda _: listening.set(), connection_limits=connection_limits
+    )
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:

@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import random
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -322,6 +323,17 @@ def test_completion_invalid_request_raises_typed_error(
     assert caught.value.code == code
     assert caught.value.response.headers["x-request-id"]
     assert set(caught.value.response.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_refused_and_abandoned_bodies_are_released(running: RunningServer) -> None:
+    body = b'{"model": "' + b"x" * 300_000
+    assert running.http.post("/v1/chat/completions", content=body).status_code == 400
+    with socket.create_connection(("127.0.0.1", running.server.port)) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n"
+        connection.sendall(head + body)
+        wait_until(lambda: running.service._held_bytes > 0)
+    wait_until(lambda: running.service._held_bytes == 0)
+    assert running.complete("Hi").choices[0].message.content == "Hello, wörld!"
 
 
 def test_stream_failure_after_tokens_raises(running: RunningServer) -> None:

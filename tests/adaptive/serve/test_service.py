@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -352,25 +353,87 @@ def test_submit_drain_during_body_read_raises() -> None:
     run_scenario(scenario)
 
 
-def test_submit_cancelled_during_body_read_releases_ticket() -> None:
+def test_submit_slow_bodies_take_no_places() -> None:
     async def scenario(service: Service, backend: IdleBackend) -> None:
         async def read_forever() -> bytes:
             await asyncio.sleep(60.0)
             return b""
 
         tasks = [
-            asyncio.ensure_future(service.submit(read_forever, {}, time.perf_counter())) for _ in range(3)
+            asyncio.ensure_future(service.submit(read_forever, {}, time.perf_counter())) for _ in range(30)
         ]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
-            await submit(service)
-        assert caught.value.code == "overloaded"
+        (await submit(service)).disconnect()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        (await submit(service)).disconnect()
 
     run_scenario(scenario, max_queued=2)
+
+
+def test_submit_cancelled_during_preparation_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, finish = threading.Event(), threading.Event()
+    rendered: list[str] = []
+
+    class BlockingTokenizer(ByteTokenizer):
+        def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+            rendered.append(str(conversation))
+            started.set()
+            assert finish.wait(60.0)
+            return super().apply_chat_template(conversation, **options)
+
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        service.prompts.tokenizer = BlockingTokenizer()
+        tasks = [
+            asyncio.ensure_future(submit(service, messages=make_messages("abandoned"))) for _ in range(3)
+        ]
+        await asyncio.to_thread(started.wait, 60.0)
+        with pytest.raises(ApiError, match="the server is full"):
+            await submit(service)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        finish.set()
+        (await submit(service, messages=make_messages("Hi"))).disconnect()
+        assert len(rendered) == 2, "requests that waited for the thread are not prepared"
+        assert read_metric(service.metrics, "requests_total", outcome="cancelled", code="client_gone") == 4
+
+    run_scenario(scenario, max_queued=2, prepare_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({"messages": make_messages("x" * 16_385)}, "16385 characters of text"),
+        ({"messages": make_messages("x" * 300_000)}, "bytes and no image"),
+        ({"messages": make_messages("Hi") * 1025}, "1025 messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2049}]}, "2049 content"),
+        ({"messages": make_messages("Hi"), "x": [0] * 100_000, "image_url": 1}, "too many values"),
+    ],
+)
+def test_submit_large_text_is_refused_before_template(content: dict[str, Any], match: str) -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        def fail(*args: Any, **options: Any) -> str:
+            raise AssertionError("the template was rendered")
+
+        service.prompts.tokenizer.apply_chat_template = fail  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match=match) as caught:
+            await submit(service, **content)
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+    run_scenario(scenario)
+
+
+def test_submit_too_much_data_at_once_is_refused() -> None:
+    async def scenario(service: Service, backend: IdleBackend) -> None:
+        service.hold_body(600)
+        with pytest.raises(ApiError) as caught:
+            service.hold_body(600)
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        service.release_body(1200)
+        service.hold_body(1000)
+
+    run_scenario(scenario, total_body_bytes=1000)
 
 
 def test_service_invalid_arguments_raise() -> None:

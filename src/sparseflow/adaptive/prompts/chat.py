@@ -19,9 +19,17 @@ from sparseflow.adaptive.prompts.messages import ApiError, ImagePart, Message, P
 from sparseflow.adaptive.prompts.processors import ImagePromptProcessor, Tokenizer
 from sparseflow.errors import InputError
 
+_MAX_TOKEN_CHARS = 32
+"""Assumed maximum of characters per token. Longer tokens are runs of one character, such as spaces."""
+_MIN_TEXT_CHARS = 16384
+"""Text of this length is always tokenized, which takes milliseconds."""
+
 
 class PromptBuilder:
     """Builds prompts. Thread-safe.
+
+    Attributes:
+        max_text_chars: Maximum number of characters of text that the context can hold.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -47,6 +55,7 @@ class PromptBuilder:
         self.context = context
         self._image_processor = image_processor
         self._lowest: Tier = lowest
+        self.max_text_chars = max(context * _find_longest_token(tokenizer), _MIN_TEXT_CHARS)
 
     @property
     def takes_images(self) -> bool:
@@ -164,6 +173,13 @@ class PromptBuilder:
             parts.append({"type": "text", "text": part.text})
         # Templates of models without images expect plain text.
         return "\n".join(part["text"] for part in parts) if self._image_processor is None else parts
+
+
+def _find_longest_token(tokenizer: Tokenizer) -> int:
+    """Return the number of characters of the longest token, at most `_MAX_TOKEN_CHARS`."""
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    tokens: Mapping[str, int] = {} if get_vocab is None else get_vocab()
+    return min(max(map(len, tokens), default=_MAX_TOKEN_CHARS), _MAX_TOKEN_CHARS)
 
 
 def no_images(param: str) -> ApiError:

@@ -86,7 +86,11 @@ class RequestLimits:
 
     Attributes:
         body_bytes: Maximum size of a request with its images.
+        total_body_bytes: Maximum size of all requests that are received or prepared.
         body_s: Maximum time to receive a request.
+        messages: Maximum number of messages in a request.
+        parts: Maximum number of content parts in a request.
+        text_chars: Maximum number of characters of text in a request; by default what the context can hold.
         images: Maximum number of images in a request.
         image_bytes: Maximum size of an image file, after base64 decoding.
         image_pixels: Maximum number of pixels of an image, checked before decoding.
@@ -97,7 +101,11 @@ class RequestLimits:
     """
 
     body_bytes: int = 32 * 2**20
+    total_body_bytes: int = 256 * 2**20
     body_s: float = 30.0
+    messages: int = 1024
+    parts: int = 2048
+    text_chars: int | None = None
     images: int = 8
     image_bytes: int = 16 * 2**20
     image_pixels: int = 16_000_000
@@ -109,6 +117,8 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
+            if value is None:
+                continue
             if not (math.isfinite(value) and value > 0) and not (setting.name == "images" and value == 0):
                 raise InputError(f"`{setting.name}` (={value}) must be positive and finite")
         if self.new_tokens > self.max_new_tokens:

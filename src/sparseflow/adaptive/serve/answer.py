@@ -163,6 +163,11 @@ class AnswerStream:
         """Completion ID."""
         return self.job.id
 
+    @property
+    def plan_id(self) -> str | None:
+        """ID of the plan that runs; None before it is selected."""
+        return None if self._plan is None else self._plan.id
+
     async def wait_first_token(self) -> None:
         """Wait for the first token or the end.
 

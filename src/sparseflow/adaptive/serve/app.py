@@ -10,12 +10,18 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from sparseflow.adaptive.prompts.messages import ApiError
+from sparseflow.adaptive.serve.access import (
+    PLAN_KEY,
+    RECEIVED_KEY,
+    ApiKeyMiddleware,
+    ReceiptMiddleware,
+    check_api_keys,
+)
 from sparseflow.adaptive.serve.answer import AnswerStream
 from sparseflow.adaptive.serve.protocol import (
     DONE,
@@ -31,22 +37,34 @@ try:
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise MissingExtraError("fastapi", "adaptive") from error
 
 _LOG = logging.getLogger(__name__)
-_RECEIVED_KEY = "sparseflow.received_s"
 _REQUEST_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Accepted form of a request ID set by a client or proxy."""
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(
+    service: Service,
+    *,
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    request_log: bool = True,
+) -> FastAPI:
     """Create the HTTP app of a service; `app.state.service` is the service.
 
     Args:
         service: Service; the app opens it at startup and closes it at shutdown.
+        api_keys: Accepted API keys; without one, everybody has access. `/health` and `/ready` need no key.
+        cors_origins: Origins of web pages that may send requests; `*` allows all.
+        request_log: Whether `access.REQUEST_LOG` gets a line per request.
+
+    Raises:
+        InputError: A key is empty or contains other than visible ASCII characters.
     """
 
     @contextlib.asynccontextmanager
@@ -59,7 +77,16 @@ def create_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="SparseFlow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    app.add_middleware(_ReceiptMiddleware)
+    # The middleware that is added last runs first: preflight requests of browsers carry no key.
+    if api_keys:
+        check_api_keys(api_keys)
+        app.add_middleware(ApiKeyMiddleware, api_keys=tuple(api_keys))
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After", "Retry-After-Ms"],
+        )  # fmt: skip
+    app.add_middleware(ReceiptMiddleware, log=request_log)
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(Exception, _handle_unexpected_error)
 
@@ -97,17 +124,6 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-class _ReceiptMiddleware:
-    """Records the receipt time of a request before any other processing."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_RECEIVED_KEY] = time.perf_counter()
-        await self._app(scope, receive, send)
-
-
 async def _handle_chat(service: Service, request: Request) -> Response:
     client_request_id = request.headers.get("x-request-id", "")
     response_headers = {
@@ -115,14 +131,33 @@ async def _handle_chat(service: Service, request: Request) -> Response:
     }
     answer: AnswerStream | None = None
     watcher: asyncio.Task[None] | None = None
+    num_held = 0
+
+    def hold(num_bytes: int) -> None:
+        nonlocal num_held
+        num_held += num_bytes
+        service.hold_body(num_bytes)
+
+    async def read_body() -> bytes | bytearray:
+        nonlocal watcher
+        body = await _read_body(request, service.max_body_bytes, hold)
+        watcher = asyncio.create_task(_watch_disconnect(request.receive, submission))
+        return body
+
+    submission = asyncio.ensure_future(
+        service.submit(read_body, request.headers, request.scope[RECEIVED_KEY])
+    )
     try:
-        answer = await service.submit(
-            lambda: _read_body(request, service.limits.body_bytes),
-            request.headers,
-            request.scope[_RECEIVED_KEY],
-        )
-        watcher = asyncio.create_task(_watch_disconnect(request.receive, answer))
+        try:
+            answer = await submission
+        except asyncio.CancelledError:
+            if not submission.cancelled():
+                raise
+            raise _make_gone_error() from None
+        finally:
+            service.release_body(num_held)
         await answer.wait_first_token()
+        request.scope[PLAN_KEY] = answer.plan_id
         if answer.stream:
             response = _EventStreamResponse(answer, service.model, watcher, response_headers)
             # The response owns both now.
@@ -136,47 +171,62 @@ async def _handle_chat(service: Service, request: Request) -> Response:
         _LOG.exception("request %s failed", response_headers["X-Request-Id"])
         return _make_error_response(_make_internal_error(), response_headers)
     finally:
+        submission.cancel()
         if watcher is not None:
             watcher.cancel()
         if answer is not None:
             answer.disconnect()
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytearray:
     """Read the body of a request.
+
+    Args:
+        request: Request.
+        max_bytes: Maximum size.
+        hold: Called with the size of each chunk; raises if the server holds too many bytes.
 
     Raises:
         ApiError: The body exceeds `max_bytes`, or the client disconnected.
     """
     content_length = request.headers.get("content-length", "")
     too_large = ApiError(
-        413, f"the body must be at most {max_bytes} bytes; send smaller images", code="request_too_large"
-    )
+        413, f"the body must be at most {max_bytes} bytes; send smaller images or less text",
+        code="request_too_large",
+    )  # fmt: skip
     if content_length.isascii() and content_length.isdigit() and int(content_length[:20]) > max_bytes:
         raise too_large
     body = bytearray()
     try:
         async for chunk in request.stream():
+            hold(len(chunk))
             body += chunk
             if len(body) > max_bytes:
                 raise too_large
     except ClientDisconnect as error:
-        raise ApiError(499, "the client disconnected", code="client_gone") from error
-    return bytes(body)
+        raise _make_gone_error() from error
+    return body
 
 
-async def _watch_disconnect(receive: Receive, answer: AnswerStream) -> None:
-    """Cancel the answer when its client disconnects."""
+async def _watch_disconnect(receive: Receive, submission: asyncio.Future[AnswerStream]) -> None:
+    """Cancel a request when its client disconnects, whether it is prepared, queued or answered."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    answer.disconnect()
+    if not submission.done():
+        submission.cancel()
+    elif not submission.cancelled() and submission.exception() is None:
+        submission.result().disconnect()
 
 
 class _EventStreamResponse(Response):
     """An answer as server-sent events. The answer is released however the response ends."""
 
     def __init__(
-        self, answer: AnswerStream, model: str, watcher: asyncio.Task[None], headers: Mapping[str, str]
+        self,
+        answer: AnswerStream,
+        model: str,
+        watcher: asyncio.Task[None] | None,
+        headers: Mapping[str, str],
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
         # The length of a stream is unknown.
@@ -197,7 +247,8 @@ class _EventStreamResponse(Response):
             # Some servers raise this when the client disconnects.
             _LOG.debug("the client of %s disconnected", self._answer.id)
         finally:
-            self._watcher.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
             self._answer.disconnect()
 
     async def _iter_events(self) -> AsyncIterator[bytes]:
@@ -218,6 +269,10 @@ class _EventStreamResponse(Response):
 
 def _describe_model(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "created": service.created_s, "owned_by": "sparseflow"}
+
+
+def _make_gone_error() -> ApiError:
+    return ApiError(499, "the client disconnected", code="client_gone")
 
 
 def _make_internal_error() -> ApiError:

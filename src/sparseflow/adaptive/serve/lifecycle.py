@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sparseflow.adaptive.prompts.messages import ApiError
+from sparseflow.adaptive.serve.connections import ConnectionLimits, make_protocol, raise_file_limit
 from sparseflow.core.checks import check_between, check_non_negative
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError, RunError
@@ -127,6 +128,7 @@ class Server:
         port: Port; 0 selects a free one.
         drain_s: Time for running requests after a signal, seconds.
         announce: Called with a line of JSON that contains the URL when the server listens.
+        connection_limits: Limits on connections.
 
     Attributes:
         port: Bound port.
@@ -144,6 +146,7 @@ class Server:
         port: int = 8000,
         drain_s: float = 30.0,
         announce: Callable[[str], None] | None = None,
+        connection_limits: ConnectionLimits | None = None,
     ) -> None:
         self._uvicorn = require("uvicorn", "adaptive")
         require("fastapi", "adaptive")
@@ -153,6 +156,7 @@ class Server:
         self._create_app = (lambda: app) if isinstance(app, FastAPI) else app
         self._drain_s = drain_s
         self._announce = announce
+        self._connection_limits = connection_limits or ConnectionLimits()
         self._socket = _bind_socket(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         self._stop: Callable[[], object] | None = None
@@ -166,6 +170,7 @@ class Server:
             InputError: Another process listens at the address.
             RunError: The app failed to start.
         """
+        raise_file_limit(self._connection_limits.max_connections)
         with self._socket:
             app = self._create_app()
             with _describe_bind_errors(self.host, self.port):
@@ -215,7 +220,8 @@ class Server:
         uvicorn: Any = self._uvicorn
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="on", ws="none", server_header=False,
-            timeout_graceful_shutdown=int(_CLOSE_TIMEOUT_S),
+            timeout_graceful_shutdown=int(_CLOSE_TIMEOUT_S), http=make_protocol(self._connection_limits),
+            timeout_keep_alive=self._connection_limits.keep_alive_s,
         )  # fmt: skip
 
         # uvicorn's own signal handler drops connections and exits with the signal's code.
@@ -234,10 +240,12 @@ class Server:
 
 def run_server(
     app: FastAPI | Callable[[], FastAPI], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0,
-    announce: Callable[[str], None] | None = None,
+    announce: Callable[[str], None] | None = None, connection_limits: ConnectionLimits | None = None,
 ) -> None:  # fmt: skip
     """Serve an app until SIGTERM or SIGINT. See `Server` for the arguments."""
-    Server(app, host=host, port=port, drain_s=drain_s, announce=announce).run()
+    Server(
+        app, host=host, port=port, drain_s=drain_s, announce=announce, connection_limits=connection_limits
+    ).run()
 
 
 def _bind_socket(host: str, port: int) -> socket.socket:

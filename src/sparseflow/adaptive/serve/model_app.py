@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from sparseflow.adaptive.plan.space import TIERS, Tier
 from sparseflow.adaptive.predictor import PlanLatencyPredictor
 from sparseflow.adaptive.profile.model_profile import MAX_TOKENS, make_example_prompt
 from sparseflow.adaptive.prompts.chat import PromptBuilder
+from sparseflow.adaptive.prompts.messages import RequestLimits
 from sparseflow.adaptive.prompts.model_folder import open_folder
 from sparseflow.adaptive.serve import EngineBackend, PredictorForecast, Service, create_app, make_job_decider
 from sparseflow.core.progress import Progress
@@ -32,6 +34,10 @@ def create_model_app(
     max_plans: int = 12,
     max_batch_size: int | None = None,
     device: torch.device | str = "cpu",
+    limits: RequestLimits | None = None,
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    request_log: bool = True,
     progress: Progress,
 ) -> FastAPI:
     """Create the app of one server, with a warm engine.
@@ -45,6 +51,10 @@ def create_model_app(
         max_plans: Maximum number of plans; requests of one plan share a batch.
         max_batch_size: Maximum number of concurrent requests; by default that of the profile, else 8.
         device: Device of the model.
+        limits: Limits on the size of requests.
+        api_keys: Accepted API keys; see `create_app`.
+        cors_origins: Origins of web pages that may send requests.
+        request_log: Whether requests are logged.
         progress: Callback that takes a message and the fraction done.
 
     Raises:
@@ -85,4 +95,9 @@ def create_model_app(
     backend = EngineBackend(
         engine, decider=make_job_decider(selector, idle_selector), forecast=forecast, stop=attached.stop
     )
-    return create_app(Service(model_name, backend, prompts))
+    return create_app(
+        Service(model_name, backend, prompts, limits=limits),
+        api_keys=api_keys,
+        cors_origins=cors_origins,
+        request_log=request_log,
+    )

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from sparseflow.adaptive.policy.selector import ON_INFEASIBLE, OnInfeasible
-from sparseflow.adaptive.prompts.messages import ApiError, Message, RequestModel, invalid
+from sparseflow.adaptive.prompts.messages import ApiError, Message, RequestLimits, RequestModel, invalid
 from sparseflow.adaptive.serve.answer import AnswerStream
 
 BUDGET_HEADER = "X-Latency-Budget-Ms"
@@ -26,6 +27,11 @@ ON_INFEASIBLE_HEADER = "X-On-Infeasible"
 
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
 _MAX_STOP_LENGTH = 256
+_MAX_BYTES_PER_CHAR = 12
+"""A character outside the basic plane is two escapes of six bytes in JSON."""
+_OTHER_FIELDS_BYTES = 65536
+_SEPARATORS_PER_PART = 16
+"""Commas and opening brackets that a message or part needs at most."""
 
 
 class StreamOptions(RequestModel):
@@ -154,12 +160,58 @@ _PART_KIND_INDEX = 4
 _BUDGET_LIKE = re.compile(r"budg|infeas|latenc|deadline|timeout|max_?time|(^|_)slo(_|$)", re.IGNORECASE)
 
 
-def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
+def get_max_text_bytes(max_text_chars: int) -> int:
+    """Return the maximum size of a body without images."""
+    return _MAX_BYTES_PER_CHAR * max_text_chars + _OTHER_FIELDS_BYTES
+
+
+def check_size(body: bytes | bytearray, limits: RequestLimits, *, max_text_chars: int) -> None:
+    """Check the size of a body in milliseconds, before it is parsed.
+
+    Parsing holds the interpreter lock, for seconds if a body consists of millions of values.
+
+    Raises:
+        ApiError: 400 if the body has too much text, or too many values for its messages.
+    """
+    if len(body) <= _OTHER_FIELDS_BYTES:
+        return
+    if len(body) > get_max_text_bytes(max_text_chars) and b'"image_url"' not in body:
+        raise make_length_error(f"the request has {len(body)} bytes and no image", max_text_chars)
+    characters = np.frombuffer(body, np.uint8)
+    num_separators = sum(int(np.count_nonzero(characters == ord(separator))) for separator in ",[{")
+    if num_separators > max_text_chars + _SEPARATORS_PER_PART * (limits.messages + limits.parts):
+        raise invalid("the request has too many values; send fewer messages and parts", "messages")
+
+
+def make_length_error(size: str, max_text_chars: int) -> ApiError:
+    """Create the error of a request with more text than the context can hold."""
+    return invalid(
+        f"{size}; the context of this model holds at most {max_text_chars} characters of text, so shorten it",
+        "messages", code="context_length_exceeded",
+    )  # fmt: skip
+
+
+def _check_counts(messages: object, limits: RequestLimits) -> None:
+    """Check the number of messages and parts before they are validated one by one."""
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.messages:
+        raise invalid(f"{len(messages)} messages are too many; send at most {limits.messages}", "messages")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > limits.parts:
+        raise invalid(f"{num_parts} content parts are too many; send at most {limits.parts}", "messages")
+
+
+def parse_request(
+    body: bytes | bytearray, headers: Mapping[str, str], limits: RequestLimits | None = None
+) -> ChatRequest:
     """Parse a chat completion request.
 
     Args:
         body: Request body.
         headers: HTTP headers by lower-case name.
+        limits: Maximum number of messages and parts.
 
     Raises:
         ApiError: 400 with the invalid field and its valid values.
@@ -172,6 +224,7 @@ def parse_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         raise invalid(
             f"the body must be a JSON object, not {_describe_json_type(content)}", code="invalid_json"
         )
+    _check_counts(content.get("messages"), limits or RequestLimits())
     for name, (harmless, reason) in _UNSUPPORTED.items():
         value = content.get(name)
         # In Python True == 1, so types are compared as well.

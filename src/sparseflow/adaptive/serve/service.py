@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import math
 import secrets
 import threading
@@ -28,7 +29,13 @@ from sparseflow.adaptive.serve.answer import AnswerStream, StreamingText, classi
 from sparseflow.adaptive.serve.backend import BackendJob, ServingBackend, make_stopped_error
 from sparseflow.adaptive.serve.lifecycle import DrainManager
 from sparseflow.adaptive.serve.metrics import ServerMetrics
-from sparseflow.adaptive.serve.protocol import ChatRequest, parse_request
+from sparseflow.adaptive.serve.protocol import (
+    ChatRequest,
+    check_size,
+    get_max_text_bytes,
+    make_length_error,
+    parse_request,
+)
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 
@@ -38,7 +45,15 @@ _PROBE_INTERVAL_S = 2.0
 """Minimum time between two requests that an idle server runs although they are not expected in time."""
 _MIN_PROBE_RATIO = 0.25
 """Minimum ratio of budget to expected time of these requests."""
+_LARGE_BODY_BYTES = 2**20
+"""Size of bodies after which free memory is returned to the system."""
 _THREADS_LOCK = threading.Lock()
+
+
+def release_free_memory() -> None:
+    """Return free memory of the C allocator to the system, where the C library can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _use_one_torch_thread() -> None:
@@ -110,6 +125,8 @@ class Service:
         self.metrics = ServerMetrics(self.queue)
         self._temperature = temperature
         self._probed_s = -math.inf
+        self._held_bytes = 0
+        self._max_text_chars = self.limits.text_chars or prompts.max_text_chars
         self._answers: dict[Ticket, AnswerStream] = {}
         self._threads = ThreadPoolExecutor(
             self.limits.prepare_threads, thread_name_prefix="prepare", initializer=_use_one_torch_thread
@@ -149,7 +166,10 @@ class Service:
         await asyncio.to_thread(self.backend.close)
 
     async def submit(
-        self, read_body: Callable[[], Awaitable[bytes]], headers: Mapping[str, str], received_s: float
+        self,
+        read_body: Callable[[], Awaitable[bytes | bytearray]],
+        headers: Mapping[str, str],
+        received_s: float,
     ) -> AnswerStream:
         """Prepare and admit a request.
 
@@ -169,14 +189,17 @@ class Service:
             self.drain.check()
             if not self.backend.alive:
                 raise make_stopped_error()
-            # Reserved before the body is read, so that the number of bodies in memory is bounded.
+            body = await self._receive(read_body)
+            # Reserved after the body has arrived, so that slow clients take no places.
             ticket = self.queue.reserve()
-            answer = self._admit(await self._prepare(read_body, headers), ticket, received_s)
+            answer = self._admit(await self._prepare(body, headers), ticket, received_s)
         except BaseException as error:
             if ticket is not None:
                 self.queue.release(ticket)
             if isinstance(error, ApiError):
                 self.metrics.count_end(classify_outcome(error), error.code)
+            elif isinstance(error, asyncio.CancelledError):
+                self.metrics.count_end("cancelled", "client_gone")
             elif isinstance(error, Exception):
                 self.metrics.count_end("failed", "internal_error")
             raise
@@ -191,27 +214,74 @@ class Service:
         if self.prompts.takes_images:
             require("PIL.Image", "adaptive").init()
 
-    async def _prepare(
-        self, read: Callable[[], Awaitable[bytes]], headers: Mapping[str, str]
-    ) -> _PreparedRequest:
+    @property
+    def max_body_bytes(self) -> int:
+        """Maximum size of a body. Without images it is what text can need, with escapes and other fields."""
+        if self.prompts.takes_images:
+            return self.limits.body_bytes
+        return min(self.limits.body_bytes, get_max_text_bytes(self._max_text_chars))
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Count received bytes until `release_body`.
+
+        Raises:
+            ApiError: 429 if the requests in memory are too large together.
+        """
+        self._held_bytes += num_bytes
+        if self._held_bytes > self.limits.total_body_bytes:
+            raise ApiError(
+                429, "the server is receiving too much data; retry later",
+                code="overloaded", retry_after_s=1.0,
+            )  # fmt: skip
+
+    def release_body(self, num_bytes: int) -> None:
+        """Count bytes as released."""
+        self._held_bytes -= num_bytes
+
+    async def _receive(self, read: Callable[[], Awaitable[bytes | bytearray]]) -> bytes | bytearray:
         try:
             async with asyncio.timeout(self.limits.body_s):
-                body = await read()
+                return await read()
         except TimeoutError as error:
             raise ApiError(
                 408,
                 f"the request body did not arrive within {self.limits.body_s:g} s",
                 code="request_timeout",
             ) from error
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._prepare_sync, body, headers
-        )
 
-    def _prepare_sync(self, body: bytes, headers: Mapping[str, str]) -> _PreparedRequest:
-        """Build a prompt from the request body, in a thread."""
+    async def _prepare(self, body: bytes | bytearray, headers: Mapping[str, str]) -> _PreparedRequest:
+        abandoned = threading.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, self._prepare_sync, body, headers, abandoned)
+        finally:
+            # A cancelled request that waits for a thread never starts, and a started one ends soon.
+            abandoned.set()
+            if len(body) > _LARGE_BODY_BYTES:
+                loop.run_in_executor(None, release_free_memory)
+
+    def _prepare_sync(
+        self,
+        body: bytes | bytearray,
+        headers: Mapping[str, str],
+        abandoned: threading.Event | None = None,
+    ) -> _PreparedRequest:
+        """Build a prompt from the request body, in a thread; `abandoned` is set if nobody waits for it."""
         start_s = time.thread_time()
-        request = parse_request(body, headers)
+
+        def check_awaited() -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise ApiError(499, "the client disconnected", code="client_gone")
+
+        check_awaited()
+        check_size(body, self.limits, max_text_chars=self._max_text_chars)
+        request = parse_request(body, headers, self.limits)
         self.check_model(request.model)
+        num_chars = sum(
+            len(part.text) for message in request.messages for part in message.content if part.type == "text"
+        )
+        if num_chars > self._max_text_chars:
+            raise make_length_error(f"the messages have {num_chars} characters of text", self._max_text_chars)
         if (request.new_tokens or 0) > self.limits.max_new_tokens:
             raise invalid(
                 f"max_completion_tokens (={request.new_tokens}) must be at most {self.limits.max_new_tokens}",
@@ -230,7 +300,11 @@ class Service:
             raise invalid(
                 f"the request has {len(image_urls)} images; the maximum is {self.limits.images}", "messages"
             )
-        images = [decode(url, self.limits, param) for param, url in image_urls]
+        images = []
+        for param, url in image_urls:
+            check_awaited()
+            images.append(decode(url, self.limits, param))
+        check_awaited()
         prompt = self.prompts.prompt(request.messages, images, request.new_tokens or 1)
         return _PreparedRequest(
             request=request,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +32,10 @@ from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+_ACCESS, _LIMITS = "Access", "Limits"
+_API_KEY = "SPARSEFLOW_API_KEY"
 
 
 @app.command()
@@ -118,14 +123,103 @@ def serve(
     ] = 1,
     cluster: ClusterOption = None,
     device: DeviceOption = "cpu",
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=_API_KEY,
+            show_envvar=True,
+            rich_help_panel=_ACCESS,
+            help="Key that clients must send; without one, everybody has access. Repeatable.",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_ACCESS, help="Origin of web pages that may send requests, or *. Repeatable."
+        ),
+    ] = None,
+    request_log: Annotated[
+        bool, typer.Option(rich_help_panel=_ACCESS, help="Write a line per request to standard error.")
+    ] = True,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Size of a request with its images.")
+    ] = 32 * 2**20,
+    max_total_body_bytes: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Size of all requests being received.")
+    ] = 256 * 2**20,
+    body_timeout_s: Annotated[
+        float, typer.Option(rich_help_panel=_LIMITS, help="Time to receive a request, seconds.")
+    ] = 30.0,
+    max_messages: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Messages of a request.")
+    ] = 1024,
+    max_parts: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Content parts of a request.")
+    ] = 2048,
+    max_text_chars: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            rich_help_panel=_LIMITS,
+            help="Characters of text of a request; by default what the context can hold.",
+        ),
+    ] = None,
+    max_images: Annotated[int, typer.Option(min=0, rich_help_panel=_LIMITS, help="Images of a request.")] = 8,
+    max_image_bytes: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Size of an image file.")
+    ] = 16 * 2**20,
+    max_image_pixels: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Pixels of an image.")
+    ] = 16_000_000,
+    default_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, rich_help_panel=_LIMITS, help="Answer length of a request with a budget and no length."
+        ),
+    ] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Longest answer, tokens.")
+    ] = 4096,
+    max_queued: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Requests that wait or are prepared.")
+    ] = 64,
+    prepare_threads: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Threads that decode images and tokenize.")
+    ] = 2,
+    max_connections: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Open connections.")
+    ] = 1024,
+    header_timeout_s: Annotated[
+        float,
+        typer.Option(rich_help_panel=_LIMITS, help="Time to receive the head of a request, seconds."),
+    ] = 10.0,
+    keep_alive_s: Annotated[
+        float, typer.Option(rich_help_panel=_LIMITS, help="Time to keep an idle connection open, seconds.")
+    ] = 5.0,
 ) -> None:
     """Serve a model with OpenAI's API; requests take `latency_budget_ms` as an additional field.
 
-    By default, the maximum of concurrent requests is that of the profile, else 8.
+    By default, the maximum of concurrent requests is that of the profile, else 8. With replicas, Ray Serve
+    sets the limits of connections.
     """
+    from sparseflow.adaptive.prompts.messages import RequestLimits
     from sparseflow.adaptive.serve import run_server, serve_replicas
+    from sparseflow.adaptive.serve.access import check_api_keys
+    from sparseflow.adaptive.serve.connections import ConnectionLimits
     from sparseflow.errors import InputError
 
+    if not api_key and _API_KEY in os.environ:
+        raise InputError(f"{_API_KEY} is empty, which would give everybody access; set a key, or unset it")
+    check_api_keys(api_key or ())
+    limits = RequestLimits(
+        body_bytes=max_body_bytes, total_body_bytes=max_total_body_bytes, body_s=body_timeout_s,
+        messages=max_messages, parts=max_parts, text_chars=max_text_chars, images=max_images,
+        image_bytes=max_image_bytes, image_pixels=max_image_pixels, new_tokens=default_new_tokens,
+        max_new_tokens=max_new_tokens, max_queued=max_queued, prepare_threads=prepare_threads,
+    )  # fmt: skip
+    connection_limits = ConnectionLimits(
+        max_connections=max_connections, head_s=header_timeout_s, keep_alive_s=keep_alive_s
+    )
     torch_device = open_device(device)
     # Absolute paths: a replica may run in another working directory.
     create_app = functools.partial(
@@ -138,9 +232,13 @@ def serve(
         max_plans=max_plans,
         max_batch_size=max_batch_size,
         device=torch_device,
+        limits=limits,
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+        request_log=request_log,
     )
     if replicas == 1 and cluster is None:
-        run_server(create_app, host=host, port=port, drain_s=drain_s)
+        run_server(create_app, host=host, port=port, drain_s=drain_s, connection_limits=connection_limits)
         return
     if torch_device.index is not None:
         raise InputError(f"`--device {device}` is one GPU, and each replica takes its own; use cuda")
@@ -156,8 +254,10 @@ def serve(
 
 
 def _create_app(model: Path, profile: Path, **options: Any) -> FastAPI:
+    from sparseflow.adaptive.serve.access import write_request_log
     from sparseflow.adaptive.serve.model_app import create_model_app
 
     silence_transformers()
+    write_request_log()
     with progress_bar() as progress:
         return create_model_app(model, profile, **options, progress=progress)
