@@ -12,12 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.measure.labels import (
     LABELS_FILE,
     PATTERNS_DIR,
     LabelSet,
+    PatternHeader,
     ScheduleMeasurement,
     TuningTask,
     read_pattern,
@@ -201,5 +203,20 @@ def test_patterns_are_written_once_and_checked(tmp_path: Path) -> None:
 def test_read_unsorted_pattern_raises(tmp_path: Path) -> None:
     unsorted = SparsityPattern(rows=PATTERN.rows[::-1].copy(), cols=PATTERN.cols[::-1].copy(), shape=(2, 3))
     digest = write_pattern(tmp_path, unsorted)
+    with pytest.raises(FileFormatError, match=digest):
+        read_pattern(tmp_path, digest)
+
+
+@pytest.mark.parametrize("name", ["../labels", "/etc/passwd", "0", ""])
+def test_read_pattern_outside_of_directory_raises(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="digest"):
+        read_pattern(tmp_path, name)
+
+
+def test_read_pattern_of_other_dtype_raises(tmp_path: Path) -> None:
+    digest = write_pattern(tmp_path, PATTERN)
+    path = tmp_path / PATTERNS_DIR / f"{digest}.safetensors"
+    header, tensors = PatternHeader.load_tensors(path)
+    header.save_tensors(path, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
     with pytest.raises(FileFormatError, match=digest):
         read_pattern(tmp_path, digest)

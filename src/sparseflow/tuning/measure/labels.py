@@ -13,6 +13,7 @@ is whether other processes used the machine; it is null if unknown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -256,14 +257,17 @@ def read_pattern(folder: Path | str, digest: str) -> SparsityPattern:
 
     Raises:
         InputError: The file is missing.
-        FileFormatError: The file has other content.
+        FileFormatError: The file has other content, or `digest` is no digest.
     """
+    # A label set could name a file outside of its directory.
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise FileFormatError(f"{folder}: pattern {digest[:80]!r} is no SHA-256 digest; {PatternHeader.HINT}")
     path = _pattern_path(folder, digest)
     header, tensors = PatternHeader.load_tensors(path)
     try:
         # Unsorted or repeated coordinates change the digest.
         pattern = SparsityPattern.from_coords(tensors["rows"].numpy(), tensors["cols"].numpy(), header.shape)
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(f"{path} is damaged: {error}; {header.HINT}") from error
     if pattern.digest() != digest:
         raise FileFormatError(f"{path} is damaged: its pattern has another digest; {header.HINT}")
