@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import pickle
 import tarfile
 from pathlib import Path
@@ -162,6 +163,13 @@ def test_read_archives_of_invalid_file_raises(tmp_path: Path) -> None:
         (tmp_path / "torn.tar.gz").write_bytes(full[:length])
         with pytest.raises(FileFormatError, match="tar archive"):
             read_archives([tmp_path / "torn.tar.gz"])
+
+
+def test_read_archives_of_a_bomb_raises(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.xz"
+    path.write_bytes(lzma.compress(bytes(20 << 20)))  # 3 kB
+    with pytest.raises(FileFormatError, match="expands"):
+        read_archives([path])
 
 
 @given(content=st.binary(max_size=600))

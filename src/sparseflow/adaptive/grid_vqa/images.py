@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -33,6 +33,8 @@ _VAL, _TEST = 0.1, 0.2
 """Shares of each name's images; where an archive says which images are for tests, `_VAL` is of the others."""
 _MEMBER_BYTES = 64 << 20
 """Upper bound of the size of a member of such archives."""
+_MAX_EXPANSION = 200
+"""Limit on the ratio of the content to the size of an archive; images hardly compress."""
 _RECORD = 1 + 3 * SIDE * SIDE
 
 
@@ -180,6 +182,8 @@ def _read_members(path: Path) -> Iterator[tuple[np.ndarray, str, bool | None]]:
         raise InputError(f"{path} does not exist; pass an image archive")
     try:
         with tarfile.open(path) as archive:
+            stream: Any = _BoundedStream(archive.fileobj, path.stat().st_size)
+            archive.fileobj = stream
             files = [member for member in archive if member.isfile()]
             too_long = next((file.name for file in files if file.size > _MEMBER_BYTES), None)
             if too_long is not None:
@@ -194,11 +198,36 @@ def _read_members(path: Path) -> Iterator[tuple[np.ndarray, str, bool | None]]:
             else:
                 yield from _read_folders(path, archive, files)
             # A truncated compressed file raises only at its end.
-            stream = archive.fileobj
-            while stream is not None and stream.read(1 << 20):
+            while stream.read(1 << 20):
                 pass
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise FileFormatError(f"{path} is not a readable tar archive: {error}") from error
+
+
+class _BoundedStream:
+    """The content of an archive of a size; reading far more raises `tarfile.ReadError`."""
+
+    def __init__(self, stream: Any, archive_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, _MAX_EXPANSION * archive_bytes + 2**20
+
+    def read(self, size: int) -> bytes:
+        content = self._stream.read(size)
+        self._check(self._stream.tell())
+        return content
+
+    def seek(self, position: int) -> int:
+        self._check(position)
+        return self._stream.seek(position)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _check(self, position: int) -> None:
+        if position > self._max_bytes:
+            raise tarfile.ReadError(f"it expands to more than {_MAX_EXPANSION} times its size")
 
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
