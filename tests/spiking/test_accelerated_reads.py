@@ -152,6 +152,16 @@ def test_change_back_reuses_the_first_plan(planned: Callable[..., Any], prefer: 
     assert len(times.calls) <= num_groups + 1, "only T = 5 was measured"
 
 
+def test_value_of_each_call_is_not_measured_in_each_call(planned: Callable[..., Any], prefer: Any) -> None:
+    net: Any = ready(Reader())
+    planned(net, IMAGE)
+    plain = sparseflow.restore(copy.deepcopy(net))
+    for step in range(12):
+        net.gain = plain.gain = step / 4
+        assert same(from_rest(net, IMAGE), from_rest(plain, IMAGE))
+    assert len(get_accelerated_forward(net).list_plans()) == 8
+
+
 def test_equal_value_does_not_trace_again(planned: Callable[..., Any]) -> None:
     net: Any = ready(Reader())
     planned(net, IMAGE)

@@ -51,7 +51,7 @@ from sparseflow.spiking.runtime.sparse_conv import (
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor
 
 MAX_PLANS = 8
-"""Plans that a network keeps where each holds its own weights."""
+"""Plans that a network keeps where each holds its own weights, and plans of one input shape."""
 
 MAX_SHARED_PLANS = 32
 """Plans that a network keeps where they share their weights."""
@@ -267,7 +267,7 @@ class AcceleratedForward:
                 tuned.last_call = self._num_calls
                 return tuned
         # A thread that tunes may wait for this network's lock, so a call never waits for that thread.
-        if not self._may_tune() or not TRACE_LOCK.acquire(blocking=False):
+        if not self._may_tune(key) or not TRACE_LOCK.acquire(blocking=False):
             return None
         try:
             self.tune(args)
@@ -287,11 +287,10 @@ class AcceleratedForward:
         shared = all(plan is None or plan.backend.shape_agnostic for plan in self.list_plans())
         return MAX_SHARED_PLANS if shared else MAX_PLANS
 
-    def _may_tune(self) -> bool:
-        return (
-            self._num_tunings < self._max_plans
-            or self._num_calls - self._last_tuning >= MIN_CALLS_BETWEEN_TUNINGS
-        )
+    def _may_tune(self, key: Any) -> bool:
+        """Return whether there were few tunings, of this network and of this shape, or many calls since."""
+        is_new = self._num_tunings < self._max_plans and len(self._tuned.get(key, ())) < MAX_PLANS
+        return is_new or self._num_calls - self._last_tuning >= MIN_CALLS_BETWEEN_TUNINGS
 
     def _has_trainable_parameters(self) -> bool:
         if self._guard is not None:
@@ -543,7 +542,7 @@ class AcceleratedForward:
             self.decisions[name], self.firing[name], sparse = tune_layer(conv, layer_inputs[name], selector)
             if self.decisions[name].choice != "module":
                 self._replace(name, sparse)
-        problem = "the network could not be traced"
+        problem = f"the network could not be traced ({self.graph.trace_error})"
         if (reads := self.graph.reads) is not None:
             problem = f"a plan cannot replace the network's forward, which {reads.side_effect}"
         self.network_decision = Decision(

@@ -85,10 +85,9 @@ class DecisionCache:
             return
         merged = {**self._read()[0], **self._added}
         try:
-            _CacheFile(decisions=dict(sorted(merged.items()))).save(self.path, indent=1)
+            _CacheFile(decisions=dict(sorted(merged.items()))).save(self.path, indent=1, rescue=False)
         except OSError as error:
             warnings.warn(
-                f"cannot write the decision cache {self.path} ({error}); set SPARSEFLOW_CACHE to a writable "
-                "directory",
+                f"the decision cache is not saved: {error}; set SPARSEFLOW_CACHE to a writable directory",
                 stacklevel=2,
             )
