@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.errors import FileFormatError, InputError, ModelError, OutputError
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.analysis import analyze
 from tests.latency.onnx_models import FLOAT, convnet, lookup, model, save, values
@@ -215,8 +216,15 @@ def test_large_optimized_graph_raises(tmp_path: Path, monkeypatch: pytest.Monkey
         raise FileFormatError("INVALID_PROTOBUF : Protobuf serialization failed.")
 
     monkeypatch.setattr(session, "open_session", fails)
-    with pytest.raises(ModelError, match=r"2"):
+    with pytest.raises(ModelError, match=r"exceeds 2 GB"):
         analyze(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write the optimized graph.*TMPDIR"):
+            analyze(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_non_numeric_values_raise(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ def test_evaluate_invalid_files_do_not_stop_others(
     evaluation = evaluate([tmp_path / "models"], made_up.predictor, rounds=1)
     assert [row.model for row in evaluation.rows] == ["good"]
     problems = {Path(name).name: problem for name, problem in evaluation.problems.items()}
-    assert problems.keys() == {"open.onnx", "cut.onnx"} and "static input shapes" in problems["open.onnx"]
+    assert (
+        problems.keys() == {"open.onnx", "cut.onnx"} and "make_dynamic_shape_fixed" in problems["open.onnx"]
+    )
     good.unlink()
     with pytest.raises(RunError, match="none of 2 models"):
         evaluate([tmp_path / "models"], made_up.predictor, rounds=1)

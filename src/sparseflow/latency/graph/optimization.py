@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparseflow.core.extras import require
-from sparseflow.errors import FileFormatError, ModelError
+from sparseflow.errors import FileFormatError, ModelError, OutputError
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.kernels import TensorSpec
 
@@ -33,6 +33,7 @@ def optimize(
 
     Raises:
         InputError, FileFormatError, ModelError, DeviceError: As `analyze`.
+        OutputError: The temporary directory is full.
     """
     onnx = require("onnx", "latency")
     model = onnx_file.load_model(path)
@@ -47,6 +48,13 @@ def optimize(
             if "serializ" not in str(error):
                 raise
             # The model was read, so the result cannot be written.
+            try:
+                target.write_bytes(serialized)
+            except OSError as full:
+                raise OutputError(
+                    f"cannot write the optimized graph of {path} to {folder}: {full.strerror}; free some "
+                    "space or set TMPDIR to another directory"
+                ) from error
             raise ModelError(
                 f"the optimized graph of {path} exceeds 2 GB at these shapes, since it includes everything "
                 "that does not depend on the inputs; use a smaller batch or image size"

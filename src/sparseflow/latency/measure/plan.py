@@ -260,8 +260,13 @@ def check_static_shapes(path: Path) -> onnx.ModelProto:
     model = onnx_file.load_model(path)
     try:
         onnx_file.set_input_shapes(model, {})
+    except ModelError:
+        raise
     except InputError as error:
-        raise ModelError(f"{path}: a collection requires static input shapes: {error}") from error
+        raise ModelError(
+            f"{path} has open input dimensions, and a collection requires fixed ones: fix them with "
+            "`python -m onnxruntime.tools.make_dynamic_shape_fixed`"
+        ) from error
     return model
 
 
