@@ -220,6 +220,8 @@ class CompiledKernel(Kernel):
         self._function = getattr(self._library, SYMBOL)
         self._function.restype = None
         self._is_parallel = program.nest.threads > 1
+        for array in program.leading_arrays:
+            array.flags.writeable = False  # as the matrix, which `save` writes
         self._leading_addresses = [array.ctypes.data for array in program.leading_arrays]
         self._trailing_addresses = [array.ctypes.data for array in program.trailing_arrays]
         count = len(self._leading_addresses) + len(self.problem.input_shapes) + len(self._trailing_addresses)
@@ -303,6 +305,8 @@ def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = No
             operator=get_operator(file.operator), matrix=as_coo(matrix), n_cols=file.n_cols
         )
         limit = compute_storage_limit(problem)
+        if file.schedule is None and 8 * file.shape[0] > limit:  # the row pointers of scipy
+            raise FileFormatError(f"the matrix has {file.shape[0]} rows and only {matrix.nnz} elements")
         program = None if file.schedule is None else build_program(problem, file.schedule, max_bytes=limit)
     except (KeyError, ValueError, TypeError) as error:
         raise FileFormatError(f"{path} is not a readable kernel: {error}; {file.HINT}") from error
