@@ -57,19 +57,18 @@ class Job:
     """A long job.
 
     Attributes:
-        command: Arguments of `sparseflow`; `OUT` is replaced by the output directory, and `DIGITS` by that of
-            the shipped model.
+        command: Arguments of `sparseflow`; `OUT` is replaced by the output directory.
         read: Reads from the output directory what must not depend on interruptions.
         inputs: File name -> content, in the workspace.
         journal: File in the output directory whose rows survive a kill; None if a resumed job repeats steps.
-        needs: Job whose output directory is `needed` in the workspace; None for no job.
+        needs: Jobs whose output directories are in the workspace, by their names.
     """
 
     command: str
     read: Callable[[Path], Any]
     inputs: Mapping[str, bytes] = field(default_factory=dict)
     journal: str | None = None
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -181,20 +180,24 @@ JOBS = {
         read=_read_training,
     ),
     "adaptive-importance": Job(
-        command="adaptive importance DIGITS --max-samples 8 --beam 1 --out OUT/importance.json",
+        command="adaptive importance adaptive-grid-vqa/model --max-samples 8 --beam 1 "
+        "--out OUT/importance.json",
+        needs=("adaptive-grid-vqa",),
         read=lambda out_dir: json.loads((out_dir / "importance.json").read_text()),
     ),
     "adaptive-profile": Job(
-        command="adaptive profile DIGITS --num-plans 6 --num-text-plans 1 --max-batch-size 1 --rounds 2 "
-        "--decode-steps 2 --out OUT/profile.parquet",
+        command="adaptive profile adaptive-grid-vqa/model --num-plans 6 --num-text-plans 1 --rounds 2 "
+        "--max-batch-size 1 --decode-steps 2 --out OUT/profile.parquet",
+        needs=("adaptive-grid-vqa",),
         read=_read_profile,
         journal="profile.jsonl",
     ),
     "adaptive-train": Job(
-        command="adaptive train DIGITS --profile needed/profile.parquet --seeds 1 --max-train-samples 16 "
-        "--max-validation-samples 16 --max-test-samples 16 --num-budgets 3 --set steps=6 --set prompts=4 "
-        "--set validation=16 --set validate_every=3 --set checkpoint_every=2 --out OUT",
-        needs="adaptive-profile",
+        command="adaptive train adaptive-grid-vqa/model --profile adaptive-profile/profile.parquet --seeds 1 "
+        "--max-train-samples 16 --max-validation-samples 16 --max-test-samples 16 --num-budgets 3 "
+        "--set steps=6 --set prompts=4 --set validation=16 --set validate_every=3 --set checkpoint_every=2 "
+        "--out OUT",
+        needs=("adaptive-grid-vqa", "adaptive-profile"),
         read=_read_controllers,
     ),
     "demo": Job(

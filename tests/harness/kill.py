@@ -26,9 +26,6 @@ from typing import Any, NoReturn
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_json
 from tests.harness.jobs import JOBS, Job
-from tests.killed import ROOT
-
-DIGITS = ROOT / "src" / "sparseflow" / "adaptive" / "data" / "digits"
 
 ORPHAN_TIMEOUT_S = 30.0
 """Time in which the children of a killed process must end."""
@@ -99,8 +96,7 @@ class Workspace:
             os.environ["SPARSEFLOW_CACHE"] = str(self.directory / "cache")
             from sparseflow.cli.root import run
 
-            command = self.job.command.replace("OUT", str(self.out_dir)).replace("DIGITS", str(DIGITS))
-            code = run(shlex.split(command))
+            code = run(shlex.split(self.job.command.replace("OUT", str(self.out_dir))))
             (self.directory / "modules.json").write_text(json.dumps(list(sys.modules)))
             sys.stdout.flush()
             sys.stderr.flush()
@@ -123,12 +119,7 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
     Raises:
         AssertionError: The uninterrupted run fails.
     """
-    random, workspace = Random(seed), Workspace(name, root)
-    if (needed := workspace.job.needs) is not None:
-        source = Workspace(needed, root / f"{name}-needs")
-        code = _wait(source.start(), None)
-        assert code == 0, f"{needed}: exit code {code}: {source.read_log()}"
-        shutil.copytree(source.out_dir, workspace.directory / "needed")
+    random, workspace = Random(seed), _prepare(name, root)
     # The first run fills the caches and tells what to import; the second has the duration of all others.
     duration_s = 0.0
     for _ in range(2):
@@ -172,6 +163,17 @@ def storm(name: str, root: Path, *, kills: int, seed: int) -> dict[str, Any]:
         workspace.reset()
         if tally["kills"] >= kills:
             return tally
+
+
+def _prepare(name: str, root: Path) -> Workspace:
+    """Create a workspace with the outputs of the jobs that the job needs."""
+    workspace = Workspace(name, root)
+    for needed in workspace.job.needs:
+        source = _prepare(needed, root / f"{name}-needs")
+        code = _wait(source.start(), None)
+        assert code == 0, f"{needed}: exit code {code}: {source.read_log()}"
+        shutil.copytree(source.out_dir, workspace.directory / needed)
+    return workspace
 
 
 def _describe_difference(expected: Any, result: Any, path: str = "") -> str:

@@ -65,9 +65,13 @@ def mutate_text(random: Random, data: bytes) -> bytes:
         index = random.randrange(len(lines))
         words = lines[index].split(b" ")
         position = random.randrange(len(words))
-        kind = random.randrange(5)
+        kind = random.randrange(8)
         if kind == 0:
-            words[position] = random.choice((*TOKENS, b"0", b"-1", b"1.5D+02", b"+1", b"1e10", b"2147483648"))
+            words[position] = random.choice(TOKENS)
+        elif kind > 4:
+            words[position] = random.choice(
+                (b"0", b"1", b"2", b"3", b"-1", b"+1", b"0.5", b"1e10", b"1.5D+02")
+            )
         elif kind == 1:
             del words[position]
         elif kind == 2:

@@ -98,8 +98,12 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
                 f"{source}: invalid {cls.FORMAT}: {describe_validation_error(error)}; {cls.HINT}"
             ) from error
 
-    def save(self, path: Path | str, *, indent: int | None = None) -> Path:
+    def save(self, path: Path | str, *, indent: int | None = None, rescue: bool = True) -> Path:
         """Write the artifact as JSON, atomically; missing directories are created.
+
+        Args:
+            path: File to write.
+            indent, rescue: As in `write_json`.
 
         Returns:
             The path.
@@ -108,7 +112,7 @@ class Artifact(StrictModel, arbitrary_types_allowed=True):
             OutputError: The file cannot be written.
         """
         file = _prepare(path)
-        write_json(file, self.to_dict(), indent=indent)
+        write_json(file, self.to_dict(), indent=indent, rescue=rescue)
         return file
 
     @classmethod

@@ -77,16 +77,16 @@ def check_output(path: Path | str, *, directory: bool = False) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}; give another {expected}") from error
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+def write_atomic(path: Path, data: bytes | str, *, rescue: bool = True) -> None:
     """Replace a file through a temporary file in the same directory, synced and then renamed.
 
-    If the file cannot be written, `path` keeps its previous content, and the new content is saved elsewhere,
-    except for files in the cache directory. The first write into a directory removes the temporary files that
-    killed processes left there.
+    If the file cannot be written, `path` keeps its previous content, and the new content is saved elsewhere.
+    The first write into a directory removes the temporary files that killed processes left there.
 
     Args:
         path: File to write. Its directory must exist.
         data: Full content; text is encoded as UTF-8.
+        rescue: Whether to save elsewhere what cannot be written; False for caches.
 
     Raises:
         InputError: The text contains half of a surrogate pair, such as from a file name that is not UTF-8.
@@ -105,18 +105,20 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         _replace(path, content)
         sync_dir(path.parent)
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}{_save_elsewhere(path, content)}") from error
+        rescued = _save_elsewhere(path, content) if rescue else ""
+        raise OutputError(f"cannot write {path}: {error.strerror}{rescued}") from error
 
 
-def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
-    """Write a JSON file atomically. Its directory must exist.
+def write_json(path: Path, content: object, *, indent: int | None = None, rescue: bool = True) -> None:
+    """Write a JSON file as `write_atomic` does. Its directory must exist.
 
     Raises:
         ValueError: `content` contains NaN or infinity.
         TypeError: `content` contains something that JSON cannot represent.
         OutputError: The file cannot be written.
     """
-    write_atomic(path, json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, text, rescue=rescue)
 
 
 def find_file(path: Path | str) -> Path:
@@ -328,8 +330,6 @@ def _remove_abandoned(directory: Path) -> None:
 
 def _save_elsewhere(path: Path, content: bytes) -> str:
     """Save the content of a file that cannot be written; return the end of the sentence that says so."""
-    if path.absolute().is_relative_to(get_cache_dir().absolute()):
-        return "; set SPARSEFLOW_CACHE to a writable directory"
     # The last one is in memory; it helps if there is only one disk.
     for find in (tempfile.gettempdir, Path.home, lambda: "/dev/shm"):
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home

@@ -24,7 +24,7 @@ from sparseflow.core.artifact import Artifact, DictField
 from sparseflow.core.config import StrictModel
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import Journal, read_journal
-from sparseflow.errors import FileFormatError, InputError, RunError
+from sparseflow.errors import FileFormatError, InputError, OutputError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -260,10 +260,10 @@ class ProfileWriter:
     def _save(self) -> None:
         try:
             PlanProfile.load(self._path).save(self._path)
-        except OSError as error:
+        except OutputError as error:
             raise RunError(
-                f"cannot write {self._path}: {error.strerror}; the measurements are in "
-                f"{get_journal_path(self._path).name}: free disk space and repeat the command"
+                f"{error}; the measurements are also in {get_journal_path(self._path).name}: free disk space "
+                "and repeat the command"
             ) from error
 
 
