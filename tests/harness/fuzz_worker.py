@@ -154,7 +154,7 @@ def main() -> None:
     options: dict[str, Any] = {
         "runs": arguments.runs, "seed": arguments.seed + 1, "max_len": 2 * largest + 2**16, "timeout": 0,
         "rss_limit_mb": 0, "malloc_limit_mb": 0, "len_control": 0, "mutate_depth": 2,
-        "verbosity": 0,
+        "verbosity": 0, "artifact_prefix": f"{arguments.state}/",
         **dict.fromkeys(("handle_segv", "handle_bus", "handle_abrt", "handle_ill", "handle_fpe", "handle_int",
                          "handle_term", "handle_xfsz", "handle_usr1", "handle_usr2"), 0),
     }  # fmt: skip
