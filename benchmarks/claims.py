@@ -35,7 +35,7 @@ from pydantic import (
 
 from sparseflow.core.config import describe_validation_error
 from sparseflow.core.environment import get_git_revision
-from sparseflow.core.files import write_atomic
+from sparseflow.core.files import parse_json, write_atomic
 from sparseflow.errors import FileFormatError, SparseFlowError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -154,7 +154,7 @@ def load_claims(path: Path) -> list[Claim]:
         FileFormatError: The file is not a list of claims, or an id is used twice.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     try:
@@ -280,11 +280,11 @@ def load_record(path: Path) -> dict[str, Any]:
     Raises:
         FileFormatError: The file is not JSON.
     """
-    text = path.read_text(encoding="utf-8")
+    content = path.read_bytes()
     try:
         if path.suffix != ".jsonl":
-            return json.loads(text)
-        header, *rows = (json.loads(line) for line in text.splitlines())
+            return parse_json(content)
+        header, *rows = map(parse_json, content.splitlines())
     except ValueError as error:
         raise FileFormatError(f"{path} is not JSON: {error}") from error
     return header | {"rows": rows}

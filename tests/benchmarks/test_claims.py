@@ -127,9 +127,9 @@ def test_merge_claims_incomplete_claim_raises(results: Path, changes: dict[str, 
     assert not (results / "spiking" / "claims.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '[{"id": "spiking/1-a"}]'])
-def test_load_claims_malformed_file_raises(tmp_path: Path, content: str) -> None:
-    (tmp_path / "claims.json").write_text(content)
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'[{"id": "spiking/1-a"}]', b"\xff", b"[" * 10**5])
+def test_load_claims_malformed_file_raises(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "claims.json").write_bytes(content)
     with pytest.raises(FileFormatError, match=r"claims\.json"):
         claims.load_claims(tmp_path / "claims.json")
 
