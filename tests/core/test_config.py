@@ -99,6 +99,12 @@ def test_huge_integers_are_refused_with_their_size(tmp_path: Path) -> None:
         read(file)
 
 
+@pytest.mark.parametrize("text", ["- a\n" * 250_000, "[" + "{a: 1}," * 100_000 + "]", "[" * 100_000])
+def test_parse_yaml_stops_at_the_limits(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"more than {config.MAX_NODES} nodes|nesting is deeper"):
+        parse(text)
+
+
 def test_parse_yaml_limits_alias_expansion() -> None:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     for before, name in zip("abcdefg", "bcdefgh", strict=True):

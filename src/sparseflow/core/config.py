@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,7 +22,7 @@ from sparseflow.core.files import parse_json
 from sparseflow.errors import FileFormatError, InputError
 
 MAX_CONFIG_BYTES = 2**20
-MAX_NODES = 100_000
+MAX_NODES = 20_000
 """Largest number of YAML nodes after alias expansion."""
 
 _MAX_DEPTH = 64
@@ -224,9 +224,27 @@ def _read_bytes(file: Path, names: Sequence[str]) -> bytes:
 
 @cache
 def _make_loader(yaml: Any) -> Any:
-    """Return a loader that marks untagged plain scalars instead of resolving them by YAML 1.1."""
-    resolvers = {None: [(_PLAIN, re.compile(""))]}
-    return type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
+    """Return a loader that marks untagged plain scalars instead of resolving them by YAML 1.1.
+
+    It stops at the limits while it reads, because PyYAML needs seconds for a megabyte of small nodes.
+    """
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar = {None: [(_PLAIN, re.compile(""))]}
+        num_nodes = depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.num_nodes += 1
+            self.depth += 1
+            if self.num_nodes > MAX_NODES:
+                raise ValueError(f"more than {MAX_NODES} nodes")
+            if self.depth > _MAX_DEPTH + 1:
+                raise ValueError(f"nesting is deeper than {_MAX_DEPTH} levels")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    return Loader
 
 
 def _check_size(root: Any) -> None:

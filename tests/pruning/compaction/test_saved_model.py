@@ -105,7 +105,8 @@ def test_load_model_with_wrong_units_raises(units: Any, tmp_path: Path) -> None:
     [
         {"embed_dim": 32}, {"depth": 5}, {"num_classes": "five"}, {"mlp_ratio": None}, {"more": 1},
         {"ast_cfg": {"stages": 3}}, {"ast_cfg": "all"}, {"pool": "max"}, {"img_size": 0},
-        {"mlp_ratio": float("inf")},
+        {"mlp_ratio": float("inf")}, {"embed_dim": 10**300}, {"num_frames": 2**40}, {"img_size": 2**14},
+        {"embed_dim": 2**14, "depth": 2**10}, {"embed_dim": 2**10, "depth": 2**6},
     ],
 )  # fmt: skip
 def test_load_model_with_wrong_architecture_raises(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +11,11 @@ import torch
 from sparseflow.core.artifact import Artifact
 from sparseflow.errors import FileFormatError
 from sparseflow.pruning.compaction.compact import list_units, resize_blocks
+from sparseflow.pruning.model.config import VideoViTConfig
 from sparseflow.pruning.model.video_vit import VideoViT
+
+_MAX_COMPACTION = 1000
+"""Largest ratio of the parameters before compaction to those in a file."""
 
 
 class VideoViTHeader(Artifact):
@@ -48,6 +53,14 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Video
     """
     header, weights = VideoViTHeader.load_tensors(path)
     try:
+        architecture = {item.name for item in fields(VideoViTConfig)}
+        described = VideoViTConfig(
+            **{name: value for name, value in header.model.items() if name in architecture}
+        ).num_parameters
+        stored = sum(tensor.numel() for tensor in weights.values())
+        # Compaction removes part of the described parameters.
+        if described > _MAX_COMPACTION * stored:
+            raise ValueError(f"it describes {described:.3g} parameters and contains {stored:.3g}")
         model = VideoViT(**header.model)
         if header.units is not None:
             model = resize_blocks(model, list(header.units))

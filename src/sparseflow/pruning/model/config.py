@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from sparseflow.core.checks import check_at_least, check_non_negative, check_one_of, check_positive
+from sparseflow.core.checks import (
+    check_at_least,
+    check_between,
+    check_non_negative,
+    check_one_of,
+    check_positive,
+)
 from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
@@ -23,6 +29,9 @@ _MAX_MLP_RATIO = 64
 """Larger ratios are taken for a typing error."""
 
 _MAX_BLOCK_DIGITS = 4
+
+_MAX_SIZE, _MAX_TOKENS, _MAX_PARAMETERS = 2**31, 2**20, 10**11
+"""Larger models are taken for a typing error; building one would exhaust the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +61,13 @@ class VideoViTConfig:
     final_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, img_size=self.img_size, num_frames=self.num_frames, num_classes=self.num_classes,
-            embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, patch_size=self.patch_size,
-            in_chans=self.in_chans, tubelet_size=self.tubelet_size,
-        )  # fmt: skip
+        sizes = {
+            "img_size": self.img_size, "num_frames": self.num_frames, "num_classes": self.num_classes,
+            "embed_dim": self.embed_dim, "depth": self.depth, "num_heads": self.num_heads,
+            "patch_size": self.patch_size, "in_chans": self.in_chans, "tubelet_size": self.tubelet_size,
+        }  # fmt: skip
+        check_at_least(1, **sizes)
+        check_between(1, _MAX_SIZE, **sizes)
         for name, divisor_name in (
             ("img_size", "patch_size"), ("num_frames", "tubelet_size"), ("embed_dim", "num_heads"),
         ):  # fmt: skip
@@ -75,6 +86,11 @@ class VideoViTConfig:
             raise InputError(
                 f"`mlp_ratio` (={self.mlp_ratio!r}) must give at least one hidden channel and be at most "
                 f"{_MAX_MLP_RATIO}"
+            )
+        if self.num_tokens > _MAX_TOKENS or self.num_parameters > _MAX_PARAMETERS:
+            raise InputError(
+                f"the model has {self.num_tokens:.3g} tokens and {self.num_parameters:.3g} parameters; "
+                f"expected at most {_MAX_TOKENS:.3g} and {_MAX_PARAMETERS:.3g}"
             )
         check_one_of(("mean", "cls"), pool=self.pool)
         check_one_of(("factored", "joint"), position=self.position)
@@ -95,6 +111,14 @@ class VideoViTConfig:
         """T * N."""
         t, h, w = self.grid
         return t * h * w
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the weight matrices and of separate positions."""
+        patch_values = self.in_chans * self.tubelet_size * self.patch_size**2
+        block = 4 * self.embed_dim**2 + 2 * self.embed_dim * self.mlp_channels
+        outside = patch_values + self.num_tokens + self.num_classes
+        return self.depth * block + self.embed_dim * outside
 
     @property
     def mlp_channels(self) -> int:

@@ -117,6 +117,7 @@ def test_read_qaplib_fractions(tmp_path: Path) -> None:
         ("0\n", r"line 1: expected"),
         ("-3 1 1\n", r"line 1: expected"),
         ("2.5\n", r"line 1: expected"),
+        ("9" * 4000 + "\n1", r"line 1: expected .*64-bit integers"),
         ("2 1 1\n1 2 3 x\n", r"line 2: 'x' is not a number"),
         ("2 1 1\n1 2\n3 nan\n", r"line 3: 'nan' is not finite"),
         ("1\n1e400 1", r"line 2: '1e400' is not finite"),

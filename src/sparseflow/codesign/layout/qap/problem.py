@@ -202,9 +202,9 @@ def _parse_header(number: int, words: list[str], file: Path) -> tuple[int, int |
         header = [int(word) for word in words]
     except ValueError:
         header = []
-    if len(header) not in (1, 3) or header[0] < 1:
+    if len(header) not in (1, 3) or header[0] < 1 or max(map(abs, header)) > _MAX_INT64:
         raise FileFormatError(
-            f"{file}, line {number}: expected `n` or `n optimum best_known` (integers, n at least 1); "
+            f"{file}, line {number}: expected `n` or `n optimum best_known` (64-bit integers, n at least 1); "
             f"got {' '.join(words)[:60]!r}"
         )
     return (header[0], header[1], header[2]) if len(header) == 3 else (header[0], None, None)
