@@ -340,5 +340,5 @@ class AccessRecorder:
             # Parameters and modules of the network are inputs of the graph.
             if registry is module._buffers or module not in self._names:
                 self.reads.watch_entry(registry, name, label)
-        elif name not in attributes:
+        elif name not in attributes or name == "forward":  # an optimized network has its own forward
             self.reads.watch_class_attribute(type(module), name, label)
