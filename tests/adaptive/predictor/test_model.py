@@ -435,6 +435,8 @@ def edit(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("tables", "steps", -1, "coefficients"), "none"), (("tables", "steps"), []),
         (("tables", "prefill"), {}),
         (("metadata",), {}), (("space", "sets"), []),
+        (("metadata", "config", "contexts"), [{}]), (("metadata", "config", "prompts"), 5),
+        (("metadata", "config", "max_tokens"), "many"), (("metadata", "config", "max_batch"), 0),
         (("space", "geometry", "depth"), 1), (("tiers",), 3),
     ],
 )  # fmt: skip

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 from sparseflow import adaptive
 from sparseflow.adaptive.data import get_pretrained_dir
-from sparseflow.errors import InputError
+from sparseflow.cli.root import run
+from sparseflow.errors import FileFormatError, InputError
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,33 @@ def test_what_cannot_be_used_is_told(model_folder: adaptive.ModelFolder, image: 
         model_folder.prompt("what " * 500, [image])
     with pytest.raises(InputError, match=r"config\.json"):
         adaptive.open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[" * 100_000),
+        ("config.json", b"[1]"),
+        ("config.json", b'{"model_type": "llava", "vision_feature_select_strategy": 1e308}'),
+        ("tokenizer_config.json", b"null"),
+        ("tokenizer.json", b"null"),
+        ("tokenizer.json", b'{"version": "1.0", "added_tokens": [], "model": {"type": 5}}'),
+        ("preprocessor_config.json", b"\xff\xfe"),
+        ("model.safetensors", b"no weights"),
+    ],
+)
+def test_open_folder_with_damaged_file_raises(name: str, content: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in get_pretrained_dir().iterdir():
+        if file.is_file() and file.name != name:
+            (folder / file.name).symlink_to(file)
+    (folder / name).write_bytes(content)
+    with pytest.raises((FileFormatError, InputError)) as caught:
+        adaptive.open_folder(folder)
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_commands_take_names_of_shipped_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["adaptive", "generate", "digits", "how many three", "--max-new-tokens", "1", "--json"]) == 0
+    assert '"tier": null' in capsys.readouterr().out

@@ -110,6 +110,14 @@ class ProfileMetadata:
                 f"`vision_tokens` (={dict(self.vision_tokens)}) must ascend with the tiers "
                 f"{', '.join(self.space.geometry.tiers)} and be at least 1"
             )
+        sizes = [self.config[name] for name in ("max_batch", "max_tokens") if name in self.config]
+        for name in ("prompts", "contexts"):
+            lengths = self.config.get(name, ())
+            if not isinstance(lengths, list | tuple):
+                raise InputError(f"`config.{name}` must be a list of lengths, not {type(lengths).__name__}")
+            sizes += lengths
+        if not all(type(size) is int and 1 <= size < 2**31 for size in sizes):
+            raise InputError("the sizes of the engine in `config` must be integers from 1 to 2**31 - 1")
 
     def count_images(self, vision_tokens: int) -> float:
         """Convert the vision tokens of a prompt to a number of images: `LatencyQuery.images`.

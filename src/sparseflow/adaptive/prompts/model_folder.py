@@ -17,7 +17,7 @@ from sparseflow.adaptive.adapters.llava import LlavaAdapter
 from sparseflow.adaptive.plan.adapter import load_plugin
 from sparseflow.core.extras import require
 from sparseflow.core.files import read_json
-from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.errors import FileFormatError, InputError, MissingExtraError, ModelError
 
 if TYPE_CHECKING:
     from sparseflow.adaptive.prompts.messages import Prompt
@@ -96,15 +96,15 @@ def open_folder(
         image_processor = (
             _create_image_processor(root, model, tokenizer, transformers) if has_vision else None
         )
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-        if isinstance(error, ModelError):
-            raise
-        text = next(iter(str(error).splitlines()), repr(error))
+        context = int(config.get_text_config().max_position_embeddings)
+    except (ModelError, FileFormatError, MissingExtraError):
+        raise
+    except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
+        text = " ".join(str(error).split())[:300] or type(error).__name__
         raise FileFormatError(f"the model in {root} cannot be read: {text}") from error
-    text_config = config.get_text_config()
     return ModelFolder(
         model=model.to(target_device).eval(), tokenizer=tokenizer, image_processor=image_processor,
-        context=int(text_config.max_position_embeddings),
+        context=context,
     )  # fmt: skip
 
 

@@ -12,7 +12,23 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 _PROFILE = typer.Option("--profile", help="Profile (Parquet) or predictor (JSON) of the model.")
 _MAX_BATCH_SIZE = typer.Option("--max-batch-size", min=1, help="Maximum concurrent requests of the engine.")
 
-ModelArgument = Annotated[Path, typer.Argument(help="Directory of a model in transformers' format.")]
+
+def _find_model(model: Path) -> Path:
+    """Return the directory of a shipped model if there is no such path."""
+    if model.exists():
+        return model
+    from sparseflow.adaptive.data import get_pretrained_dir, list_pretrained
+
+    return get_pretrained_dir(str(model)) if str(model) in list_pretrained() else model
+
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        callback=_find_model,
+        help="Directory of a model in transformers' format, or a shipped one: digits, cifar.",
+    ),
+]
 ProfileOption = Annotated[Path, _PROFILE]
 OptionalProfileOption = Annotated[Path | None, _PROFILE]
 MaxBatchSizeOption = Annotated[int, _MAX_BATCH_SIZE]
