@@ -32,8 +32,6 @@ _BANNER = re.compile(rb"(?:\xef\xbb\xbf)?\s*+%{1,2}MatrixMarket(?=\s)([^\n]*+)\n
 _COMMENTS = re.compile(rb"(?:[ \t\r]*+(?:%[^\n]*+)?+\n)*+")
 _SIZE = re.compile(rb"[0-9]{1,18}")
 _BODY_CHARACTERS = b"0123456789+-.eE \t\r\n"
-_EXTRA_SPACES = re.compile(rb"(?m)^ +| +$| +(?= )")
-_PLUS_SIGN = re.compile(rb"(?m)(^| )\+(?=[0-9.])")
 _TINY_EXPONENT = re.compile(rb"[eE]-0*+[3-9][0-9]{2}")
 _NONZERO_MANTISSA = re.compile(rb"[-+0.]*+[1-9]")
 
@@ -203,15 +201,12 @@ def _parse_body(body: bytes, header: _Header, *, num_header_lines: int) -> list[
 
 
 def _normalize_spaces(body: bytes) -> bytes:
-    """Separate numbers by one space, and remove spaces around lines and plus signs of numbers."""
+    """Separate numbers by one space, and remove spaces around lines."""
     if b"\r" in body or b"\t" in body:
         body = body.replace(b"\r\n", b"\n").translate(bytes.maketrans(b"\r\t", b"  "))
-    body = body.strip(b" \n")
-    if any(spaces in body for spaces in (b"  ", b"\n ", b" \n")):
-        body = _EXTRA_SPACES.sub(b"", body)
-    if body.startswith(b"+") or b" +" in body or b"\n+" in body:
-        body = _PLUS_SIGN.sub(rb"\1", body)
-    return body
+    while b"  " in body:
+        body = body.replace(b"  ", b" ")
+    return body.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" \n")
 
 
 def _check_range(columns: list[np.ndarray], lines: bytes) -> None:
