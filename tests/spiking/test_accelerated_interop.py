@@ -175,22 +175,22 @@ def two_threads() -> Iterator[None]:
 @contextmanager
 def held_by_another_thread(*locks: Any) -> Iterator[None]:
     """Hold `locks` in another thread while the body runs."""
-    held, done = threading.Event(), threading.Event()
+    locked, released = threading.Event(), threading.Event()
 
     def hold() -> None:
         with ExitStack() as stack:
             for lock in locks:
                 stack.enter_context(lock)
-            held.set()
-            done.wait()
+            locked.set()
+            released.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    locked.wait()
     try:
         yield
     finally:
-        done.set()
+        released.set()
         thread.join()
 
 
