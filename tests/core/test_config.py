@@ -239,6 +239,11 @@ def test_parse_overrides_shows_a_malformed_assignment(assignment: str) -> None:
     assert f"`--set {assignment}`" in str(caught.value)
 
 
+def test_parse_overrides_shortens_a_long_assignment() -> None:
+    with pytest.raises(InputError, match=r"^`--set a=9{78}`: .{20,120}$"):
+        parse_overrides(["a=" + "9" * 5000], extra="codesign")
+
+
 FRAGMENTS = st.sampled_from(
     [
         "a", "b", ": ", "\n", "  ", "- ", "[", "]", "{", "}", ", ", "&x ", "*x", "!!map ", "!!str ", "'", '"',

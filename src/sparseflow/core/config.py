@@ -174,11 +174,11 @@ def parse_overrides(assignments: Sequence[str], *, extra: str) -> dict[str, Any]
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            raise InputError(f"`--set {assignment}` must be name=value, such as train.epochs=3")
+            raise InputError(f"`--set {assignment:.80}` must be name=value, such as train.epochs=3")
         try:
             overrides[name] = parse_yaml(value, extra=extra)
         except ValueError as error:
-            raise InputError(f"`--set {assignment}`: the value is not valid YAML: {error}") from error
+            raise InputError(f"`--set {assignment:.80}`: the value is not valid YAML: {error}") from error
     return overrides
 
 

@@ -369,6 +369,13 @@ def test_compact_model_refuses_weights() -> None:
         load_pretrained(compact(make_video_vit(OURS)), vit_state())
 
 
+@pytest.mark.parametrize("size", [[[24], [24]], ["24", "24"], {}, "24", [24.0], -24, 10**30])
+def test_invalid_image_size_raises(size: Any) -> None:
+    config = {"num_attention_heads": 2, "image_size": size}
+    with pytest.raises(InputError, match="`img_size`"):
+        build_from_pretrained(vit_state(), num_frames=1, num_classes=5, config=config)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -23,7 +23,7 @@ class HardwareConfig(StrictModel):
     """Chip library (YAML), relative to the working directory; the shipped one by default."""
     chips: tuple[str, ...] = ()
     """Names of the available chip types; all of the library by default."""
-    slots: int = Field(default=8, ge=1)
+    slots: int = Field(default=8, ge=1, le=1024)
     link: str = "interposer"
     """Link type between every two slots, unless `links` is given."""
     links: tuple[tuple[int, int, str], ...] = ()

@@ -174,4 +174,5 @@ def _describe_entry(content: Mapping[str, Any], location: tuple[int | str, ...])
     if len(location) < 2 or not isinstance(location[1], int):
         return ""
     entry = content[str(location[0])][location[1]]
-    return f" ({location[0]}: {entry['name']!s:.60})" if isinstance(entry, Mapping) and "name" in entry else ""
+    named = isinstance(entry, Mapping) and "name" in entry
+    return f" ({location[0]}: {entry['name']!s:.60})" if named else ""

@@ -96,7 +96,7 @@ class HFWeights:
         """Height and width of frames; None if they are unknown or differ."""
         size = self.config.get("image_size")
         if isinstance(size, (list, tuple)):
-            size = size[0] if len(set(size)) == 1 else None
+            size = size[0] if size and all(side == size[0] for side in size) else None
         if size is None and self.architecture == VIT:
             kernel = self.tensors[self.prefix + KERNEL]
             positions = self.tensors[f"{self.prefix}embeddings.position_embeddings"]
