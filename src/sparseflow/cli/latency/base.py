@@ -29,9 +29,7 @@ LabelsOption = Annotated[
     typer.Option("--label", help="Prometheus label of the device, such as gpu=0. Repeatable."),
 ]
 Stressor = Literal["cpu-fma", "cpu-stream", "gpu-matmul", "gpu-copy"]
-_STRESSOR = typer.Option("--stressor", help="Kind of load.")
-StressorOption = Annotated[Stressor, _STRESSOR]
-OptionalStressorOption = Annotated[Stressor | None, _STRESSOR]
+StressorOption = Annotated[Stressor | None, typer.Option("--stressor", help="Kind of load.")]
 
 OptLevel = Literal["disable", "basic", "extended", "all"]
 _OPT_LEVEL = typer.Option("--opt-level", help="Graph optimization level of onnxruntime.")

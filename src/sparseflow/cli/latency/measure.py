@@ -100,7 +100,7 @@ def run_model(
 
 @app.command()
 def stress(
-    stressor: StressorOption = "cpu-fma",
+    stressor: StressorOption = None,
     load: LoadsOption = None,
     duration_s: Annotated[float, typer.Option(min=0.0, help="Time to hold each level, seconds.")] = 10.0,
     timeout_s: Annotated[float, typer.Option(min=0.0, help="Maximum time to reach a level, seconds.")] = 30.0,
@@ -110,10 +110,14 @@ def stress(
 ) -> None:
     """Load a CPU or GPU to a share that is measured and corrected; show the achieved share.
 
-    The default load is 0.6. Exits with 1 if a load is not reached.
+    The default load is 0.6, the default stressor cpu-fma or, with a GPU as device, gpu-matmul. Exits with 1 if a
+    load is not reached.
     """
     from sparseflow.latency.measure.stress import hold_levels
 
+    if stressor is None:
+        is_gpu = device is not None and parse_provider(device)[0] == "cuda"
+        stressor = "gpu-matmul" if is_gpu else "cpu-fma"
     gpu = parse_gpu(device, required="cpu" if stressor.startswith("cpu-") else "cuda")
     with progress_bar() as progress:
         result = hold_levels(
