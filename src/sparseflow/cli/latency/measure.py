@@ -110,8 +110,8 @@ def stress(
 ) -> None:
     """Load a CPU or GPU to a share that is measured and corrected; show the achieved share.
 
-    The default load is 0.6, the default stressor cpu-fma or, with a GPU as device, gpu-matmul. Exits with 1 if a
-    load is not reached.
+    The default load is 0.6, the default stressor cpu-fma or, with a GPU as device, gpu-matmul. Exits with 1
+    if a load is not reached.
     """
     from sparseflow.latency.measure.stress import hold_levels
 
