@@ -125,7 +125,6 @@ class AcceleratedForward:
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         self._analyzing_thread: int | None = None
-        self._is_forked = False
         _INSTANCES.add(self)
 
     @property
@@ -235,8 +234,7 @@ class AcceleratedForward:
 
     @torch.compiler.disable(reason="an optimized spiking network is not compiled; see sparseflow.restore")
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_forked and torch.get_num_threads() > 1:
-            torch.set_num_threads(1)  # operations would wait for threads that exist in the parent only
+        limit_threads_after_fork()
         if kwargs or self.policy != "measured" or not self._is_accelerable(args):
             return self.run_original(*args, **kwargs)
         with self._lock:  # a network has one state, so its calls cannot overlap
@@ -577,14 +575,25 @@ class AcceleratedForward:
 
 
 _INSTANCES: WeakSet[AcceleratedForward] = WeakSet()
+_is_forked = False
+
+
+def limit_threads_after_fork() -> None:
+    """Run torch on one thread if the parent of this process has run networks.
+
+    Its operations would wait for OpenMP threads that exist in the parent only.
+    """
+    if _is_forked and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 def _adapt_to_fork() -> None:
     """Forget the threads of the parent process: those that held locks, and torch's OpenMP team."""
+    global _is_forked
+    _is_forked = bool(_INSTANCES)
     TRACE_LOCK._at_fork_reinit()  # type: ignore[attr-defined]
     for forward in _INSTANCES:
         forward._lock._at_fork_reinit()  # type: ignore[attr-defined]
-        forward._is_forked = True
 
 
 os.register_at_fork(after_in_child=_adapt_to_fork)

@@ -18,7 +18,11 @@ from torch.nn.parameter import is_lazy
 
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, ModelError, SampleError
-from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking.accelerated import (
+    AcceleratedForward,
+    get_accelerated_forward,
+    limit_threads_after_fork,
+)
 from sparseflow.spiking.autotune.candidates import MAX_FLIP_FRACTION
 from sparseflow.spiking.autotune.decision_cache import DecisionCache
 from sparseflow.spiking.autotune.dispatch import Policy
@@ -100,6 +104,7 @@ def optimize(
     if not isinstance(cache, (bool, str, Path)):
         raise InputError(f"`cache` (={cache!r}) must be True, False or the name of a file")
     check_model(model)
+    limit_threads_after_fork()
     inputs = _to_inputs(sample)
     previous = model.__dict__.get("forward")
     previous = previous if isinstance(previous, AcceleratedForward) else None
