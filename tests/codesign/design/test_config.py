@@ -104,6 +104,7 @@ WRONG = [
     # Negative, or out of range.
     ({"hardware": {"slots": 0}}, r"hardware\.slots: .*greater than or equal to 1"),
     ({"hardware": {"slots": -3}}, r"hardware\.slots"),
+    ({"hardware": {"slots": 10**12}}, r"hardware\.slots: .*less than or equal to 1024"),
     ({"hardware": {"batch_size": 0}}, r"hardware\.batch_size"),
     ({"hardware": {"chips": "npu-s"}}, r"hardware\.chips"),
     ({"hardware": {"links": [[0, 1]]}}, r"hardware\.links\.0"),

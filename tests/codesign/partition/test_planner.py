@@ -91,14 +91,14 @@ def an_instance(seed: int) -> Instance:
 def held_mb(layers: Sequence[LayerNode], plan: PartitionPlan, slots: int) -> list[float]:
     """Memory of each slot, from layers alone: all weights and the largest activations."""
     splits = {} if plan.rewrite_plan is None else {split.layer: split for split in plan.rewrite_plan.splits}
-    held: list[list[LayerNode]] = [[] for _ in range(slots)]
+    by_slot: list[list[LayerNode]] = [[] for _ in range(slots)]
     for layer, home in zip(layers, plan.assignment, strict=True):
         if layer.id not in splits:
-            held[home].append(layer)
+            by_slot[home].append(layer)
             continue
         for slot, size in zip(splits[layer.id].slots, splits[layer.id].sizes, strict=True):
-            held[slot].append(slice_layer(layer, size))
-    return [peak_mb(items) for items in held]
+            by_slot[slot].append(slice_layer(layer, size))
+    return [peak_mb(items) for items in by_slot]
 
 
 def best_of_all(planner: PartitionPlanner, plan: PartitionPlan, instance: Instance) -> float:

@@ -124,14 +124,14 @@ def an_instance(seed: int) -> tuple[LayerCosts, SegmentGraph]:
 
 def held_mb(costs: LayerCosts, assignment: Sequence[int], splits: dict[int, LayerSplit]) -> list[float]:
     """Memory of each slot, from layers alone: all weights and the largest activations."""
-    held: list[list[LayerNode]] = [[] for _ in range(costs.num_slots)]
+    by_slot: list[list[LayerNode]] = [[] for _ in range(costs.num_slots)]
     for index, layer in enumerate(costs.layers):
         if index not in splits:
-            held[assignment[index]].append(layer)
+            by_slot[assignment[index]].append(layer)
             continue
         for slot, size in zip(splits[index].slots, splits[index].sizes, strict=True):
-            held[slot].append(slice_layer(layer, size))
-    return [peak_mb(items) for items in held]
+            by_slot[slot].append(slice_layer(layer, size))
+    return [peak_mb(items) for items in by_slot]
 
 
 @pytest.mark.parametrize(

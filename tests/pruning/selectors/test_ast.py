@@ -247,8 +247,8 @@ def test_default_score_finds_a_moving_object() -> None:
     x = features((1, 1, 64, 16)).repeat(1, 8, 1, 1)
     changed = torch.arange(8) * 9 % 64
     x[0, torch.arange(8), changed] = features((8, 16), seed=1)
-    found = EntropyScore(8, (8, 8), ScoreConfig())(x)[0].flatten().topk(32).indices
-    assert set((torch.arange(8) * 64 + changed).tolist()) <= set(found.tolist())
+    selected = EntropyScore(8, (8, 8), ScoreConfig())(x)[0].flatten().topk(32).indices
+    assert set((torch.arange(8) * 64 + changed).tolist()) <= set(selected.tolist())
 
 
 def test_score_of_a_sample_is_independent() -> None:

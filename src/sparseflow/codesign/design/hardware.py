@@ -387,14 +387,14 @@ class Hardware:
                 "Latency, energy and memory are predicted by an analytic roofline from the peak rates of the "
                 "chip library; nothing was measured on these chips."
             )
-        others = (
+        suffix = (
             ""
             if len(measured) == len({chip.name for chip in chips})
             else (", and for other chips by an analytic roofline")
         )
         return (
             "Latency, energy and memory are predicted, not measured: by a proxy that was fitted to "
-            f"measurements of layers for {', '.join(measured)}{others}."
+            f"measurements of layers for {', '.join(measured)}{suffix}."
         )
 
     def layout_loss(
