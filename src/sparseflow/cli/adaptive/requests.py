@@ -171,13 +171,13 @@ def serve(
     max_image_pixels: Annotated[
         int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Pixels of an image.")
     ] = 16_000_000,
-    default_new_tokens: Annotated[
+    default_answer_tokens: Annotated[
         int,
         typer.Option(
             min=1, rich_help_panel=_LIMITS, help="Answer length of a request with a budget and no length."
         ),
     ] = 64,
-    max_new_tokens: Annotated[
+    max_answer_tokens: Annotated[
         int, typer.Option(min=1, rich_help_panel=_LIMITS, help="Longest answer, tokens.")
     ] = 4096,
     max_queued: Annotated[
@@ -214,8 +214,8 @@ def serve(
     limits = RequestLimits(
         body_bytes=max_body_bytes, total_body_bytes=max_total_body_bytes, body_s=body_timeout_s,
         messages=max_messages, parts=max_parts, text_chars=max_text_chars, images=max_images,
-        image_bytes=max_image_bytes, image_pixels=max_image_pixels, new_tokens=default_new_tokens,
-        max_new_tokens=max_new_tokens, max_queued=max_queued, prepare_threads=prepare_threads,
+        image_bytes=max_image_bytes, image_pixels=max_image_pixels, new_tokens=default_answer_tokens,
+        max_new_tokens=max_answer_tokens, max_queued=max_queued, prepare_threads=prepare_threads,
     )  # fmt: skip
     connection_limits = ConnectionLimits(
         max_connections=max_connections, head_s=header_timeout_s, keep_alive_s=keep_alive_s
