@@ -100,6 +100,18 @@ def mutate_json(random: Random, data: bytes) -> bytes:
     return text.encode()
 
 
+def mutate_yaml(random: Random, data: bytes) -> bytes:
+    """Change the entries of a YAML document, which becomes JSON, or its text."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(data) if random.random() < 0.6 else None
+        text = json.dumps(content).encode()
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return mutate_text(random, data)
+    return mutate_text(random, data) if content is None else mutate_json(random, text)
+
+
 def mutate_json_lines(random: Random, data: bytes) -> bytes:
     """Change one line of JSON, or the order and number of lines."""
     lines = data.split(b"\n")

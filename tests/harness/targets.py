@@ -21,6 +21,7 @@ from tests.harness.mutations import (
     mutate_parquet,
     mutate_safetensors,
     mutate_text,
+    mutate_yaml,
     within_gzip,
 )
 
@@ -65,7 +66,7 @@ def _(path: Path) -> None:
     write_json(path.with_name("copy.json"), read_json(path))
 
 
-@_add("yaml", "a.yaml", mutate_text)
+@_add("yaml", "a.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.core.config import read_config_file
 
@@ -194,7 +195,7 @@ def _(path: Path) -> None:
         list(log.measurements())
 
 
-@_add("tuning-config", "train.yaml", mutate_text)
+@_add("tuning-config", "train.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.tuning.model.training import TrainConfig
 
@@ -233,14 +234,14 @@ def _(path: Path) -> None:
     read_rows(path.parent)
 
 
-@_add("latency-zoo", "zoo.yaml", mutate_text)
+@_add("latency-zoo", "zoo.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.latency.graph.zoo import load_zoo_config
 
     load_zoo_config(path)
 
 
-@_add("latency-config", "collect.yaml", mutate_text)
+@_add("latency-config", "collect.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.latency.measure.config import load_collection_config
 
@@ -264,7 +265,7 @@ def _(path: Path) -> None:
 # pruning
 
 
-@_add("pruning-config", "train.yaml", mutate_text)
+@_add("pruning-config", "train.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.pruning.config import read_config
 
@@ -335,14 +336,14 @@ def _(path: Path) -> None:
     load_plan(path)
 
 
-@_add("codesign-chips", "chips.yaml", mutate_text)
+@_add("codesign-chips", "chips.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.codesign.hardware.chips import read_library
 
     read_library(path)
 
 
-@_add("codesign-config", "train.yaml", mutate_text)
+@_add("codesign-config", "train.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.codesign.design.config import read_config
 
@@ -449,14 +450,14 @@ def _(path: Path) -> None:
             raise
 
 
-@_add("adaptive-grpo-config", "grpo.yaml", mutate_text)
+@_add("adaptive-grpo-config", "grpo.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.adaptive.training.config import read_config
 
     read_config(path)
 
 
-@_add("adaptive-vqa-config", "vqa.yaml", mutate_text)
+@_add("adaptive-vqa-config", "vqa.yaml", mutate_yaml)
 def _(path: Path) -> None:
     from sparseflow.adaptive.grid_vqa.config import load_vqa_config
 

@@ -210,6 +210,9 @@ def test_read_config_applies_overrides(tmp_path: Path) -> None:
     expected = {"net": {"layers": 3, "pattern": None}, "steps": 7, "sampling": {"mode": "naive"}}
     assert config == TrainConfig.model_validate(expected)
     assert TrainConfig.read(None, {"init": SHIPPED}).net == load_shipped_network().config
+    for invalid in (1, 0.5, True, ["net"], {"net": 1}):
+        with pytest.raises(InputError, match="init"):
+            TrainConfig.read(None, {"init": invalid})
 
 
 @pytest.mark.parametrize(

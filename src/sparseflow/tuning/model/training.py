@@ -86,7 +86,8 @@ class TrainConfig(StrictModel):
         if config is not None:
             content = read_config_file(config, package="sparseflow.tuning", extra="tuning")
         init = (overrides or {}).get("init", content.get("init"))
-        net = NetConfig() if init is None else resolve_network(init).config
+        # Another type is refused below, with the other settings.
+        net = resolve_network(init).config if isinstance(init, str) else NetConfig()
         if isinstance(content.setdefault("net", {}), dict):
             content["net"] = net.model_dump() | content["net"]
         return validate_config(cls, apply_overrides(content, overrides or {}), config or "the configuration")
