@@ -93,13 +93,19 @@ def test_train_on_video_files(
     assert (tmp_path / "counts.json").is_file()
 
 
+def test_file_in_place_of_the_output_directory_exits_with_1(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pruning", "train", "--config", config, "--out", config]) == 1
+    assert f"{config} is a file; give the name of a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
         (["train", "--config", "none.yaml", "--out", "x"], "none.yaml"),
         (["train", "--config", "quick.yaml", "--out", "x", "--set", "epochs"], "`--set epochs`"),
         (["train", "--config", "quick.yaml", "--out", "x", "--device", "tpu"], "`--device tpu`"),
-        (["train", "--config", "quick.yaml", "--out", "quick.yaml"], "`--out quick.yaml`"),
         (["eval", "none.safetensors", "--config", "quick.yaml"], "none.safetensors"),
         (["compact", "quick.yaml", "--out", "x"], "quick.yaml"),
         (["profile"], "`--config`"),
