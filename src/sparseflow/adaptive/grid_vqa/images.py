@@ -204,26 +204,28 @@ def _read_members(path: Path) -> Iterator[tuple[np.ndarray, str, bool | None]]:
         raise FileFormatError(f"{path} is not a readable tar archive: {error}") from error
 
 
-class _BoundedStream:
+class _BoundedStream(io.RawIOBase):
     """The content of an archive of a size; reading far more raises `tarfile.ReadError`."""
 
     def __init__(self, stream: Any, archive_bytes: int) -> None:
         self._stream, self._max_bytes = stream, _MAX_EXPANSION * archive_bytes + 2**20
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         content = self._stream.read(size)
-        self._check(self._stream.tell())
+        self.seek(0, io.SEEK_CUR)
         return content
 
-    def seek(self, position: int) -> int:
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        # Compressed data is read up to the position, so it is checked first.
+        if whence == io.SEEK_SET:
+            self._check(position)
+        position = self._stream.seek(position, whence)
         self._check(position)
-        return self._stream.seek(position)
-
-    def tell(self) -> int:
-        return self._stream.tell()
+        return position
 
     def close(self) -> None:
         self._stream.close()
+        super().close()
 
     def _check(self, position: int) -> None:
         if position > self._max_bytes:
