@@ -18,10 +18,10 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check fmt fuzz kill soak bench tables docs clean
+.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
 
 demo: $(VENV)/.run  ## Measure the shipped network on this machine and write a report
 	$(BIN)/sparseflow demo $(ARGS)
@@ -51,6 +51,9 @@ kill: $(VENV)/.dev  ## Kill every long job at random moments and compare its res
 
 soak: $(VENV)/.dev  ## Load the server beside hostile clients
 	$(BIN)/python -m benchmarks.adaptive.soak $(ARGS)
+
+install-check: $(VENV)/.run  ## Install the wheel with each extra and use it; ARGS="--python python3.12 --extra all"
+	$(BIN)/python -m tests.harness.install $(ARGS)
 
 bench: $(VENV)/.run  ## Run the spiking benchmark on this machine
 	$(BIN)/sparseflow spiking bench --device auto $(ARGS)
