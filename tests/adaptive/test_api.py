@@ -130,7 +130,7 @@ def test_attach_with_plan_quality_selects_best_plan(model: Any, measured: Path, 
         space = attached.selector.predictor.space
     best = space.plans[len(space) // 2]
     plan_quality = PlanQuality(
-        model_id=compute_weights_id(model), space=space, samples=4, task="t",
+        model_id=compute_weights_id(model), space=space, samples=400, task="t",
         accuracy=tuple(1.0 if plan == best else 0.5 for plan in space.plans),
     )  # fmt: skip
     file = tmp_path / "plan_quality.json"

@@ -149,8 +149,12 @@ class Graph(Artifact):
         """Return kernel id -> number of nodes that run it."""
         return Counter(node.kernel_id for node in self.nodes)
 
-    def save(self, path: Path | str, *, indent: int | None = 1) -> Path:
+    def save(self, path: Path | str, *, indent: int | None = 1, rescue: bool = True) -> Path:
         """Write `graph.json` into the directory `path`, and one file per kernel into its `kernels/`.
+
+        Args:
+            path: Directory; it is created if it is missing.
+            indent, rescue: As in `write_json`.
 
         Returns:
             Path of `graph.json`.
@@ -159,12 +163,12 @@ class Graph(Artifact):
         (root / KERNELS_FOLDER).mkdir(parents=True, exist_ok=True)
         for kernel in self.kernels:
             file = root / KERNELS_FOLDER / f"{kernel.id}.json"
-            write_json(file, kernel.model_dump(mode="json"), indent=indent)
+            write_json(file, kernel.model_dump(mode="json"), indent=indent, rescue=rescue)
         record = self.to_dict()
         if self.optimized_path is not None and Path(self.optimized_path).parent == root:
             # Relative, so that the directory can be moved.
             record["optimized_path"] = Path(self.optimized_path).name
-        write_json(root / GRAPH_FILE, record, indent=indent)
+        write_json(root / GRAPH_FILE, record, indent=indent, rescue=rescue)
         return root / GRAPH_FILE
 
     @classmethod
