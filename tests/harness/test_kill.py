@@ -12,14 +12,14 @@ import pytest
 from tests.killed import ROOT, environment
 
 
-def test_killed_search_gives_the_result_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_killed_collection_gives_the_result_of_an_uninterrupted_one(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     command = [
         sys.executable,
         "-m",
         "tests.harness.kill",
         "--job",
-        "tune",
+        "tuning-collect",
         "--kills",
         "2",
         "--out",
@@ -29,5 +29,5 @@ def test_killed_search_gives_the_result_of_an_uninterrupted_one(tmp_path: Path) 
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    tally = json.loads((tmp_path / "tally.json").read_text())["jobs"]["tune"]
+    tally = json.loads((tmp_path / "tally.json").read_text())["jobs"]["tuning-collect"]
     assert tally["kills"] == 2 and tally["finished"] >= 1 and tally["problems"] == []
