@@ -10,9 +10,9 @@ import re
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -101,12 +101,42 @@ def write_atomic(path: Path, data: bytes | str, *, rescue: bool = True) -> None:
             "rename the file that has this name"
         ) from error
     try:
-        _remove_abandoned(path.parent)
-        _replace(path, content)
-        sync_dir(path.parent)
+        with replace_file(path) as stream:
+            stream.write(content)
     except OSError as error:
         rescued = _save_elsewhere(path, content) if rescue else ""
         raise OutputError(f"cannot write {path}: {error.strerror}{rescued}") from error
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces `path`, synced and then renamed, if the `with` block completes.
+
+    The first use in a directory removes the temporary files that killed processes left there.
+
+    Args:
+        path: File to write. Its directory must exist. It keeps its content if the block raises.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    _remove_abandoned(path.parent)
+    # The name does not depend on that of `path`, whose length can be the longest possible.
+    temporary = path.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            # The lock tells other processes until here that the writer lives.
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_dir(path.parent)
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None, rescue: bool = True) -> None:
@@ -297,24 +327,6 @@ def sync_dir(path: Path) -> None:
         os.close(handle)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    # The name does not depend on that of `path`, whose length can be the longest possible.
-    temporary = path.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(stream, fcntl.LOCK_EX)
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-            # The lock tells other processes until here that the writer lives.
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _remove_abandoned(directory: Path) -> None:
     """Remove the temporary files of killed writers, once per directory and process."""
     if directory in _cleaned_directories:
@@ -335,7 +347,8 @@ def _save_elsewhere(path: Path, content: bytes) -> str:
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
             copy = Path(tempfile.mkdtemp(prefix="sparseflow-", dir=find())) / path.name[-100:]
             try:
-                _replace(copy, content)
+                with replace_file(copy) as stream:
+                    stream.write(content)
             except OSError:
                 copy.parent.rmdir()
                 raise

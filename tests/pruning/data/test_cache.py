@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparseflow.core import files
 from sparseflow.core.journal import Journal
 from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.pruning.data import cache
@@ -46,7 +47,7 @@ def test_cached_file_is_npy(tmp_path: Path, videos: list[tuple[str, Path]], tree
     assert numbers_of(np.load(tmp_path / f"{name}.npy")) == list(range(tree.frames[name]))
 
 
-def test_killed_build_resumes(tmp_path: Path, own_tree: Tree) -> None:
+def test_killed_build_resumes(tmp_path: Path, own_tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(own_tree.frames)[:4]
     sources = [(name, own_tree.videos / f"{name}.avi") for name in names]
     folder = tmp_path / "cache"
@@ -55,14 +56,15 @@ def test_killed_build_resumes(tmp_path: Path, own_tree: Tree) -> None:
     lines = (folder / INDEX_FILE).read_text().splitlines(keepends=True)
     (folder / INDEX_FILE).write_text("".join(lines[:2]) + lines[2][:9])
     fourth = folder / f"{names[3]}.npy"
-    fourth.rename(fourth.with_name(f".{fourth.name}.tmp"))
+    abandoned = fourth.rename(fourth.with_name(f"{files._TEMPORARY_PREFIX}0"))
+    monkeypatch.setattr(files, "_cleaned_directories", set())  # as in a new process
     for _, path in sources[:3]:
         path.unlink()
     updates: list[float] = []
     resumed = build_cache(sources, folder, size=24, progress=lambda _, fraction: updates.append(fraction))
     assert updates == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert resumed.videos == complete.videos
-    assert not list(folder.rglob("*.tmp"))
+    assert not abandoned.exists() and not list(folder.rglob("*tmp*"))
     sources[3][1].unlink()
     assert build_cache(sources, folder, size=24).videos == complete.videos
 

@@ -10,7 +10,6 @@ A file gets its name after it is complete, so an interrupted build resumes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from pydantic import PositiveInt, TypeAdapter
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.config import StrictModel
-from sparseflow.core.files import sync_dir
+from sparseflow.core.files import replace_file
 from sparseflow.core.journal import Journal, read_journal
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
@@ -216,26 +215,17 @@ def _decode_into_cache(
 def _write_frames(path: Path, source: Path, size: int | None) -> np.ndarray:
     """Decode into a temporary file, frame by frame, and rename it when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            shape = (0,)
-            for num_frames, frame in enumerate(iterate_frames(source, size=size), start=1):
-                if num_frames == 1:
-                    _write_header(file, (0, *frame.shape))
-                # The decoder may pad rows.
-                file.write(np.ascontiguousarray(frame).data)
-                shape = (num_frames, *frame.shape)
-            # NumPy reserves space for a longer first axis, so the header keeps its length.
-            file.seek(0)
-            _write_header(file, shape)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_dir(path.parent)
+    with replace_file(path) as file:
+        shape = (0,)
+        for num_frames, frame in enumerate(iterate_frames(source, size=size), start=1):
+            if num_frames == 1:
+                _write_header(file, (0, *frame.shape))
+            # The decoder may pad rows.
+            file.write(np.ascontiguousarray(frame).data)
+            shape = (num_frames, *frame.shape)
+        # NumPy reserves space for a longer first axis, so the header keeps its length.
+        file.seek(0)
+        _write_header(file, shape)
     frames = _map_frames(path)
     assert frames is not None
     return frames
