@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,3 +45,16 @@ def killed_when(run: Callable[[Progress], object], condition: Callable[[str, flo
         run(progress)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def wait_for_child(child: int, timeout_s: float) -> int | None:
+    """Return the exit code of a forked process; None if it was killed after the time limit."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None

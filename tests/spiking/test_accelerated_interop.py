@@ -6,9 +6,7 @@ import copy
 import inspect
 import io
 import os
-import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +26,7 @@ import sparseflow
 from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.graph.registry import unregister_neuron
 from sparseflow.spiking.graph.tracing import TRACE_LOCK
+from tests.killed import wait_for_child
 from tests.spiking.nets import from_rest, images, ready, same, small
 
 X = images(3, 2)
@@ -194,8 +193,8 @@ def held_by_another_thread(*locks: Any) -> Iterator[None]:
         thread.join()
 
 
-def run_in_fork(is_right: Callable[[], bool], *, timeout_s: float = 60.0) -> int:
-    """Run in a forked process; return 0 if the result is true. A process that hangs is killed."""
+def run_in_fork(is_right: Callable[[], bool], *, timeout_s: float = 60.0) -> int | None:
+    """Run in a forked process; return 0 if the result is true, None for a process that hangs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads, which are the point
         child = os.fork()
@@ -204,14 +203,7 @@ def run_in_fork(is_right: Callable[[], bool], *, timeout_s: float = 60.0) -> int
             os._exit(0 if is_right() else 3)
         finally:
             os._exit(4)
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        finished, status = os.waitpid(child, os.WNOHANG)
-        if finished:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return wait_for_child(child, timeout_s)
 
 
 @pytest.mark.usefixtures("two_threads")

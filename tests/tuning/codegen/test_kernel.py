@@ -7,9 +7,7 @@ import ctypes
 import io
 import os
 import pickle
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.conformance import check_artifact_file
+from tests.killed import wait_for_child
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 ROWS, COLS, WIDTH = 19, 23, 10
@@ -375,22 +374,9 @@ def test_call_in_forked_process_matches(name: str, make: Make) -> None:
     child = os.fork()
     if not child:
         os._exit(0 if np.array_equal(kernel(*inputs), expected) else 1)
-    code = wait_for(child)
+    code = wait_for_child(child, timeout_s=30.0)
     assert code == 0, "the child computes the same" if code else "the child hangs"
     assert np.array_equal(kernel(*inputs), expected)
-
-
-def wait_for(child: int, timeout_s: float = 30.0) -> int | None:
-    """Return the exit code of a child; None if it was killed after the time limit."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        finished, status = os.waitpid(child, os.WNOHANG)
-        if finished:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
 
 
 class KernelDataset(torch.utils.data.Dataset[np.ndarray]):
