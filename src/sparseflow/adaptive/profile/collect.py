@@ -31,6 +31,7 @@ from sparseflow.adaptive.profile.runner import ProfileRunner
 from sparseflow.adaptive.profile.storage import PlanProfile, ProfileWriter
 from sparseflow.core.checks import check_at_least, check_between
 from sparseflow.core.load.stressor import Stressor
+from sparseflow.core.load.workloads import DEFAULT_KINDS
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError, SparseFlowError
 
@@ -53,7 +54,7 @@ def make_background_load(device: torch.device | str) -> BackgroundLoad:
     Load 0 starts no process. Other loads are calibrated on the idle device and then held.
     """
     target = torch.device(device)
-    kind = "cpu-fma" if target.type == "cpu" else "gpu-matmul"
+    kind = DEFAULT_KINDS[target.type]
 
     @contextmanager
     def run_stressor(load: float) -> Iterator[None]:

@@ -113,15 +113,14 @@ def stress(
     The default load is 0.6, the default stressor cpu-fma or, with a GPU as device, gpu-matmul. Exits with 1
     if a load is not reached.
     """
+    from sparseflow.core.load.workloads import DEFAULT_KINDS
     from sparseflow.latency.measure.stress import hold_levels
 
-    if stressor is None:
-        is_gpu = device is not None and parse_provider(device)[0] == "cuda"
-        stressor = "gpu-matmul" if is_gpu else "cpu-fma"
-    gpu = parse_gpu(device, required="cpu" if stressor.startswith("cpu-") else "cuda")
+    kind = stressor or DEFAULT_KINDS["cpu" if device is None else parse_provider(device)[0]]
+    gpu = parse_gpu(device, required="cpu" if kind.startswith("cpu-") else "cuda")
     with progress_bar() as progress:
         result = hold_levels(
-            stressor,
+            kind,
             load or [0.6],
             duration_s=duration_s,
             timeout_s=timeout_s,
@@ -130,7 +129,7 @@ def stress(
             progress=progress,
         )
     rows = [(f"{r.target:.2f}", f"{r.achieved:.3f}", f"{r.duty:.3f}") for r in result.levels]
-    emit(result.to_dict(), as_json, make_table((">target", ">achieved", ">duty"), rows, title=stressor))
+    emit(result.to_dict(), as_json, make_table((">target", ">achieved", ">duty"), rows, title=kind))
 
 
 @app.command()

@@ -33,6 +33,9 @@ KINDS: Mapping[str, str] = {
 }
 """Description of each kind of load."""
 
+DEFAULT_KINDS: Mapping[str, str] = {"cpu": "cpu-fma", "cuda": "gpu-matmul"}
+"""Type of a device -> kind of load by default."""
+
 PERIOD_S = 0.1
 """Mean length of a cycle of work and idle time."""
 

@@ -20,7 +20,7 @@ import pydantic
 from pydantic import Field
 
 from sparseflow.core.config import StrictModel, load_config
-from sparseflow.core.load.workloads import KINDS
+from sparseflow.core.load.workloads import DEFAULT_KINDS, KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.latency.graph import session
 
@@ -78,7 +78,7 @@ class CollectionConfig(StrictModel):
     cpus: list[int] | None = None
     gpu: Annotated[int, Field(ge=0)] = 0
     conv_search: str = "EXHAUSTIVE"
-    stressor: str = "cpu-fma"
+    stressor: str = DEFAULT_KINDS["cpu"]
     levels: list[Level] = Field(default=[0.0, 0.3, 0.6, 0.9], min_length=1)
     steady_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
     rounds: Annotated[int, Field(ge=1)] = 5
@@ -106,7 +106,7 @@ class CollectionConfig(StrictModel):
             telemetry = settings.get("telemetry", {})
             if isinstance(telemetry, dict):
                 telemetry = {"source": "gpm"} | telemetry
-            defaults = {"copies": DEFAULT_COPIES, "stressor": "gpu-matmul"}
+            defaults = {"copies": DEFAULT_COPIES, "stressor": DEFAULT_KINDS["cuda"]}
             return defaults | settings | {"telemetry": telemetry}
         return settings
 
