@@ -106,6 +106,7 @@ def test_train_shared_kernels_no_network_split(tmp_path: Path) -> None:
     twins, _ = cases(tmp_path, "other")
     folder = make_collection(tmp_path, [*models, *twins], kernels, levels=[0.0], rounds=1)
     quality = train([folder], kind="ratio").quality
+    assert list(quality["kernels"]) == ["ratio"]
     assert quality["counts"]["networks"] == 2
     assert all("by_network" not in splits for splits in quality["kernels"].values())
     assert quality["models"]["rest"]["count"] == 8

@@ -94,6 +94,12 @@ def _count_pool(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> fl
     return float(outputs[0].elements * math.prod(map(min, window, image)))
 
 
+def _count_top_k(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
+    """Count a heap that holds the k largest elements: log2(k) comparisons per element, and at least one."""
+    k = outputs[0].shape[attributes.get("axis", -1)]
+    return inputs[0].elements * max(1.0, math.log2(max(k, 1)))
+
+
 def _count_resize(attributes: Attributes, inputs: Tensors, outputs: Tensors) -> float:
     mode = attributes.get("mode", "nearest")
     taps = {"nearest": 1, "linear": 2}.get(mode)
@@ -140,6 +146,7 @@ _RULES: Mapping[str, Callable[[Attributes, Tensors, Tensors], float]] = {
     ),
     **dict.fromkeys(("MaxPool", "AveragePool", "NhwcMaxPool"), _count_pool),
     **dict.fromkeys(("Resize", "Upsample"), _count_resize),
+    "TopK": _count_top_k,
     "Attention": _count_attention,
     "MultiHeadAttention": _count_multi_head,
 }

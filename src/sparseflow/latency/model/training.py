@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def train(
 
     Args:
         collections: Directories written by `latency collect`.
-        kind: Regressor, one of `kernel_regressor.KINDS`; by default the best one on held-out kernels.
+        kind: Regressor, one of `kernel_regressor.KINDS`; by default all are evaluated and the best one on
+            held-out kernels is used.
         mode: `"sum"`, `"critical_path"` (see `overlap`) or `"queue"`; by default a queue if kernels were
             measured in a stream, otherwise a sum.
         seed: Random seed of splits and trees.
@@ -64,8 +65,9 @@ def train(
             f"the collections contain {len(data.list_device_kernels())} kernels measured while idle, "
             f"expected at least {MIN_KERNELS}; list more under `kernels`"
         )
-    kernels, kernel_predictions = _evaluate_kernels(data, seed, subrange(progress, 0.0, 0.5))
-    selected_kind = kind or min(KINDS, key=lambda name: kernels[name]["by_kernel"]["mape"])
+    kinds = KINDS if kind is None else (kind,)
+    kernels, kernel_predictions = _evaluate_kernels(data, kinds, seed, subrange(progress, 0.0, 0.5))
+    selected_kind = min(kinds, key=lambda name: kernels[name]["by_kernel"]["mape"])
     models, idle, loaded = _evaluate_models(data, selected_kind, mode, seed, subrange(progress, 0.5, 0.9))
     report("fitting to all data", 0.9)
     predictor = fit_predictor(data, selected_kind, mode=mode, seed=seed)
@@ -88,15 +90,15 @@ def train(
 
 
 def _evaluate_kernels(
-    data: LatencyDataset, seed: int, progress: Progress | None
+    data: LatencyDataset, kinds: Sequence[str], seed: int, progress: Progress | None
 ) -> tuple[dict[str, Any], dict[str, list[validation.HeldOutPrediction]]]:
     """Return regressor -> split -> scores, and regressor -> predictions of the split by kernel."""
     splits = {"by_kernel": validation.predict_by_kernel, "leaky": validation.predict_leaky}
     if len(validation.list_networks(data)) > 1:
         splits["by_network"] = validation.predict_by_network
-    scores: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    scores: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     predictions: dict[str, list[validation.HeldOutPrediction]] = {}
-    cases = list(itertools.product(KINDS, splits))
+    cases = list(itertools.product(kinds, splits))
     for index, (kind, split) in enumerate(cases):
         if progress is not None:
             progress(f"{kind}: {split.replace('_', ' ')}", index / len(cases))
