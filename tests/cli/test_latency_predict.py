@@ -134,6 +134,12 @@ def test_predict_guess_says_so_and_strict_fails(
     run_json(["predict", str(trained.models[0]), "--predictor", str(trained.file), "--strict"], capsys)
 
 
+def test_predict_above_budget_fails(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
+    mean_ms = run_json([*command, "--budget-ms", "1e6"], capsys)["mean_ms"]
+    run_json([*command, "--budget-ms", str(mean_ms / 2)], capsys, code=1)
+
+
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
     result = run_json([*command, "--live", "host", "--window-s", "0.2"], capsys)

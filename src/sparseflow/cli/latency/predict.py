@@ -103,6 +103,10 @@ def predict(
     shape: ShapesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
+    budget_ms: Annotated[
+        float | None,
+        typer.Option("--budget-ms", min=0.0, help="Exit with 1 if the mean latency is higher, milliseconds."),
+    ] = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -150,6 +154,8 @@ def predict(
     )
     if strict and prediction.is_guess:
         fail(f"the prediction is a guess: {prediction.notes[0]}", code=1)
+    if budget_ms is not None and prediction.mean_ms > budget_ms:
+        fail(f"the mean latency of {prediction.mean_ms:.3f} ms exceeds the budget of {budget_ms:g} ms", code=1)
 
 
 @app.command()
