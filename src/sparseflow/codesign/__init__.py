@@ -4,11 +4,10 @@
 
     from sparseflow import codesign
 
-    hardware = codesign.Hardware(codesign.read_config("version_c"))
-    layers = model.describe_layers(hardware.batch_size)            # any `core.layers.LayeredModel`
-    decision = hardware.refine(layers, hardware.initial_decision(layers), use_fine_split=True)
-    hardware.evaluate_cost(layers, decision).stats                 # latency, energy, bytes
-    codesign.verify(model, decision, samples)                      # same logits, planned bytes
+    config = codesign.CodesignConfig(hardware=codesign.HardwareConfig(chips=("npu-s", "npu-m"), slots=4))
+    plan = codesign.plan_design(config, model, "plan")             # model: any `core.layers.LayeredModel`
+    plan.metrics                                                   # latency, energy, area
+    codesign.verify(model, plan.decision, samples)                 # same logits, planned bytes
 
 Describe: `workload` (layers, segments, splits) and `hardware` (chips, links, slots). Measure and learn:
 `hardware.proxy` (layer costs). Decide: `mapping`, `partition`, `layout`, `design` (decisions and their cost)
@@ -23,9 +22,18 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.codesign.design.config import CodesignConfig, Lambdas, read_config
+    from sparseflow.codesign.api import PlanResult, plan_design
+    from sparseflow.codesign.design.config import (
+        CodesignConfig,
+        HardwareConfig,
+        Lambdas,
+        MappingConfig,
+        WaferConfig,
+        read_config,
+    )
     from sparseflow.codesign.design.decision import HardwareDecision
     from sparseflow.codesign.design.hardware import Hardware
+    from sparseflow.codesign.design.saved_plan import SavedPlan, load_plan
     from sparseflow.codesign.execution.rewrite import apply_rewrite
     from sparseflow.codesign.execution.verification import VerifyResult, verify
     from sparseflow.codesign.hardware.chips import ChipLibrary, ChipType, LinkType, read_library
@@ -49,6 +57,7 @@ __all__ = [
     "ChipType",
     "CodesignConfig",
     "Hardware",
+    "HardwareConfig",
     "HardwareDecision",
     "JointTrainer",
     "Lambdas",
@@ -57,19 +66,25 @@ __all__ = [
     "LayerProxyModel",
     "LayerSplit",
     "LinkType",
+    "MappingConfig",
     "MappingSolver",
     "Network",
     "PartitionConfig",
     "PartitionPlan",
     "PartitionPlanner",
+    "PlanResult",
     "RewritePlan",
+    "SavedPlan",
     "Segment",
     "SegmentGraph",
     "VerifyResult",
+    "WaferConfig",
     "WaferLayout",
     "apply_rewrite",
     "build_layer_features",
     "compute_hw_loss",
+    "load_plan",
+    "plan_design",
     "read_config",
     "read_library",
     "replay",
@@ -79,9 +94,18 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "design.config": ["CodesignConfig", "Lambdas", "read_config"],
+        "api": ["PlanResult", "plan_design"],
+        "design.config": [
+            "CodesignConfig",
+            "HardwareConfig",
+            "Lambdas",
+            "MappingConfig",
+            "WaferConfig",
+            "read_config",
+        ],
         "design.decision": ["HardwareDecision"],
         "design.hardware": ["Hardware"],
+        "design.saved_plan": ["SavedPlan", "load_plan"],
         "execution.rewrite": ["apply_rewrite"],
         "execution.verification": ["VerifyResult", "verify"],
         "hardware.chips": ["ChipLibrary", "ChipType", "LinkType", "read_library"],

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from sparseflow.codesign.design.config import CodesignConfig
-from sparseflow.codesign.design.decision import summarize_cost
+from sparseflow.codesign.design.decision import HardwareDecision, summarize_cost
 from sparseflow.codesign.design.hardware import Hardware
 from sparseflow.codesign.design.placement import PlacementSearch
 from sparseflow.codesign.design.saved_plan import PLAN_FILE, SavedPlan, load_plan, save_plan
@@ -32,7 +32,7 @@ from sparseflow.codesign.layout.qap.problem import read_qaplib
 from sparseflow.codesign.report.page import BOUND_KEYS, write_comparison, write_page, write_run_page
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_json
-from sparseflow.core.layers import LayeredModel
+from sparseflow.core.layers import LayeredModel, LayerNode
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
 
@@ -130,12 +130,18 @@ class PlanResult:
         prediction: Sentence about where the metrics come from.
         plan: File of the plan.
         page: The report.
+        hardware: Evaluates the decision.
+        layers: Layers of the model.
+        decision: Chips, mapping, splits and positions.
     """
 
     metrics: Mapping[str, Any]
     prediction: str
     plan: Path
     page: Path
+    hardware: Hardware
+    layers: Sequence[LayerNode]
+    decision: HardwareDecision
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -147,16 +153,16 @@ class PlanResult:
 def plan_design(
     settings: CodesignConfig,
     model: LayeredModel,
-    out_dir: Path,
+    out_dir: Path | str,
     *,
     search: bool = True,
     command: str = "",
-    progress: Progress,
+    progress: Progress | None = None,
 ) -> PlanResult:
-    """Choose chips, mapping, splits and placement for a model.
+    """Choose chips, mapping, splits and placement for a model, and write the plan and a report.
 
     Args:
-        settings: Configuration.
+        settings: Configuration; its `task` is not read.
         model: Model to partition.
         out_dir: Directory of plan.json and report.html.
         search: Also change the chip of each slot and the placement.
@@ -182,7 +188,7 @@ def plan_design(
         "splits_considered": len(extra["considered"]),
     }
     saved = SavedPlan(hardware=hardware, layers=list(layers), decision=decision, extra=extra)
-    return _write_plan(out_dir, saved, metrics, command)
+    return _write_plan(Path(out_dir), saved, metrics, command)
 
 
 def place_chips(
@@ -218,8 +224,9 @@ def _write_plan(out_dir: Path, saved: SavedPlan, metrics: Mapping[str, Any], com
         command=command,
     )  # fmt: skip
     return PlanResult(
-        metrics=metrics, prediction=hardware.describe_prediction(decision), plan=plan, page=page
-    )
+        metrics=metrics, prediction=hardware.describe_prediction(decision), plan=plan, page=page,
+        hardware=hardware, layers=layers, decision=decision,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

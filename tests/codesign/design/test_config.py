@@ -86,7 +86,7 @@ def test_read_config_applies_overrides(tmp_path: Path) -> None:
 
 
 def test_read_config_of_a_chip_library_is_refused() -> None:
-    with pytest.raises(InputError, match="task"):
+    with pytest.raises(InputError, match="chips: Extra inputs"):
         read_config("chips")
 
 
@@ -165,9 +165,7 @@ def test_duplicate_chip_is_refused() -> None:
         parse_config({"task": {}, "hardware": {"chips": ["npu-s", "npu-m", "npu-s"]}})
 
 
-def test_config_without_task_is_refused() -> None:
-    with pytest.raises(InputError, match="task"):
-        parse_config({})
+def test_config_without_content_is_refused() -> None:
     for full in ([], None, 3):
         with pytest.raises(InputError):
             parse_config(full)

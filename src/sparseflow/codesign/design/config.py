@@ -140,10 +140,11 @@ class CodesignConfig(StrictModel):
     """Complete config of a co-design.
 
     Attributes:
-        task: Config of model, data and training, in the format of its wing.
+        task: Config of model, data and training, in the format of its wing; only the command line and joint
+            training read it.
     """
 
-    task: dict[str, Any]
+    task: dict[str, Any] = Field(default_factory=dict)
     hardware: HardwareConfig = Field(default_factory=HardwareConfig)
     mapping: MappingConfig = Field(default_factory=MappingConfig)
     partition: PartitionConfig = Field(default_factory=PartitionConfig)
