@@ -153,7 +153,7 @@ def predict(
         *(f"note: {note}" for note in prediction.notes),
     )
     if strict and prediction.is_guess:
-        fail(f"the prediction is a guess: {prediction.notes[0]}", code=1)
+        fail(prediction.notes[0], code=1)
     if budget_ms is not None and prediction.mean_ms > budget_ms:
         fail(f"the mean latency of {prediction.mean_ms:.3f} ms exceeds the budget of {budget_ms:g} ms", code=1)
 
