@@ -55,9 +55,7 @@ plan = codesign.plan_design(config, model, tempfile.mkdtemp())
 print(f"{plan.metrics['chips']} chips, {plan.metrics['area_mm2']:.0f} mm2")
 for slot, name in enumerate(plan.decision.chips):
     print(f"slot {slot}: {name or 'no chip'}, {plan.decision.assign_layers(layers).count(slot)} layers")
-print(
-    f"predicted: a batch every {plan.metrics['latency_ms']:.3f} ms, {plan.metrics['energy_mj']:.1f} mJ per batch"
-)
+print(f"predicted: {plan.metrics['latency_ms']:.3f} ms and {plan.metrics['energy_mj']:.1f} mJ per batch")
 print(plan.prediction)
 
 # %% [markdown]
