@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from sparseflow.codesign.partition.planner import PartitionPlan, PartitionPlanner
     from sparseflow.codesign.partition.split_search import PartitionConfig
     from sparseflow.codesign.workload.segments import Segment, SegmentGraph
+    from sparseflow.codesign.workload.sequential import SequentialModel
     from sparseflow.codesign.workload.splits import LayerSplit, RewritePlan
     from sparseflow.core.layers import LayerNode
 
@@ -77,6 +78,7 @@ __all__ = [
     "SavedPlan",
     "Segment",
     "SegmentGraph",
+    "SequentialModel",
     "VerifyResult",
     "WaferConfig",
     "WaferLayout",
@@ -120,6 +122,7 @@ __getattr__, __dir__ = attach(
         "partition.planner": ["PartitionPlan", "PartitionPlanner"],
         "partition.split_search": ["PartitionConfig"],
         "workload.segments": ["LayerNode", "Segment", "SegmentGraph"],
+        "workload.sequential": ["SequentialModel"],
         "workload.splits": ["LayerSplit", "RewritePlan"],
     },
 )
