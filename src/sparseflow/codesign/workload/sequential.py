@@ -19,8 +19,8 @@ class SequentialModel:
 
     Each module takes the output of the previous one, a tensor whose first dimension is the batch. FLOPs are
     those that `torch.utils.flop_counter` counts, and at least one per element of the output. Bytes are those
-    of the weights, the input and the output of a module; intermediate results inside a module are not counted.
-    The planner may split the columns of an `nn.Linear`; other modules are not split.
+    of the weights, the input and the output of a module, without intermediate results inside it. The planner
+    may split the columns of an `nn.Linear`; other modules are not split.
 
     Args:
         modules: The model, in evaluation mode. It is not copied.
