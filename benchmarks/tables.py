@@ -33,7 +33,7 @@ _OPENING = re.compile(r"<!-- table:")
 
 def list_pages(root: Path) -> list[Path]:
     """List the files that may contain tables."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def render_tables(text: str, results: Path) -> str:
@@ -86,7 +86,7 @@ def format_wing_table(results: Path) -> str:
     for wing in WINGS:
         met = [claim.met for claim in _load_checked(wing, results) if claim.target is not None]
         counts = f"{len(met)} | {sum(met)} | {len(met) - sum(met)}" if met else "– | – | –"
-        lines.append(f"| [{wing}](docs/{wing}.md) | {counts} |")
+        lines.append(f"| [{wing}](docs/benchmarks/{wing}.md) | {counts} |")
     return "\n".join(["", *lines, "", ""])
 
 
