@@ -61,7 +61,7 @@ def export(keep: float) -> Path:
     return path
 
 
-models = {keep: export(keep) for keep in (1.0, 0.75, 0.5, 0.25)}
+models = {keep: export(keep) for keep in (1.0, 0.75, 0.5)}
 print(f"{len(models)} models exported, with the logits of the models before compaction")
 
 # %% [markdown]
