@@ -45,12 +45,15 @@ for layer in layers[1], layers[7], layers[-2]:
 #
 # There are four slots, each for one of three chips of the shipped library or for none. `plan_design`
 # minimizes a weighted sum of latency, energy, area, number of chips, and the distance of chips that
-# communicate. It writes the plan and a report page.
+# communicate. It writes the plan and a report page. The strategy `"dp"` is dynamic programming, which gives
+# each chip consecutive layers; the default, `"auto"`, also considers other mappings.
 
 # %%
 chips = ("npu-s", "npu-m", "npu-l")
 hardware = codesign.HardwareConfig(chips=chips, slots=4, initial_chip="npu-m", link="ucie", batch_size=2)
-config = codesign.CodesignConfig(hardware=hardware, wafer=codesign.WaferConfig(radius_mm=40))
+config = codesign.CodesignConfig(
+    hardware=hardware, mapping=codesign.MappingConfig(strategy="dp"), wafer=codesign.WaferConfig(radius_mm=40)
+)
 plan = codesign.plan_design(config, model, tempfile.mkdtemp())
 print(f"{plan.metrics['chips']} chips, {plan.metrics['area_mm2']:.0f} mm2")
 for slot, name in enumerate(plan.decision.chips):

@@ -256,7 +256,7 @@ def test_cached_kernels_take_no_named_tuples() -> None:
 
     from sparseflow.codesign.mapping.kernels import annealing, branch_and_bound, contiguous
 
-    module._compile_kernels()
+    module._compile_kernels(tree_search=True, local_search=True)
     modules = (annealing, branch_and_bound, contiguous)
     kernels = {kernel for source in modules for kernel in vars(source).values()
                if isinstance(getattr(kernel, "_cache", None), FunctionCache)}  # fmt: skip

@@ -106,7 +106,8 @@ class MappingSolver:
         """
         name = self.strategy if strategy is None else strategy
         check_one_of(_STRATEGIES, strategy=name)
-        _compile_kernels()
+        is_large = name != "dp" and _count_bits(problem) > MAX_EXACT_BITS
+        _compile_kernels(tree_search=name != "dp", local_search=is_large or name in ("local", "cpsat"))
         if name in ("cpsat", "best"):
             # Import it before time is measured, because that takes seconds. Strategies report it if missing.
             with suppress(MissingExtraError):
@@ -148,8 +149,8 @@ class MappingSolver:
 
 
 @functools.cache
-def _compile_kernels() -> None:
-    """Compile or load the kernels before time is measured."""
+def _compile_kernels(*, tree_search: bool, local_search: bool) -> None:
+    """Compile or load the kernels that a strategy needs before time is measured."""
     links = np.array([[0.0, 1.0], [1.0, 0.0]])
     problem = MappingProblem.chain(
         latency_ms=np.ones((3, 2)), memory_mb=np.ones(3), limit_mb=np.full(2, 3.0), traffic_bytes=np.ones(2),
@@ -157,8 +158,10 @@ def _compile_kernels() -> None:
     )  # fmt: skip
     request = MappingRequest(problem=problem, goal=MappingGoal(), time_limit_s=float("inf"))
     solve_contiguous(request)
-    branch_and_bound(request)
-    search_locally(request, effort=SearchEffort(rounds=1, steps=1, neighborhoods=1))
+    if tree_search:
+        branch_and_bound(request)
+    if local_search:
+        search_locally(request, effort=SearchEffort(rounds=1, steps=1, neighborhoods=1))
 
 
 def _find_contiguous_starts(request: MappingRequest) -> list[np.ndarray]:
@@ -169,8 +172,8 @@ def _find_contiguous_starts(request: MappingRequest) -> list[np.ndarray]:
     return [] if mapping is None else [mapping]
 
 
-def _count_bits(request: MappingRequest) -> float:
-    return request.problem.num_segments * log2(request.problem.num_slots)
+def _count_bits(problem: MappingProblem) -> float:
+    return problem.num_segments * log2(problem.num_slots)
 
 
 def _objective_ms(request: MappingRequest, mapping: np.ndarray | None) -> float:
@@ -209,7 +212,7 @@ def _run_contiguous(request: MappingRequest) -> tuple[StrategyResult, str]:
 
 
 def _run_exact(request: MappingRequest) -> tuple[StrategyResult, str]:
-    if _count_bits(request) <= MAX_EXACT_BITS:
+    if _count_bits(request.problem) <= MAX_EXACT_BITS:
         return branch_and_bound(_with_best_start(request, _find_contiguous_starts(request))), "exact"
     first = search_locally(request, starts=_find_contiguous_starts(request), effort=COARSE_EFFORT)
     return branch_and_bound(_with_best_start(request, [first.mapping])), "exact"
@@ -220,7 +223,7 @@ def _run_local(request: MappingRequest) -> tuple[StrategyResult, str]:
 
 
 def _run_auto(request: MappingRequest) -> tuple[StrategyResult, str]:
-    if _count_bits(request) <= MAX_EXACT_BITS:
+    if _count_bits(request.problem) <= MAX_EXACT_BITS:
         return _run_exact(request)
     if request.problem.num_segments > COARSE_SEGMENTS or request.problem.num_slots > COARSE_SLOTS:
         return _run_local(request)
