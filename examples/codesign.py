@@ -16,6 +16,7 @@ import tempfile
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.patches import Circle, Rectangle
 from sklearn.datasets import load_sample_images
 
 from sparseflow import codesign
@@ -81,11 +82,11 @@ assert result.moved_bytes["local"] == result.moved_bytes["planned"]
 # %%
 stats = plan.hardware.evaluate_cost(plan.layers, plan.decision).stats
 figure, (wafer, busy) = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
-wafer.add_patch(plt.Circle((0, 0), config.wafer.radius_mm, fill=False, color="gray"))
+wafer.add_patch(Circle((0, 0), config.wafer.radius_mm, fill=False, color="gray"))
 for slot, chip in enumerate(plan.hardware.get_chips(plan.decision)):
     if chip is not None:
         (x, y), (width, height) = plan.decision.positions_mm[slot], chip.size_mm
-        wafer.add_patch(plt.Rectangle((x - width / 2, y - height / 2), width, height, color=f"C{slot}"))
+        wafer.add_patch(Rectangle((x - width / 2, y - height / 2), width, height, color=f"C{slot}"))
         wafer.text(x, y, str(slot), ha="center", va="center")
         busy.bar(f"{slot}: {chip.name}", stats.busy_ms[slot], color=f"C{slot}")
 wafer.set(xlabel="mm", ylabel="mm", xlim=(-42, 42), ylim=(-42, 42), aspect="equal", title="wafer")

@@ -155,7 +155,7 @@ def predict(
     if strict and prediction.is_guess:
         fail(prediction.notes[0], code=1)
     if budget_ms is not None and prediction.mean_ms > budget_ms:
-        fail(f"the mean latency of {prediction.mean_ms:.3f} ms exceeds the budget of {budget_ms:g} ms", code=1)
+        fail(f"the mean latency, {prediction.mean_ms:.3f} ms, exceeds the budget of {budget_ms:g} ms", code=1)
 
 
 @app.command()
