@@ -65,10 +65,12 @@ def drop_tokens(tokens: TokenState, score: Tensor, num_kept: int, *, merge: bool
     """
     selected = select_top_tokens(score, num_kept)
     x = tokens.grid.gather(1, selected[..., None].expand(-1, -1, tokens.x.shape[-1]))
-    parts = [tokens.x[:, : tokens.num_prefix], x]
+    parts = [x]
     if merge:
         dropped = torch.ones_like(score).scatter(1, selected, 0.0)
-        parts.insert(1, compute_weighted_mean(tokens.grid, dropped)[:, None])
+        parts.insert(0, compute_weighted_mean(tokens.grid, dropped)[:, None])
+    if tokens.num_prefix:  # an empty tensor in an exported graph is refused by some runtimes
+        parts.insert(0, tokens.x[:, : tokens.num_prefix])
     attn_bias = tokens.attn_bias
     if attn_bias is not None:
         prefix_bias = attn_bias.new_zeros(len(attn_bias), tokens.num_prefix + int(merge))
