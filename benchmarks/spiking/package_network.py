@@ -71,7 +71,7 @@ def package(run: Path, test: Path | None, name: str, data: Path) -> list[Path]:
     card["name"] = name
     card["training"] = {k: v for k, v in metrics["config"].items() if k not in _PRIVATE}
     card["command"] = training_command(metrics["config"])
-    written[1].write_text(_json(card) + "\n")
+    written[1].write_text(format_card(card) + "\n")
     if test is not None:
         sample = choose_images(load_archive(test))
         path = data / "images.npz"
@@ -94,7 +94,7 @@ def training_command(config: dict[str, object]) -> str:
     return shlex.join(words)
 
 
-def _json(card: dict[str, object]) -> str:
+def format_card(card: dict[str, object]) -> str:
     """Indented JSON with each list of numbers on one line."""
     text = json.dumps(card, indent=1)
     return re.sub(r"\[[\s\d.,eE+-]+\]", lambda m: re.sub(r"\s+", " ", m.group()), text)

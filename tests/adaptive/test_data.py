@@ -54,7 +54,7 @@ def test_resolve_model_dir_unknown_name_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_pretrained_model_files_are_complete(name: str) -> None:
     model_dir = get_pretrained_dir(name)
-    assert sum(path.stat().st_size for path in model_dir.iterdir()) < 25e6
+    assert sum(path.stat().st_size for path in model_dir.iterdir()) < 13e6
     network, tokenizer, settings = load_vqa_model(model_dir)
     assert 12 <= settings.model.depth <= 16
     assert not any(path.parent.name for path in settings.images.archives)

@@ -1,6 +1,6 @@
 """The pretrained network and the test images shipped with the package.
 
-A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in fp16) and
+A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in float8) and
 ``<name>.json`` (its card: architecture, normalization, accuracy, firing rates, training). The images are one
 ``images.npz``; nothing is unpickled.
 """
@@ -92,7 +92,7 @@ def load_network(name: str = DEFAULT_NETWORK) -> SpikingResNet:
     net = spiking_resnet(**{key: network[key] for key in keys})
     try:
         tensors = load_tensors(_read(f"{name}.safetensors"))
-        # load_state_dict copies into float32 parameters, so the fp16 values arrive exactly.
+        # load_state_dict copies into float32 parameters, so the float8 values arrive exactly.
         net.load_state_dict(tensors)
     except (SafetensorError, RuntimeError) as error:
         raise _make_damaged_error(f"{name}.safetensors", f"does not match its card ({error})") from error
