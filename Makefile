@@ -18,7 +18,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs clean
+.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs dist clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -63,6 +63,14 @@ tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ from results
 
 docs: tables $(VENV)/.dev  ## Generate the tables, then check every link of README.md and docs/
 	$(BIN)/python -m pytest -q tests/test_docs.py
+
+dist: $(VENV)/.run  ## Build the sdist and the wheel twice into dist/ and compare the bytes
+	@$(PIP) hatchling
+	rm -rf dist build/dist
+	export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct); \
+	for directory in dist build/dist; do $(BIN)/python -m hatchling build -d $$directory || exit 1; done
+	diff -r dist build/dist
+	@wc -c dist/*
 
 clean:  ## Delete the virtual environment and caches; keep runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -38,7 +38,7 @@ def round_tensors(
     """
     rounded = {}
     for name, tensor in tensors.items():
-        step = next((step for part, step in reversed((steps or {}).items()) if part in name), None)
+        step = next((step for part, step in reversed([*(steps or {}).items()]) if part in name), None)
         if tensor.dim() > 1 and tensor.numel() > MIN_VALUES:
             values = tensor.float()
             if step is not None:

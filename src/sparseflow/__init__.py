@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparseflow.spiking.graph.registry import register_neuron
     from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SparseConv2d",

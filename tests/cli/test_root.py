@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -48,7 +49,9 @@ def command(monkeypatch: pytest.MonkeyPatch):
 
 def test_version_prints_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"sparseflow {__version__}\n"
+    assert re.fullmatch(
+        rf"sparseflow {re.escape(__version__)} \(revision ([0-9a-f]+\+?|unknown)\)\n", capsys.readouterr().out
+    )
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,9 @@ app = typer.Typer(
 
 def _show_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"sparseflow {__version__}")
+        from sparseflow.core.environment import get_git_revision
+
+        typer.echo(f"sparseflow {__version__} (revision {get_git_revision() or 'unknown'})")
         raise typer.Exit()
 
 
@@ -124,7 +126,9 @@ def _show_version(requested: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and the git revision."
+        ),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details to standard error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,

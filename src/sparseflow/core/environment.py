@@ -56,9 +56,13 @@ def get_git_revision(file: Path | None = None) -> str | None:
     not report that project's revision.
 
     Args:
-        file: A file of the checkout; None for this module.
+        file: A file of the checkout; None for this module, whose revision an installed wheel contains.
     """
-    file = Path(__file__) if file is None else file
+    if file is None:
+        built = Path(__file__).parents[1] / "REVISION"
+        if built.is_file():
+            return built.read_text("utf-8").strip()
+        file = Path(__file__)
     if _run_git(file, "ls-files", "--error-unmatch", "--", file.name) is None:
         return None
     revision = _run_git(file, "rev-parse", "--short=12", "HEAD")
