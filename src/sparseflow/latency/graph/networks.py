@@ -1,7 +1,8 @@
 """Networks of the model zoo: transformers, torchvision or a factory function. Nothing is downloaded.
 
-Weights are random, since latency does not depend on them. torchvision is optional and in no extra: its build
-must match the installed torch. transformers has the same ResNets.
+Weights are random, since latency hardly depends on them; see `normalize_activations` for the exception.
+torchvision is optional and in no extra: its build must match the installed torch. transformers has the same
+ResNets.
 """
 
 from __future__ import annotations
@@ -72,6 +73,37 @@ def build_network(
                 f"unknown source {source!r}; expected {TRANSFORMERS}, {TORCHVISION} or package.module:factory"
             )
     return _return_tensors(model.eval().requires_grad_(False))
+
+
+def normalize_activations(model: nn.Module, images: torch.Tensor) -> None:
+    """Give the activations of a network with random weights and batch norms the scale of a trained one.
+
+    Convolutions get weights of unit gain, and batch norms the statistics of a batch. Otherwise activations
+    shrink from layer to layer to subnormal numbers, with which CPUs compute many times slower.
+
+    Args:
+        model: Model in eval mode; it is modified. Without batch norms it is unchanged.
+        images: At least two images.
+    """
+    import torch
+    from torch import nn
+
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over batches, here one
+        norm.train()
+    with torch.no_grad():
+        model(images)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
 
 
 def _build_transformers(name: str, config: Mapping[str, Any], image_size: int) -> nn.Module:

@@ -278,6 +278,10 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
     weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
     onnx_file.check_weight_bytes(weights, case.name)
     images = torch.randn(case.shape, generator=torch.Generator().manual_seed(case.zoo.seed))
+    if spec.source in (networks.TRANSFORMERS, networks.TORCHVISION):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(case.zoo.seed)
+            networks.normalize_activations(model, torch.randn(2, *case.shape[1:]))
     with torch.no_grad():
         expected = model(images)
     if not isinstance(expected, torch.Tensor):
