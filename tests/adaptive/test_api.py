@@ -77,6 +77,16 @@ def measured_by_an_engine(model: Any, tmp_path_factory: pytest.TempPathFactory) 
     )
 
 
+def test_profile_model_leaves_model_ready_to_attach(tmp_path: Path) -> None:
+    folder = adaptive.open_folder(folders.model_folder(tmp_path / "model", "olmoe"))
+    config = adaptive.ModelProfileConfig(
+        num_plans=4, text_tokens=[4, 8], runner="eager", rounds=2, decode_steps=2
+    )
+    result = adaptive.profile_model(folder, str(tmp_path / "profile.parquet"), config)
+    with adaptive.attach(folder.model, profile=result.predictor) as attached:
+        assert attached.generate(input_ids=IDS, latency_budget_ms=1e9, max_new_tokens=2).budget_met
+
+
 def test_generate_meets_budget_and_detach_restores_model(model: Any, measured: Path) -> None:
     with torch.no_grad():
         before = model(IDS).logits

@@ -22,6 +22,19 @@ def test_shipped_configs_build_models() -> None:
     assert read_config("moving_digits").build_model(8, 1).config.num_tokens == 64
 
 
+def test_pretrained_replaces_random_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    size = {"image_size": 16, "patch_size": 8, "num_channels": 1}
+    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**shape | size))
+    vit.vit.layernorm.weight.data.fill_(2.0)
+    vit.save_pretrained(tmp_path)
+    model = quick(model={"norm_eps": 1e-12}, pretrained=str(tmp_path)).build_model(8, 1)
+    assert (model.norm.weight == 2.0).all()
+    with pytest.raises(InputError, match="embed_dim"):
+        quick(model={"norm_eps": 1e-12, "embed_dim": 32}, pretrained=str(tmp_path)).build_model(8, 1)
+
+
 def test_overrides_replace_file_values(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(

@@ -12,6 +12,7 @@ from sparseflow.core.artifact import DictField
 from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
+from sparseflow.pruning.model.pretrained import load_pretrained
 from sparseflow.pruning.model.video_vit import VideoViT
 
 _PACKAGE = "sparseflow.pruning"
@@ -33,6 +34,8 @@ class VideoModelConfig(StrictModel):
     tubelet_size: int = 1
     pool: Literal["mean", "cls"] = "mean"
     position: Literal["factored", "joint"] = "factored"
+    norm_eps: float = 1e-6
+    """Epsilon of the layer norms; usually 1e-12 in a Hugging Face ViT or VideoMAE."""
 
 
 class MovingDigitsConfig(StrictModel):
@@ -111,6 +114,7 @@ class PruningConfig(StrictModel):
         ast: Token selector, stages and gates.
         data: Dataset.
         train: Training.
+        pretrained: Initial weights: a Hugging Face ViT or VideoMAE, see `load_pretrained`. Random by default.
         latency: Latency budget of `"ast+latency"`.
     """
 
@@ -119,18 +123,23 @@ class PruningConfig(StrictModel):
     ast: Annotated[ASTConfig, DictField()] = Field(default_factory=ASTConfig)
     data: Annotated[MovingDigitsConfig | UCF101Config, Field(discriminator="kind")]
     train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
+    pretrained: Path | None = None
     latency: LatencyLossConfig | None = None
 
     def build_model(self, num_classes: int, num_channels: int) -> VideoViT:
-        """Build the model with random weights from torch's global generator.
+        """Build the model; weights that `pretrained` lacks are random, from torch's global generator.
 
         Raises:
-            InputError: A setting of the model or of `ast` is invalid.
+            InputError: A setting of the model or of `ast` is invalid, or `pretrained` does not fit the model.
+            FileFormatError: A file of `pretrained` is damaged.
         """
-        return VideoViT(
+        model = VideoViT(
             **self.model.model_dump(), num_classes=num_classes, in_chans=num_channels,
             use_ast_prune=self.mode != "dense", ast_cfg=self.ast,
         )  # fmt: skip
+        if self.pretrained is not None:
+            load_pretrained(model, self.pretrained)
+        return model
 
 
 def read_config(source: Path | str, overrides: Mapping[str, Any] | None = None) -> PruningConfig:

@@ -163,6 +163,11 @@ def test_return_intermediate_reports_features_and_sparsity() -> None:
     assert trained["ast_stats"]["L_AST"] > stats["L_AST"]
     _, cut = compact(model)(x, return_intermediate=True)
     torch.testing.assert_close(cut["token_feat"], info["token_feat"])
+    assert torch.equal(cut["kept_tokens"], info["kept_tokens"])
+    assert (
+        info["kept_tokens"].shape == info["token_feat"].shape[:3]
+        and info["kept_tokens"].float().mean() == 0.5
+    )
     pruned_stats = cut["ast_stats"]
     assert pruned_stats["sparsity_token"].item() == 0.5 and pruned_stats["L_AST"] == 0.0
     # Shares of heads and channels are those of the remaining blocks.

@@ -87,6 +87,9 @@ class ModelProfileConfig:
     seed: int = 0
 
 
+_DEFAULTS = ModelProfileConfig()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfileResult:
     """Files and summary of a profile.
@@ -114,11 +117,10 @@ class ModelProfileResult:
 
 def profile_model(
     folder: ModelFolder,
-    out_path: Path,
-    config: ModelProfileConfig,
+    out_path: Path | str,
+    config: ModelProfileConfig = _DEFAULTS,
     *,
-    device: torch.device,
-    progress: Progress,
+    progress: Progress | None = None,
 ) -> ModelProfileResult:
     """Measure the latency of a model's plans and fit a predictor next to the profile.
 
@@ -128,12 +130,13 @@ def profile_model(
         folder: Model on its device.
         out_path: Parquet file; an interrupted profile is resumed.
         config: What to measure.
-        device: Device of the model.
-        progress: Callback that takes a message and the fraction done.
+        progress: Called with a message and the fraction done.
 
     Raises:
         InputError: No plan fits into the limits, or a file of another model or device would be overwritten.
+        ModelError: Plans are attached to the model.
     """
+    out_path, device = Path(out_path), next(folder.model.parameters()).device
     predictor_path = _check_predictor_path(out_path, folder.model, device)
     max_tokens = config.max_tokens or min(folder.context, MAX_TOKENS)
     if max_tokens > folder.context:
@@ -163,9 +166,13 @@ def profile_model(
             f"no plan fits into --max-tokens {max_tokens}; raise it, or measure plans without an image "
             f"(--num-text-plans {config.num_text_plans})"
         )
-    profile = _measure(
-        PlanRuntime(adapter), space, plans, out_path, config, lengths, example, max_tokens, device, progress
-    )
+    runtime = PlanRuntime(adapter)
+    try:
+        profile = _measure(
+            runtime, space, plans, out_path, config, lengths, example, max_tokens, device, progress
+        )
+    finally:
+        runtime.remove()
     predictor = PlanLatencyPredictor.fit(profile, seed=config.seed)
     predictor.save(predictor_path)
     return ModelProfileResult(
@@ -198,7 +205,7 @@ def _measure(
     example: Mapping[str, Any] | None,
     max_tokens: int,
     device: torch.device,
-    progress: Progress,
+    progress: Progress | None,
 ) -> PlanProfile:
     runner_options: dict[str, Any] = {"example": example, "max_tokens": max_tokens, "seed": config.seed}
     settings: dict[str, Any] = {
@@ -224,7 +231,8 @@ def _measure(
     def report_measurement(message: str, fraction: float) -> None:
         nonlocal fraction_done
         fraction_done = fraction
-        progress(message, fraction)
+        if progress is not None:
+            progress(message, fraction)
 
     with EngineRunner(
         runtime,
@@ -232,7 +240,7 @@ def _measure(
         max_batch=config.max_batch_size,
         plans_per_group=config.plans_per_group,
         mix=RequestMix(lengths=lengths, new_tokens=config.decode_steps + 1),
-        progress=lambda message, _: progress(message, fraction_done),
+        progress=lambda message, _: report_measurement(message, fraction_done),
         **runner_options,
     ) as runner:
         batch_sizes = config.batch_sizes or sorted({1, config.max_batch_size})

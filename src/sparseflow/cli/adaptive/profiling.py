@@ -86,10 +86,9 @@ def profile(
         decode_steps=decode_steps,
         seed=seed,
     )
-    torch_device = open_device(device)
-    folder = open_folder(model, device=torch_device)
+    folder = open_folder(model, device=open_device(device))
     with progress_bar() as progress:
-        result = profile_model(folder, out, config, device=torch_device, progress=progress)
+        result = profile_model(folder, out, config, progress=progress)
     emit(
         result.to_dict(),
         as_json,

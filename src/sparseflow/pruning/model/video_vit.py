@@ -174,9 +174,10 @@ class VideoViT(nn.Module):
 
         Returns:
             Logits, [B, num_classes]. With `return_intermediate` also a dictionary: `"token_feat"`
-            [B, T, N, C], the features before the first stage (without stages: after the last block), and
-            `"ast_stats"`, scalars: `"L_AST"` and the sparsity of each grain, `"sparsity_token"`,
-            `"sparsity_head"`, `"sparsity_ch"` and `"sparsity_block"`.
+            [B, T, N, C], the features before the first stage (without stages: after the last block);
+            `"kept_tokens"` [B, T, N], bool, the tokens that the last stage keeps; and `"ast_stats"`, scalars:
+            `"L_AST"` and the sparsity of each grain, `"sparsity_token"`, `"sparsity_head"`, `"sparsity_ch"`
+            and `"sparsity_block"`.
 
         Raises:
             SampleError: Clips are empty, of another shape, or not of a floating dtype.
@@ -202,8 +203,10 @@ class VideoViT(nn.Module):
         if features is None:
             features = tokens.grid
         info = {
-            "token_feat": features.unflatten(1, (t, h * w)), "ast_stats": self._compute_stats(tokens, masks)
-        }  # fmt: skip
+            "token_feat": features.unflatten(1, (t, h * w)),
+            "kept_tokens": self._locate_kept_tokens(tokens).view(-1, t, h * w),
+            "ast_stats": self._compute_stats(tokens, masks),
+        }
         return logits, info
 
     def check_clips(self, x: Tensor, layout: Layout = "BTCHW") -> Tensor:
@@ -336,6 +339,13 @@ class VideoViT(nn.Module):
         if weight is None:
             return tokens.grid.mean(1)
         return compute_weighted_mean(tokens.grid, weight)
+
+    def _locate_kept_tokens(self, tokens: TokenState) -> Tensor:
+        """Whether each token of the clip is kept, bool, [B, T * N]."""
+        if tokens.retained is not None:
+            return tokens.retained
+        kept = torch.zeros(len(tokens.x), self.config.num_tokens, dtype=torch.bool, device=tokens.x.device)
+        return kept.scatter(1, tokens.positions, True)
 
     def _compute_stats(self, tokens: TokenState, masks: Mapping[int, Tensor]) -> dict[str, Tensor]:
         device = tokens.x.device
