@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sparseflow.pruning.compaction.saved_model import load_model, save_model
     from sparseflow.pruning.config import PruningConfig, read_config
     from sparseflow.pruning.data.cache import build_cache
+    from sparseflow.pruning.data.datasets import VideoDataset, load_video_dataset
+    from sparseflow.pruning.evaluation.profile import VideoViTProfile, profile_video_vit
     from sparseflow.pruning.model.config import ASTConfig
     from sparseflow.pruning.model.pretrained import build_from_pretrained, load_pretrained
     from sparseflow.pruning.model.video_vit import VideoViT
@@ -35,12 +37,16 @@ __all__ = [
     "LayeredVideoViT",
     "PruningConfig",
     "ScoreConfig",
+    "VideoDataset",
     "VideoViT",
+    "VideoViTProfile",
     "build_cache",
     "build_from_pretrained",
     "compact",
     "load_model",
     "load_pretrained",
+    "load_video_dataset",
+    "profile_video_vit",
     "read_config",
     "save_model",
     "train",
@@ -54,6 +60,8 @@ __getattr__, __dir__ = attach(
         "compaction.saved_model": ["load_model", "save_model"],
         "config": ["PruningConfig", "read_config"],
         "data.cache": ["build_cache"],
+        "data.datasets": ["VideoDataset", "load_video_dataset"],
+        "evaluation.profile": ["VideoViTProfile", "profile_video_vit"],
         "model.config": ["ASTConfig"],
         "model.pretrained": ["build_from_pretrained", "load_pretrained"],
         "model.video_vit": ["VideoViT"],

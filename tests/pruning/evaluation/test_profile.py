@@ -48,6 +48,11 @@ def test_extra_models_are_timed() -> None:
     assert profile.clips_per_s("ToMe") > 0.0
 
 
+def test_profile_without_softness_has_no_soft_masks() -> None:
+    profile = profile_video_vit(awake({"stages": {1: 0.5}, "softness": 0.0}), **QUICK)
+    assert list(profile.flops) == [DENSE, MASKED, COMPACT]
+
+
 def test_profile_of_half_precision_has_small_error() -> None:
     profile = profile_video_vit(
         awake({"stages": {1: 0.5}, "selector": "uniform"}), **QUICK, dtype=torch.bfloat16

@@ -77,7 +77,7 @@ def profile_video_vit(
             "the model must prune and must not be compact; otherwise there is nothing to compare"
         )
     models = {DENSE: make_dense(model)}
-    if model.ast.selector == "ast":
+    if model.ast.selector == "ast" and model.softness > 0.0:
         models[SOFT] = model
     models |= {MASKED: model, COMPACT: compact(model), **(extra_models or {})}
     calls = _make_calls(
