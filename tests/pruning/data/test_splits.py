@@ -44,6 +44,12 @@ def test_groups_do_not_overlap(tree: Tree, number: int) -> None:
     assert all(entry.group == group_of(entry.video) for entry in split.train)
 
 
+def test_other_names_have_no_group(tmp_path: Path) -> None:
+    split = read_split(written(tmp_path, train=TRAIN + "A/my-clip.mp4 1\n", test="A/clip_g02_c01.mov\n"), 1)
+    assert split.train[2] == VideoEntry(video="A/my-clip", label=0, group=None)
+    assert split.test == (VideoEntry(video="A/clip_g02_c01", label=0, group=None),)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -59,6 +65,7 @@ def test_groups_do_not_overlap(tree: Tree, number: int) -> None:
         ({"train": "A/v_A_2_c01.avi 1\n"}, "expected a name"),
         ({"train": "v_A_g02_c01.avi 1\n"}, "expected a name"),
         ({"train": "/ 1\n"}, "expected a name"),
+        ({"train": "A/.. 1\n"}, "expected a name"),
         ({"train": "A/v_A_g02_c01.avi " + "1" * 5000}, "^.{0,400}$"),
         ({"train": "A/v_A_g" + "2" * 5000 + "_c01.avi 1"}, "^.{0,400}$"),
         ({"classes": "1 A\n" + "2" * 5000 + " B\n"}, "^.{0,400}$"),

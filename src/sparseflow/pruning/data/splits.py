@@ -7,7 +7,8 @@
     testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            video
 
 The videos of a group (`g08`) are parts of one recording. A group in both the training and the test list would
-leak training data into the test, and is an error.
+leak training data into the test, and is an error. Lists of other datasets may have other names, `Class/video`,
+that do not begin with `v_`; such a video belongs to no group.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class VideoEntry:
     Attributes:
         video: Path below the video directory, without suffix: `"Archery/v_Archery_g08_c01"`.
         label: Class, from 0.
-        group: Group, such as 8 for `g08`.
+        group: Group, such as 8 for `g08`; None for a name without a group.
     """
 
     video: str
     label: int
-    group: int
+    group: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def read_split(lists_dir: Path | str, split: int) -> DatasetSplit:
     test = _read_list(directory / f"testlist{split:02}.txt", labels, locations, has_labels=False)
     train_groups = {(entry.label, entry.group): entry.video for entry in train}
     for entry in test:
-        if (entry.label, entry.group) in train_groups:
+        if entry.group is not None and (entry.label, entry.group) in train_groups:
             train_video = train_groups[entry.label, entry.group]
             raise FileFormatError(
                 f"{locations[entry.video]}: group {entry.group} of {entry.video} is also in the training "
@@ -129,9 +130,11 @@ def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label:
     path = PurePosixPath(video).parent / PurePosixPath(video).stem
     match = _VIDEO_NAME.fullmatch(path.name)
     # Official names differ in case: HandstandPushups/v_HandStandPushups_g01_c01.avi.
-    if len(path.parts) != 2 or match is None or match["name"].lower() != path.parent.name.lower():
+    is_official = match is not None and match["name"].lower() == path.parent.name.lower()
+    if len(path.parts) != 2 or not (is_official or not path.name.startswith(("v_", "."))):
         raise FileFormatError(
-            f"{location}: expected a name such as 'Class/v_Class_g08_c01.avi', got {video!r:.100}"
+            f"{location}: expected a name such as 'Class/v_Class_g08_c01.avi' or 'Class/video.mp4', got "
+            f"{video!r:.100}"
         )
     if path.parent.name not in labels:
         raise FileFormatError(f"{location}: unknown class {path.parent.name!r:.100}; see classInd.txt")
@@ -140,7 +143,8 @@ def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label:
         raise FileFormatError(
             f"{location}: expected number {label + 1} for {path.parent.name}, got {numbers[0]}"
         )
-    return VideoEntry(video=str(path), label=label, group=int(match["group"]))
+    group = None if match is None else int(match["group"])
+    return VideoEntry(video=str(path), label=label, group=group)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
