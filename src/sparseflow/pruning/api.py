@@ -37,6 +37,8 @@ from sparseflow.pruning.training.comparison import (
 )
 from sparseflow.pruning.training.task import VideoEpochTrainer
 
+_UCF101_CLASSES = 101
+
 
 def evaluate_model(
     path: Path, config: PruningConfig, *, device: torch.device, progress: Progress | None = None
@@ -187,8 +189,7 @@ def profile_model(
     if path is not None and config is None:
         model = load_model(path)
     elif config is not None and path is None:
-        num_classes, num_channels = (8, 1) if config.data.kind == "moving_digits" else (101, 3)
-        model = _build_random_model(config, num_classes, num_channels, config.train.seed)
+        model = _build_model(config, config.train.seed)
     else:
         raise InputError("give either a model or `--config`; `--config` builds a model with random weights")
     torch_dtype = getattr(torch, dtype)
@@ -210,7 +211,16 @@ def profile_model(
     return ProfileResult(profile=timings, latency_model=latency_model, latency_model_path=latency_model_path)
 
 
-def _build_random_model(config: PruningConfig, num_classes: int, num_channels: int, seed: int) -> VideoViT:
+def _build_model(config: PruningConfig, seed: int) -> VideoViT:
+    """Build the untrained model of a configuration; without its lists, with the classes of UCF-101."""
+    data = config.data
+    if data.kind == "moving_digits":
+        num_classes, num_channels = len(MovingDigits.classes), 1
+    else:
+        num_channels = 3
+        num_classes = (
+            len(read_split(data.lists, data.split).classes) if data.lists.is_dir() else _UCF101_CLASSES
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return config.build_model(num_classes, num_channels).eval()
@@ -302,13 +312,7 @@ def open_layered_model(path: Path | None, config: Mapping[str, Any], *, seed: in
     """
     if path is not None:
         return LayeredVideoViT(compact(load_model(path)))
-    checked = parse_config(config, "`task`")
-    data = checked.data
-    if data.kind == "moving_digits":
-        num_classes, num_channels = len(MovingDigits.classes), 1
-    else:
-        num_classes, num_channels = len(read_split(data.lists, data.split).classes), 3
-    return LayeredVideoViT(compact(_build_random_model(checked, num_classes, num_channels, seed)))
+    return LayeredVideoViT(compact(_build_model(parse_config(config, "`task`"), seed)))
 
 
 def make_random_clips(model: LayeredModel, count: int, *, seed: int = 0) -> torch.Tensor:

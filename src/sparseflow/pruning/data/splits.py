@@ -7,8 +7,8 @@
     testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            video
 
 The videos of a group (`g08`) are parts of one recording. A group in both the training and the test list would
-leak training data into the test, and is an error. Lists of other datasets may have other names, `Class/video`,
-that do not begin with `v_`; such a video belongs to no group.
+leak training data into the test, and is an error. Lists of other datasets may have other names, such as
+`Class/video`, that do not begin with `v_`; such a video belongs to no group.
 """
 
 from __future__ import annotations
