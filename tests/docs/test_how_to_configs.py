@@ -1,4 +1,4 @@
-"""Configurations in the how-tos of latency and co-design are valid."""
+"""Configurations in the how-tos are valid."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sparseflow.codesign import read_config, read_library
 from sparseflow.latency.graph.zoo import ZooConfig
 from sparseflow.latency.measure.config import load_collection_config
 from sparseflow.pruning.config import parse_config
+from sparseflow.pruning.config import read_config as read_pruning_config
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 
@@ -28,11 +29,19 @@ def read_task(path: Path) -> Any:
     return parse_config(read_config(path).task, "`task`")
 
 
+def read_changes(path: Path) -> Any:
+    from sparseflow.core.config import read_config_file
+
+    changes = read_config_file(path, package="sparseflow.pruning", extra="pruning")
+    return read_pruning_config("moving_digits", changes)
+
+
 @pytest.mark.parametrize(
     ("page", "readers"),
     [
         ("train-a-latency-predictor", [load_collection_config, read_zoo]),
         ("predict-under-load", [load_collection_config]),
+        ("prune-your-vit", [read_pruning_config, read_changes]),
         ("plan-a-partition", [read_library, read_library, read_task]),
     ],
 )
