@@ -344,8 +344,8 @@ class VideoViT(nn.Module):
         """Whether each token of the clip is kept, bool, [B, T * N]."""
         if tokens.retained is not None:
             return tokens.retained
-        kept = torch.zeros(len(tokens.x), self.config.num_tokens, dtype=torch.bool, device=tokens.x.device)
-        return kept.scatter(1, tokens.positions, True)
+        mask = torch.zeros(len(tokens.x), self.config.num_tokens, dtype=torch.bool, device=tokens.x.device)
+        return mask.scatter(1, tokens.positions, True)
 
     def _compute_stats(self, tokens: TokenState, masks: Mapping[int, Tensor]) -> dict[str, Tensor]:
         device = tokens.x.device
