@@ -1,8 +1,8 @@
 """The pretrained network and the test images shipped with the package.
 
-A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in float8) and
-``<name>.json`` (its card: architecture, normalization, accuracy, firing rates, training). The images are one
-``images.npz``; nothing is unpickled.
+A network ``<name>`` is two files under ``data/``: ``<name>.safetensors`` (weights, convolutions in float8)
+and ``<name>.json`` (its card: architecture, normalization, accuracy, firing rates, training). The images are
+one ``images.npz``; nothing is unpickled.
 """
 
 from __future__ import annotations
