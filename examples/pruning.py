@@ -78,8 +78,8 @@ patch = np.ones((model.config.patch_size, model.config.patch_size))
 figure, axes = plt.subplots(2, frames, figsize=(7, 3.6), layout="constrained")
 for row, clip, selected in zip(axes, batch["clip"], info["kept_tokens"], strict=False):
     for axis, frame, tokens in zip(row, clip[:: model.config.tubelet_size, 0], selected, strict=True):
-        is_kept = np.kron(tokens.reshape(side, side), patch)
-        axis.imshow((1 - frame) * np.where(is_kept, 1.0, 0.7), cmap="gray", vmin=0, vmax=1)
+        is_kept = np.kron(tokens.numpy().reshape(side, side), patch)
+        axis.imshow((1 - frame.numpy()) * np.where(is_kept, 1.0, 0.7), cmap="gray", vmin=0, vmax=1)
         axis.set(xticks=[], yticks=[])
 plt.show()
 
