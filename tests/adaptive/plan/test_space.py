@@ -267,3 +267,9 @@ def test_default_importance_keeps_first_and_last_block(geometry: ModelGeometry) 
             assert all(block >= depth // 2 for block in removed_blocks)
             # At most a quarter is skipped, within half a block, so two skipped blocks may be adjacent.
             assert sum(later - sooner < 2 for sooner, later in pairwise(removed_blocks)) <= 2
+
+
+@pytest.mark.parametrize("depth", [-1, 1, 10_001, 10**30, 2.0, True])
+def test_geometry_of_an_impossible_depth_is_refused(depth: object) -> None:
+    with pytest.raises(InputError, match="depth"):
+        ModelGeometry(depth=depth, top_k=2)  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from typing import Any, Literal, get_args
 
-from sparseflow.core.checks import check_at_least
+from sparseflow.core.checks import check_at_least, check_between
 from sparseflow.errors import FileFormatError, InputError, PlanError
 
 Tier = Literal["low", "medium", "high"]
@@ -31,6 +31,8 @@ TOP_KS = 5
 """Number of top-k values: the model's own and up to four smaller ones."""
 OPTIONS = 5
 """Maximum number of block counts per insertion position."""
+MAX_DEPTH = 10_000
+"""Maximum number of decoder blocks."""
 _DEPTH = 16
 """Depth at which consecutive block counts differ by one block."""
 
@@ -117,7 +119,7 @@ class ModelGeometry:
     """Properties of a model that determine its plans.
 
     Attributes:
-        depth: Number of decoder blocks, at least 2.
+        depth: Number of decoder blocks, 2 to `MAX_DEPTH`.
         top_k: Experts per token in the unmodified model, at least 1.
         tiers: Available tiers, ascending; empty if the model takes no images.
     """
@@ -131,6 +133,8 @@ class ModelGeometry:
         # Block 0 cannot be skipped.
         check_at_least(2, depth=self.depth)
         check_at_least(1, top_k=self.top_k)
+        # Plan spaces list the blocks; a damaged file must not exhaust the memory.
+        check_between(2, MAX_DEPTH, depth=self.depth)
         if list(self.tiers) != [tier for tier in TIERS if tier in self.tiers]:
             raise InputError(f"`tiers` (={self.tiers}) must be a subset of {', '.join(TIERS)}, in this order")
 
