@@ -214,7 +214,7 @@ def record_claims(
 ) -> None:
     """Print the claims of a record and merge them if their samples are in `results/`.
 
-    Fields that a claim leaves out are filled in: the device and the revision from the record, and `path` as
+    Fields that a claim leaves out are filled in: device, revision and day from the record, and `path` as
     its samples if it is below `results`.
 
     Args:
@@ -227,6 +227,7 @@ def record_claims(
         print(f"no claims, because the run failed: {record['failed']}")
         return
     environment = record.get("environment", {})
+    date = str(record.get("time") or environment.get("time", ""))[:10]
     inside = path is not None and path.resolve().is_relative_to(results.resolve())
     defaults = {
         "device": record.get("device") or environment.get("device", {}).get("name", ""),
@@ -236,6 +237,8 @@ def record_claims(
     completed = []
     for claim in claims:
         missing = {name: value for name, value in defaults.items() if not getattr(claim, name)}
+        if date:  # the day of the measurement, not that on which the claims are made
+            missing["date"] = datetime.date.fromisoformat(date)
         completed.append(claim.model_copy(update=missing))
         print(format_claim(completed[-1]))
     if all(claim.samples for claim in completed):

@@ -28,6 +28,7 @@ from benchmarks.claims import Claim, record_claims
 from sparseflow.core.costmodel.splits import split_group_k_fold
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.latency.measure.collection import read_plan
 from sparseflow.latency.model import dataset, validation
 from sparseflow.latency.model.dataset import LatencyDataset
@@ -168,6 +169,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         ("at_rest_strict", "rest-strict", "the network and all of its kernels held out"),
     ):
         scores, strict = record[key]["scores"], key == "at_rest_strict"
+        errors = [abs(row[2] / row[3] - 1.0) for row in record[key]["rows"]]
+        low, high = bootstrap_mean(errors, [validation.get_network(row[0]) for row in record[key]["rows"]])
         models = f"{scores['count']} idle models of {networks} networks, {part}"
         yield Claim(
             id=f"latency/3-{kind}-{slug}",
@@ -175,6 +178,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             value=round(100.0 * scores["mape"], 2),
             unit="%",
             target=None if strict else f"<= {MAX_ERROR_PERCENT[kind]:g}",
+            details={"low": round(100.0 * low, 2), "high": round(100.0 * high, 2)},
             **common,
         )
         yield Claim(

@@ -34,6 +34,9 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         unit="x",
         target=">= 1.3",
         baseline=record["baseline"],
+        details=dict(
+            zip(("low", "high"), (round(end, 3) for end in record["speedup_interval"]), strict=True)
+        ),
         **common,
     )
     yield Claim(

@@ -67,6 +67,7 @@ def make_network_claims(row: Row) -> Iterator[Claim]:
         target=f">= {dense_target}",
         baseline=row["baseline"] + ("" if row["compiled"] else "; torch.compile was not tried"),
         details={
+            **describe_interval(row["speedup"]),
             "baseline_ms": round(row["latency_ms"][row["baseline"]], 4),
             "optimized_ms": round(row["latency_ms"]["optimised"], 4),
             "firing_rate": round(row["firing_rate"], 4),
@@ -81,6 +82,7 @@ def make_network_claims(row: Row) -> Iterator[Claim]:
         unit="x",
         target=None if eager_target is None else f">= {eager_target}",
         baseline=f"{EAGER}, torch's default flags",
+        details=describe_interval(row["speedup_eager"]),
         **common,
     )
     if row["memory_eager_bytes"]:
@@ -93,6 +95,11 @@ def make_network_claims(row: Row) -> Iterator[Claim]:
             baseline=EAGER,
             **common,
         )
+
+
+def describe_interval(speedup: dict[str, float]) -> dict[str, float]:
+    """Return the details `low` and `high` of a claim."""
+    return {name: round(speedup[name], 3) for name in ("low", "high")}
 
 
 def make_grid_claims(grid: list[Row]) -> Iterator[Claim]:

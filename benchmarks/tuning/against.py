@@ -13,6 +13,7 @@ interrupted run. `python -m benchmarks.claims record` makes the claims.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -27,6 +28,7 @@ from mkl import mkl_job
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.journal import Journal
+from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program
@@ -185,6 +187,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             ("registers", "CSR with sums in registers", 1.1),
         ):
             ratios = [row["against"][key]["ratio"] for row in rows]
+            interval = bootstrap_mean([math.log(ratio) for ratio in ratios], [row["matrix"] for row in rows])
             yield Claim(
                 id=f"tuning/3-{operator_name}-{key}",
                 claim=f"Speedup of tuned {operator_name} over {baseline}, geometric mean of {len(rows)} "
@@ -194,6 +197,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 target=f">= {target:g}",
                 baseline=baseline,
                 details={
+                    "low": round(math.exp(interval[0]), 2),
+                    "high": round(math.exp(interval[1]), 2),
                     "min": round(min(ratios), 2),
                     "max": round(max(ratios), 2),
                     "threads": settings["threads"],
