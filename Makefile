@@ -1,9 +1,10 @@
 # `make demo` and `make test` install everything that they need into .venv, at the versions of constraints.txt.
 # A stamp file in .venv marks each finished step: an interrupted install resumes, and a finished one is skipped.
 
-VENV   ?= .venv
-PYTHON ?= python3
-ARGS   ?=
+VENV    ?= .venv
+PYTHON  ?= python3
+ARGS    ?=
+EXECUTE ?= 1
 
 # Commands and tests start many processes; without bytecode files each of them compiles the sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +19,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs dist clean
+.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs site notebooks dist clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -64,6 +65,12 @@ tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ from results
 docs: tables $(VENV)/.dev  ## Generate the tables, then check every link of README.md and docs/
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
+site: $(VENV)/.site  ## Build the documentation site into build/site; EXECUTE=0 takes the outputs of the notebooks
+	NO_MKDOCS_2_WARNING=1 EXECUTE=$(EXECUTE) $(BIN)/mkdocs build -q
+
+notebooks: $(VENV)/.site  ## Run the examples and write examples/notebooks
+	$(BIN)/python docs/hooks/tutorials.py
+
 dist: $(VENV)/.run  ## Build the sdist and the wheel twice into dist/ and compare the bytes
 	@$(PIP) hatchling
 	rm -rf dist build/dist
@@ -93,8 +100,13 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 	@$(PIP) --no-deps spikingjelly
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
+$(VENV)/.site: $(VENV)/.run
+	@echo "installing the dependencies of the site and of all wings ..."
+	@$(PIP) -e ".[docs,latency,tuning,pruning,codesign,adaptive]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.site
 	@echo "installing the development dependencies ..."
-	@$(PIP) -e ".[dev,latency,tuning,pruning,codesign,adaptive]"
+	@$(PIP) -e ".[dev]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $@

@@ -36,6 +36,16 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     ),
     "codesign": ("ortools", "numba", "scipy", "pyyaml"),
     "distributed": ("ray",),
+    "docs": (
+        "mkdocs",
+        "mkdocs-material",
+        "mkdocs-awesome-nav",
+        "mkdocstrings-python",
+        "jupytext",
+        "nbclient",
+        "ipykernel",
+        "latex2mathml",
+    ),
     "dev": ("atheris", "pytest", "pytest-xdist", "hypothesis", "openai", "ruff", "pyright", "import-linter"),
 }
 """Extra -> packages by their names on the package index; pyproject.toml lists all but `SEPARATE_PACKAGES`."""

@@ -1,0 +1,24 @@
+"""Formulas as MathML, which browsers show without a script."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import latex2mathml.converter
+
+_FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Convert the formulas that the extension `arithmatex` has marked."""
+
+    def convert(match: re.Match[str]) -> str:
+        display = "block" if match["tag"] == "div" else "inline"
+        latex = html.unescape(match["latex"]).strip()
+        return latex2mathml.converter.convert(latex, display=display)
+
+    return _FORMULA.sub(convert, content)
