@@ -8,7 +8,8 @@
 The text between `<!-- table:<wing> -->` and `<!-- /table -->` is replaced by the claims of a wing.
 `<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the targets of
 each wing, `<!-- table:ids <id> <id> ... -->` lists the named claims in this order, and `<!-- table:gpus -->`
-lists the records of `make test-gpu`.
+lists the records of `make test-gpu`. The text between `<!-- claim:<id> -->` and `<!-- /claim -->` is replaced
+by the value of one claim.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _BLOCK = re.compile(
     r"(<!-- table:(?P<name>[a-z]+)(?P<words>(?:\s[a-z0-9/-]+)*)\s-->\n)(?P<body>.*?)(?P<end><!-- /table -->)",
     re.DOTALL,
 )
-_OPENING = re.compile(r"<!-- table:")
+_OPENING = re.compile(r"<!-- (?:table|claim):")
+_INLINE = re.compile(r"(<!-- claim:(?P<id>[a-z0-9/-]+) -->).*?(?P<end><!-- /claim -->)")
 
 
 def list_pages(root: Path) -> list[Path]:
@@ -57,9 +59,17 @@ def render_tables(text: str, results: Path) -> str:
             raise FileFormatError(f"unknown table: `{match[1].strip()}`")
         return f"{match[1]}{lines}{match['end']}"
 
-    if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)):
-        raise FileFormatError("every `<!-- table:... -->` must be followed by `<!-- /table -->`")
-    return _BLOCK.sub(replace, text)
+    def replace_inline(match: re.Match[str]) -> str:
+        (claim,) = _select_claims([match["id"]], results)
+        value = f"{claim.value:.3g}" if isinstance(claim.value, float) else format_value(claim.value)
+        return f"{match[1]}{value}{format_unit(claim.unit)}{match['end']}"
+
+    if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)) + len(_INLINE.findall(text)):
+        raise FileFormatError(
+            "every `<!-- table:... -->` must be followed by `<!-- /table -->`, and every `<!-- claim:... -->` by "
+            "`<!-- /claim -->` in the same line"
+        )
+    return _INLINE.sub(replace_inline, _BLOCK.sub(replace, text))
 
 
 def format_claim_table(wing: str, results: Path, *, targets: bool = False) -> str:
@@ -73,11 +83,7 @@ def format_claim_table(wing: str, results: Path, *, targets: bool = False) -> st
 
 def format_selected_claims(ids: Sequence[str], results: Path) -> str:
     """Format the claims with the given ids as a Markdown table."""
-    claims = {claim.id: claim for wing in WINGS for claim in _load_checked(wing, results)}
-    missing = [id for id in ids if id not in claims]
-    if missing:
-        raise FileFormatError(f"no claims with the ids {', '.join(missing)}")
-    return "\n".join(["", *_format_rows([claims[id] for id in ids]), "", ""])
+    return "\n".join(["", *_format_rows(_select_claims(ids, results)), "", ""])
 
 
 def format_wing_table(results: Path) -> str:
@@ -136,6 +142,14 @@ def _load_checked(wing: str, results: Path) -> list[Claim]:
     for claim in claims:
         check_claim(claim, results)
     return claims
+
+
+def _select_claims(ids: Sequence[str], results: Path) -> list[Claim]:
+    claims = {claim.id: claim for wing in WINGS for claim in _load_checked(wing, results)}
+    missing = [id for id in ids if id not in claims]
+    if missing:
+        raise FileFormatError(f"no claims with the ids {', '.join(missing)}")
+    return [claims[id] for id in ids]
 
 
 def _format_rows(claims: Sequence[Claim]) -> list[str]:

@@ -82,6 +82,11 @@ def test_render_tables_replaces_text_between_markers(results: Path) -> None:
     assert tables.render_tables(text, results) == text
 
 
+def test_render_tables_fills_in_the_value_of_a_claim(results: Path) -> None:
+    text = tables.render_tables("a <!-- claim:spiking/2-a -->old<!-- /claim --> b", results)
+    assert text == "a <!-- claim:spiking/2-a -->1.43x<!-- /claim --> b"
+
+
 def test_render_tables_without_claims(tmp_path: Path) -> None:
     text = "<!-- table:tuning -->\n<!-- /table -->\n"
     assert "Nothing has been measured yet." in tables.render_tables(text, tmp_path)
@@ -95,6 +100,8 @@ def test_render_tables_without_claims(tmp_path: Path) -> None:
         "<!-- table:spiking all -->\n<!-- /table -->",
         "<!-- table:ids spiking/9-absent -->\n<!-- /table -->",
         "<!-- table:ids -->\n<!-- /table -->",
+        "<!-- claim:spiking/9-absent --><!-- /claim -->",
+        "<!-- claim:spiking/2-a -->\n<!-- /claim -->",
     ],
 )
 def test_render_tables_unknown_marker_raises(tmp_path: Path, text: str) -> None:
