@@ -59,8 +59,9 @@ install-check: $(VENV)/.run  ## Install the wheel with each extra and use it; AR
 bench: $(VENV)/.run  ## Run the spiking benchmark on this machine
 	$(BIN)/sparseflow spiking bench --device auto $(ARGS)
 
-tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ from results/
+tables: $(VENV)/.run  ## Generate the tables of README.md and docs/ and the figures from results/
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/figures.py
 
 docs: tables $(VENV)/.dev  ## Generate the tables, then check every link of README.md and docs/
 	$(BIN)/python -m pytest -q tests/test_docs.py

@@ -66,8 +66,8 @@ def render_tables(text: str, results: Path) -> str:
 
     if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)) + len(_INLINE.findall(text)):
         raise FileFormatError(
-            "every `<!-- table:... -->` must be followed by `<!-- /table -->`, and every `<!-- claim:... -->` by "
-            "`<!-- /claim -->` in the same line"
+            "every `<!-- table:... -->` must be followed by `<!-- /table -->`, and every `<!-- claim:... -->` "
+            "by `<!-- /claim -->` in the same line"
         )
     return _INLINE.sub(replace_inline, _BLOCK.sub(replace, text))
 
