@@ -6,10 +6,11 @@
     python benchmarks/tables.py --check    write nothing; exit with 1 if a table is out of date
 
 The text between `<!-- table:<wing> -->` and `<!-- /table -->` is replaced by the claims of a wing.
-`<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the targets of
-each wing, `<!-- table:ids <id> <id> ... -->` lists the named claims in this order, and `<!-- table:gpus -->`
-lists the records of `make test-gpu`. The text between `<!-- claim:<id> -->` and `<!-- /claim -->` is replaced
-by the value of one claim.
+`<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the claims and
+targets of each wing, `<!-- table:ids <id> <id> ... -->` lists the named claims in this order,
+`<!-- table:lost -->` lists missed targets and slowdowns of all wings, and `<!-- table:gpus -->` lists the
+records of `make test-gpu`. The text between `<!-- claim:<id> -->` and `<!-- /claim -->` is replaced by the
+value of one claim.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def render_tables(text: str, results: Path) -> str:
         name, words = match["name"], match["words"].split()
         if name == "wings" and not words:
             lines = format_wing_table(results)
+        elif name == "lost" and not words:
+            lines = format_lost_table(results)
         elif name == "gpus" and not words:
             lines = format_gpu_table(results)
         elif name == "ids" and words:
@@ -66,8 +69,8 @@ def render_tables(text: str, results: Path) -> str:
 
     if len(_OPENING.findall(text)) != len(_BLOCK.findall(text)) + len(_INLINE.findall(text)):
         raise FileFormatError(
-            "every `<!-- table:... -->` must be followed by `<!-- /table -->`, and every `<!-- claim:... -->` "
-            "by `<!-- /claim -->` in the same line"
+            "every `<!-- table:... -->` must be followed by `<!-- /table -->`, and every "
+            "`<!-- claim:... -->` by `<!-- /claim -->` in the same line"
         )
     return _INLINE.sub(replace_inline, _BLOCK.sub(replace, text))
 
@@ -77,7 +80,7 @@ def format_claim_table(wing: str, results: Path, *, targets: bool = False) -> st
     claims = [claim for claim in _load_checked(wing, results) if claim.target is not None or not targets]
     if not claims:
         return "\nNothing has been measured yet.\n\n"
-    source = f"Samples, commands and conditions: `results/{wing}/claims.json`."
+    source = f"Samples and conditions: `results/{wing}/claims.json`."
     return "\n".join(["", *_format_rows(claims), "", source, "", ""])
 
 
@@ -87,13 +90,27 @@ def format_selected_claims(ids: Sequence[str], results: Path) -> str:
 
 
 def format_wing_table(results: Path) -> str:
-    """Format the number of targets and met targets of each wing as a Markdown table."""
-    lines = ["| | targets | met | not met |", "| --- | ---: | ---: | ---: |"]
+    """Format the number of claims, targets and met targets of each wing as a Markdown table."""
+    lines = ["| wing | claims | targets | met | not met |", "| --- | ---: | ---: | ---: | ---: |"]
     for wing in WINGS:
-        met = [claim.met for claim in _load_checked(wing, results) if claim.target is not None]
-        counts = f"{len(met)} | {sum(met)} | {len(met) - sum(met)}" if met else "– | – | –"
-        lines.append(f"| [{wing}](docs/benchmarks/{wing}.md) | {counts} |")
+        claims = _load_checked(wing, results)
+        met = [claim.met for claim in claims if claim.target is not None]
+        lines.append(
+            f"| [{wing}]({wing}.md) | {len(claims)} | {len(met)} | {sum(met)} | {len(met) - sum(met)} |"
+        )
     return "\n".join(["", *lines, "", ""])
+
+
+def format_lost_table(results: Path) -> str:
+    """Format the claims of all wings that miss their target or are slower than their baseline."""
+    claims = [claim for wing in WINGS for claim in _load_checked(wing, results) if is_lost(claim)]
+    return "\n".join(["", *_format_rows(claims), "", ""])
+
+
+def is_lost(claim: Claim) -> bool:
+    """Whether a claim misses its target, or is a speedup or relative throughput below 1."""
+    is_gain = claim.unit in ("x", "×") and claim.claim.startswith(("Speedup", "Throughput"))
+    return not claim.met or (is_gain and isinstance(claim.value, float) and claim.value < 1)
 
 
 def format_gpu_table(results: Path) -> str:
@@ -153,18 +170,30 @@ def _select_claims(ids: Sequence[str], results: Path) -> list[Claim]:
 
 
 def _format_rows(claims: Sequence[Claim]) -> list[str]:
-    lines = ["| | measured | target | against | on |", "| --- | ---: | ---: | --- | --- |"]
+    """Format claims as the rows of a table, followed by the commands that measured them."""
+    commands = list(dict.fromkeys(claim.command for claim in claims))
+    names = ["claim", "measured", "target", "against", "on", "date", "command"]
+    aligns = ["---", "---:", "---:", "---", "---", "---", "---:"]
+    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join(aligns) + " |"]
     for claim in claims:
         status = "" if claim.target is None else " ✓" if claim.met else " ✗ not met"
         cells = (
             claim.claim,
-            f"**{format_value(claim.value)}**{format_unit(claim.unit)}",
+            f"**{format_value(claim.value)}**{format_unit(claim.unit)}{_format_interval(claim)}",
             f"{claim.target or '–'}{status}",
             claim.baseline or "–",
             claim.device,
+            str(claim.date),
+            f"{commands.index(claim.command) + 1}",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return lines
+    items = [f"{number}. `{command}`" for number, command in enumerate(commands, 1)]
+    return [*lines, "", "Commands:", "", *items]
+
+
+def _format_interval(claim: Claim) -> str:
+    low, high = claim.details.get("low"), claim.details.get("high")
+    return "" if low is None or high is None else f" ({format_value(low)} to {format_value(high)})"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ def on_page_content(content: str, **_: Any) -> str:
     def convert(match: re.Match[str]) -> str:
         display = "block" if match["tag"] == "div" else "inline"
         latex = html.unescape(match["latex"]).strip()
-        return latex2mathml.converter.convert(latex, display=display)
+        formula = latex2mathml.converter.convert(latex, display=display)
+        return f'<div class="formula">{formula}</div>' if display == "block" else formula
 
     return _FORMULA.sub(convert, content)

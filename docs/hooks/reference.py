@@ -58,7 +58,14 @@ def write_python_page(page: str, handler: Any) -> str:
     def summarize(name: str) -> str:
         return handler.collect(name, options).docstring.value.partition("\n")[0]
 
-    lines = [f"# sparseflow.{page}", "", summarize(f"sparseflow.{page}"), "", "| name | |", "| --- | --- |"]
+    lines = [
+        f"# sparseflow.{page}",
+        "",
+        summarize(f"sparseflow.{page}"),
+        "",
+        "| name | description |",
+        "| --- | --- |",
+    ]
     names = list_names(page)
     lines += [f"| [`{name.rpartition('.')[2]}`][{name}] | {summarize(name)} |" for name in names]
     lines += ["", *(f"::: {name}" for name in names), ""]
