@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import mmap
+import os
 import resource
 import shutil
 import signal
@@ -150,7 +151,11 @@ def main() -> None:
         random = Random(seed)
         # Most inputs with new coverage are refused early; changes of a valid file reach further.
         data = random.choice(seeds) if random.random() < 0.5 else data
-        changed = mutation(random, data) if random.random() < 0.7 else fuzzer.Mutate(data, len(data) + 64)
+        try:
+            changed = mutation(random, data) if random.random() < 0.7 else fuzzer.Mutate(data, len(data) + 64)
+        except Exception:  # which libFuzzer answers by an exit that waits for ever
+            traceback.print_exc()
+            os._exit(1)
         return changed[:max_size]
 
     largest = max(map(len, seeds))
