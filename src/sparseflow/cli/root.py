@@ -66,6 +66,10 @@ COMMANDS = {
         target="sparseflow.cli.pruning:app",
         help="Pruning: token, head and channel pruning for video transformers.",
     ),
+    "report": LazyCommand(
+        target="sparseflow.cli.report:app",
+        help="Reports: one static site of all runs.",
+    ),
     "runs": LazyCommand(
         target="sparseflow.cli.runs:app",
         help="Runs: list the runs on disk and remove interrupted ones.",

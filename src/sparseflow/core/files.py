@@ -178,6 +178,20 @@ def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
         InputError: The file does not exist or cannot be read.
         FileFormatError: The file is too large or `parse_json` refuses its content.
     """
+    data = read_bounded(path, max_bytes)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_bounded(path: Path | str, max_bytes: int) -> bytes:
+    """Read a file that may come from an untrusted source.
+
+    Raises:
+        InputError: The file does not exist or cannot be read.
+        FileFormatError: The file exceeds `max_bytes`.
+    """
     file = find_file(path)
     try:
         with file.open("rb") as stream:
@@ -186,10 +200,7 @@ def read_json(path: Path | str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     if len(data) > max_bytes:
         raise FileFormatError(f"{file} exceeds the limit of {max_bytes} bytes")
-    try:
-        return parse_json(data)
-    except ValueError as error:
-        raise FileFormatError(f"{file} is not valid JSON: {error}") from error
+    return data
 
 
 def parse_json(data: bytes | str) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
-import shutil
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,7 @@ import pytest
 from sparseflow.core import report
 from sparseflow.core.report import Page
 from sparseflow.errors import InputError
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))),
-    None,
-)
-
+from tests.browser import probe_page
 
 LAYERS = [f"layer{stage}.{block}.conv{part}" for stage in (1, 2, 3, 4) for block in (0, 1) for part in (1, 2)]
 BEFORE_MS = [3.0 + index % 5 for index in range(len(LAYERS))]
@@ -95,7 +87,11 @@ def test_render_contains_every_part(text: str) -> None:
         assert part in text
     assert text.count("<table>") == 1 and text.count("<svg") == 2
     assert ">–</td>" in text, "None is shown as a dash"
-    assert "<dt>device: name</dt><dd>a CPU</dd>" in text and "<dd>32.0 GiB</dd>" in text and "git" not in text
+    assert (
+        "<dt>device: name</dt><dd>a CPU</dd>" in text
+        and "<dd>32.0 GiB</dd>" in text
+        and "<dt>git" not in text
+    )
 
 
 def test_render_escapes_text(text: str) -> None:
@@ -194,34 +190,8 @@ Promise.all([400, 1400].map(inspect)).then(() => {{
 @pytest.fixture(scope="module")
 def browser_result(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Layout of the page in headless Chromium, in frames 400 and 1400 pixels wide."""
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed (on Debian: apt-get install chromium)")
-    folder = tmp_path_factory.mktemp("page")
     literal = json.dumps(text).replace("</", "<\\/")
-    (folder / "probe.html").write_text(PROBE.format(page=literal), encoding="utf-8")
-    process = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--enable-logging=stderr",
-            f"--user-data-dir={folder / 'profile'}",
-            "--virtual-time-budget=20000",
-            "--dump-dom",
-            (folder / "probe.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    match = re.search(r'<pre id="result">(.*?)</pre>', process.stdout, re.DOTALL)
-    assert match is not None, process.stderr[-2000:]
-    result = json.loads(html.unescape(match.group(1)))
-    result["console"] = [line for line in process.stderr.splitlines() if "CONSOLE" in line]
-    return result
+    return probe_page(PROBE.format(page=literal), tmp_path_factory.mktemp("page"))
 
 
 def test_page_in_browser_logs_no_error(browser_result: dict[str, Any]) -> None:

@@ -278,6 +278,52 @@ def plot_curves(
         return from_matplotlib(figure, title=title, alt=alt or f"{y} over {x}: {text}.", caption=caption)
 
 
+def plot_history(
+    title: str,
+    labels: Sequence[str],
+    values: Sequence[float],
+    intervals: Sequence[tuple[float | None, float | None]],
+    *,
+    unit: str,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Plot a value over revisions, oldest first, with the intervals that are known.
+
+    Args:
+        title: Heading.
+        labels: Label of each revision.
+        values: Value at each revision, in `unit`.
+        intervals: Interval ends of each value; None where there is no interval.
+        unit: Unit of the axis.
+        alt: Text alternative; generated from the values if empty.
+        caption: Sentence below the heading.
+
+    Raises:
+        InputError: The sequences differ in length, or there are fewer than two revisions.
+    """
+    if len(values) < 2 or not len(labels) == len(values) == len(intervals):
+        raise InputError(
+            f"{title}: {len(labels)} labels, {len(values)} values and {len(intervals)} intervals; expected "
+            "the same number of each, at least two"
+        )
+    with open_axes(rows=1, row_in=1.8) as (figure, axes):
+        axes.plot(range(len(values)), values, "o-", color=AFTER, linewidth=1.6, markersize=5)
+        for position, (low, high) in enumerate(intervals):
+            if low is not None and high is not None:
+                axes.plot([position, position], [low, high], color=AFTER, linewidth=2.4, alpha=0.5)
+        axes.grid(axis="y")
+        axes.grid(False, axis="x")
+        axes.set_xticks(range(len(labels)), labels)
+        axes.margins(x=0.08, y=0.2)
+        axes.set_ylabel(unit)
+        text = "; ".join(
+            f"{label.replace(chr(10), ', ')}: {value:.4g}"
+            for label, value in zip(labels, values, strict=True)
+        )
+        return from_matplotlib(figure, title=title, alt=alt or f"In {unit}: {text}.", caption=caption)
+
+
 def plot_stacked_bars(
     title: str,
     labels: Sequence[str],

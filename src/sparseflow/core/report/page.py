@@ -1,11 +1,14 @@
 """Build one HTML page from rows and figures.
 
 All text is escaped; only the SVG of a figure, which `svg.py` generates, is inserted as it is. The
-Content-Security-Policy of the page forbids every request, so the file works offline.
+Content-Security-Policy of the page forbids every request and every script but the one that sorts tables, so
+the file works offline. The page contains its metadata as JSON, from which `site` lists it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,41 @@ from sparseflow.core.report.svg import Figure
 from sparseflow.errors import InputError
 
 Tone = Literal["neutral", "good", "bad"]
+PAGE_FORMAT = "sparseflow.report-page"
+RESULTS_START, RESULTS_END = "<!-- results -->", "<!-- /results -->"
+"""Comments around the headlines and sections of a page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link to another page; a value of a table or an entry of the navigation.
+
+    Attributes:
+        text: Text of the link.
+        href: Relative address; empty for the current page.
+    """
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A number with the facts that a reader needs to judge it.
+
+    Attributes:
+        label: Name of the number.
+        value: Formatted number with its unit.
+        text: Sentence that states what the number is; may be empty.
+        facts: Name -> text, such as the interval, the baseline and the device.
+        tone: Color: whether the number is a good or a bad result.
+    """
+
+    label: str
+    value: str
+    text: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    tone: Tone = "neutral"
 
 
 class Page:
@@ -40,6 +78,9 @@ class Page:
             flattened; None values are left out.
         reproduce: Command line that creates the page again.
         prediction: Sentence about how the numbers were predicted, for a page whose numbers were not measured.
+        collection: Sentence about where the numbers come from, for a page that collects results of others.
+        navigation: Links to the other pages of a site.
+        body: Results of another page as HTML, which is inserted as it is; see `site.records.read_page`.
     """
 
     def __init__(
@@ -50,12 +91,18 @@ class Page:
         environment: Mapping[str, Any] | None = None,
         reproduce: str = "",
         prediction: str = "",
+        collection: str = "",
+        navigation: Sequence[Link] = (),
+        body: str = "",
     ) -> None:
         self.title = title
         self.summary = summary
         self.environment: Mapping[str, Any] = environment or {}
         self.reproduce = reproduce
         self.prediction = prediction
+        self.collection = collection
+        self.navigation = navigation
+        self.body = body
         self.created = datetime.now(UTC)
         self.headlines: list[_Headline] = []
         self.sections: list[_Section] = []
@@ -82,6 +129,7 @@ class Page:
         *,
         columns: Mapping[str, str] | None = None,
         digits: int | Mapping[str, int] | None = None,
+        highlight: str = "",
         caption: str = "",
     ) -> None:
         """Add a table that the reader can sort by any column.
@@ -93,6 +141,7 @@ class Page:
                 the order of their first use, and a key is its own heading.
             digits: Digits after the decimal point of floats: one number for all columns, or a number per
                 row key. Floats of other columns are shown with three significant digits.
+            highlight: Key of a boolean that marks the rows to highlight; the key need not be a column.
             caption: Sentence below the heading.
 
         Raises:
@@ -111,9 +160,21 @@ class Page:
                 headings=list(columns.values()),
                 digits=[digits.get(key) if isinstance(digits, Mapping) else digits for key in columns],
                 rows=[[row.get(key) for key in columns] for row in rows],
+                highlights=[bool(row.get(highlight)) for row in rows],
                 caption=caption,
             )
         )
+
+    def cards(self, columns: Mapping[str, Sequence[Card]]) -> None:
+        """Add columns of cards, side by side with equal weight.
+
+        Args:
+            columns: Heading -> cards of the column.
+
+        Raises:
+            InputError: There is no section yet.
+        """
+        self._add(_Cards(title=", ".join(columns), columns=columns))
 
     def figure(self, figure: Figure) -> None:
         """Add a figure, as the `plot_*` functions return it.
@@ -133,6 +194,20 @@ class Page:
         """
         self._add(plot_samples(title, times, unit=unit, caption=caption))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Metadata of the page as JSON types."""
+        return {
+            "format": PAGE_FORMAT,
+            "version": 1,
+            "title": self.title,
+            "summary": self.summary,
+            "command": self.reproduce,
+            "created": self.created.isoformat(timespec="seconds"),
+            "prediction": self.prediction,
+            "environment": self.environment,
+            "headlines": [vars(headline) for headline in self.headlines],
+        }
+
     def render(self) -> str:
         """Render the page as HTML."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -146,13 +221,18 @@ class Page:
         )
         jinja.filters["cell"] = _format_cell
         jinja.filters["sort_key"] = _format_sort_key
-        jinja.tests["table"] = lambda item: isinstance(item, _Table)
+        jinja.tests["link"] = lambda value: isinstance(value, Link)
         package = resources.files("sparseflow.core.report")
+        script = (package / "page.js").read_text(encoding="utf-8")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return jinja.get_template("page.html.j2").render(
             page=self,
-            facts=_flatten(self.environment),
+            facts=flatten(self.environment),
             style=(package / "page.css").read_text(encoding="utf-8"),
-            script=(package / "page.js").read_text(encoding="utf-8"),
+            script=script,
+            script_hash=f"sha256-{digest}",
+            results_start=RESULTS_START,
+            results_end=RESULTS_END,
         )
 
     def write(self, path: Path) -> Path:
@@ -160,7 +240,7 @@ class Page:
         write_atomic(path, self.render())
         return path
 
-    def _add(self, item: _Table | Figure) -> None:
+    def _add(self, item: _Item) -> None:
         if not self.sections:
             raise InputError(f"{item.title!r} has no section; call `section` first")
         self.sections[-1].items.append(item)
@@ -178,18 +258,30 @@ class _Headline:
 class _Table:
     """A sortable table; `digits` and each row have one entry per heading."""
 
+    kind = "table"
     title: str
     headings: Sequence[str]
     digits: Sequence[int | None]
     rows: Sequence[Sequence[Any]]
+    highlights: Sequence[bool]
     caption: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cards:
+    kind = "cards"
+    title: str
+    columns: Mapping[str, Sequence[Card]]
+
+
+_Item = _Table | _Cards | Figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
     title: str
     paragraphs: Sequence[str]
-    items: list[_Table | Figure] = field(default_factory=list)
+    items: list[_Item] = field(default_factory=list)
 
 
 def _format_cell(value: Any, digits: int | None) -> str:
@@ -210,17 +302,20 @@ def _format_sort_key(value: Any) -> str:
     """Format a value for the sort script: numbers sort by value, not by their display."""
     if isinstance(value, bool):
         return str(int(value))
+    if isinstance(value, Link):
+        return value.text
     return "" if value is None else str(value)
 
 
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Flatten nested facts to pairs of a name and a formatted value; None values are left out."""
     rows: list[tuple[str, str]] = []
     for key, value in facts.items():
         if value is None:
             continue
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping):
-            rows += _flatten(value, f"{key}: ")
+            rows += flatten(value, f"{key}: ")
         elif isinstance(value, list | tuple):
             rows.append((name, ", ".join(_format_cell(item, None) for item in value) or "–"))
         elif isinstance(value, int) and not isinstance(value, bool) and key.endswith("_bytes"):

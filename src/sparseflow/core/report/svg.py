@@ -69,6 +69,7 @@ class Figure:
         caption: Sentence below the heading; may be empty.
     """
 
+    kind = "figure"
     title: str
     svg: str
     alt: str
