@@ -285,6 +285,7 @@ def plot_history(
     intervals: Sequence[tuple[float | None, float | None]],
     *,
     unit: str,
+    target: float | None = None,
     alt: str = "",
     caption: str = "",
 ) -> Figure:
@@ -296,6 +297,7 @@ def plot_history(
         values: Value at each revision, in `unit`.
         intervals: Interval ends of each value; None where there is no interval.
         unit: Unit of the axis.
+        target: Position of a line that shows the target; None for no line.
         alt: Text alternative; generated from the values if empty.
         caption: Sentence below the heading.
 
@@ -312,6 +314,9 @@ def plot_history(
         for position, (low, high) in enumerate(intervals):
             if low is not None and high is not None:
                 axes.plot([position, position], [low, high], color=AFTER, linewidth=2.4, alpha=0.5)
+        if target is not None:
+            axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (3, 3)), label="target")
+            _legend(axes, 1)
         axes.grid(axis="y")
         axes.grid(False, axis="x")
         axes.set_xticks(range(len(labels)), labels)

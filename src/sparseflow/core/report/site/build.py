@@ -119,7 +119,7 @@ def _write_site(
         for file in entry.samples:
             shutil.copyfile(file, run_dir / file.name, follow_symlinks=False)
         related = [comparison for comparison in comparisons if entry in (comparison.old, comparison.new)]
-        build_run_page(entry, related, claims, claims_dir).write(run_dir / _INDEX)
+        build_run_page(entry, related, [*headlines, *claims], claims_dir).write(run_dir / _INDEX)
     runs = [
         {
             "name": entry.name,

@@ -18,6 +18,7 @@ from sparseflow.errors import FileFormatError, InputError
 CLAIMS_FILE = "claims.json"
 HEADLINES_FILE = "headlines.json"
 
+_BOUND = re.compile(r"[<>]=?\s*(-?\d+(?:\.\d*)?(?:e-?\d+)?)", re.IGNORECASE)
 _GIT_TIMEOUT_S = 60
 
 
@@ -76,8 +77,13 @@ class Claim:
     @property
     def larger_is_better(self) -> bool | None:
         """Direction of the target; None if the target is not a bound."""
-        match = re.match(r"[<>]", self.target or "")
-        return None if match is None else match[0] == ">"
+        return None if self.bound is None else (self.target or "").startswith(">")
+
+    @property
+    def bound(self) -> float | None:
+        """Value that the target requires at least or at most; None if the target is not a bound."""
+        match = _BOUND.fullmatch(self.target or "")
+        return None if match is None else float(match[1])
 
     @property
     def formatted_value(self) -> str:

@@ -215,6 +215,7 @@ def build_history_page(
                         [float(point.value) for point in numbers],
                         [(point.low, point.high) for point in numbers],
                         unit=claim.unit or "value",
+                        target=claim.bound,
                         caption=claim.claim,
                     )
                 )
@@ -390,7 +391,7 @@ def _add_facts(page: Page, title: str, columns: Mapping[str, Mapping[str, Any]])
         present = {value for value in values.values() if value is not None}
         differs = len(present) > 1 and not key.startswith(_VOLATILE)
         rows.append({"fact": key, **values, "differs": differs})
-    names = {"fact": "", **{name: name for name in columns}}
+    names = {"fact": "fact", **{name: name for name in columns}}
     if len(columns) > 1:
         names["differs"] = "differs"
     page.table(title, rows, columns=names, highlight="differs")
