@@ -19,7 +19,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs site notebooks dist clean
+.PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs site site-audit notebooks dist clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -68,6 +68,10 @@ docs: tables $(VENV)/.dev  ## Generate the tables, then check every link of READ
 
 site: $(VENV)/.site  ## Build the documentation site into build/site; EXECUTE=0 takes the outputs of the notebooks
 	NO_MKDOCS_2_WARNING=1 EXECUTE=$(EXECUTE) $(BIN)/mkdocs build -q
+
+site-audit: site  ## Check pages of the site in Chromium, in both themes, and save screenshots; ARGS="--site DIR"
+	@$(PIP) playwright axe-playwright-python
+	$(BIN)/python -m tests.harness.site $(ARGS)
 
 notebooks: $(VENV)/.site  ## Run the examples and write examples/notebooks
 	$(BIN)/python docs/hooks/tutorials.py

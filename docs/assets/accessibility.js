@@ -2,7 +2,7 @@
 document.querySelector(".md-search").setAttribute("aria-label", "Search")
 
 const makeFocusable = () =>
-  document.querySelectorAll(".md-typeset__scrollwrap, .formula").forEach(element => {
+  document.querySelectorAll(".md-typeset__scrollwrap").forEach(element => {
     if (element.scrollWidth > element.clientWidth) element.tabIndex = 0
   })
 new MutationObserver(makeFocusable).observe(document.querySelector("article"), { childList: true, subtree: true })

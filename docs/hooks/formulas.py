@@ -20,6 +20,6 @@ def on_page_content(content: str, **_: Any) -> str:
         display = "block" if match["tag"] == "div" else "inline"
         latex = html.unescape(match["latex"]).strip()
         formula = latex2mathml.converter.convert(latex, display=display)
-        return f'<div class="formula">{formula}</div>' if display == "block" else formula
+        return f'<div class="formula" tabindex="0">{formula}</div>' if display == "block" else formula
 
     return _FORMULA.sub(convert, content)

@@ -25,6 +25,8 @@ _CORE_NAMES = (
 )
 """Names of the core that a model of a user implements, or that a measurement of a user needs."""
 
+_HELP_OPTION = "* `--help`: Show this message and exit.\n"
+
 
 def list_pages() -> list[str]:
     """List the paths of the generated pages, relative to `docs/`."""
@@ -73,11 +75,22 @@ def write_python_page(page: str, handler: Any) -> str:
 
 
 def write_command_page(name: str) -> str:
-    """Write the page of a command, or of a group with all of its commands."""
-    group = typer.main.get_command(root.app)
-    _, command, _ = group.resolve_command(typer.Context(group), [name])  # type: ignore[attr-defined]
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=f"sparseflow {name}")
-    return text.replace("* `--help`: Show this message and exit.\n", "")
+    """Write the page of a command, or of a group with a table of its commands and a section for each."""
+    root_group = typer.main.get_command(root.app)
+    _, command, _ = root_group.resolve_command(typer.Context(root_group), [name])  # type: ignore[attr-defined]
+    commands = getattr(command, "commands", None)
+    if commands is None:
+        text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=f"sparseflow {name}")
+        return text.replace(_HELP_OPTION, "")
+    lines = [f"# `sparseflow {name}`", "", command.help, "", "| command | description |", "| --- | --- |"]
+    sections = []
+    for subname, subcommand in commands.items():
+        summary = " ".join(subcommand.help.partition("\n\n")[0].split())
+        lines.append(f"| [`{subname}`](#sparseflow-{name}-{subname}) | {summary} |")
+        context = typer.Context(subcommand)
+        section = get_docs_for_click(obj=subcommand, ctx=context, indent=1, call_prefix=f"sparseflow {name}")
+        sections.append(section.replace(_HELP_OPTION, ""))
+    return "\n".join([*lines, "", *sections])
 
 
 def on_files(files: Files, config: Any) -> Files:

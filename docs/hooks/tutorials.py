@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import os
 import re
 import tempfile
@@ -75,13 +76,11 @@ def read_notebook(path: Path) -> NotebookNode:
 
 def make_links_absolute(notebook: NotebookNode) -> NotebookNode:
     """Copy a notebook and replace links to pages by their addresses, for readers outside the site."""
-    # mkdocs.yml has no tags of Python when it is read as plain text up to the address.
-    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    address = yaml.safe_load(next(line for line in config.splitlines() if line.startswith("site_url:")))
-    notebook = nbformat.from_dict(notebook)
+    address = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["site_url"]
+    notebook = copy.deepcopy(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = _SITE_LINK.sub(rf"]({address['site_url']}\1.html", cell.source)
+            cell.source = _SITE_LINK.sub(rf"]({address}\1.html", cell.source)
     return notebook
 
 

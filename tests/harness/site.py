@@ -73,9 +73,10 @@ def search(browser: Browser, path: Path, query: str) -> list[str]:
     page = browser.new_page()
     page.goto(path.as_uri())
     try:
-        # The theme clears the field when the search is ready.
+        # The theme reads the field when a key is released, and clears it when the search is ready.
+        page.click("input[name=query]")
         page.get_by_text("Type to start searching").wait_for(state="attached")
-        page.fill("input[name=query]", query)
+        page.locator("input[name=query]").press_sequentially(query)
         page.wait_for_selector(".md-search-result__link")
     except TimeoutError as error:
         return [f"the search finds no page with {query!r}: {error}"]
