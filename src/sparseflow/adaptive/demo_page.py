@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Page, plot_curves
+from sparseflow.core.report import Page
 from sparseflow.core.run import Run
 
 FULL_MODEL, FASTEST_PLAN = "full model", "fastest plan"
@@ -123,15 +123,13 @@ def _add_budgets(page: Page, result: AdaptiveDemoResult) -> None:
         "in time": [budget.in_time for budget in result.budgets],
     }
     page.section("Budgets")
-    page.figure(
-        plot_curves(
-            "Correct and in time",
-            {name: (budgets_ms, fractions) for name, fractions in curves.items()},
-            x="budget, ms",
-            y="fraction of questions",
-            log_x=True,
-            caption="The curve 'in time' includes wrong answers.",
-        )
+    page.curves(
+        "Correct and in time",
+        {name: (budgets_ms, fractions) for name, fractions in curves.items()},
+        x="budget, ms",
+        y="fraction of questions",
+        log_x=True,
+        caption="The curve 'in time' includes wrong answers.",
     )
     page.table(
         "Budgets",

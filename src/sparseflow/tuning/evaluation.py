@@ -12,7 +12,7 @@ from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import read_json, write_json
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.progress import Progress
-from sparseflow.core.report import Page, plot_curves, plot_intervals
+from sparseflow.core.report import Page, plot_intervals
 from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.errors import FileFormatError
 from sparseflow.tuning.measure.labels import LabelSet
@@ -294,20 +294,15 @@ def _add_losses(page: Page, out_dir: Path, rows: Sequence[ComparisonRow]) -> Non
         train_dir = get_training_dir(out_dir, entry, 0, 0)
         history = list(read_history(train_dir)) if train_dir.is_dir() else []
         for kind in titles:
-            curve = smooth_curve((row for row in history if row.get("kind") == kind), "loss")
-            if curve[0]:
-                curves[kind][entry] = curve
-    if not any(curves.values()):
+            curves[kind][entry] = smooth_curve((row for row in history if row.get("kind") == kind), "loss")
+    if not any(xs for group in curves.values() for xs, _ in group.values()):
         return
     page.section("Losses")
     for kind, title in titles.items():
-        if curves[kind]:
-            page.figure(
-                plot_curves(
-                    title,
-                    curves[kind],
-                    x="step",
-                    y="loss",
-                    caption="Margin, rank and LambdaRank losses have different scales.",
-                )
-            )
+        page.curves(
+            title,
+            curves[kind],
+            x="step",
+            y="loss",
+            caption="Margin, rank and LambdaRank losses have different scales.",
+        )

@@ -36,8 +36,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setattr(page, name, spying)
 
     spy("plot_stacked_bars", lambda title, *_, **__: title)
-    spy("plot_curves", lambda title, *_, **__: title)
-    table = page.Page.table
+    table, curves = page.Page.table, page.Page.curves
+
+    def spy_curves(self: page.Page, title: str, *args: Any, **named: Any) -> None:
+        result[title] = ((title, *args), named)
+        curves(self, title, *args, **named)
+
+    monkeypatch.setattr(page.Page, "curves", spy_curves)
 
     def spy_table(self: page.Page, title: str, rows: Any, **named: Any) -> None:
         result[title] = ((), {"rows": rows, **named})
@@ -122,7 +127,7 @@ def test_run_page_shows_design_of_its_mode(tmp_path: Path, captured: dict[str, A
         (_, _, _, decision), named = captured["page"]
         # The trace of a two-stage run ends with other baselines.
         assert decision == result[0].decision and result[0].mode == mode
-        assert f"{result[0].cost.energy_delay:.4g} mJ ms" in text and "the command" in text
+        assert f"{result[0].cost.energy_delay:.4g} mJ\N{DOT OPERATOR}ms" in text and "the command" in text
         own_value = [row for row in rows_of(folder)[1:] if row["mode"] == mode]
         assert (
             [row.model_dump(mode="json") for row in named["rows"]] == own_value
@@ -181,9 +186,16 @@ def test_run_page_without_own_rows_is_refused(tmp_path: Path) -> None:
 def test_comparison_page_has_table(tmp_path: Path, captured: dict[str, Any]) -> None:
     line = {"mode": "joint", "seeds": 2, "accuracy": 0.9, "energy_delay": 1.5, "ratio": None, "low": None,
             "high": None, "violations": 1}  # fmt: skip
-    record = {"modes": [line], "verdict": "No winner.", "environment": {"device": "a CPU"},
+    runs = [{"seed": seed, "mode": mode, "accuracy": 0.5 + seed / 10, "energy_delay": 2.0 + seed}
+            for seed in (0, 1) for mode in ("joint", "two-stage")]  # fmt: skip
+    record = {"modes": [line], "runs": runs, "verdict": "No winner.", "environment": {"device": "a CPU"},
               "command": "the command", "prediction": "All products are guesses."}  # fmt: skip
     text = write_comparison(tmp_path, record).read_text()
-    assert "No winner." in text and "the command" in text and text.count("All products are guesses.") == 2
+    assert (
+        "No winner." in text
+        and "the command" in text
+        and text.count('<p class="summary">All products are guesses.') == 1
+    )
+    assert "joint, seed 1: 3 mJ ms, 60.0%" in text and "Accuracy and energy-delay product" in text
     assert "Where this was computed" in text and "Measured" not in text
     assert captured["Predicted energy-delay product"][1]["rows"] == [line]

@@ -41,6 +41,18 @@ def test_plot_wafer_with_links_and_heat() -> None:
     assert len(figure.svg) < 300_000
 
 
+def test_plot_wafer_labels_stay_inside_chips() -> None:
+    names = ["0: a chip with a long name", "1: another", "2: third"]
+    figure = plot_wafer(WAFER, PLACES, SIZES, names=names, caption="So.")
+    texts = set(re.findall(r"<text[^>]*>([^<]*)</text>", figure.svg))
+    assert {"0", "1", "2"} <= texts and not texts & set(names)
+    assert figure.caption == "So. Chips: 0: a chip with a long name, 1: another, 2: third."
+    assert (
+        "0: a chip with a long name"
+        in plot_wafer(WAFER, PLACES, SIZES, names=names, traffic_bytes=TRAFFIC).alt
+    )
+
+
 def test_plot_wafer_link_width_shows_traffic() -> None:
     figure = plot_wafer(WAFER, PLACES, SIZES, traffic_bytes=TRAFFIC)
     widths = re.findall(r"stroke: var\(--after\)[^\"]*stroke-width: ([\d.]+)", figure.svg)

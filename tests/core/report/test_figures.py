@@ -96,6 +96,41 @@ def test_plot_predicted_vs_measured_counts_like_fraction_within() -> None:
     assert report.plot_predicted_vs_measured("T", {"a": pairs}).alt == f"a: {count} of 6 within 10 %."
 
 
+def test_plot_curves_merges_curves_that_cannot_be_told_apart() -> None:
+    steps = [1.0, 2.0, 3.0]
+    series = {"heads": (steps, [0.0] * 3), "tokens": (steps, [0.0, 0.2, 0.5]), "blocks": (steps, [0.001] * 3)}
+    figure = report.plot_curves("T", series | {"other": ([1.0, 2.0], [0.0, 0.0])}, x="step", y="share")
+    assert {"heads, blocks", "tokens", "other"} <= set(read_texts(figure))
+    assert all(f"{name} ends at" in figure.alt for name in series)
+    same = report.plot_curves("T", {"a": (steps, [1.0] * 3), "b": (steps, [1.0] * 3)}, x="step", y="share")
+    assert "a, b" in read_texts(same)
+
+
+def test_plot_curves_marks_single_points() -> None:
+    figure = report.plot_curves("T", {"a": ([1.0], [0.5]), "b": ([1.0, 2.0], [0.1, 0.2])}, x="step", y="loss")
+    assert figure.svg.count("<use") >= 3
+
+
+def test_plot_curves_has_integer_ticks_for_integers() -> None:
+    figure = report.plot_curves("T", {"a": ([1.0, 2.0], [0.5, 0.25])}, x="epoch", y="loss")
+    assert {"1", "2"} <= set(read_texts(figure)) and not {"1.2", "1.25", "1.50", "1.5"} & set(
+        read_texts(figure)
+    )
+
+
+def test_plot_stacked_bars_remainder_has_its_own_color() -> None:
+    figure = report.plot_stacked_bars("T", ["a"], {"run": [1.0], "idle": [2.0]}, unit="ms", remainder="idle")
+    assert "fill: var(--line)" in figure.svg and "fill: var(--before)" not in figure.svg
+
+
+def test_plot_history_shows_values_intervals_and_target() -> None:
+    figure = report.plot_history(
+        "T", ["one\na1", "two\nb2"], [1.0, 2.0], [(None, None), (1.8, 2.2)], unit="x", target=1.5
+    )
+    assert {"one", "a1", "two", "b2", "target"} <= set(read_texts(figure))
+    assert figure.alt == "In x: one, a1: 1; two, b2: 2."
+
+
 def test_labels_are_escaped() -> None:
     figure = report.plot_before_after("T", ["<b>&"], [1.0], [1.0], unit="ms", alt="a < b & c")
     assert "<b>&" in read_texts(figure)
@@ -112,6 +147,8 @@ def test_labels_are_escaped() -> None:
         lambda: report.plot_curves("T", {}, x="x", y="y"),
         lambda: report.plot_curves("T", {"a": ([], [])}, x="x", y="y"),
         lambda: report.plot_curves("T", {"a": ([1.0], [])}, x="x", y="y"),
+        lambda: report.plot_history("T", ["a"], [1.0], [(None, None)], unit="x"),
+        lambda: report.plot_history("T", ["a", "b"], [1.0, 2.0], [], unit="x"),
         lambda: report.plot_stacked_bars("T", [], {"a": []}, unit="s"),
         lambda: report.plot_stacked_bars("T", ["one"], {}, unit="s"),
         lambda: report.plot_stacked_bars("T", ["one"], {"a": [1.0, 2.0]}, unit="s"),

@@ -12,6 +12,7 @@ import pytest
 
 from sparseflow.core import report
 from sparseflow.core.report import Page
+from sparseflow.core.report.page import Link
 from sparseflow.errors import InputError
 from tests.browser import probe_page
 
@@ -134,6 +135,23 @@ def test_table_columns_select_and_order_keys() -> None:
 def test_table_without_matching_columns_raises(rows: Any, columns: Any, value: str) -> None:
     with pytest.raises(InputError, match=value):
         render_table(rows, columns=columns)
+
+
+def test_curves_of_one_point_are_a_table() -> None:
+    page = Page("P")
+    page.section("S")
+    page.curves("T", {"a": ([1.0], [0.5]), "empty": ([], [])}, x="step", y="loss")
+    page.curves("U", {"empty": ([], [])}, x="step", y="loss")
+    text = page.render()
+    assert "<svg" not in text and read_cells(text) == ["a", "1", "0.5"]
+    page.curves("V", {"a": ([1.0, 2.0], [0.5, 0.25])}, x="step", y="loss")
+    assert page.render().count("<svg") == 1
+
+
+def test_table_highlights_rows_and_links() -> None:
+    rows = [{"a": Link(text="<b>", href="b.html"), "new": True}, {"a": "c", "new": False}]
+    text = render_table(rows, columns={"a": "A"}, highlight="new")
+    assert text.count('<tr class="highlight">') == 1 and '<a href="b.html">&lt;b&gt;</a>' in text
 
 
 def test_table_before_first_section_raises() -> None:

@@ -17,7 +17,7 @@ from sparseflow.adaptive.study.figures import (
 )
 from sparseflow.adaptive.study.results import RESULTS_FILE, load_results
 from sparseflow.adaptive.study.training import GRPO
-from sparseflow.core.report import Page, plot_curves
+from sparseflow.core.report import Page
 from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.errors import FileFormatError
 
@@ -203,18 +203,14 @@ def _add_training(page: Page, histories: Sequence[Path]) -> None:
         rows = list(read_history(directory))
         held_out = [row for row in rows if row["kind"] == "held_out"]
         for name in ("accuracy", "attainment"):
-            curve = smooth_curve(held_out, name)
-            if curve[0]:
-                validation[f"{name}, {directory.name}"] = curve
-        curve = smooth_curve([row for row in rows if row["kind"] == "train"], "multiplier")
-        if curve[0]:
-            multiplier[directory.name] = curve
-    if validation or multiplier:
+            validation[f"{name}, {directory.name}"] = smooth_curve(held_out, name)
+        multiplier[directory.name] = smooth_curve(
+            [row for row in rows if row["kind"] == "train"], "multiplier"
+        )
+    if any(xs for xs, _ in [*validation.values(), *multiplier.values()]):
         page.section("Training")
-    if validation:
-        page.figure(plot_curves("Validation", validation, x="step", y="fraction"))
-    if multiplier:
-        page.figure(plot_curves("Lagrange multiplier of late answers", multiplier, x="step", y="answers"))
+        page.curves("Validation", validation, x="step", y="fraction")
+        page.curves("Lagrange multiplier of late answers", multiplier, x="step", y="answers")
 
 
 def _describe_method(results: Row) -> list[str]:

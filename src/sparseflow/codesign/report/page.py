@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from sparseflow.codesign.partition.planner import PartitionPlan
 from sparseflow.codesign.report.timeline import plot_timeline, simulate_pipeline
 from sparseflow.codesign.report.wafer import plot_front, plot_wafer
 from sparseflow.core.layers import LayerNode
-from sparseflow.core.report import Page, plot_curves, plot_stacked_bars
+from sparseflow.core.report import Figure, Page, from_matplotlib, plot_stacked_bars
+from sparseflow.core.report.figures import open_axes, set_plain_log_ticks
+from sparseflow.core.report.svg import AFTER, BAD, BEFORE, GOOD, INK, MUTED
 from sparseflow.errors import FileFormatError
 
 PAGE_FILE = "report.html"
@@ -64,7 +67,7 @@ def write_page(
     )
     page.headline(f"{stats.total_latency_ms:.4g} ms", f"predicted latency ({plan.weights.mode})")
     page.headline(f"{stats.energy_mj:.4g} mJ", "predicted energy per batch")
-    page.headline(f"{cost.energy_delay:.4g} mJ ms", "predicted energy-delay product")
+    page.headline(f"{cost.energy_delay:.4g} mJ\N{DOT OPERATOR}ms", "predicted energy-delay product")
     page.headline(f"{cost.area_mm2:.0f} mm2", num_chips)
     page.section("Chips")
     _add_chips(page, hardware, decision, costs, plan)
@@ -104,7 +107,33 @@ def write_comparison(out_dir: Path | str, results: Mapping[str, Any]) -> Path:
         "ratios are geometric means over equal seeds, with 95 % bootstrap intervals."
     )
     page.table("Predicted energy-delay product", results["modes"], columns=columns, caption=caption)
+    page.figure(_plot_designs(results["runs"]))
     return page.write(Path(out_dir) / PAGE_FILE)
+
+
+def _plot_designs(runs: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plot accuracy against predicted energy-delay product, one point per design."""
+    modes = list(dict.fromkeys(str(run["mode"]) for run in runs))
+    with open_axes(rows=1, row_in=3.2) as (figure, axes):
+        for mode, color in zip(modes, itertools.cycle((AFTER, BEFORE, GOOD, BAD, INK, MUTED))):
+            points = [(run["energy_delay"], run["accuracy"]) for run in runs if run["mode"] == mode]
+            axes.plot(*zip(*points, strict=True), "o", color=color, markersize=6, alpha=0.85, label=mode)
+        axes.set_xscale("log")
+        set_plain_log_ticks(axes.xaxis)
+        axes.grid(True, axis="both")
+        axes.set_xlabel("predicted energy-delay product, mJ ms")
+        axes.set_ylabel("accuracy on test clips")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0)
+        text = "; ".join(
+            f"{run['mode']}, seed {run['seed']}: {run['energy_delay']:.3g} mJ ms, {run['accuracy']:.1%}"
+            for run in runs
+        )
+        return from_matplotlib(
+            figure,
+            title="Accuracy and energy-delay product",
+            alt=f"{text}.",
+            caption="One point per seed and mode; the best designs are at the top left.",
+        )
 
 
 def write_run_page(run_dir: Path | str, *, command: str = "") -> Path:
@@ -174,7 +203,9 @@ def _add_pipeline(
         "receive or wait": [max(0.0, stats.busy_ms[slot] - stats.compute_ms[slot]) for slot in used],
         "idle": [max(0.0, stats.total_latency_ms - stats.busy_ms[slot]) for slot in used],
     }
-    page.figure(plot_stacked_bars("Predicted time per slot", labels, time, unit="ms per batch"))
+    page.figure(
+        plot_stacked_bars("Predicted time per slot", labels, time, unit="ms per batch", remainder="idle")
+    )
     compute_mj, idle_mj = _compute_energy_mj(costs, plan), _idle_energy_mj(costs, stats)
     energy = {
         "compute": [*(float(compute_mj[slot]) for slot in used), 0.0],
@@ -182,7 +213,9 @@ def _add_pipeline(
         "transfer": [*(0.0 for _ in used), stats.comm_energy_mj],
     }
     page.figure(
-        plot_stacked_bars("Predicted energy per slot", [*labels, "links"], energy, unit="mJ per batch")
+        plot_stacked_bars(
+            "Predicted energy per slot", [*labels, "links"], energy, unit="mJ per batch", remainder="idle"
+        )
     )
 
 
@@ -217,7 +250,14 @@ def _add_wafer(
         caption="Line width shows traffic, color the steady-state temperature at the mean power of the plan.",
     )  # fmt: skip
     page.figure(figure)
-    page.figure(plot_front(hardware.placer.compute_front(problem)))
+    front = hardware.placer.compute_front(problem)
+    if len(front.layouts) > 1:
+        page.figure(plot_front(front))
+    else:
+        page.section(
+            "Alternative layouts",
+            "No other layout trades communication for heat: one layout is the best in both.",
+        )
 
 
 def _compute_energy_mj(costs: LayerCosts, plan: PartitionPlan) -> np.ndarray:
@@ -272,4 +312,4 @@ def _add_training(page: Page, rows: Sequence[TraceRow]) -> None:
         ("Predicted hardware cost", costs, "relative to the first"),
     ):
         curves = {name: (x, values) for name, values in curves.items()}
-        page.figure(plot_curves(title, curves, x="epochs, then rounds", y=y))
+        page.curves(title, curves, x="epochs, then rounds", y=y)

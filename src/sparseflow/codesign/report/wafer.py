@@ -34,6 +34,15 @@ _MAX_LINK_WIDTH_PT = 5.0
 _MIN_LINK_SHARE = 0.01
 """Links with less traffic relative to the busiest are not drawn."""
 
+_FONT_PT, _MIN_FONT_PT = 7.5, 5.5
+"""Size of the labels of chips."""
+
+_LETTER_SHARE = 0.62
+"""Mean width of a letter relative to the font size."""
+
+_AXES_PT = 300.0
+"""Width of the axes beside a color bar."""
+
 _NUM_LEVELS = 11
 """Number of contour levels."""
 
@@ -76,6 +85,7 @@ def plot_wafer(
             f"{title}: `positions_mm` has shape {positions.shape}, `names` {len(labels)} entries and "
             f"`traffic_bytes` shape {traffic.shape} for {chips} chips"
         )
+    reach = 1.03 * wafer.radius_mm
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import Circle, Rectangle
@@ -98,17 +108,19 @@ def plot_wafer(
                     positions[[first, second], 0], positions[[first, second], 1], color=AFTER, alpha=0.75,
                     linewidth=max(0.4, _MAX_LINK_WIDTH_PT * share), solid_capstyle="round",
                 )  # fmt: skip
-        for (x, y), (width, height), label in zip(positions, sizes, labels, strict=True):
+        shown, size_pt = _fit_labels(labels, sizes[:, 0] * _AXES_PT / (2.0 * reach))
+        for (x, y), (width, height), label in zip(positions, sizes, shown, strict=True):
             # Dark text on a light box is readable on every background.
             chip = Rectangle(
                 (x - width / 2.0, y - height / 2.0), width, height, facecolor=PAPER, edgecolor=INK,
                 linewidth=1.0, alpha=0.82, zorder=3,
             )  # fmt: skip
             axes.add_patch(chip)
-            axes.text(x, y, label, ha="center", va="center", fontsize=7.5, color=INK, zorder=4)
-        reach = 1.03 * wafer.radius_mm
+            axes.text(x, y, label, ha="center", va="center", fontsize=size_pt, color=INK, zorder=4)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="mm")
         axes.tick_params(colors=MUTED)
+        if shown != labels:
+            caption = f"{caption} Chips: {', '.join(labels)}.".strip()
         return from_matplotlib(
             figure, title=title, alt=_describe_wafer(wafer, positions, labels, both, heat), caption=caption
         )
@@ -146,6 +158,23 @@ def plot_front(front: LayoutFront, *, title: str = "Communication and heat", cap
             f"{front.grid.comm:.3g} and {front.grid.therm:.3g}."
         )
         return from_matplotlib(figure, title=title, alt=words, caption=caption)
+
+
+def _fit_labels(labels: Sequence[str], widths_pt: np.ndarray) -> tuple[list[str], float]:
+    """Select labels and a font size that fit all chips: the names, else the numbers before their colons.
+
+    Args:
+        labels: Names, such as `"3: systolic"`.
+        widths_pt: Width of each chip in the figure, points, [S].
+    """
+    numbers = [label.partition(":")[0] if ":" in label else str(index) for index, label in enumerate(labels)]
+    names = list(labels)
+    for shown in (names, numbers):
+        lengths = np.array([max(len(label), 1) for label in shown])
+        size_pt = min(_FONT_PT, float((widths_pt / (_LETTER_SHARE * lengths)).min()))
+        if size_pt >= _MIN_FONT_PT:
+            return shown, size_pt
+    return numbers, _MIN_FONT_PT
 
 
 def _draw_heat(axes: Axes, heat: ThermalMap, radius: float, edge: Any) -> None:

@@ -25,6 +25,10 @@ from sparseflow.errors import InputError
 WIDTH_IN = 9.6
 
 _COLORS = (AFTER, BEFORE, GOOD, BAD, INK, MUTED)
+_LINE_WIDTH_SHARE = 0.007
+"""Width of a line relative to the height of the axes; closer curves cannot be told apart."""
+_MAX_MARKERS = 24
+"""Longest curve whose points are marked."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
 """Line styles; curves beyond the last color reuse the colors with the next style."""
 
@@ -247,6 +251,9 @@ def plot_curves(
 ) -> Figure:
     """Plot lines over a common axis, such as losses over steps.
 
+    Curves that cannot be told apart are drawn once, with all of their names in the legend. A curve of one
+    point is a dot; `Page.curves` shows a table instead if all curves are.
+
     Args:
         title: Heading.
         series: x and y values of each line, of equal length.
@@ -263,13 +270,18 @@ def plot_curves(
     if not lengths or any(first != second or not first for first, second in lengths.values()):
         raise InputError(f"{title}: expected equal, positive numbers of x and y values; got {lengths}")
     with open_axes(rows=1, row_in=3.2) as (figure, axes):
-        for index, (name, (xs, ys)) in enumerate(series.items()):
-            color = _COLORS[index % len(_COLORS)]
-            dashes = _DASHES[index // len(_COLORS) % len(_DASHES)]
-            axes.plot(xs, ys, color=color, linestyle=dashes, linewidth=1.6, label=name)
+        for index, names in enumerate(_group_curves(series)):
+            xs, ys = series[names[0]]
+            axes.plot(
+                xs, ys, color=_COLORS[index % len(_COLORS)],
+                linestyle=_DASHES[index // len(_COLORS) % len(_DASHES)], linewidth=1.6,
+                marker="o" if len(xs) <= _MAX_MARKERS else "", markersize=4, label=", ".join(names),
+            )  # fmt: skip
         if log_x:
             axes.set_xscale("log")
             set_plain_log_ticks(axes.xaxis)
+        elif all(float(value).is_integer() for xs, _ in series.values() for value in xs):
+            _set_integer_ticks(axes.xaxis)
         axes.grid(axis="y")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -335,6 +347,7 @@ def plot_stacked_bars(
     parts: Mapping[str, Sequence[float]],
     *,
     unit: str,
+    remainder: str = "",
     alt: str = "",
     caption: str = "",
 ) -> Figure:
@@ -345,6 +358,7 @@ def plot_stacked_bars(
         labels: Labels of the bars, top to bottom.
         parts: Values of each part, one per bar, in `unit`, left to right.
         unit: Unit of the axis.
+        remainder: Name of the part that stands for idle or other time, drawn in the color of the grid lines.
         alt: Text alternative; generated from the values if empty.
         caption: Sentence below the heading.
 
@@ -357,7 +371,7 @@ def plot_stacked_bars(
     with open_axes(rows=len(labels), row_in=0.42) as (figure, axes):
         starts = [0.0] * len(labels)
         for index, (name, values) in enumerate(parts.items()):
-            color = _COLORS[index % len(_COLORS)]
+            color = GRID if name == remainder else _COLORS[index % len(_COLORS)]
             axes.barh(range(len(labels)), values, left=starts, height=0.6, color=color, label=name)
             starts = [start + value for start, value in zip(starts, values, strict=True)]
         axes.set_yticks(list(range(len(labels))), labels)
@@ -369,6 +383,24 @@ def plot_stacked_bars(
             for index, label in enumerate(labels)
         )
         return from_matplotlib(figure, title=title, alt=alt or f"In {unit}: {text}.", caption=caption)
+
+
+def _group_curves(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[list[str]]:
+    """Group the names of curves that cannot be told apart."""
+    finite = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
+    tolerance = _LINE_WIDTH_SHARE * (max(finite) - min(finite)) if finite else 0.0
+    groups: list[list[str]] = []
+    for name, (xs, ys) in series.items():
+        for group in groups:
+            other_xs, other_ys = series[group[0]]
+            if list(xs) == list(other_xs) and all(
+                abs(y - other) <= tolerance for y, other in zip(ys, other_ys, strict=True)
+            ):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
 
 
 @contextmanager
@@ -389,6 +421,13 @@ def set_plain_log_ticks(axis: Any) -> None:
 
     axis.set_major_formatter(LogFormatter())
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
+def _set_integer_ticks(axis: Any) -> None:
+    """Place ticks at integers only, such as epochs and steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _legend(axes: Any, columns: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseflow.core.files import write_atomic
-from sparseflow.core.report.figures import plot_samples
+from sparseflow.core.report.figures import plot_curves, plot_samples
 from sparseflow.core.report.svg import Figure
 from sparseflow.errors import InputError
 
@@ -183,6 +183,36 @@ class Page:
             InputError: There is no section yet.
         """
         self._add(figure)
+
+    def curves(
+        self,
+        title: str,
+        series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        *,
+        x: str,
+        y: str,
+        log_x: bool = False,
+        caption: str = "",
+    ) -> None:
+        """Add curves as a figure, or as a table if no curve has more than one point.
+
+        Args:
+            title: Heading.
+            series: x and y values of each curve; curves without values are left out.
+            x: Label of the horizontal axis with its unit.
+            y: Label of the vertical axis with its unit.
+            log_x: Whether the horizontal axis is logarithmic.
+            caption: Sentence below the heading.
+
+        Raises:
+            InputError: A curve has different numbers of x and y values, or there is no section yet.
+        """
+        filled = {name: curve for name, curve in series.items() if len(curve[0]) or len(curve[1])}
+        if any(len(xs) > 1 for xs, _ in filled.values()):
+            self.figure(plot_curves(title, filled, x=x, y=y, log_x=log_x, caption=caption))
+        elif filled:
+            rows = [{"series": name, x: xs[0], y: ys[0]} for name, (xs, ys) in filled.items()]
+            self.table(title, rows, caption=caption)
 
     def samples(
         self, title: str, times: Mapping[str, Sequence[float]], *, unit: str = "ms", caption: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Page, plot_curves
+from sparseflow.core.report import Page
 from sparseflow.core.training.history import read_history, smooth_curve
 
 PAGE_FILE = "report.html"
@@ -42,12 +42,12 @@ def write_training_page(out_dir: Path | str, environment: Mapping[str, Any] | No
     )
     page.section("Training")
     losses = {name: smooth_curve(train, name) for name in ("loss", "task")}
-    page.figure(plot_curves("Training loss", losses, x="step", y="loss"))
+    page.curves("Training loss", losses, x="step", y="loss")
     test_curve = [float(row["step"]) for row in test], [float(row["video_top1"]) for row in test]
     curves = {"training clips": smooth_curve(train, "accuracy"), "test videos": test_curve}
-    page.figure(plot_curves("Accuracy", curves, x="step", y="top-1 accuracy"))
+    page.curves("Accuracy", curves, x="step", y="top-1 accuracy")
     sparsity = {name: smooth_curve(train, key) for name, key in _SPARSITY.items()}
-    page.figure(plot_curves("Sparsity", sparsity, x="step", y="fraction removed"))
+    page.curves("Sparsity", sparsity, x="step", y="fraction removed")
     page.section("Epochs")
     columns = {"epoch": "epoch", "clip_top1": "clip accuracy", "video_top1": "video accuracy", "loss": "loss"}
     sparsity_columns = {key: f"sparsity of {name}" for name, key in _SPARSITY.items()}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
-from sparseflow.core.report import Page, plot_before_after, plot_curves, plot_stacked_bars
+from sparseflow.core.report import Page, plot_before_after, plot_stacked_bars
 from sparseflow.tuning.search.session import GUIDED_PREFIX, Prior, TuningSession
 
 COMPARED_METHODS = ("random", "annealing", "qlearning")
@@ -140,9 +140,7 @@ def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
         ratios = record.best_ratios()
         counts = [count for count, ratio in enumerate(ratios, start=1) if math.isfinite(ratio)]
         curves[record.method] = (list(map(float, counts)), [ratios[count - 1] for count in counts])
-    page.figure(
-        plot_curves("Best schedule so far", curves, x="measured schedules", y="time / reference", log_x=True)
-    )
+    page.curves("Best schedule so far", curves, x="measured schedules", y="time / reference", log_x=True)
     phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
     times = {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases}
     page.figure(plot_stacked_bars("Time of each search phase", methods, times, unit="s"))
