@@ -27,6 +27,7 @@ from sparseflow.spiking.runtime.plan import Plan, SpikeTensor
 from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import (
     Constant,
+    Loop,
     Small,
     dyadic,
     force,
@@ -620,3 +621,113 @@ def test_plans_of_one_network_share_shape_agnostic_groups() -> None:
         plan.invalidate()
     del first, second
     assert not shared, "forgotten weights take no memory"
+
+
+# --- networks that fold the time axis into the batch --------------------------------------------------------
+
+
+class _Container(Small):
+    """Layers of torch in spikingjelly's containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block1 = layer.SeqToANNContainer(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6))
+        self.block2 = layer.SeqToANNContainer(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6))
+        self.block3 = layer.MultiStepContainer(nn.Conv2d(6, 8, 1, stride=2))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sn3(self.block3(self.sn2(self.block2(self.sn1(self.block1(x))))))
+
+
+class _Flattened(Small):
+    """Reshapes around each convolution, with a residual in the folded form."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        steps, batch = x.shape[:2]
+        x = self.bn1(self.conv1(x.flatten(0, 1))).reshape(steps, batch, 6, 8, 8).contiguous()
+        x = self.sn1(x)
+        y = x.flatten(0, 1)
+        y = self.bn2(self.conv2(y)) + y
+        x = self.sn2(y.view(steps, -1, *y.shape[1:]))
+        return self.sn3(self.conv3(x.flatten(0, 1)).unflatten(0, (steps, batch)))
+
+
+class _TimeDistributed(nn.Module):
+    """Runs a layer on [T * N, ...], as most published code does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = [x.shape[0], x.shape[1]]
+        y = self.inner(x.reshape((shape[0] * shape[1], *x.shape[2:])))
+        return y.view(shape + list(y.size())[1:])
+
+
+class _Distributed(Small):
+    """A max pooling and a ReLU in the folded form, too; every layer has its own wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        functional.set_step_mode(self, "s")
+        functional.set_step_mode(nn.ModuleList([self.sn1, self.sn2, self.sn3, self.fc]), "m")
+        self.pool = _TimeDistributed(nn.MaxPool2d(2))
+        for name in ("conv1", "bn1", "conv2", "bn2", "conv3"):
+            setattr(self, name, _TimeDistributed(getattr(self, name)))
+        self.relu = _TimeDistributed(nn.ReLU())
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.sn1(self.bn1(self.conv1(x))))
+        x = self.sn2(self.bn2(self.conv2(x)))
+        return self.sn3(self.relu(self.conv3(x)))
+
+
+class _BatchFirst(Small):
+    """A loop over the time steps of [N, T, 3, 8, 8], whose stem reads the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__("s")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 1)
+        spikes = []
+        for _ in range(x.shape[1]):
+            y = self.sn1(self.bn1(self.conv1(x[:, 0])))
+            y = self.sn2(self.bn2(self.conv2(y)) + y)
+            spikes.append(self.sn3(self.conv3(y)).unsqueeze(0))
+        return self.fc(torch.cat(spikes, dim=0).flatten(-2).mean(-1))
+
+
+FOLDED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "containers": (_Container, {"block1.0": "dense", "block2.0": "sparse", "block3.0": "sparse"}),
+    "reshapes": (_Flattened, {"conv1": "dense", "conv2": "sparse", "conv3": "sparse"}),
+    "loop": (Loop, {"net.conv1": "dense", "net.conv2": "sparse", "net.conv3": "sparse"}),
+    "batch first": (_BatchFirst, {"conv1": "dense", "conv2": "sparse", "conv3": "sparse"}),
+    "wrappers": (_Distributed, {"conv1.inner": "dense", "conv2.inner": "sparse", "sn3": "dense"}),
+}
+
+
+@pytest.mark.parametrize("group_mode", WAYS)
+@pytest.mark.parametrize("name", FOLDED)
+def test_networks_that_fold_the_time_axis(name: str, group_mode: str) -> None:
+    build, expected = FOLDED[name]
+    net = ready(build())
+    for module in net.modules():
+        if (
+            hasattr(module, "step_mode")
+            and isinstance(module, (nn.Conv2d, nn.BatchNorm2d))
+            and name == "reshapes"
+        ):
+            module.step_mode = "s"
+    ways = agree(net, images(3, 2), group_mode)
+    assert group_mode != "sparse" or ways == expected
+
+
+def test_a_folded_network_passes_spikes_in_native_form() -> None:
+    net = ready(_Distributed())
+    plan = planned(net, images(3, 2))
+    force(plan, "sparse", images(3, 2))
+    assert [group.output_form for group in plan.groups[:2]] == ["native", "dense"]
+    calls = [step.node.target for step in plan._steps if step.group is None and step.node.op == "call_method"]
+    assert calls == ["flatten", "mean"], "those of the classifier"

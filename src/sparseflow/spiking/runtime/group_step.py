@@ -24,6 +24,7 @@ from sparseflow.spiking.backends.spec import GroupSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.graph.sites import get_padding
+from sparseflow.spiking.graph.time_axis import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
 
@@ -73,7 +74,7 @@ class GroupStep:
 
     @property
     def single_step(self) -> bool:
-        return getattr(self.neuron, "step_mode", "m") == "s"
+        return getattr(self.neuron, "step_mode", "m") == "s" and not runs_step_by_step(self.match.neuron)
 
     def fix_mode(self, mode: GroupMode) -> None:
         """Set the mode and drop the buffers of the other modes."""

@@ -29,6 +29,7 @@ from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher
+from sparseflow.spiking.graph.time_axis import get_folded_sizes, lift_time_axis
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
 from sparseflow.spiking.runtime.spike_tensor import (
@@ -64,6 +65,7 @@ class Plan:
     """
 
     def __init__(self, graph: SpikeGraph, backend: Backend, shared: SharedGroups | None = None) -> None:
+        graph = lift_time_axis(graph)
         assert graph.module is not None
         self.graph, self.backend = graph, backend
         self.modules: dict[str, nn.Module] = dict(graph.module.named_modules())
@@ -250,7 +252,9 @@ class Plan:
             single = reached.get(node.all_input_nodes[0])
             if single is None:
                 continue
-            layer = match_passthrough(self.modules[str(node.target)], single_step=single)
+            layer = match_passthrough(
+                self.modules[str(node.target)], single_step=single, folds=get_folded_sizes(node) is not None
+            )
             if layer is not None:
                 passthroughs[node] = layer
                 if layer.kind != "mean":

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from sparseflow.spiking.backends.base import Backend, ChannelOrder
 from sparseflow.spiking.graph.layer_rules import has_library_forward
+from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
 
 NodeValues = dict[fx.Node, Any]
 """Values of the nodes that are still needed."""
@@ -37,12 +38,13 @@ class Passthrough:
     padding: int = 0
 
 
-def match_passthrough(layer: nn.Module, *, single_step: bool) -> Passthrough | None:
+def match_passthrough(layer: nn.Module, *, single_step: bool, folds: bool = False) -> Passthrough | None:
     """Return the effect of `layer` on spikes, or None if it needs a dense tensor.
 
     Args:
         layer: A leaf module.
         single_step: Whether its input has no time axis: [N, C, H, W] rather than [T, N, C, H, W].
+        folds: Whether it is called with the time axis folded into the batch.
     """
     if not has_library_forward(layer):
         return None
@@ -57,7 +59,7 @@ def match_passthrough(layer: nn.Module, *, single_step: bool) -> Passthrough | N
         return Passthrough("mean") if layer.output_size in (1, (1, 1)) else None
     if isinstance(layer, nn.MaxPool2d):
         # nn.MaxPool2d takes no time axis; spikingjelly's takes one in step mode "m".
-        takes_time = is_spikingjelly and getattr(layer, "step_mode", "s") == "m"
+        takes_time = folds or (is_spikingjelly and getattr(layer, "step_mode", "s") == "m")
         return _match_max_pool(layer) if takes_time != single_step else None
     return None
 
@@ -199,6 +201,20 @@ def run_node(node: fx.Node, env: NodeValues, modules: dict[str, nn.Module]) -> A
     """Run one fx node of the original network on the values in `env`."""
     args = map_arg(node.args, lambda n: to_dense(env[n]))
     kwargs = map_arg(node.kwargs, lambda n: to_dense(env[n]))
+    if runs_step_by_step(node):
+        (sequence,) = args
+        assert isinstance(sequence, torch.Tensor)
+        return torch.stack([_call(node, (x,), kwargs, modules) for x in sequence])
+    sizes = get_folded_sizes(node)
+    if sizes is None:
+        return _call(node, args, kwargs, modules)
+    args, kwargs = map_aggregate(
+        (args, kwargs), lambda x: x.flatten(0, 1) if isinstance(x, torch.Tensor) else x
+    )
+    return _call(node, args, kwargs, modules).unflatten(0, sizes)
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, modules: dict[str, nn.Module]) -> Any:
     if node.op == "call_module":
         return modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
