@@ -52,11 +52,11 @@ TICKS = (1, 2, 3, 5, 10)
 
 def draw_flow() -> str:
     """Draw one lane per wing across the four stages."""
-    left, column, top, lane = 104, 196, 62, 46
-    width, height = left + column * len(STAGES) + 8, top + lane * len(FLOW) + 8
+    margin, column, top, lane = 104, 196, 62, 46
+    width, height = margin + column * len(STAGES) + 8, top + lane * len(FLOW) + 8
     lines = []
     for index, stage in enumerate(STAGES):
-        x = left + index * column
+        x = margin + index * column
         tip = 0 if index == len(STAGES) - 1 else 14
         lines.append(
             f'<path class="stage" d="M{x} 10h{column - 20}l{tip} 18l-{tip} 18h-{column - 20}z"/>'
@@ -65,11 +65,11 @@ def draw_flow() -> str:
     for row, (wing, cells) in enumerate(FLOW.items()):
         y = top + row * lane
         used = [index for index, cell in enumerate(cells) if cell]
-        start, end = left + used[0] * column, left + used[-1] * column + column - 20
+        start, end = margin + used[0] * column, margin + used[-1] * column + column - 20
         lines.append(f'<text class="wing" x="8" y="{y + 25}">{wing}</text>')
         lines.append(f'<path class="lane" d="M{start} {y + 20}H{end}"/>')
         for index in used:
-            x = left + index * column
+            x = margin + index * column
             lines.append(
                 f'<rect class="cell" x="{x}" y="{y + 3}" width="{column - 20}" height="34" rx="6"/>'
                 f'<text class="text" x="{x + (column - 20) / 2}" y="{y + 25}">{escape(cells[index])}</text>'

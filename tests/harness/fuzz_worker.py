@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import mmap
-import os
 import resource
 import shutil
 import signal
@@ -26,6 +25,7 @@ from typing import Any
 
 import atheris
 
+from tests.harness.mutations import mutate_bytes
 from tests.harness.targets import CORPUS, COUNTERS, TARGETS
 
 fuzzer: Any = atheris
@@ -153,9 +153,8 @@ def main() -> None:
         data = random.choice(seeds) if random.random() < 0.5 else data
         try:
             changed = mutation(random, data) if random.random() < 0.7 else fuzzer.Mutate(data, len(data) + 64)
-        except Exception:  # which libFuzzer answers by an exit that waits for ever
-            traceback.print_exc()
-            os._exit(1)
+        except Exception:  # an input that cannot be changed as a file of its format; libFuzzer would wait
+            changed = mutate_bytes(random, data)
         return changed[:max_size]
 
     largest = max(map(len, seeds))

@@ -642,6 +642,10 @@ class _Container(Small):
 class _Flattened(Small):
     """Reshapes around each convolution, with a residual in the folded form."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        functional.set_step_mode(nn.ModuleList([self.conv1, self.bn1, self.conv2, self.bn2, self.conv3]), "s")
+
     def features(self, x: torch.Tensor) -> torch.Tensor:
         steps, batch = x.shape[:2]
         x = self.bn1(self.conv1(x.flatten(0, 1))).reshape(steps, batch, 6, 8, 8).contiguous()
@@ -713,13 +717,6 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 def test_networks_that_fold_the_time_axis(name: str, group_mode: str) -> None:
     build, expected = FOLDED[name]
     net = ready(build())
-    for module in net.modules():
-        if (
-            hasattr(module, "step_mode")
-            and isinstance(module, (nn.Conv2d, nn.BatchNorm2d))
-            and name == "reshapes"
-        ):
-            module.step_mode = "s"
     ways = agree(net, images(3, 2), group_mode)
     assert group_mode != "sparse" or ways == expected
 

@@ -400,8 +400,8 @@ def _match_stack(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """Return the stacked nodes if the node stacks tensors along a new first axis; else None."""
     if node.op != "call_function" or node.target not in (torch.stack, torch.cat) or not node.args:
         return None
-    items, *rest = node.args
-    dim = rest[0] if rest else node.kwargs.get("dim", 0)
+    items, *options = node.args
+    dim = options[0] if options else node.kwargs.get("dim", 0)
     if dim != 0 or not isinstance(items, (list, tuple)) or not all(isinstance(x, fx.Node) for x in items):
         return None
     if node.target is torch.stack:
