@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the report page of trainings, which takes longer than the trainings."""
-    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_: None)
+    monkeypatch.setattr("sparseflow.pruning.training.train.write_training_page", lambda *_, **__: None)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from sparseflow.core import metrics, report
@@ -123,6 +124,15 @@ def test_plot_stacked_bars_remainder_has_its_own_color() -> None:
     assert "fill: var(--line)" in figure.svg and "fill: var(--before)" not in figure.svg
 
 
+@pytest.mark.parametrize("channels", [(), (3,)])
+def test_plot_frames_draws_one_image_per_frame(channels: tuple[int, ...]) -> None:
+    clips, masks = np.zeros((2, 3, 8, 4, *channels)), np.zeros((2, 3, 2, 1), bool)
+    masks[0, :, 0] = True
+    figure = report.plot_frames("T", list(clips), list(masks))
+    assert figure.svg.count('href="data:image/png;base64,') == 6 and len(figure.svg) < 20_000
+    assert "clip 1: 50%; clip 2: 0%" in figure.alt
+
+
 def test_plot_history_shows_values_intervals_and_target() -> None:
     figure = report.plot_history(
         "T", ["one\na1", "two\nb2"], [1.0, 2.0], [(None, None), (1.8, 2.2)], unit="x", target=1.5
@@ -147,6 +157,10 @@ def test_labels_are_escaped() -> None:
         lambda: report.plot_curves("T", {}, x="x", y="y"),
         lambda: report.plot_curves("T", {"a": ([], [])}, x="x", y="y"),
         lambda: report.plot_curves("T", {"a": ([1.0], [])}, x="x", y="y"),
+        lambda: report.plot_frames("T", [], []),
+        lambda: report.plot_frames("T", [np.zeros((1, 4, 4))], []),
+        lambda: report.plot_frames("T", [np.zeros((1, 4, 4))], [np.zeros((1, 3, 4))]),
+        lambda: report.plot_frames("T", [np.zeros((1, 4, 4, 2))], [np.zeros((1, 2, 2))]),
         lambda: report.plot_history("T", ["a"], [1.0], [(None, None)], unit="x"),
         lambda: report.plot_history("T", ["a", "b"], [1.0, 2.0], [], unit="x"),
         lambda: report.plot_stacked_bars("T", [], {"a": []}, unit="s"),

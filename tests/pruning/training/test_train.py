@@ -22,7 +22,7 @@ from sparseflow.errors import FileFormatError, InputError, RunError
 from sparseflow.pruning.compaction.saved_model import load_model
 from sparseflow.pruning.data.datasets import load_video_dataset
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.page import PAGE_FILE
+from sparseflow.pruning.training.page import PAGE_FILE, plot_kept_tokens
 from sparseflow.pruning.training.task import MODEL_FILE
 from sparseflow.pruning.training.train import train
 from tests.pruning.small import quick
@@ -48,6 +48,13 @@ def test_train_writes_history_page_and_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "settings.json").read_text()) == quick().model_dump(mode="json")
     page = (tmp_path / PAGE_FILE).read_text()
     assert "Training loss" in page and "Sparsity" in page
+    assert "Tokens of test clips" in page and page.count("data:image/png;base64,") == 3 * 2
+    assert "clip 1: 50%; clip 2: 50%; clip 3: 50%" in page
+
+
+def test_plot_kept_tokens_of_dense_model_is_none() -> None:
+    model = quick(mode="dense").build_model(num_classes=8, num_channels=1).eval()
+    assert plot_kept_tokens(model, torch.zeros(1, 4, 1, 16, 16)) is None
 
 
 @pytest.mark.usefixtures("no_page")

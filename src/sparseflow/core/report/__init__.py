@@ -7,6 +7,7 @@ Matplotlib figure into SVG that follows the light or dark theme of the page.
 from sparseflow.core.report.figures import (
     plot_before_after,
     plot_curves,
+    plot_frames,
     plot_history,
     plot_intervals,
     plot_predicted_vs_measured,
@@ -22,6 +23,7 @@ __all__ = [
     "from_matplotlib",
     "plot_before_after",
     "plot_curves",
+    "plot_frames",
     "plot_history",
     "plot_intervals",
     "plot_predicted_vs_measured",

@@ -27,6 +27,8 @@ WIDTH_IN = 9.6
 _COLORS = (AFTER, BEFORE, GOOD, BAD, INK, MUTED)
 _LINE_WIDTH_SHARE = 0.007
 """Width of a line relative to the height of the axes; closer curves cannot be told apart."""
+_DROPPED_ALPHA = 0.22
+"""Opacity of patches that are not kept."""
 _MAX_MARKERS = 24
 """Longest curve whose points are marked."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
@@ -288,6 +290,70 @@ def plot_curves(
         _legend(axes, 4)
         text = "; ".join(f"{name} ends at {ys[-1]:.3g}" for name, (_, ys) in series.items())
         return from_matplotlib(figure, title=title, alt=alt or f"{y} over {x}: {text}.", caption=caption)
+
+
+def plot_frames(
+    title: str,
+    clips: Sequence[Any],
+    masks: Sequence[Any],
+    *,
+    alt: str = "",
+    caption: str = "",
+) -> Figure:
+    """Plot the frames of clips with the patches that a mask keeps; the other patches are transparent.
+
+    Args:
+        title: Heading.
+        clips: Frames of each clip, [T, H, W] or [T, H, W, 3], with values from 0 to 1.
+        masks: Patches of each clip that are kept, bool, [T, h, w], where h divides H and w divides W.
+        alt: Text alternative; generated from the shares of kept patches if empty.
+        caption: Sentence below the heading.
+
+    Raises:
+        InputError: There are no clips, or shapes do not match.
+    """
+    import numpy as np
+
+    frames = [np.asarray(clip, np.float64) for clip in clips]
+    kept = [np.asarray(mask, bool) for mask in masks]
+    shapes = [(clip.shape, mask.shape) for clip, mask in zip(frames, kept, strict=False)]
+    if not frames or len(frames) != len(kept) or not all(_fits_patches(*pair) for pair in shapes):
+        raise InputError(
+            f"{title}: {len(frames)} clips and {len(kept)} masks with shapes {shapes}; expected [T, H, W] or "
+            "[T, H, W, 3] and [T, h, w], where h divides H and w divides W"
+        )
+    columns = max(len(clip) for clip in frames)
+    with open_axes(rows=len(frames), row_in=WIDTH_IN / columns) as (figure, axes):
+        axes.remove()
+        grid = figure.subplots(
+            len(frames), columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06}
+        )
+        for row, clip, mask in zip(grid, frames, kept, strict=True):
+            for axis in row:
+                axis.set_axis_off()
+            for axis, frame, patches in zip(row, clip, mask, strict=False):
+                repeats = np.array(frame.shape[:2]) // patches.shape
+                alpha = np.where(np.kron(patches, np.ones(repeats)), 1.0, _DROPPED_ALPHA)
+                color = frame if frame.ndim == 3 else np.repeat(frame[..., None], 3, axis=-1)
+                # Each pixel is a pixel of the file; the browser scales it.
+                axis.imshow(np.dstack([color, alpha]).clip(0.0, 1.0), interpolation="none")
+        text = "; ".join(f"clip {index}: {mask.mean():.0%}" for index, mask in enumerate(kept, start=1))
+        return from_matplotlib(
+            figure, title=title, alt=alt or f"Frames of clips. Kept patches, {text}.", caption=caption
+        )
+
+
+def _fits_patches(clip: tuple[int, ...], mask: tuple[int, ...]) -> bool:
+    return (
+        len(clip) in (3, 4)
+        and len(mask) == 3
+        and clip[0] == mask[0] > 0
+        and all(
+            size and patches and size % patches == 0
+            for size, patches in zip(clip[1:3], mask[1:], strict=True)
+        )
+        and clip[3:] in ((), (3,))
+    )
 
 
 def plot_history(

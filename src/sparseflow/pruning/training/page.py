@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparseflow.core.report import Page
+import torch
+from torch.utils.data import DataLoader
+
+from sparseflow.core.report import Figure, Page, plot_frames
 from sparseflow.core.training.history import read_history, smooth_curve
+from sparseflow.pruning.data.datasets import VideoDataset
+from sparseflow.pruning.model.video_vit import VideoViT
 
 PAGE_FILE = "report.html"
+_NUM_CLIPS = 3
+"""Clips in the picture of kept tokens."""
+_MAX_FRAMES, _MAX_SIDE = 8, 112
+"""Most frames of a clip, and most pixels per side of a frame, in the picture of kept tokens."""
 
 _SPARSITY = {
     "tokens": "sparsity_token",
@@ -19,12 +28,20 @@ _SPARSITY = {
 }
 
 
-def write_training_page(out_dir: Path | str, environment: Mapping[str, Any] | None = None) -> Path:
+def write_training_page(
+    out_dir: Path | str,
+    environment: Mapping[str, Any] | None = None,
+    *,
+    model: VideoViT | None = None,
+    data: VideoDataset | None = None,
+) -> Path:
     """Write `report.html` of a training and return its path.
 
     Args:
         out_dir: Directory of the training.
         environment: Environment of the training, from `collect_environment`.
+        model: Trained model in evaluation mode; its kept tokens are shown on clips of `data`.
+        data: Dataset of the training.
 
     Raises:
         FileFormatError: The history is damaged.
@@ -40,6 +57,13 @@ def write_training_page(out_dir: Path | str, environment: Mapping[str, Any] | No
         environment=environment,
         reproduce="sparseflow pruning train --config settings.json --out …",
     )
+    if model is not None and data is not None:
+        # A generator of its own, because a loader draws a seed from the global one.
+        loader = DataLoader(data.test, batch_size=_NUM_CLIPS, generator=torch.Generator())
+        kept_tokens = plot_kept_tokens(model, next(iter(loader))["clip"])
+        if kept_tokens is not None:
+            page.section("Kept tokens")
+            page.figure(kept_tokens)
     page.section("Training")
     losses = {name: smooth_curve(train, name) for name in ("loss", "task")}
     page.curves("Training loss", losses, x="step", y="loss")
@@ -58,3 +82,34 @@ def write_training_page(out_dir: Path | str, environment: Mapping[str, Any] | No
         digits=dict.fromkeys(columns, 4) | dict.fromkeys(sparsity_columns, 3),
     )
     return page.write(root / PAGE_FILE)
+
+
+def plot_kept_tokens(model: VideoViT, clips: torch.Tensor) -> Figure | None:
+    """Plot clips with the tokens that the last stage of a model keeps; None if it keeps all tokens.
+
+    Args:
+        model: Model in evaluation mode.
+        clips: Clips of the test set, [B, frames, C, H, W].
+    """
+    config = model.config
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        _, info = model(clips.to(device), return_intermediate=True)
+    kept = info["kept_tokens"].cpu()
+    if kept.all():
+        return None
+    num_frames, height, width = config.grid
+    shown = range(0, num_frames, -(-num_frames // _MAX_FRAMES))
+    divisors = [step for step in range(1, config.patch_size + 1) if config.patch_size % step == 0]
+    num_pixels = max(height, width) * config.patch_size
+    step = next((step for step in divisors if num_pixels // step <= _MAX_SIDE), config.patch_size)
+    frames = clips[:, :: config.tubelet_size, :, ::step, ::step][:, list(shown)].float()
+    low, high = frames.amin((1, 2, 3, 4), True), frames.amax((1, 2, 3, 4), True)
+    pixels = ((frames - low) / (high - low).clamp_min(1e-6)).permute(0, 1, 3, 4, 2)
+    masks = kept.view(-1, num_frames, height, width)[:, list(shown)]
+    return plot_frames(
+        "Tokens of test clips",
+        [clip[..., 0] if clip.shape[-1] != 3 else clip for clip in pixels.numpy()],
+        list(masks.numpy()),
+        caption="Opaque patches are tokens that the last stage keeps; the others are removed.",
+    )

@@ -22,7 +22,7 @@ from sparseflow.pruning.data.datasets import VideoDataset, load_video_dataset
 from sparseflow.pruning.evaluation.accuracy import VideoAccuracy
 from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel
 from sparseflow.pruning.model.video_vit import VideoViT
-from sparseflow.pruning.training.page import PAGE_FILE, write_training_page
+from sparseflow.pruning.training.page import write_training_page
 from sparseflow.pruning.training.task import VideoTrainingTask
 
 
@@ -82,6 +82,7 @@ def train(
         write_page=update_page,
         progress=progress,
     )
-    if task.accuracy is not None and not (Path(out_dir) / PAGE_FILE).is_file():
-        update_page(Path(out_dir))
-    return VideoTrainResult(model=task.model.eval(), accuracy=task.accuracy, stats=task.stats)
+    model = task.model.eval()
+    if task.accuracy is not None:
+        write_training_page(out_dir, environment, model=model, data=data)
+    return VideoTrainResult(model=model, accuracy=task.accuracy, stats=task.stats)
