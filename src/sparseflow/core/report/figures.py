@@ -27,8 +27,8 @@ WIDTH_IN = 9.6
 _COLORS = (AFTER, BEFORE, GOOD, BAD, INK, MUTED)
 _LINE_WIDTH_SHARE = 0.007
 """Width of a line relative to the height of the axes; closer curves cannot be told apart."""
-_DROPPED_ALPHA = 0.22
-"""Opacity of patches that are not kept."""
+_DIMMED_SHARE, _DIMMED_GRAY = 0.3, 0.7
+"""Share of their own brightness, and gray level of the rest, of patches that are not kept."""
 _MAX_MARKERS = 24
 """Longest curve whose points are marked."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
@@ -300,7 +300,7 @@ def plot_frames(
     alt: str = "",
     caption: str = "",
 ) -> Figure:
-    """Plot the frames of clips with the patches that a mask keeps; the other patches are transparent.
+    """Plot the frames of clips with the patches that a mask keeps; the other patches are gray.
 
     Args:
         title: Heading.
@@ -333,10 +333,11 @@ def plot_frames(
                 axis.set_axis_off()
             for axis, frame, patches in zip(row, clip, mask, strict=False):
                 repeats = np.array(frame.shape[:2]) // patches.shape
-                alpha = np.where(np.kron(patches, np.ones(repeats)), 1.0, _DROPPED_ALPHA)
                 color = frame if frame.ndim == 3 else np.repeat(frame[..., None], 3, axis=-1)
+                is_kept = np.kron(patches, np.ones(repeats)).astype(bool)[..., None]
+                dimmed = _DIMMED_SHARE * color + (1.0 - _DIMMED_SHARE) * _DIMMED_GRAY
                 # Each pixel is a pixel of the file; the browser scales it.
-                axis.imshow(np.dstack([color, alpha]).clip(0.0, 1.0), interpolation="none")
+                axis.imshow(np.where(is_kept, color, dimmed).clip(0.0, 1.0), interpolation="none")
         text = "; ".join(f"clip {index}: {mask.mean():.0%}" for index, mask in enumerate(kept, start=1))
         return from_matplotlib(
             figure, title=title, alt=alt or f"Frames of clips. Kept patches, {text}.", caption=caption

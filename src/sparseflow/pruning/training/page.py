@@ -111,5 +111,5 @@ def plot_kept_tokens(model: VideoViT, clips: torch.Tensor) -> Figure | None:
         "Tokens of test clips",
         [clip[..., 0] if clip.shape[-1] != 3 else clip for clip in pixels.numpy()],
         list(masks.numpy()),
-        caption="Opaque patches are tokens that the last stage keeps; the others are removed.",
+        caption="The last stage keeps the tokens of patches in full contrast; it removes the gray ones.",
     )
