@@ -97,7 +97,7 @@ def execute(paths: Sequence[Path]) -> list[NotebookNode]:
         client = NotebookClient(notebook, km=manager, timeout=_TIMEOUT_S, record_timing=False)
         async with slots:
             try:
-                await client.async_execute(env={**os.environ, **_ENVIRONMENT})
+                await client.async_execute(env={**os.environ, **_ENVIRONMENT}, cleanup_kc=True)
             except CellExecutionError as error:
                 raise PluginError(f"{path.name} failed: {error}") from error
         for cell in notebook.cells:
