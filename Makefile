@@ -36,7 +36,7 @@ test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON), and
 check: $(VENV)/.dev  ## Lint, check formatting, types, imports, identifiers and the public API; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
 	  "lint-imports --no-cache" \
-	  "python .ci/check_identifiers.py src tests benchmarks" "python .ci/check_public_api.py"; do \
+	  "python .ci/check_identifiers.py src tests benchmarks docs" "python .ci/check_public_api.py"; do \
 	  echo "$$tool"; $(BIN)/$$tool || failed="$$failed $${tool%% -*}"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 

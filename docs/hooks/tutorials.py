@@ -125,11 +125,12 @@ def write_page(name: str, notebook: NotebookNode) -> tuple[str, dict[str, bytes]
     """Write an executed notebook as Markdown.
 
     Returns:
-        The page, and its pictures by file name. The text of a picture is the last sentence above its cell.
+        The page, and its pictures by file name. The text of a picture is the first sentence of the last
+        paragraph above its cell.
     """
-    title, _, rest = notebook.cells[0].source.partition("\n")
+    title, _, introduction = notebook.cells[0].source.partition("\n")
     downloads = f'[Notebook]({name}.ipynb){{ download="" }} · [script]({name}.py){{ download="" }}'
-    parts, pictures = [title, f"Download: {downloads}", rest.strip()], {}
+    parts, pictures = [title, f"Download: {downloads}", introduction.strip()], {}
     caption = title.removeprefix("# ")
     for cell in notebook.cells[1:]:
         if cell.cell_type == "markdown":
