@@ -193,7 +193,10 @@ def _format_rows(claims: Sequence[Claim]) -> list[str]:
 
 def _format_interval(claim: Claim) -> str:
     low, high = claim.details.get("low"), claim.details.get("high")
-    return "" if low is None or high is None else f" ({format_value(low)} to {format_value(high)})"
+    if low is None or high is None:
+        return ""
+    dash = "–" if isinstance(low, int | float) and low >= 0 else " to "
+    return f" ({format_value(low)}{dash}{format_value(high)})"
 
 
 def main(arguments: Sequence[str]) -> int:
