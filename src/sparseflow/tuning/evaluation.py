@@ -306,3 +306,15 @@ def _add_losses(page: Page, out_dir: Path, rows: Sequence[ComparisonRow]) -> Non
             y="loss",
             caption="Margin, rank and LambdaRank losses have different scales.",
         )
+    losses = [
+        {
+            "model": entry,
+            "steps": int(xs[-1]),
+            "training loss": ys[-1],
+            "held-out loss": curves["held_out"][entry][1][-1] if curves["held_out"][entry][1] else None,
+        }
+        for entry, (xs, ys) in curves["train"].items()
+        if xs
+    ]
+    if losses:
+        page.table("Last losses", losses, caption="First fold, first seed.")

@@ -157,12 +157,15 @@ def test_page_shows_searches(labels: Path, tmp_path: Path) -> None:
     compare_networks(FEW[2:], [labels], tmp_path, folds=3)
     for method, ratios in (("annealing", (None, 2.0, 1.0, 0.5)), ("guided-annealing", (0.52, 0.6))):
         item = SearchRecord(
-            problem="cca spmv", method=method, ratios=ratios, seconds={"measure": 2.0, "rest": 0.5}
-        )
+            problem="cca spmv", method=method, ratios=ratios, trial_s=(0.5,) * len(ratios),
+            seconds={"measure": 2.0, "other": 0.5},
+        )  # fmt: skip
         assert SearchRecord.load(item.save(tmp_path / SEARCHES_DIR / f"{method}.json")) == item
     assert item.count_until(0.5) == 1 and item.count_until(0.1) is None
     page = write_page(tmp_path)
     assert page == tmp_path / PAGE_FILE
+    assert "2 s without the model and 0.5 s with the model in total" in page.read_text()
+    assert 'data-key="4.0"' in page.read_text(), "4 times fewer measurements"
     for text in (
         "Searches: cca spmv",
         "without the model",

@@ -34,7 +34,8 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
     assert [item.method for item in result] == ["random", "guided-random"]
     for item in result:
         assert item.problem == "eye, spmv" and len(item.ratios) == 4 + 3
-        assert {"propose", "build", "compile", "measure", "rest"} <= set(item.seconds)
+        assert {"propose", "build", "compile", "measure", "rerank", "other"} <= set(item.seconds)
+        assert len(item.trial_s) == len(item.ratios) and item.seconds["rerank"] > 0.0
     assert compare_searches(*arguments, **options) == result and len(proposals) == 2, (
         "what is done is not done again"
     )
@@ -43,6 +44,13 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
 
 
 def test_count_until_goal() -> None:
-    item = SearchRecord(problem="p", method="m", ratios=(None, 2.0, 1.04, 1.0), seconds={})
+    item = SearchRecord(
+        problem="p",
+        method="m",
+        ratios=(None, 2.0, 1.04, 1.0),
+        trial_s=(4.0, 3.0, 2.0, 1.0),
+        seconds={"propose": 8.0},
+    )
     assert item.best_ratios() == [float("inf"), 2.0, 1.04, 1.0]
     assert (item.count_until(1.0), item.count_until(0.5), item.count_until(2.0)) == (3, None, 2)
+    assert (item.compute_time_until(1.0), item.compute_time_until(0.5)) == (9.0 + 6.0, None)

@@ -147,7 +147,7 @@ def test_session_few_trials(name: str, options: dict[str, Any], tmp_path: Path) 
     assert [trial.schedule for trial in tuned.trials[: len(known)]] == list(known.values())
     assert len(tuned.trials) == len(known) + 2
     assert all(trial.error is None for trial in tuned.trials[: len(known)])
-    assert set(tuned.seconds) == {"propose", "build", "compile", "measure", "rest"}
+    assert set(tuned.seconds) == {"propose", "build", "compile", "measure", "rerank", "other"}
     assert all(seconds >= 0.0 for seconds in tuned.seconds.values())
     tuned.kernel.save(tmp_path / "kernel")
     kernel = load(tmp_path / "kernel", cache_dir=options["cache_dir"])

@@ -13,8 +13,8 @@ from sparseflow.core.progress import Progress
 from sparseflow.core.report import Page, plot_before_after, plot_stacked_bars
 from sparseflow.tuning.search.session import GUIDED_PREFIX, Prior, TuningSession
 
-COMPARED_METHODS = ("random", "annealing", "qlearning")
-"""Search methods of AutoSparse."""
+COMPARED_METHODS = ("evolutionary", "random", "annealing", "qlearning")
+"""The method of the default search, and the search methods of AutoSparse."""
 
 _GOAL_TOLERANCE = 1.05
 """A search reaches its goal within 5 % of the best ratio of all searches of the problem."""
@@ -27,16 +27,18 @@ class SearchRecord(Artifact):
         problem: Name of matrix, operator and columns.
         method: Search method.
         ratios: Time over the reference's of every schedule in order; None for failures.
-        seconds: Phase -> duration, seconds: "propose", "build", "compile", "measure", "rest".
+        trial_s: Duration of each measurement, with building and compiling, seconds.
+        seconds: Phase -> duration, seconds: "propose", "build", "compile", "measure", "rerank", "other".
     """
 
     FORMAT: ClassVar[str] = "sparseflow.tuning.search"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     HINT: ClassVar[str] = "remove the file to search again"
 
     problem: str
     method: str
     ratios: tuple[float | None, ...]
+    trial_s: tuple[float, ...]
     seconds: Mapping[str, float]
 
     def best_ratios(self) -> list[float]:
@@ -47,6 +49,16 @@ class SearchRecord(Artifact):
         """Count the measurements until the best ratio is within 5 % of `goal`; None if it never is."""
         reached = (best <= _GOAL_TOLERANCE * goal for best in self.best_ratios())
         return next((count for count, is_reached in enumerate(reached, start=1) if is_reached), None)
+
+    def compute_time_until(self, goal: float) -> float | None:
+        """Return the seconds until the best ratio is within 5 % of `goal`; None if it never is.
+
+        Proposals count with the mean time of a proposal.
+        """
+        count = self.count_until(goal)
+        if count is None:
+            return None
+        return sum(self.trial_s[:count]) + self.seconds.get("propose", 0.0) * count / len(self.ratios)
 
 
 def compare_searches(
@@ -105,6 +117,7 @@ def compare_searches(
                 problem=problem,
                 method=method,
                 ratios=tuple(None if trial.error else trial.ratio for trial in result.trials),
+                trial_s=tuple(sum(trial.seconds.values()) for trial in result.trials),
                 seconds=result.seconds,
             ).save(path)
         records.append(SearchRecord.load(path))
@@ -121,18 +134,24 @@ def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
 
 
 def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
-    methods = [record.method for record in searches]
-    total_s = {record.method: sum(record.seconds.values()) for record in searches}
-    pairs = [(method, GUIDED_PREFIX + method) for method in methods if GUIDED_PREFIX + method in total_s]
+    methods = {record.method: record for record in searches}
+    goal = min(record.best_ratios()[-1] for record in searches)
+    until_s = {method: record.compute_time_until(goal) for method, record in methods.items()}
+    pairs = {
+        method: (plain_s, guided_s)
+        for method, plain_s in until_s.items()
+        if plain_s is not None and (guided_s := until_s.get(GUIDED_PREFIX + method)) is not None
+    }
     if pairs:
         page.figure(
             plot_before_after(
-                "Search time",
-                [method for method, _ in pairs],
-                [total_s[method] for method, _ in pairs],
-                [total_s[guided] for _, guided in pairs],
+                "Time until within 5 % of the best schedule",
+                list(pairs),
+                [plain_s for plain_s, _ in pairs.values()],
+                [guided_s for _, guided_s in pairs.values()],
                 unit="s",
                 names=("without the model", "with the model"),
+                caption="Methods that reach it both with and without the model.",
             )
         )
     curves = {}
@@ -143,15 +162,25 @@ def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
     page.curves("Best schedule so far", curves, x="measured schedules", y="time / reference", log_x=True)
     phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
     times = {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases}
-    page.figure(plot_stacked_bars("Time of each search phase", methods, times, unit="s"))
-    goal = min(record.best_ratios()[-1] for record in searches)
+    page.figure(
+        plot_stacked_bars(
+            "Time of each search phase",
+            list(methods),
+            times,
+            unit="s",
+            remainder="other",
+            caption="'rerank' measures the best schedules again, in turns.",
+        )
+    )
     rows = [
         {
             "method": record.method,
             "measured": len(record.ratios),
             "until_goal": record.count_until(goal),
+            "factor": _compute_factor(methods, record, goal),
+            "until_s": until_s[record.method],
             "best": record.best_ratios()[-1],
-            "seconds": total_s[record.method],
+            "seconds": sum(record.seconds.values()),
         }
         for record in searches
     ]
@@ -159,7 +188,18 @@ def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
         "method": "method",
         "measured": "schedules measured",
         "until_goal": "measured until within 5 % of the best",
+        "factor": "times fewer than without the model",
+        "until_s": "seconds until then",
         "best": "best time / reference",
         "seconds": "seconds",
     }
-    page.table("Searches", rows, columns=columns, digits={"best": 3, "seconds": 1})
+    page.table("Searches", rows, columns=columns, digits={"factor": 1, "until_s": 1, "best": 3, "seconds": 1})
+
+
+def _compute_factor(methods: Mapping[str, SearchRecord], record: SearchRecord, goal: float) -> float | None:
+    """Return how many times fewer measurements a guided search needs; None if one of the two misses."""
+    plain = methods.get(record.method.removeprefix(GUIDED_PREFIX))
+    if plain is None or plain is record:
+        return None
+    before, after = plain.count_until(goal), record.count_until(goal)
+    return None if before is None or after is None else before / after
