@@ -7,6 +7,7 @@ the latency of one batch, dense and optimized, interleaved on the same images. T
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def write_report(result: DemoResult, run: Run, card: dict[str, Any]) -> None:
         f"{result.batch_size}, {result.num_threads} threads. Both sides were interleaved in one process; the "
         f"dense side is the fastest of {len(baselines)} settings.",
         environment=run.info["environment"],
-        reproduce="sparseflow demo",
+        reproduce=_format_command(run.info["config"]),
     )
     _add_headlines(page, result)
     page.section(
@@ -158,6 +159,11 @@ def write_report(result: DemoResult, run: Run, card: dict[str, Any]) -> None:
     )
     _add_layers(page, result.explanation)
     page.write(result.report)
+
+
+def _format_command(config: Mapping[str, Any]) -> str:
+    compiles = "--compile" if config["compiled"] else "--no-compile"
+    return f"sparseflow demo --batch-size {config['batch']} --rounds {config['rounds']} {compiles}"
 
 
 def _add_headlines(page: Page, result: DemoResult) -> None:

@@ -74,7 +74,9 @@ def plot_before_after(
         ):
             positions = [index + offset for index in range(len(labels))]
             bars = axes.barh(positions, values, height=height, color=color, label=name)
-            axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, fontsize=8, color=MUTED)
+            axes.bar_label(
+                bars, [format_value(value) for value in values], padding=4, fontsize=8, color=MUTED
+            )
         axes.set_yticks(list(range(len(labels))), labels)
         axes.invert_yaxis()
         axes.set_xlim(0, max([*before, *after, 1e-9]) * 1.12)
@@ -468,6 +470,11 @@ def _group_curves(series: Mapping[str, tuple[Sequence[float], Sequence[float]]])
         else:
             groups.append([name])
     return groups
+
+
+def format_value(value: float) -> str:
+    """Format a number with three significant digits, and one from 1000 to a billion as an integer."""
+    return f"{value:,.0f}".replace(",", "\u202f") if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 @contextmanager

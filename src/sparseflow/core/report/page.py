@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseflow.core.files import write_atomic
-from sparseflow.core.report.figures import plot_curves, plot_samples
+from sparseflow.core.report.figures import format_value, plot_curves, plot_samples
 from sparseflow.core.report.svg import Figure
 from sparseflow.errors import InputError
 
@@ -324,7 +324,7 @@ def _format_cell(value: Any, digits: int | None) -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             return str(value)
-        return f"{value:.{digits}f}" if digits is not None else f"{value:.3g}"
+        return f"{value:.{digits}f}" if digits is not None else format_value(value)
     return str(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def write_run(environment: dict[str, Any]) -> Callable[..., Run]:
     """Function that writes a run whose rounds take `factor` times as long, with or without a page."""
 
+    seconds = itertools.count()
+
     def write(
         root: Path,
         factor: float = 1.0,
@@ -36,6 +39,8 @@ def write_run(environment: dict[str, Any]) -> Callable[..., Run]:
         rounds: int = 8,
     ) -> Run:
         with Run.start(root, command, {"rounds": rounds, "factor": factor}) as run:
+            # Runs of a test start in the same second.
+            run.info["started"] = f"2026-11-26T10:00:{next(seconds):02d}+00:00"
             for index in range(rounds):
                 for candidate, time_ms in (("dense", 2.0), ("optimized", factor)):
                     row = {

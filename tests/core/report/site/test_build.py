@@ -44,7 +44,12 @@ def test_build_site_of_runs_and_claims(
     assert "not met" in front and "Measured" not in front
     (compared,) = (tmp_path / "site" / "compare").iterdir()
     text = compared.read_text(encoding="utf-8")
-    assert "demo: better" in text and '<tr class="highlight">' in text and "2222" in text
+    assert (
+        "demo: better" in text
+        and "These settings differ: factor." in text
+        and '<tr class="highlight">' in text
+        and "2222" in text
+    )
     runs = sorted((tmp_path / "site" / "runs").glob("*/index.html"))
     assert len(runs) == 2
     for page in runs:

@@ -131,9 +131,13 @@ def build_compare_index(comparisons: Sequence[Comparison]) -> Page:
 def build_compare_page(comparison: Comparison) -> Page:
     """Build the comparison of two runs."""
     old, new, series = comparison.old, comparison.new, comparison.series
+    settings = [dict(flatten(entry.config)) for entry in (new, old)]
+    changed = [name for name in dict.fromkeys(key for items in settings for key in items)
+               if settings[0].get(name) != settings[1].get(name)]  # fmt: skip
     page = _make_page(
         f"{new.kind}: {comparison.verdict}",
-        f"{new.name} against {old.name}. A ratio above 1 states that the newer run is faster.",
+        f"{new.name} against {old.name}. A ratio above 1 states that the newer run is faster."
+        + (f" These settings differ: {', '.join(changed)}." if changed else ""),
         prefix="../",
     )
     counts = Counter(item.verdict for item in series)
