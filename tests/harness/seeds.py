@@ -54,9 +54,18 @@ def write_corpus() -> None:
 
 @_source
 def _core(folder: Path) -> dict[str, bytes]:
+    from sparseflow.core.report import Page
     from sparseflow.core.run import Run
     from sparseflow.core.training import checkpoint
 
+    page = Page("Demo", reproduce="sparseflow demo", environment={"seed": 0})
+    page.headline("2×", "faster")
+    page.section("Layers", "One sentence.")
+    page.table("Times", [{"layer": "conv1", "ms": 1.5}])
+    claim = {
+        "id": "spiking/1-speedup", "claim": "Speedup.", "value": 2.0, "unit": "x", "target": ">= 1.5",
+        "met": True, "git": "a1", "date": "2026-01-02", "details": {"low": 1.9, "high": 2.1},
+    }  # fmt: skip
     run = Run.start(folder, "sparseflow demo", {"batch_size": 1})
     run.finish()
     checkpoint.save(folder, {"fingerprint": {"seed": 0}, "step": 3, "task": {"weights": _zeros(4)}})
@@ -72,6 +81,8 @@ def _core(folder: Path) -> dict[str, bytes]:
         "yaml": b"a: [1, 2.5, true]\nb: {c: text, d: 1e-3}\ne: &x [1]\nf: *x\n",
         "journal": b'{"a": 1, "b": "x"}\n{"a": 2, "b": null}\n',
         "run": (run.path / "run.json").read_bytes(),
+        "report-page": page.render().encode(),
+        "report-claims": json.dumps([claim]).encode(),
         "checkpoint": (folder / checkpoint.CHECKPOINT_FILE).read_bytes(),
         "prometheus": json.dumps(answer).encode(),
     }

@@ -88,6 +88,22 @@ def _(path: Path) -> None:
         run.to_dict()
 
 
+@_add("report-page", "report.html", mutate_text)
+def _(path: Path) -> None:
+    from sparseflow.core.report.site.records import read_page
+
+    read_page(path)
+
+
+@_add("report-claims", "claims.json", mutate_json)
+def _(path: Path) -> None:
+    from sparseflow.core.report.site.claims import read_claims
+
+    for claim in read_claims(path):
+        assert claim.formatted_value
+        assert claim.bound is None or claim.larger_is_better is not None
+
+
 @_add("checkpoint", "checkpoint.pt", mutate_bytes)
 def _(path: Path) -> None:
     from sparseflow.core.training import checkpoint

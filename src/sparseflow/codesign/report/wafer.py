@@ -199,8 +199,8 @@ def _draw_heat(axes: Axes, heat: ThermalMap, radius: float, edge: Any) -> None:
     bar.outline.set_visible(False)
     hottest = np.unravel_index(np.nanargmax(heat.temperature_c), heat.temperature_c.shape)
     axes.plot(
-        [heat.x_mm[hottest[1]]], [heat.y_mm[hottest[0]]], "x", color=BAD, markersize=7, zorder=5,
-        label=f"hottest, {heat.peak_c:.1f} °C",
+        [heat.x_mm[hottest[1]]], [heat.y_mm[hottest[0]]], "o", color=BAD, markersize=16, fillstyle="none",
+        markeredgewidth=1.6, zorder=5, label=f"hottest, {heat.peak_c:.1f} °C",
     )  # fmt: skip
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.0)
 

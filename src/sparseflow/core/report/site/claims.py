@@ -121,13 +121,21 @@ def load_claims(directory: Path) -> list[Claim]:
         raise InputError(
             f"{directory} contains no */{CLAIMS_FILE}; pass the `results` directory of a checkout"
         )
-    claims = []
-    for path in paths:
-        try:
-            claims += _parse_claims(read_json(path))
-        except ValueError as error:
-            raise FileFormatError(f"{path} is not a list of claims: {error}") from error
-    return claims
+    return [claim for path in paths for claim in read_claims(path)]
+
+
+def read_claims(path: Path) -> list[Claim]:
+    """Read one `claims.json`.
+
+    Raises:
+        InputError: The file cannot be read.
+        FileFormatError: The file is not a list of claims.
+    """
+    content = read_json(path)
+    try:
+        return _parse_claims(content)
+    except ValueError as error:
+        raise FileFormatError(f"{path} is not a list of claims: {error}") from error
 
 
 def select_headlines(directory: Path, claims: Sequence[Claim]) -> list[Claim]:
