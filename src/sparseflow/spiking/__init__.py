@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sparseflow.spiking.explanation import Explanation, explain
     from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
     from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
+    from sparseflow.spiking.models.pretrained import load_images, load_network, normalize
     from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 
 __all__ = [
@@ -31,6 +32,9 @@ __all__ = [
     "analyze",
     "explain",
     "layer_times",
+    "load_images",
+    "load_network",
+    "normalize",
     "optimize",
     "register_neuron",
     "restore",
@@ -45,6 +49,7 @@ __getattr__, __dir__ = attach(
         "explanation": ["Explanation", "explain"],
         "graph.analysis": ["SpikeGraph", "analyze"],
         "graph.registry": ["register_neuron", "unregister_neuron"],
+        "models.pretrained": ["load_images", "load_network", "normalize"],
         "runtime.sparse_conv": ["SparseConv2d"],
     },
 )
