@@ -19,7 +19,7 @@ import sparseflow
 from sparseflow.core.telemetry.cpu_contention import CpuUsageMonitor
 from sparseflow.spiking import accelerated
 from sparseflow.spiking.accelerated import get_accelerated_forward
-from sparseflow.spiking.autotune.candidates import _describe_mismatch
+from sparseflow.spiking.autotune.candidates import _describe_flips
 from sparseflow.spiking.backends.events.backend import EventBackend
 from tests.spiking.nets import (
     KINDS,
@@ -105,9 +105,9 @@ def test_mismatch_below_the_limit_is_accepted() -> None:
     expected = torch.zeros(100, 1000)
     actual = expected.clone()
     actual.view(-1)[:11] = 1
-    assert _describe_mismatch(actual, expected, torch.float32) is None
+    assert _describe_flips(actual, expected, torch.float32) is None
     actual.view(-1)[:12] = 1
-    assert "12 of 100000 spikes differ" in str(_describe_mismatch(actual, expected, torch.float32))
+    assert "12 of 100000 spikes differ" in str(_describe_flips(actual, expected, torch.float32))
 
 
 # --- the cache ----------------------------------------------------------------------------------------------

@@ -708,7 +708,10 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "reshapes": (_Flattened, {"conv1": "dense", "conv2": "sparse", "conv3": "sparse"}),
     "loop": (Loop, {"net.conv1": "dense", "net.conv2": "sparse", "net.conv3": "sparse"}),
     "batch first": (_BatchFirst, {"conv1": "dense", "conv2": "sparse", "conv3": "sparse"}),
-    "wrappers": (_Distributed, {"conv1.inner": "dense", "conv2.inner": "sparse", "sn3": "dense"}),
+    "wrappers": (
+        _Distributed,
+        {"conv1.inner": "dense", "conv2.inner": "sparse", "sn3": "dense", "conv3.inner": "sparse"},
+    ),
 }
 
 
@@ -725,6 +728,41 @@ def test_a_folded_network_passes_spikes_in_native_form() -> None:
     net = ready(_Distributed())
     plan = planned(net, images(3, 2))
     force(plan, "sparse", images(3, 2))
-    assert [group.output_form for group in plan.groups[:2]] == ["native", "dense"]
+    assert [group.output_form for group in plan.groups[:3]] == ["native", "native", "dense"]
     calls = [step.node.target for step in plan._steps if step.group is None and step.node.op == "call_method"]
     assert calls == ["flatten", "mean"], "those of the classifier"
+
+
+# --- convolutions whose output no fused neuron reads --------------------------------------------------------
+
+
+class _Pooled(Small):
+    """A slice between convolution and neuron, and a residual of the neurons' inputs."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv1(x)
+        y = self.bn2(self.conv2(self.sn1(x)))
+        return self.sn3(self.conv3(self.sn2(y + x))[..., ::2, ::2])
+
+
+def test_convolutions_without_a_neuron_to_fuse() -> None:
+    x = images(3, 2)
+    net = ready(_Pooled())
+    expected = {"sn1": "dense", "conv2": "sparse", "conv3": "sparse", "sn3": "dense"}
+    assert agree(net, x, "sparse") == expected
+    assert agree(net, x, "dense") == dict.fromkeys(expected, "dense")
+    net = ready(_Pooled())
+    functional.set_step_mode(net, "s")
+    assert agree(net, images(2), "sparse") == expected
+
+
+@pytest.mark.parametrize("make", [neuron.KLIFNode, neuron.QIFNode, lambda: neuron.PSN(3)])
+def test_convolutions_before_neurons_of_other_dynamics(make: Callable[[], nn.Module]) -> None:
+    net = small("m", make)
+    x = images(3, 2)
+    plan = planned(net, x)
+    assert force(plan, "sparse", x) == {"conv2": "sparse", "conv3": "sparse"}
+    expected = from_rest(net, x)
+    functional.reset_net(net)
+    with torch.no_grad():
+        assert same(plan.run(x), expected)

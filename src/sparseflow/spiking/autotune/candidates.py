@@ -30,13 +30,16 @@ GPU_CALLS_PER_SAMPLE = 20
 MAX_FLIP_FRACTION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Fraction of spikes that may flip at the threshold through different rounding of sums, by weight dtype."""
 
+MAX_SUM_ERROR = 256.0
+"""Largest error of a convolution's outputs, in units of the dtype's rounding of the largest output."""
+
 MAX_FLIP_FRACTION_TF32 = 2e-3
 """The limit for float32 weights if cuDNN may use TF32, which rounds the network's own convolutions too."""
 
 
 def tune_group(
     group: GroupStep, env: NodeValues, selector: CandidateSelector, backend: Backend
-) -> tuple[Decision, SpikeTensor]:
+) -> tuple[Decision, Any]:
     """Time all modes of a group and fix the fastest.
 
     Each call starts from the membrane that the neuron has on entry. A mode whose spikes differ from those of
@@ -49,13 +52,13 @@ def tune_group(
         backend: The plan's backend.
 
     Returns:
-        The decision, and the group's spikes in the selected mode.
+        The decision, and the group's output in the selected mode.
     """
     shape_mismatch = group.get_shape_mismatch(env)
     if shape_mismatch is not None:
         return Decision(choice="module", reason=shape_mismatch), group.run(env, mode="module")
-    initial_v = group.neuron.v
-    candidates: dict[str, Callable[[], SpikeTensor]] = {
+    initial_v = group.membrane
+    candidates: dict[str, Callable[[], Any]] = {
         mode: partial(_run_group, group, mode, values, initial_v)
         for mode, values in {"module": _to_dense_values(env), "dense": env, "sparse": env}.items()
     }
@@ -69,7 +72,7 @@ def tune_group(
     if notes:
         decision = decision.model_copy(update={"reason": "; ".join([decision.reason, *notes])})
     group.fix_mode(decision.choice)  # type: ignore[arg-type]
-    group.neuron.v = initial_v
+    group.membrane = initial_v
     return decision, group.run(env)
 
 
@@ -77,18 +80,18 @@ def _to_dense_values(env: NodeValues) -> NodeValues:
     return {node: to_dense(value) for node, value in env.items()}
 
 
-def _run_group(group: GroupStep, mode: Any, env: NodeValues, initial_v: Any) -> SpikeTensor:
+def _run_group(group: GroupStep, mode: Any, env: NodeValues, initial_v: Any) -> Any:
     """Run a group in a mode from the membrane `initial_v`."""
-    group.neuron.v = initial_v
+    group.membrane = initial_v
     return group.run(env, mode=mode, output_form=None if mode == "module" else "native")
 
 
-def _remove_mismatches(candidates: dict[str, Callable[[], SpikeTensor]], dtype: torch.dtype) -> list[str]:
-    """Remove candidates whose spikes differ from those of `"module"`, and describe the differences."""
-    expected = candidates["module"]().sequence
+def _remove_mismatches(candidates: dict[str, Callable[[], Any]], dtype: torch.dtype) -> list[str]:
+    """Remove candidates whose outputs differ from those of `"module"`, and describe the differences."""
+    expected = candidates["module"]()
     notes: list[str] = []
     for mode in [mode for mode in candidates if mode != "module"]:
-        mismatch = _describe_mismatch(candidates[mode]().sequence, expected, dtype)
+        mismatch = _describe_mismatch(candidates[mode](), expected, dtype)
         if mismatch:
             notes.append(f"'{mode}' differs from the network's own modules on the sample: {mismatch}")
             del candidates[mode]
@@ -166,7 +169,20 @@ def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
     return "|".join(parts)
 
 
-def _describe_mismatch(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
+def _describe_mismatch(
+    actual: SpikeTensor | torch.Tensor, expected: SpikeTensor | torch.Tensor, dtype: torch.dtype
+) -> str | None:
+    """Describe how outputs differ; None if rounding of sums can explain it."""
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        scale = float(expected.abs().max())
+        error = float((actual - expected).abs().max())
+        limit = MAX_SUM_ERROR * torch.finfo(dtype).eps
+        return None if error <= limit * scale else f"the largest error is {error:.2g} of {scale:.2g}"
+    assert isinstance(actual, SpikeTensor) and isinstance(expected, SpikeTensor)
+    return _describe_flips(actual.sequence, expected.sequence, dtype)
+
+
+def _describe_flips(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Describe how spikes differ; None if rounding of sums near the threshold can explain it."""
     max_fraction = MAX_FLIP_FRACTION[dtype]
     if dtype == torch.float32 and expected.is_cuda and is_tf32_allowed():

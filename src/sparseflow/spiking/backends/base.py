@@ -115,6 +115,14 @@ class PreparedGroup(Protocol):
         """
         ...
 
+    def convolve(self, sources: Sequence[Any]) -> torch.Tensor:
+        """Compute bias and convolutions only: [T, N, C, H, W].
+
+        Args:
+            sources: As for a run of the group.
+        """
+        ...
+
 
 class Backend(Protocol):
     """Runs groups on one device.
@@ -123,6 +131,7 @@ class Backend(Protocol):
         name: Short name, also used in cache keys.
         dtype: Data type of a group's dense convolutions.
         shape_agnostic: Whether a prepared group runs on inputs of any shape.
+        runs_bare_convolutions: Whether sparse groups run without their neuron.
         adds_dense_spikes: Whether groups prepared for a dense convolution add dense spikes at no extra cost.
         channel_block: Channels that a sparse convolution skips together if all are silent; None if it does
             not skip.
@@ -131,6 +140,7 @@ class Backend(Protocol):
     name: str
     dtype: torch.dtype
     shape_agnostic: bool
+    runs_bare_convolutions: bool
     adds_dense_spikes: bool
 
     @property

@@ -16,6 +16,7 @@ Shapes: T time steps, N images, C channels, H x W pixels. Spikes are [T, N, C, H
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,10 @@ class NeuronSpec:
     def v_rest(self) -> float:
         """Membrane value after the network is reset."""
         return 0.0 if self.v_reset is None else self.v_reset
+
+
+NEVER_FIRES = NeuronSpec(alpha=0.0, beta=1.0, delta=0.0, v_threshold=math.inf, v_reset=None)
+"""Placeholder for the neuron of a group that is only convolved."""
 
 
 @dataclass(frozen=True, kw_only=True)

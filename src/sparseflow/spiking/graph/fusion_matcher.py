@@ -52,9 +52,10 @@ class GroupMatch:
     """One group: the terms added before a neuron, the neuron, and what is added to its spikes.
 
     Attributes:
-        neuron: The neuron's node.
-        neuron_name: The neuron's module name.
-        output: The node whose value the group yields (the neuron, or the SEW addition behind it).
+        neuron: The neuron's node; None for a convolution of spikes on its own.
+        neuron_name: The neuron's module name; empty without a neuron.
+        output: The node whose value the group yields: the neuron, or the SEW addition behind it; without a
+            neuron, the BatchNorm or the convolution.
         sources: Convolutions of spikes.
         dense_convs: Convolutions of dense values (a stem).
         skips: Nodes of spikes added to the neuron's input.
@@ -63,7 +64,7 @@ class GroupMatch:
         inner: All nodes that the group replaces, in graph order, `output` last.
     """
 
-    neuron: fx.Node
+    neuron: fx.Node | None
     neuron_name: str
     output: fx.Node
     sources: tuple[ConvMatch, ...]
@@ -118,7 +119,35 @@ class FusionMatcher:
         self._claimed: set[fx.Node] = set()
 
     def find_groups(self) -> Iterator[GroupMatch]:
-        """Yield the groups in the order in which the network runs them."""
+        """Yield the groups with a neuron, then the other convolutions, both in the network's order."""
+        inner: set[fx.Node] = set()
+        for group in self._find_neuron_groups():
+            inner.update(group.inner)
+            yield group
+        yield from self._find_convolutions(inner)
+
+    def _find_convolutions(self, inner: set[fx.Node]) -> Iterator[GroupMatch]:
+        """Find convolutions of spikes, with their BatchNorms, outside of `inner`."""
+        module = self._graph.module
+        assert module is not None
+        for node in module.graph.nodes:
+            if node in inner or node.op != "call_module" or node.target not in self._replaceable:
+                continue
+            reader = next(iter(node.users)) if len(node.users) == 1 else node
+            conv = self._match_convolution(reader) if reader not in inner else None
+            if conv is None or conv.node is not node:
+                conv = self._match_convolution(node)
+            if conv is None or self._get_kind(conv.input) not in SPIKE_KINDS:
+                continue
+            if self._graph.values[conv.input.name].shape is None:
+                continue
+            nodes = tuple(n for n in (conv.node, conv.bn_node) if n is not None)
+            yield GroupMatch(
+                neuron=None, neuron_name="", output=nodes[-1], sources=(conv,), dense_convs=(), skips=(),
+                dense=(), post_skips=(), inner=nodes,
+            )  # fmt: skip
+
+    def _find_neuron_groups(self) -> Iterator[GroupMatch]:
         module = self._graph.module
         assert module is not None
         order = {node: i for i, node in enumerate(module.graph.nodes)}

@@ -83,10 +83,10 @@ def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
     folded = copy.deepcopy(graph.module)
     nodes = {node.name: node for node in folded.graph.nodes}
     for match in FusionMatcher(graph).find_groups():
-        spec = graph.neurons[match.neuron_name].spec
-        neuron = original[match.neuron_name]
-        if plain and spec is not None and getattr(neuron, "step_mode", "m") == "m":
-            folded.set_submodule(match.neuron_name, LoopNeuron(spec))
+        info = graph.neurons.get(match.neuron_name)
+        takes_time = info is not None and getattr(original[match.neuron_name], "step_mode", "m") == "m"
+        if plain and info is not None and info.spec is not None and takes_time:
+            folded.set_submodule(match.neuron_name, LoopNeuron(info.spec))
         for conv in (*match.sources, *match.dense_convs):
             if conv.bn_node is None:
                 continue

@@ -20,7 +20,7 @@ from sparseflow.spiking.backends.base import (
     PreparedGroup,
 )
 from sparseflow.spiking.backends.precision import full_precision
-from sparseflow.spiking.backends.spec import GroupSpec
+from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.graph.sites import get_padding
@@ -69,11 +69,21 @@ class GroupStep:
         return self.match.name
 
     @property
+    def membrane(self) -> Any:
+        """The neuron's membrane: a tensor, or a number at rest."""
+        return self.neuron.v
+
+    @membrane.setter
+    def membrane(self, value: Any) -> None:
+        self.neuron.v = value
+
+    @property
     def neuron(self) -> Any:
         return self.modules[self.match.neuron_name]
 
     @property
     def single_step(self) -> bool:
+        assert self.match.neuron is not None
         return getattr(self.neuron, "step_mode", "m") == "s" and not runs_step_by_step(self.match.neuron)
 
     def fix_mode(self, mode: GroupMode) -> None:
@@ -94,14 +104,17 @@ class GroupStep:
 
     def make_spec(self, channels: int) -> GroupSpec:
         """Make the group's spec with the current weights, channels in the layout's orders."""
-        info = get_neuron_info(self.neuron)
-        assert info is not None and info.spec is not None
-        spec = make_group_spec(self.match, self.modules, info.spec, channels)
+        spec = make_group_spec(self.match, self.modules, self._get_neuron_spec(), channels)
         orders = [
             None if order is None else order.permutation
             for order in (self.layout.output, *self.layout.inputs)
         ]
         return permute_group(spec, outputs=orders[0], inputs=orders[1:])
+
+    def _get_neuron_spec(self) -> NeuronSpec:
+        info = get_neuron_info(self.neuron)
+        assert info is not None and info.spec is not None
+        return info.spec
 
     def _prepare(self, mode: GroupMode, shape: GroupShape) -> PreparedGroup:
         """Return the group prepared for `mode`, by this plan or another."""
@@ -126,8 +139,12 @@ class GroupStep:
         env: NodeValues,
         mode: GroupMode | None = None,
         output_form: Literal["native", "dense"] | None = None,
-    ) -> SpikeTensor:
-        """Run the group on the values in `env` and store the membrane in the neuron."""
+    ) -> Any:
+        """Run the group on the values in `env` and store the membrane in the neuron.
+
+        Returns:
+            A `SpikeTensor`; a tensor for a convolution on its own.
+        """
         mode = mode or self.mode
         if mode == "module":
             return self._run_modules(env)
@@ -226,9 +243,7 @@ class GroupStep:
     def _make_constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
         if self._v_rest is None:
             # Cached, because reading a neuron with a learned leak waits for the GPU.
-            info = get_neuron_info(self.neuron)
-            assert info is not None and info.spec is not None
-            self._v_rest = info.spec.v_rest
+            self._v_rest = self._get_neuron_spec().v_rest
         if float(value) == self._v_rest:
             return None
         device = next((p.device for p in self.modules[self.match.name].parameters()), torch.device("cpu"))
@@ -297,11 +312,14 @@ class GroupStep:
         )
 
     def _run_modules(self, env: NodeValues) -> SpikeTensor:
+        return self._make_spike_tensor(self.match.output, dense=self._run_original(env))
+
+    def _run_original(self, env: NodeValues) -> torch.Tensor:
+        """Run the group's nodes as in the network."""
         local: NodeValues = dict(env)
         for node in self.match.inner:
             self._run_inner(node, local)
-        value = local[self.match.output]
-        return self._make_spike_tensor(self.match.output, dense=value)
+        return local[self.match.output]
 
     def _run_inner(self, node: fx.Node, local: NodeValues) -> None:
         """Run `node`, after any repetition of a constant input that the plan left out."""
@@ -309,3 +327,58 @@ class GroupStep:
             if needed not in local:
                 self._run_inner(needed, local)
         local[node] = run_node(node, local, self.modules)
+
+
+@dataclass
+class ConvolutionStep(GroupStep):
+    """A convolution of spikes, with its BatchNorm, that feeds no neuron of a group.
+
+    Its neuron may have other dynamics, or a pooling stands in between.
+
+    Attributes:
+        rank: Number of dimensions of its input: 5 with a time axis, else 4.
+    """
+
+    rank: int = 5
+
+    @property
+    def membrane(self) -> Any:
+        """It has none."""
+        return None
+
+    @membrane.setter
+    def membrane(self, value: Any) -> None:
+        pass
+
+    @property
+    def neuron(self) -> Any:
+        """It has none."""
+        return None
+
+    @property
+    def single_step(self) -> bool:
+        return self.rank == 4
+
+    def _get_neuron_spec(self) -> NeuronSpec:
+        return NEVER_FIRES
+
+    def get_unsupported_reason(self, env: NodeValues) -> str | None:
+        if not self.backend.runs_bare_convolutions:
+            return "its output is not the input of a neuron that can be fused"
+        return super().get_unsupported_reason(env)
+
+    def run(
+        self,
+        env: NodeValues,
+        mode: GroupMode | None = None,
+        output_form: Literal["native", "dense"] | None = None,
+    ) -> torch.Tensor:
+        """Run the convolution: a tensor of the network's dtype, with a time axis if the input has one."""
+        mode = mode or self.mode
+        if mode == "module":
+            return self._run_original(env)
+        sources = self._get_sources(env)
+        prepared = self._prepare(mode, self._compute_shape(sources, (), (), env))
+        inputs = [spikes.native if mode == "sparse" else spikes.sequence for spikes in sources]
+        result = prepared.convolve(inputs).to(self.dtype)
+        return result[0] if self.single_step else result

@@ -28,10 +28,10 @@ from torch.nn.modules import module as torch_module
 from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
-from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher
+from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
 from sparseflow.spiking.graph.time_axis import get_folded_sizes, lift_time_axis
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
-from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
+from sparseflow.spiking.runtime.group_step import ConvolutionStep, GroupMode, GroupStep, SharedGroups
 from sparseflow.spiking.runtime.spike_tensor import (
     NodeValues,
     Passthrough,
@@ -80,17 +80,18 @@ class Plan:
         model_dtype = next(
             (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32
         )
-        self.groups = [
-            GroupStep(
-                match=match,
-                backend=backend,
-                modules=self.modules,
-                max_values=max_values,
-                dtype=model_dtype,
-                shared=WeakValueDictionary() if shared is None else shared,
-            )
-            for match in matches
-        ]
+        shared = WeakValueDictionary() if shared is None else shared
+
+        def make_group(match: GroupMatch) -> GroupStep:
+            options: dict[str, Any] = {
+                "match": match, "backend": backend, "modules": self.modules, "max_values": max_values,
+                "dtype": model_dtype, "shared": shared,
+            }  # fmt: skip
+            if match.neuron is not None:
+                return GroupStep(**options)
+            return ConvolutionStep(**options, rank=len(graph.values[match.inputs[0].name].shape or ()))
+
+        self.groups = [make_group(match) for match in matches]
         group_by_output = {g.match.output: g for g in self.groups}
         self._passthroughs = self._find_passthroughs()
         inside = {n for g in self.groups for n in g.match.inner}
@@ -175,10 +176,11 @@ class Plan:
             return
         patterns: dict[fx.Node, FiringPattern] = {}
 
-        def record_pattern(group: GroupStep, env: NodeValues) -> SpikeTensor:
-            spikes = group.run(env, mode="module")
-            patterns[group.match.output] = FiringPattern.from_spikes(spikes.sequence)
-            return spikes
+        def record_pattern(group: GroupStep, env: NodeValues) -> Any:
+            output = group.run(env, mode="module")
+            if isinstance(output, SpikeTensor):
+                patterns[group.match.output] = FiringPattern.from_spikes(output.sequence)
+            return output
 
         self.run(*inputs, group_runner=record_pattern)
         layouts = choose_channel_layouts(
@@ -211,9 +213,7 @@ class Plan:
             if user in self._passthroughs:
                 yield from self._iterate_reached(user)
 
-    def run(
-        self, *inputs: Any, group_runner: Callable[[GroupStep, NodeValues], SpikeTensor] | None = None
-    ) -> Any:
+    def run(self, *inputs: Any, group_runner: Callable[[GroupStep, NodeValues], Any] | None = None) -> Any:
         """Run the network.
 
         Args:
@@ -243,7 +243,7 @@ class Plan:
     def _find_passthroughs(self) -> dict[fx.Node, Passthrough]:
         """Find the layers that spikes of the groups pass in native form."""
         assert self.graph.module is not None
-        reached = {group.match.output: group.single_step for group in self.groups}
+        reached = {g.match.output: g.single_step for g in self.groups if g.match.neuron is not None}
         inside = {node for group in self.groups for node in group.match.inner}
         passthroughs: dict[fx.Node, Passthrough] = {}
         for node in self.graph.module.graph.nodes:

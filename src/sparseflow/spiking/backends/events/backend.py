@@ -125,6 +125,7 @@ class EventBackend:
     dtype = torch.float32
     channel_block = None
     shape_agnostic = True
+    runs_bare_convolutions = True
     adds_dense_spikes = False
 
     def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:

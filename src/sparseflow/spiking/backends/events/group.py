@@ -125,8 +125,12 @@ class EventGroup:
             need = launch.run(OUT_EVENTS_RETRY, events.address)
         return events
 
-    def convolve(self, spikes: Sequence[Events]) -> torch.Tensor:
+    def convolve(self, sources: Sequence[Events] | Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute bias and convolutions only: float32 [T, N, C_out, H_out, W_out], channels last."""
+        spikes = [x for x in sources if isinstance(x, Events)]
+        if len(spikes) < len(sources):
+            reals = [self._convolve_dense(i, x) for i, x in enumerate(sources) if isinstance(x, torch.Tensor)]
+            return sum(reals[1:], reals[0]) + self.spec.bias.float().view(-1, 1, 1)
         t, n, c, h, w = shape = self._infer_out_shape(spikes, (), (), (), None)
         result = torch.empty(t, n, h, w, c)
         with self._lock:

@@ -66,6 +66,7 @@ class PackedBackend:
 
     name = "packed"
     shape_agnostic = False
+    runs_bare_convolutions = False
     adds_dense_spikes = True
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, *, tune: int = 0) -> None:
@@ -257,6 +258,10 @@ class _SparseGroup:
         )
         return [v.name for v in variants]
 
+    def convolve(self, sources: Sequence[PackedSpikes]) -> Tensor:
+        """Not available: the kernels keep the sums in registers."""
+        raise InputError("a packed group runs with its neuron only")
+
     def __call__(
         self,
         sources: Sequence[PackedSpikes],
@@ -308,6 +313,14 @@ class _DenseGroup:
             tile = ACTIVITY_TILE if _emits_activity(layout, shape) else 0
             self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
         self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
+
+    def convolve(self, sources: Sequence[Tensor]) -> Tensor:
+        """Compute bias and convolutions only, in the model's dtype."""
+        with self.backend.use_device():
+            total = sum(
+                (self._convolve(i, x) for i, x in enumerate(sources[1:], 1)), self._convolve(0, sources[0])
+            )
+            return total if self._bias is None else total + self._bias.to(total.dtype).view(-1, 1, 1)
 
     def _convolve(self, number: int, x: Tensor) -> Tensor:
         source = self.spec.sources[number]
