@@ -34,7 +34,7 @@ def test_plot_wafer_with_links_and_heat() -> None:
     assert "3 chips on a wafer with a radius of 60 mm" in figure.alt
     assert "the busiest link, big to hot <1>, is 39.1 mm long" in figure.alt
     assert f"The hottest chip is hot <1> with {heat.chip_peak_c[1]:.1f} °C" in figure.alt
-    for text in ("big", "hot &lt;1&gt;", "tall", "°C", f"hottest, {heat.peak_c:.1f} °C"):
+    for text in ("big", "hot &lt;1&gt;", "tall", "°C", f"hottest, {heat.chip_peak_c[1]:.1f} °C"):
         assert text in figure.svg
     # The page's colours, so that it can be read on a dark page, too.
     assert {"--ink", "--paper", "--after"} <= set(re.findall(r"var\((--\w+)\)", figure.svg))

@@ -121,6 +121,8 @@ def test_plot_curves_has_integer_ticks_for_integers() -> None:
 
 def test_plot_stacked_bars_remainder_has_its_own_color() -> None:
     figure = report.plot_stacked_bars("T", ["a"], {"run": [1.0], "idle": [2.0]}, unit="ms", remainder="idle")
+    other = report.plot_stacked_bars("T", ["a"], {"run": [1.0], "wait": [0.0]}, unit="ms")
+    assert "wait" not in read_texts(other) and "wait 0" in other.alt
     assert "fill: var(--line)" in figure.svg and "fill: var(--before)" not in figure.svg
 
 

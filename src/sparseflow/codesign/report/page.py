@@ -56,10 +56,10 @@ def write_page(
     cost = hardware.evaluate_cost(layers, decision)
     costs, plan = hardware.to_plan(layers, decision)
     stats, details = cost.stats, details or {}
-    num_chips = f"{cost.chips} chip{'' if cost.chips == 1 else 's'}"
+    num_chips, verb = ("1 chip", "runs") if cost.chips == 1 else (f"{cost.chips} chips", "run")
     page = Page(
         "Co-design: a model and its chips",
-        f"Predicted: {num_chips} with {cost.area_mm2:.0f} mm2 run a batch of {hardware.batch_size} in "
+        f"Predicted: {num_chips} with {cost.area_mm2:.0f} mm2 {verb} a batch of {hardware.batch_size} in "
         f"{stats.total_latency_ms:.4g} ms with {stats.energy_mj:.4g} mJ.",
         environment=environment,
         reproduce=command,

@@ -108,15 +108,20 @@ def plot_wafer(
                     positions[[first, second], 0], positions[[first, second], 1], color=AFTER, alpha=0.75,
                     linewidth=max(0.4, _MAX_LINK_WIDTH_PT * share), solid_capstyle="round",
                 )  # fmt: skip
+        hottest = None if heat is None else int(np.argmax(heat.chip_peak_c))
         shown, size_pt = _fit_labels(labels, sizes[:, 0] * _AXES_PT / (2.0 * reach))
-        for (x, y), (width, height), label in zip(positions, sizes, shown, strict=True):
+        for index, ((x, y), (width, height), label) in enumerate(zip(positions, sizes, shown, strict=True)):
             # Dark text on a light box is readable on every background.
             chip = Rectangle(
-                (x - width / 2.0, y - height / 2.0), width, height, facecolor=PAPER, edgecolor=INK,
-                linewidth=1.0, alpha=0.82, zorder=3,
+                (x - width / 2.0, y - height / 2.0), width, height, facecolor=PAPER, alpha=0.82, zorder=3,
+                edgecolor=BAD if index == hottest else INK, linewidth=2.0 if index == hottest else 1.0,
             )  # fmt: skip
             axes.add_patch(chip)
             axes.text(x, y, label, ha="center", va="center", fontsize=size_pt, color=INK, zorder=4)
+        if heat is not None and hottest is not None:
+            axes.plot([], [], "s", markeredgecolor=BAD, markerfacecolor=PAPER, markeredgewidth=2.0,
+                      label=f"hottest, {heat.chip_peak_c[hottest]:.1f} °C")  # fmt: skip
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.0)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="mm")
         axes.tick_params(colors=MUTED)
         if shown != labels:
@@ -197,12 +202,6 @@ def _draw_heat(axes: Axes, heat: ThermalMap, radius: float, edge: Any) -> None:
     contours.set_clip_path(edge)
     bar = axes.figure.colorbar(contours, ax=axes, shrink=0.8, label="°C", format="%.3g")
     bar.outline.set_visible(False)
-    hottest = np.unravel_index(np.nanargmax(heat.temperature_c), heat.temperature_c.shape)
-    axes.plot(
-        [heat.x_mm[hottest[1]]], [heat.y_mm[hottest[0]]], "o", color=BAD, markersize=16, fillstyle="none",
-        markeredgewidth=1.6, zorder=5, label=f"hottest, {heat.peak_c:.1f} °C",
-    )  # fmt: skip
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.0)
 
 
 def _describe_wafer(

@@ -422,6 +422,8 @@ def plot_stacked_bars(
 ) -> Figure:
     """Plot one stacked horizontal bar per label, such as the parts of a run time.
 
+    Parts that are 0 in all bars are not in the legend.
+
     Args:
         title: Heading.
         labels: Labels of the bars, top to bottom.
@@ -440,6 +442,8 @@ def plot_stacked_bars(
     with open_axes(rows=len(labels), row_in=0.42) as (figure, axes):
         starts = [0.0] * len(labels)
         for index, (name, values) in enumerate(parts.items()):
+            if not any(values):
+                continue
             color = GRID if name == remainder else _COLORS[index % len(_COLORS)]
             axes.barh(range(len(labels)), values, left=starts, height=0.6, color=color, label=name)
             starts = [start + value for start, value in zip(starts, values, strict=True)]

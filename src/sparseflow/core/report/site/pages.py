@@ -336,7 +336,8 @@ def _make_run_row(entry: Entry, prefix: str = "") -> dict[str, Any]:
 def _make_pair_row(pair: Comparison, prefix: str) -> dict[str, Any]:
     ratios = [item.speedup.median for item in pair.series]
     return {
-        "comparison": Link(text=f"{pair.new.name} against {pair.old.name}", href=prefix + pair.href),
+        "newer": Link(text=pair.new.path.name, href=prefix + pair.href),
+        "older": pair.old.path.name,
         "verdict": pair.verdict,
         "ratios": f"{min(ratios):.3g} to {max(ratios):.3g}" if ratios else None,
         "series": len(ratios),
