@@ -261,6 +261,8 @@ def test_other_modules_are_not_neurons(module: nn.Module) -> None:
 
 
 class _Mine(nn.Module):
+    v = 0.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x > 0.5).float()
 
@@ -298,6 +300,15 @@ def test_register_neuron_spec_function(user_module: type[_Mine]) -> None:
     register_neuron(user_module, spec=lambda module: SPEC)
     info = get_neuron_info(_Mine())
     assert info is not None and info.spec == SPEC
+
+
+def test_neuron_without_membrane_has_no_spec(
+    user_module: type[_Mine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(user_module, "v")
+    register_neuron(user_module, spec=SPEC)
+    info = get_neuron_info(_Mine())
+    assert info is not None and info.spec is None and info.output == "binary" and "`v`" in str(info.reason)
 
 
 def test_registration_overrides_builtin_neuron() -> None:

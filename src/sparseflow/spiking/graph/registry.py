@@ -77,7 +77,9 @@ def register_neuron(
 ) -> _NeuronClass:
     """Register modules of class `cls` as spiking neurons. Usable as a class decorator.
 
-    The output must have the input's shape.
+    The output must have the input's shape. A module with a spec keeps its membrane in the attribute `v`: the
+    rest value as a number after a reset, otherwise a tensor. Its input has a leading time axis, unless its
+    attribute `step_mode` is "s".
 
     Args:
         cls: Class of the modules. Subclasses count too, unless they override what `cls` defines.
@@ -136,6 +138,8 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
         spec, reason = (built_spec, None) if isinstance(built_spec, NeuronSpec) else (None, built_spec)
     if spec is not None and (spec_problem := _get_side_output(module)):
         spec, reason = None, spec_problem
+    if spec is not None and not hasattr(module, "v"):
+        spec, reason = None, f"`{type(module).__name__}` does not keep its membrane in an attribute `v`"
     mode = getattr(module, "step_mode", None)
     return NeuronInfo(
         type=type(module).__name__,
