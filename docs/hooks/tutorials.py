@@ -37,10 +37,11 @@ NOTEBOOKS = EXAMPLES / "notebooks"
 _KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",  # two kernels share two cores
     "MATPLOTLIBRC": str(Path(__file__).with_name("matplotlibrc")),
     "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm looks for widgets when it is imported in a kernel
 }
-_TIMEOUT_S = 180
+_TIMEOUT_S = 600
 _SITE_LINK = re.compile(r"\]\(\.\./([^)#]+)\.md")
 
 
