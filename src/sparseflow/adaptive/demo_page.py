@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.report import Page
+from sparseflow.core.report.figures import format_value
 from sparseflow.core.run import Run
 
 FULL_MODEL, FASTEST_PLAN = "full model", "fastest plan"
@@ -153,7 +154,7 @@ def _add_budgets(page: Page, result: AdaptiveDemoResult) -> None:
 
 def _add_requests(page: Page, result: AdaptiveDemoResult, rows: Sequence[Mapping[str, Any]]) -> None:
     latencies = {
-        f"{budget.budget_ms:.3g} ms": [
+        f"{format_value(budget.budget_ms)} ms": [
             row["measured_ms"] for row in rows if row["budget_ms"] == budget.budget_ms
         ]
         for budget in result.budgets

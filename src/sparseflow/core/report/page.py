@@ -255,7 +255,7 @@ class Page:
         package = resources.files("sparseflow.core.report")
         script = (package / "page.js").read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        return jinja.get_template("page.html.j2").render(
+        text = jinja.get_template("page.html.j2").render(
             page=self,
             facts=flatten(self.environment),
             style=(package / "page.css").read_text(encoding="utf-8"),
@@ -264,6 +264,8 @@ class Page:
             results_start=RESULTS_START,
             results_end=RESULTS_END,
         )
+        # Names of files and texts of damaged records may contain characters that UTF-8 does not have.
+        return text.encode("utf-8", "replace").decode()
 
     def write(self, path: Path) -> Path:
         """Write the page to `path` atomically and return the path."""

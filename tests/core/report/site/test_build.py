@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import pytest
 
@@ -23,7 +25,7 @@ def check_links(site: Path) -> int:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         for href in re.findall(r'<a href="([^"#]+)"', text):
-            assert (page.parent / href).is_file(), (page, href)
+            assert (page.parent / os.fsdecode(unquote_to_bytes(href))).is_file(), (page, href)
             count += 1
         assert not re.search(r"""(?:src|href)=["']\w+:(?!,)""", text) and "default-src 'none'" in text
     return count
@@ -83,11 +85,19 @@ def test_build_site_lists_bad_entries_with_reasons(tmp_path: Path, write_run: Ca
     tampered = write_run(root / "d")
     text = (tampered.path / "report.html").read_text()
     (tampered.path / "report.html").write_text(text.replace("<h2>", "<script>alert(1)</script><h2>"))
+    undecodable = write_run(Path(os.fsdecode(os.fsencode(root) + b"/\xff")), page=False)
+    (undecodable.path / "run.json").write_bytes(b"\xff")
+    Path(os.fsdecode(os.fsencode(undecodable.path) + b"/\xfe.csv")).write_bytes(b"1,2")
+    surrogate = write_run(root / "f", page=False)
+    info = json.loads((surrogate.path / "run.json").read_text()) | {"command": "a\ud800b"}
+    (surrogate.path / "run.json").write_text(json.dumps(info))
     open_run = Run.start(root / "e", HOSTILE, {HOSTILE: HOSTILE})
     result = build_site([root], tmp_path / "site")
     open_run.finish()
-    assert result.runs == 5
-    assert result.problems.keys() == {str(run.path) for run in (damaged, tampered, open_run)}
+    assert result.runs == 7
+    json.dumps(result.to_dict()).encode()
+    assert len(result.problems) == 5
+    assert {str(run.path) for run in (damaged, tampered, open_run)} < result.problems.keys()
     check_links(tmp_path / "site")
     for page in (tmp_path / "site").rglob("*.html"):
         text = page.read_text(encoding="utf-8")

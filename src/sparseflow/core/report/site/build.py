@@ -91,7 +91,7 @@ def build_site(roots: Sequence[Path], out_dir: Path, *, claims_dir: Path | None 
     return SiteResult(
         index=out_dir / _INDEX,
         runs=len(entries),
-        problems={str(entry.path): entry.problem for entry in entries if entry.problem},
+        problems={_clean(entry.path): _clean(entry.problem) for entry in entries if entry.problem},
         comparisons=len(comparisons),
         claims=len(claims),
     )
@@ -123,11 +123,11 @@ def _write_site(
     runs = [
         {
             "name": entry.name,
-            "path": str(entry.path),
-            "command": entry.command,
+            "path": _clean(entry.path),
+            "command": _clean(entry.command),
             "state": entry.state,
-            "started": entry.started,
-            "problem": entry.problem,
+            "started": _clean(entry.started),
+            "problem": _clean(entry.problem),
         }
         for entry in entries
     ]
@@ -156,3 +156,8 @@ def _read_rows(entry: Entry) -> list[dict[str, Any]]:
         return entry.read_rows()
     except SparseFlowError:
         return []  # The page of the run states the problem.
+
+
+def _clean(text: str | Path) -> str:
+    """Replace characters that UTF-8 does not have, such as those of undecodable names of files."""
+    return str(text).encode("utf-8", "replace").decode()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sparseflow.core.report.figures import format_value
 from sparseflow.core.timing import Interval, bootstrap_median
 
 Verdict = Literal["better", "worse", "inconclusive"]
@@ -99,4 +100,4 @@ def summarize(series: Sequence[Series]) -> Verdict:
 
 
 def _format_label(value: object) -> str:
-    return f"{value:.4g} ms" if isinstance(value, float) else str(value)
+    return f"{format_value(value)} ms" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,10 @@ def build_run_page(
         page.table(
             "Files",
             [
-                {"file": Link(text=file.name, href=quote(file.name)), "kB": file.stat().st_size / 1e3}
+                {
+                    "file": Link(text=file.name, href=quote(os.fsencode(file.name))),
+                    "kB": file.stat().st_size / 1e3,
+                }
                 for file in entry.samples
             ],
         )
