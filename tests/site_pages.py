@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from docs.hooks import reference, tutorials
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-ADDRESS = "https://sparseflow.github.io/sparseflow/"
-SOURCE_ADDRESS = "https://github.com/sparseflow/sparseflow/"
+_URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+ADDRESS, SOURCE_ADDRESS = _URLS["Documentation"], f"{_URLS['Repository']}/"
 
 
 def list_site_pages() -> set[str]:

@@ -101,8 +101,7 @@ def test_render_tables_replaces_text_between_markers(results: Path) -> None:
     assert text.endswith("<!-- /table -->\nafter\n")
     assert "| Slow. | **0.9**x | >= 1 ✗ not met | dense | a GPU | 2026-01-02 | 1 |\n" in text
     assert (
-        "| Quick \\| quicker. | **1.429**x (1.4–1.5) | >= 1.4 ✓ | dense | a GPU | 2026-01-02 | 1 |\n"
-        in text
+        "| Quick \\| quicker. | **1.429**x (1.4–1.5) | >= 1.4 ✓ | dense | a GPU | 2026-01-02 | 1 |\n" in text
     )
     assert "\n1. `c`\n" in text
     assert text.index("Slow.") < text.index("Quick") and "old" not in text

@@ -13,7 +13,7 @@ import pytest
 
 from docs.hooks import formulas, reference
 from sparseflow.cli import root
-from tests.site_pages import ROOT, find_page, list_site_pages
+from tests.site_pages import ADDRESS, ROOT, find_page, list_site_pages
 
 
 class PageParser(HTMLParser):
@@ -85,7 +85,7 @@ def test_formulas_are_mathml() -> None:
 
 
 def test_find_page_unknown_address_raises() -> None:
-    assert find_page("https://sparseflow.github.io/sparseflow/how-to/") == "how-to/index.md"
-    assert find_page("https://sparseflow.github.io/sparseflow/faq.html#do-i-need-a-gpu") == "faq.md"
+    assert find_page(f"{ADDRESS}how-to/") == "how-to/index.md"
+    assert find_page(f"{ADDRESS}faq.html#do-i-need-a-gpu") == "faq.md"
     with pytest.raises(LookupError):
-        find_page("https://sparseflow.github.io/sparseflow/absent.html")
+        find_page(f"{ADDRESS}absent.html")
