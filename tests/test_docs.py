@@ -50,6 +50,12 @@ def test_every_claim_is_complete(path: Path) -> None:
         check_claim(claim, ROOT / "results")
 
 
+@pytest.mark.parametrize("path", CLAIMS, ids=lambda path: path.parent.name)
+def test_every_claim_is_on_the_page_of_its_wing(path: Path) -> None:
+    page = (DOCS / "benchmarks" / f"{path.parent.name}.md").read_text(encoding="utf-8")
+    assert [claim.id for claim in load_claims(path) if claim.id not in page] == []
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     (tmp_path / "spiking").mkdir()
