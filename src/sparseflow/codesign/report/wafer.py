@@ -109,8 +109,8 @@ def plot_wafer(
                     linewidth=max(0.4, _MAX_LINK_WIDTH_PT * share), solid_capstyle="round",
                 )  # fmt: skip
         hottest = None if heat is None else int(np.argmax(heat.chip_peak_c))
-        shown, size_pt = _fit_labels(labels, sizes[:, 0] * _AXES_PT / (2.0 * reach))
-        for index, ((x, y), (width, height), label) in enumerate(zip(positions, sizes, shown, strict=True)):
+        visible, size_pt = _fit_labels(labels, sizes[:, 0] * _AXES_PT / (2.0 * reach))
+        for index, ((x, y), (width, height), label) in enumerate(zip(positions, sizes, visible, strict=True)):
             # Dark text on a light box is readable on every background.
             chip = Rectangle(
                 (x - width / 2.0, y - height / 2.0), width, height, facecolor=PAPER, alpha=0.82, zorder=3,
@@ -124,7 +124,7 @@ def plot_wafer(
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.0)
         axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="mm")
         axes.tick_params(colors=MUTED)
-        if shown != labels:
+        if visible != labels:
             caption = f"{caption} Chips: {', '.join(labels)}.".strip()
         return from_matplotlib(
             figure, title=title, alt=_describe_wafer(wafer, positions, labels, both, heat), caption=caption
@@ -174,11 +174,11 @@ def _fit_labels(labels: Sequence[str], widths_pt: np.ndarray) -> tuple[list[str]
     """
     numbers = [label.partition(":")[0] if ":" in label else str(index) for index, label in enumerate(labels)]
     names = list(labels)
-    for shown in (names, numbers):
-        lengths = np.array([max(len(label), 1) for label in shown])
+    for visible in (names, numbers):
+        lengths = np.array([max(len(label), 1) for label in visible])
         size_pt = min(_FONT_PT, float((widths_pt / (_LETTER_SHARE * lengths)).min()))
         if size_pt >= _MIN_FONT_PT:
-            return shown, size_pt
+            return visible, size_pt
     return numbers, _MIN_FONT_PT
 
 

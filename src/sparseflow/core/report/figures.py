@@ -28,7 +28,7 @@ _COLORS = (AFTER, BEFORE, GOOD, BAD, INK, MUTED)
 _LINE_WIDTH_SHARE = 0.007
 """Width of a line relative to the height of the axes; closer curves cannot be told apart."""
 _DIMMED_SHARE, _DIMMED_GRAY = 0.3, 0.7
-"""Share of their own brightness, and gray level of the rest, of patches that are not kept."""
+"""Share of their own brightness, and gray level of the rest, of patches that a mask drops."""
 _MAX_MARKERS = 24
 """Longest curve whose points are marked."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)))
@@ -317,12 +317,12 @@ def plot_frames(
     import numpy as np
 
     frames = [np.asarray(clip, np.float64) for clip in clips]
-    kept = [np.asarray(mask, bool) for mask in masks]
-    shapes = [(clip.shape, mask.shape) for clip, mask in zip(frames, kept, strict=False)]
-    if not frames or len(frames) != len(kept) or not all(_fits_patches(*pair) for pair in shapes):
+    selected = [np.asarray(mask, bool) for mask in masks]
+    shapes = [(clip.shape, mask.shape) for clip, mask in zip(frames, selected, strict=False)]
+    if not frames or len(frames) != len(selected) or not all(_fits_patches(*pair) for pair in shapes):
         raise InputError(
-            f"{title}: {len(frames)} clips and {len(kept)} masks with shapes {shapes}; expected [T, H, W] or "
-            "[T, H, W, 3] and [T, h, w], where h divides H and w divides W"
+            f"{title}: {len(frames)} clips and {len(selected)} masks with shapes {shapes}; expected "
+            "[T, H, W] or [T, H, W, 3] and [T, h, w], where h divides H and w divides W"
         )
     columns = max(len(clip) for clip in frames)
     with open_axes(rows=len(frames), row_in=WIDTH_IN / columns) as (figure, axes):
@@ -330,7 +330,7 @@ def plot_frames(
         grid = figure.subplots(
             len(frames), columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06}
         )
-        for row, clip, mask in zip(grid, frames, kept, strict=True):
+        for row, clip, mask in zip(grid, frames, selected, strict=True):
             for axis in row:
                 axis.set_axis_off()
             for axis, frame, patches in zip(row, clip, mask, strict=False):
@@ -340,7 +340,7 @@ def plot_frames(
                 dimmed = _DIMMED_SHARE * color + (1.0 - _DIMMED_SHARE) * _DIMMED_GRAY
                 # Each pixel is a pixel of the file; the browser scales it.
                 axis.imshow(np.where(is_kept, color, dimmed).clip(0.0, 1.0), interpolation="none")
-        text = "; ".join(f"clip {index}: {mask.mean():.0%}" for index, mask in enumerate(kept, start=1))
+        text = "; ".join(f"clip {index}: {mask.mean():.0%}" for index, mask in enumerate(selected, start=1))
         return from_matplotlib(
             figure, title=title, alt=alt or f"Frames of clips. Kept patches, {text}.", caption=caption
         )

@@ -40,7 +40,7 @@ def write_training_page(
     Args:
         out_dir: Directory of the training.
         environment: Environment of the training, from `collect_environment`.
-        model: Trained model in evaluation mode; its kept tokens are shown on clips of `data`.
+        model: Trained model in evaluation mode; its kept tokens are drawn on clips of `data`.
         data: Dataset of the training.
 
     Raises:
@@ -95,18 +95,18 @@ def plot_kept_tokens(model: VideoViT, clips: torch.Tensor) -> Figure | None:
     device = next(model.parameters()).device
     with torch.inference_mode():
         _, info = model(clips.to(device), return_intermediate=True)
-    kept = info["kept_tokens"].cpu()
-    if kept.all():
+    selected = info["kept_tokens"].cpu()
+    if selected.all():
         return None
     num_frames, height, width = config.grid
-    shown = range(0, num_frames, -(-num_frames // _MAX_FRAMES))
+    visible = range(0, num_frames, -(-num_frames // _MAX_FRAMES))
     divisors = [step for step in range(1, config.patch_size + 1) if config.patch_size % step == 0]
     num_pixels = max(height, width) * config.patch_size
     step = next((step for step in divisors if num_pixels // step <= _MAX_SIDE), config.patch_size)
-    frames = clips[:, :: config.tubelet_size, :, ::step, ::step][:, list(shown)].float()
+    frames = clips[:, :: config.tubelet_size, :, ::step, ::step][:, list(visible)].float()
     low, high = frames.amin((1, 2, 3, 4), True), frames.amax((1, 2, 3, 4), True)
     pixels = ((frames - low) / (high - low).clamp_min(1e-6)).permute(0, 1, 3, 4, 2)
-    masks = kept.view(-1, num_frames, height, width)[:, list(shown)]
+    masks = selected.view(-1, num_frames, height, width)[:, list(visible)]
     return plot_frames(
         "Tokens of test clips",
         [clip[..., 0] if clip.shape[-1] != 3 else clip for clip in pixels.numpy()],

@@ -51,11 +51,11 @@ def build_front(entries: Sequence[Entry], claims: Sequence[Claim], headlines: Se
         page.section("Claims")
         lost = [claim for claim in claims if not claim.met]
         first_lost = {claim.wing: claim for claim in reversed(lost)}.values()
-        shown = sorted(lost, key=lambda claim: claim not in first_lost)[: len(headlines)]
+        visible = sorted(lost, key=lambda claim: claim not in first_lost)[: len(headlines)]
         page.cards(
             {
                 "Headline claims": [_make_card(claim) for claim in headlines],
-                "What we lose at": [_make_card(claim) for claim in shown],
+                "What we lose at": [_make_card(claim) for claim in visible],
             }
         )
         page.table(
@@ -159,6 +159,11 @@ def build_compare_page(comparison: Comparison) -> Page:
             f"are fewer than {MIN_PAIRS} pairs.",
             "The runs did not alternate. A change of the machine between them, such as its load or clock, "
             "changes the ratio too; compare a candidate with a baseline of the same run to exclude it.",
+            *(
+                ("All series changed in the same direction, which a change of the machine also causes.",)
+                if len(series) > 1 and len(counts) == 1 and comparison.verdict != "inconclusive"
+                else ()
+            ),
         )
         page.figure(
             plot_intervals(
@@ -357,11 +362,11 @@ def _add_samples(page: Page, entry: Entry) -> None:
         return
     page.section("Results", *(() if times else ("The run contains no timed samples.",)))
     if times:
-        shown = {name: list(series.values()) for name, series in list(times.items())[:_MAX_SERIES]}
-        hidden = len(times) - len(shown)
+        visible = {name: list(series.values()) for name, series in list(times.items())[:_MAX_SERIES]}
+        hidden = len(times) - len(visible)
         page.figure(
             plot_samples(
-                "Samples", shown, caption=f"{hidden} further series are in the file." if hidden else ""
+                "Samples", visible, caption=f"{hidden} further series are in the file." if hidden else ""
             )
         )
 
