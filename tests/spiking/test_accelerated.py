@@ -68,15 +68,15 @@ def test_every_family_is_unchanged_or_explains_why_not(name: str, mode: str, pre
     else:
         assert same(actual, expected) and same(membranes(net), v)
     rows = sparseflow.explain(net).layers
+    sites = {site.name: site for site in get_accelerated_forward(net).graph.sites}
     convs = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d)]
-    assert [row.name for row in rows] == convs
+    assert [row.name for row in rows] == list(sites) and set(convs) <= set(sites)
     assert all(
         row.reason and row.reason != "run the network once, or give optimize() a sample" for row in rows
     )
-    sites = {site.name: site for site in get_accelerated_forward(net).graph.sites}
     for row in rows:
         if row.backend == "events":
-            assert sites[row.name].replaceable
+            assert sites[row.name].fed_by
         elif not sites[row.name].replaceable and row.group is None:
             assert row.reason == sites[row.name].reason
     functional.reset_net(net)

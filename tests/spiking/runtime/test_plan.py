@@ -23,6 +23,7 @@ from sparseflow.spiking.backends.events import format
 from sparseflow.spiking.backends.events.backend import EventBackend
 from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
+from sparseflow.spiking.runtime.feature_form import FeatureForm
 from sparseflow.spiking.runtime.plan import Plan, SpikeTensor
 from tests.spiking.families import BY_VALUE, CASES, FAMILIES
 from tests.spiking.nets import (
@@ -327,7 +328,7 @@ class Shifted(Small):
     [
         ((1, 2, 6, 8, 8), None),
         ((3, 2, 6, 8, 8), None),
-        ((6, 1, 1), "not feature maps"),
+        ((6, 1, 1), "dimensions of its layers"),
         ((1, 1, 6, 1, 1), "different shapes"),
         ((1, 1, 6, 8, 8), "different shapes"),
         ((3, 1, 6, 8, 8), "different shapes"),
@@ -422,15 +423,17 @@ def test_spikes_convert_lazily_and_once(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(
             EventBackend, name, lambda self, *a, name=name, f=original: calls.append(name) or f(self, *a)
         )
-    spikes = SpikeTensor(backend, dense=dense, single_step=False, dtype=torch.float32)
+    spikes = SpikeTensor(backend, dense=dense, form=FeatureForm(), dtype=torch.float32)
     assert spikes.dense is dense and spikes.sequence is dense and calls == []
     assert spikes.native is spikes.native and calls == ["encode"]
-    back = SpikeTensor(backend, native=spikes.native, single_step=False, dtype=torch.float32)
+    back = SpikeTensor(backend, native=spikes.native, form=FeatureForm(), dtype=torch.float32)
     assert same(back.spatial_mean(), dense.mean((-2, -1))) and calls == ["encode"]
     assert same(back.dense, dense) and same(back.dense, dense) and calls == ["encode", "decode"]
-    single = SpikeTensor(backend, dense=dense[0], single_step=True, dtype=torch.float32)
+    single = SpikeTensor(backend, dense=dense[0], form=FeatureForm(single_step=True), dtype=torch.float32)
     assert same(single.sequence, dense[:1]) and same(single.dense, dense[0])
-    second = SpikeTensor(backend, native=single.native, single_step=True, dtype=torch.float32)
+    second = SpikeTensor(
+        backend, native=single.native, form=FeatureForm(single_step=True), dtype=torch.float32
+    )
     assert same(second.dense, dense[0]) and same(second.spatial_mean(), dense[0].mean((-2, -1)))
 
 
@@ -766,3 +769,65 @@ def test_convolutions_before_neurons_of_other_dynamics(make: Callable[[], nn.Mod
     functional.reset_net(net)
     with torch.no_grad():
         assert same(plan.run(x), expected)
+
+
+# --- linear layers and one-dimensional convolutions ---------------------------------------------------------
+
+
+class _Head(Small):
+    """Two linear layers with neurons behind the maps, and a classifier of spikes."""
+
+    def __init__(self, step_mode: str = "m") -> None:
+        super().__init__()
+        self.fc1, self.bn4, self.sn4 = layer.Linear(8 * 16, 12), layer.BatchNorm1d(12), neuron.IFNode()
+        self.fc2, self.sn5, self.fc = layer.Linear(12, 6, bias=False), neuron.LIFNode(), layer.Linear(6, 5)
+        functional.set_step_mode(self, step_mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sn4(self.bn4(self.fc1(self.features(x).flatten(-3))))
+        return self.fc(self.sn5(self.fc2(x)))
+
+
+class _Tokens(Small):
+    """Layers of tokens [T, N, L, C] with the transposed BatchNorms of spiking transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.bn_q, self.sn_q = nn.Linear(8, 10), nn.BatchNorm1d(10), neuron.LIFNode(step_mode="m")
+        self.mlp, self.sn_m = nn.Linear(10, 8, bias=False), neuron.LIFNode(step_mode="m")
+        self.conv = nn.Conv1d(8, 7, 1)
+        self.bn_c, self.sn_c = nn.BatchNorm1d(7), neuron.IFNode(step_mode="m")
+        self.fc = layer.Linear(7, 5, step_mode="m")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x).flatten(3).transpose(-1, -2)
+        steps, batch, length, _ = x.shape
+        q = self.bn_q(self.q(x.flatten(0, 1)).transpose(-1, -2)).transpose(-1, -2)
+        q = self.sn_q(q.reshape(steps, batch, length, -1).contiguous())
+        x = x + self.sn_m(self.mlp(q))
+        y = self.bn_c(self.conv(x.transpose(-1, -2).flatten(0, 1)))
+        return self.fc(self.sn_c(y.reshape(steps, batch, 7, length)).mean(-1))
+
+
+@pytest.mark.parametrize("group_mode", WAYS)
+@pytest.mark.parametrize("mode", ["s", "m"])
+def test_neurons_behind_linear_layers(mode: str, group_mode: str) -> None:
+    net = ready(_Head(mode))
+    ways = agree(net, images(3, 2) if mode == "m" else images(2), group_mode)
+    assert {ways[name] for name in ("fc1", "fc2", "fc")} == {group_mode}
+
+
+@pytest.mark.parametrize("group_mode", WAYS)
+def test_neurons_behind_tokens_and_sequences(group_mode: str) -> None:
+    ways = agree(ready(_Tokens()), images(3, 2), group_mode)
+    assert {ways[name] for name in ("q", "mlp", "conv")} == {group_mode}
+
+
+@pytest.mark.parametrize("kind", ["map", "vector", "sequence", "tokens"])
+@pytest.mark.parametrize("single_step", [False, True])
+def test_feature_forms_are_inverse(kind: Any, single_step: bool) -> None:
+    form = FeatureForm(kind, single_step)
+    x = torch.randn(*range(2, 2 + form.rank))
+    maps = form.to_maps(x)
+    assert maps.dim() == 5 and torch.equal(form.from_maps(maps), x)
+    assert torch.equal(form.reduce(form.expand(x)), x)

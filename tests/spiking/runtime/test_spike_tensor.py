@@ -14,6 +14,7 @@ pytest.importorskip("numba")
 from spikingjelly.activation_based import functional, layer, neuron
 
 from sparseflow.spiking.backends.events.backend import EventBackend
+from sparseflow.spiking.runtime.feature_form import FeatureForm
 from sparseflow.spiking.runtime.spike_tensor import Passthrough, match_passthrough
 from tests.spiking.nets import force, from_rest, images, planned, ready, same
 
@@ -115,4 +116,4 @@ def test_passthrough_with_hook_or_in_training_conflicts() -> None:
     ],
 )
 def test_match_passthrough(module: nn.Module, single: bool, expected: Passthrough | None) -> None:
-    assert match_passthrough(module, single_step=single) == expected
+    assert match_passthrough(module, form=FeatureForm(single_step=single)) == expected

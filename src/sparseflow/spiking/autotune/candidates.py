@@ -19,6 +19,7 @@ from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.precision import is_tf32_allowed
 from sparseflow.spiking.graph.module_state import copy_neuron_states, restore_neuron_states
+from sparseflow.spiking.graph.sites import ConvGeometry
 from sparseflow.spiking.profile.firing import FiringStats, measure_firing
 from sparseflow.spiking.runtime.group_step import GroupStep
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
@@ -154,11 +155,13 @@ def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
     parts = [backend.name, str(backend.dtype), type(group.neuron).__name__]
     for conv in (*group.match.sources, *group.match.dense_convs):
         module = group.modules[conv.name]
-        assert isinstance(module, nn.Conv2d)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
         dense = to_dense(env[conv.input])
-        rate = measure_firing(dense).firing_rate if conv in group.match.sources else 1.0
-        geometry = (tuple(dense.shape), module.out_channels, module.kernel_size[0], module.stride[0])
-        parts.append(f"{geometry}{module.weight.dtype}@{compute_rate_bucket(rate)}")
+        rate = float((dense != 0).float().mean()) if conv in group.match.sources else 1.0
+        geometry = ConvGeometry.from_layer(module)
+        sizes = (tuple(dense.shape), weight.shape[0], geometry.kernel_size[-1], geometry.stride[-1])
+        parts.append(f"{conv.features}{sizes}{weight.dtype}@{compute_rate_bucket(rate)}")
     for addends in (group.match.skips, group.match.dense, group.match.post_skips):
         parts.append(f"+{[tuple(to_dense(env[node]).shape) for node in addends]}")
     layout = group.layout

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparseflow.spiking.backends.spec import GroupSpec
@@ -82,6 +83,24 @@ class GroupShape:
     sources: tuple[tuple[int, int, int], ...]
     output: tuple[int, int, int]
     max_value: int = 1
+
+
+def convolve_maps(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    stride: int | tuple[int, int],
+    padding: int | tuple[int, int] | str,
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+) -> torch.Tensor:
+    """Convolve [T, N, C, H, W] by the library; 1x1 convolutions of maps of one row are matrix products."""
+    is_row = x.shape[-2] == 1 and weight.shape[-2:] == (1, 1) and groups == 1
+    if is_row and stride in (1, (1, 1)) and padding in (0, (0, 0)):
+        return F.linear(x.movedim(-3, -1), weight.flatten(1)).movedim(-1, -3)
+    flat = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    y = F.conv2d(flat, weight, None, stride, padding, dilation, groups)
+    return y.unflatten(0, x.shape[:2])
 
 
 class PreparedGroup(Protocol):

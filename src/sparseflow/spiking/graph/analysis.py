@@ -17,7 +17,7 @@ from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.observation import observe_run
 from sparseflow.spiking.graph.propagation import ValuePropagation, check_neuron_output
 from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
-from sparseflow.spiking.graph.sites import ConvSite, Refusal, describe_site
+from sparseflow.spiking.graph.sites import ConvSite, Refusal, SpikeLayer, describe_site
 from sparseflow.spiking.graph.tracing import (
     Sample,
     UntraceableError,
@@ -41,7 +41,8 @@ class SpikeGraph:
         values: What is known about each fx node by name, at any time it is read (in-place operations change
             values); without a traced network, about each layer's output by module name.
         neurons: The network's neurons by module name, in order.
-        sites: All Conv2d and ConvTranspose2d modules of the network, in order.
+        sites: The Conv2d and ConvTranspose2d modules, and the Linear and Conv1d modules that read spikes, in
+            order.
         method: 'fx' for a traced network, 'hooks' for one that was observed while it ran the sample.
         trace_error: Why tracing failed, if it did.
         reads: The Python values that the traced network depends on; None if it was not traced.
@@ -183,7 +184,9 @@ def _collect_sites(
 ) -> tuple[ConvSite, ...]:
     sites = []
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        if not isinstance(module, SpikeLayer):
+            continue
+        if isinstance(module, (nn.Linear, nn.Conv1d)) and not any(v.is_spikes for v in calls.get(name, [])):
             continue
         absent = (Refusal.NOT_CALLED, "the forward pass does not call it")
         parents = [name[:end] for end, letter in enumerate(name) if letter == "."]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -19,7 +20,11 @@ from torch import fx, nn
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.layer_rules import has_library_forward
-from sparseflow.spiking.graph.sites import get_padding, is_plain_conv
+from sparseflow.spiking.graph.sites import ConvGeometry, ConvSite, Refusal, is_plain_conv
+from sparseflow.spiking.graph.time_axis import runs_step_by_step
+
+FeatureKind = Literal["map", "vector", "sequence", "tokens"]
+"""[N, C, H, W], [N, C], [N, C, L] or [N, L, C], with or without a time axis."""
 
 SPIKE_KINDS = ("binary", "integer")
 _ADDITIONS = {operator.add, operator.iadd, torch.add}
@@ -35,6 +40,8 @@ class ConvMatch:
         name: The convolution's module name.
         bn_node: The BatchNorm's node.
         bn_name: The BatchNorm's module name.
+        inner: Its nodes in order: the convolution, the BatchNorm, and transpositions around that.
+        features: Kind of its input and output.
         repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once;
             None if the input has its own time axis.
     """
@@ -44,6 +51,8 @@ class ConvMatch:
     name: str
     bn_node: fx.Node | None = None
     bn_name: str | None = None
+    inner: tuple[fx.Node, ...] = ()
+    features: FeatureKind = "map"
     repeats: int | None = None
 
 
@@ -62,6 +71,7 @@ class GroupMatch:
         dense: Nodes of dense tensors added to the neuron's input.
         post_skips: Nodes of spikes added to the neuron's output.
         inner: All nodes that the group replaces, in graph order, `output` last.
+        features: Kind of all its inputs and its output.
     """
 
     neuron: fx.Node | None
@@ -73,6 +83,7 @@ class GroupMatch:
     dense: tuple[fx.Node, ...]
     post_skips: tuple[fx.Node, ...]
     inner: tuple[fx.Node, ...]
+    features: FeatureKind = "map"
 
     @property
     def name(self) -> str:
@@ -96,6 +107,8 @@ class _GroupTerms:
     skips: list[fx.Node] = field(default_factory=list)
     dense: list[fx.Node] = field(default_factory=list)
     inner: set[fx.Node] = field(default_factory=set)
+    features: FeatureKind | None = None
+    takes_time: bool = True
 
 
 class FusionMatcher:
@@ -115,8 +128,17 @@ class FusionMatcher:
             if node.op == "call_module":
                 key = id(self._modules[node.target])
                 self._calls[key] = self._calls.get(key, 0) + 1
-        self._replaceable = {site.name for site in graph.sites if site.replaceable}
+        self._replaceable = {
+            site.name for site in graph.sites if site.replaceable or self._is_bare_product(site)
+        }
         self._claimed: set[fx.Node] = set()
+
+    def _is_bare_product(self, site: ConvSite) -> bool:
+        """Return whether a linear layer or a Conv1d is a 1x1 convolution of spikes."""
+        layer = self._graph.model.get_submodule(site.name)
+        if site.refusal is not Refusal.NOT_A_MAP or not has_library_forward(layer):
+            return False
+        return ConvGeometry.from_layer(layer) == ConvGeometry()
 
     def find_groups(self) -> Iterator[GroupMatch]:
         """Yield the groups with a neuron, then the other convolutions, both in the network's order."""
@@ -141,10 +163,9 @@ class FusionMatcher:
                 continue
             if self._graph.values[conv.input.name].shape is None:
                 continue
-            nodes = tuple(n for n in (conv.node, conv.bn_node) if n is not None)
             yield GroupMatch(
-                neuron=None, neuron_name="", output=nodes[-1], sources=(conv,), dense_convs=(), skips=(),
-                dense=(), post_skips=(), inner=nodes,
+                neuron=None, neuron_name="", output=conv.inner[-1], sources=(conv,), dense_convs=(), skips=(),
+                dense=(), post_skips=(), inner=conv.inner, features=conv.features,
             )  # fmt: skip
 
     def _find_neuron_groups(self) -> Iterator[GroupMatch]:
@@ -158,7 +179,7 @@ class FusionMatcher:
                 continue
             if self._calls[id(self._modules[node.target])] > 1:
                 continue
-            terms = _GroupTerms()
+            terms = _GroupTerms(takes_time=self._takes_time(node))
             self._collect_terms(node.all_input_nodes[0], node, terms)
             output, post_skips = self._match_sew_addition(node)
             inner = sorted({*terms.inner, node, output}, key=order.__getitem__)
@@ -172,7 +193,19 @@ class FusionMatcher:
                 dense=tuple(terms.dense),
                 post_skips=post_skips,
                 inner=tuple(inner),
+                features=terms.features or self._guess_features(node),
             )
+
+    def _guess_features(self, neuron: fx.Node) -> FeatureKind:
+        """Return the kind of a neuron's input from its rank; a neuron treats all elements alike."""
+        value = self._graph.values.get(neuron.name)
+        shape = None if value is None else value.shape
+        kinds: dict[int, FeatureKind] = {2: "vector", 3: "sequence"}
+        return "map" if shape is None else kinds.get(len(shape) - self._takes_time(neuron), "map")
+
+    def _takes_time(self, neuron: fx.Node) -> bool:
+        """Return whether one call of a neuron takes all time steps."""
+        return self._graph.neurons[str(neuron.target)].step_mode != "s" or runs_step_by_step(neuron)
 
     def _get_kind(self, node: fx.Node) -> str:
         value = self._graph.values.get(node.name)
@@ -199,33 +232,56 @@ class FusionMatcher:
                 self._collect_terms(first, node, terms)
                 self._collect_terms(second, node, terms)
                 return
-        conv = self._match_convolution(node) if single_reader else None
+        conv = self._match_convolution(node, terms.takes_time) if single_reader else None
         if conv is None:
             terms.dense.append(node)
             return
         reads_spikes = self._get_kind(conv.input) in SPIKE_KINDS
-        if reads_spikes and conv.name not in self._replaceable:
+        if (reads_spikes and conv.name not in self._replaceable) or terms.features not in (
+            None,
+            conv.features,
+        ):
             terms.dense.append(node)
             return
-        terms.inner.update(n for n in (conv.node, conv.bn_node) if n is not None)
+        terms.features = conv.features
+        terms.inner.update(conv.inner)
         (terms.sources if reads_spikes else terms.dense_convs).append(conv)
 
-    def _match_convolution(self, node: fx.Node) -> ConvMatch | None:
+    def _match_convolution(self, node: fx.Node, takes_time: bool | None = None) -> ConvMatch | None:
+        """Match a convolution or linear layer and its BatchNorm.
+
+        Args:
+            node: The node whose value is the output.
+            takes_time: Whether it has a time axis; None if that is unknown.
+        """
         bn_node: fx.Node | None = None
+        inner = [node]
+        is_transposed = _transposes_last(node)
+        if is_transposed:
+            node = self._step_back(node, inner)
         module = self._get_called_module(node)
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             if not has_library_forward(module) or not module.track_running_stats or module.training:
                 return None
-            if len(node.all_input_nodes) != 1:
-                return None
-            bn_node, node = node, node.all_input_nodes[0]
-            if set(node.users) != {bn_node}:
-                return None
+            bn_node, node = node, self._step_back(node, inner)
+            if is_transposed:
+                if not _transposes_last(node):
+                    return None
+                node = self._step_back(node, inner)
             module = self._get_called_module(node)
-        if not isinstance(module, nn.Conv2d) or len(node.all_input_nodes) != 1:
+        elif is_transposed:
             return None
-        if not is_plain_conv(module) or not has_library_forward(module) or module.padding_mode != "zeros":
+        if len(set(inner)) < len(inner) or len(node.all_input_nodes) != 1:
             return None
+        features = self._get_features(node, module, takes_time)
+        if features is None:
+            return None
+        if bn_node is not None:
+            bn = self._modules[str(bn_node.target)]
+            if isinstance(bn, nn.BatchNorm2d) != (features == "map") or is_transposed != (
+                features == "tokens"
+            ):
+                return None
         source, repeats = node.all_input_nodes[0], None
         if self._get_kind(source) not in SPIKE_KINDS:
             source, repeats = skip_repetition(source)
@@ -235,8 +291,37 @@ class FusionMatcher:
             name=str(node.target),
             bn_node=bn_node,
             bn_name=None if bn_node is None else str(bn_node.target),
+            inner=tuple(reversed(inner)),
+            features=features,
             repeats=repeats,
         )
+
+    @staticmethod
+    def _step_back(node: fx.Node, inner: list[fx.Node]) -> fx.Node:
+        """Append the only input of `node` to `inner` and return it; or `node` itself if others read it."""
+        inputs = node.all_input_nodes
+        before = inputs[0] if len(inputs) == 1 and set(inputs[0].users) == {node} else node
+        inner.append(before)
+        return before
+
+    def _get_features(
+        self, node: fx.Node, module: nn.Module | None, takes_time: bool | None
+    ) -> FeatureKind | None:
+        """Return what kind of features a layer reads and writes; None if it is no plain convolution."""
+        if module is None or not has_library_forward(module):
+            return None
+        if isinstance(module, nn.Conv2d):
+            return "map" if is_plain_conv(module) and module.padding_mode == "zeros" else None
+        if isinstance(module, nn.Conv1d):
+            return "sequence" if module.padding_mode == "zeros" else None
+        if not isinstance(module, nn.Linear):
+            return None
+        value = self._graph.values.get(node.name)
+        rank = 0 if value is None or value.shape is None else len(value.shape)
+        # A linear layer treats all leading dimensions alike; those of 3 dimensions may be time and batch.
+        takes_time = rank > 2 if takes_time is None else takes_time
+        kinds: dict[int, FeatureKind] = {2: "vector", 3: "tokens"}
+        return kinds.get(rank - takes_time)
 
     def _match_sew_addition(self, neuron: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         users = list(neuron.users)
@@ -247,6 +332,15 @@ class FusionMatcher:
             return neuron, ()
         self._claimed.add(users[0])
         return users[0], (other_inputs[0],)
+
+
+def _transposes_last(node: fx.Node) -> bool:
+    """Return whether the node swaps the last two dimensions."""
+    is_transpose = node.op in ("call_method", "call_function") and node.target in (
+        "transpose",
+        torch.transpose,
+    )
+    return is_transpose and set(node.args[1:]) == {-1, -2}
 
 
 def _is_addition(node: fx.Node) -> bool:
@@ -285,12 +379,17 @@ def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[to
     """Fold the eval-mode BatchNorm (if any) of a match into its convolution.
 
     Returns:
-        float32 weight [C_out, C_in, k, k] and float32 bias [C_out], computed in float64.
+        float32 weight [C_out, C_in, kh, kw] and float32 bias [C_out], computed in float64.
     """
     conv, bn = modules[match.name], None if match.bn_name is None else modules[match.bn_name]
-    assert isinstance(conv, nn.Conv2d) and (bn is None or isinstance(bn, nn.BatchNorm2d))
+    assert isinstance(conv, (nn.Conv2d, nn.Conv1d, nn.Linear))
+    assert bn is None or isinstance(bn, (nn.BatchNorm1d, nn.BatchNorm2d))
     weight = conv.weight.detach().double()
-    bias = torch.zeros(conv.out_channels, dtype=torch.float64, device=weight.device)
+    if isinstance(conv, nn.Linear):
+        weight = weight[:, :, None, None]
+    elif isinstance(conv, nn.Conv1d):
+        weight = weight.unsqueeze(-2)
+    bias = torch.zeros(weight.shape[0], dtype=torch.float64, device=weight.device)
     if conv.bias is not None:
         bias = conv.bias.detach().double()
     if bn is not None:
@@ -316,11 +415,9 @@ def make_group_spec(
         weight, shift = fold_conv_match(conv, modules)
         bias = bias.to(shift.device) + shift
         if conv in match.sources:
-            module = modules[conv.name]
-            assert isinstance(module, nn.Conv2d)
-            padding = get_padding(module)
-            assert padding is not None and padding[0] == padding[1]
-            sources.append(SpikeSource(weight=weight, stride=module.stride[0], padding=padding[0]))
+            geometry = ConvGeometry.from_layer(modules[conv.name])
+            padding = int(geometry.padding[0])
+            sources.append(SpikeSource(weight=weight, stride=geometry.stride[0], padding=padding))
     return GroupSpec(
         sources=tuple(sources),
         bias=bias,

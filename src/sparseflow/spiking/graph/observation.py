@@ -30,6 +30,7 @@ from sparseflow.spiking.graph.propagation import (
     make_neuron_value,
 )
 from sparseflow.spiking.graph.registry import NeuronInfo
+from sparseflow.spiking.graph.sites import SpikeLayer
 from sparseflow.spiking.graph.tracing import Sample, SpikingTracer, split_arguments
 from sparseflow.spiking.graph.values import SpikeValue
 
@@ -130,7 +131,7 @@ class RunObserver:
             return
         # Read before the layer runs, which may write into its input.
         reads = tuple(self._get_value(tensor) for tensor in _list_tensors(args))
-        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        if isinstance(module, SpikeLayer):
             read = next((item for item in reads if isinstance(item, SpikeValue)), None)
             self.inputs.setdefault(self._leaves[module], []).append(
                 read or v.make_dense("a tensor passed by name")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.node import map_arg
 
 from sparseflow.errors import ModelError
@@ -15,6 +15,7 @@ from sparseflow.spiking.graph import layer_rules, rules
 from sparseflow.spiking.graph import values as v
 from sparseflow.spiking.graph.aliasing import find_written_node, list_aliased_inputs
 from sparseflow.spiking.graph.registry import NeuronInfo
+from sparseflow.spiking.graph.sites import SpikeLayer
 from sparseflow.spiking.graph.values import SpikeValue
 
 VIEW_ATTRIBUTES = ("T", "mT", "H", "mH", "data", "real")
@@ -52,7 +53,8 @@ class ValuePropagation:
 
     Attributes:
         values: Value of each node, valid at any time it may be read.
-        inputs: For each call of a convolution, in order: module name, node, and its input value at that time.
+        inputs: For each call of a convolution or linear layer, in order: module name, node, and its input
+            value at that time.
     """
 
     def __init__(self, module: fx.GraphModule, neurons: Mapping[str, NeuronInfo]) -> None:
@@ -105,7 +107,7 @@ class ValuePropagation:
     def _apply_layer(self, node: fx.Node, values: tuple[Any, ...]) -> SpikeValue:
         name = str(node.target)
         layer = self._modules[name]
-        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+        if isinstance(layer, SpikeLayer):
             read = next((item for item in values if isinstance(item, SpikeValue)), v.make_dense("no tensor"))
             self.inputs.append((name, node, read))
         if name in self._neurons:

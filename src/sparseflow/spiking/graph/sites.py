@@ -30,11 +30,60 @@ class Refusal(StrEnum):
     GROUPS = "groups"
     PADDING = "padding"
     PADDING_MODE = "padding-mode"
+    NOT_A_MAP = "not-a-feature-map"
+
+
+SpikeLayer = nn.Conv2d | nn.ConvTranspose2d | nn.Conv1d | nn.Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvGeometry:
+    """A layer as a convolution of feature maps: a linear layer is 1x1, a Conv1d runs over maps of one row.
+
+    Attributes:
+        kernel_size, stride, dilation: (height, width).
+        padding: (height, width), or 'same' with sides that differ.
+        groups: Groups of channels.
+    """
+
+    kernel_size: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] | str = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @classmethod
+    def from_layer(cls, layer: nn.Module) -> ConvGeometry:
+        """Return the geometry of a Conv2d, a Conv1d or a linear layer."""
+        if isinstance(layer, nn.Linear):
+            return cls()
+        assert isinstance(layer, (nn.Conv1d, nn.Conv2d))
+        padding = get_padding(layer)
+        sizes = (layer.kernel_size, layer.stride, layer.dilation)
+        kernel_size, stride, dilation = map(_to_pair, sizes)
+        return cls(
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=str(layer.padding) if padding is None else padding,
+            dilation=dilation,
+            groups=layer.groups,
+        )
+
+    def compute_out_sizes(self, height: int, width: int) -> tuple[int, int]:
+        """Compute the rows and columns of the output."""
+        if isinstance(self.padding, str):
+            return height, width
+        sizes = []
+        for size, k, s, p, d in zip(
+            (height, width), self.kernel_size, self.stride, self.padding, self.dilation, strict=True
+        ):
+            sizes.append((size + 2 * p - d * (k - 1) - 1) // s + 1)
+        return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSite:
-    """One convolution module.
+    """One convolution module, or a linear layer that reads spikes.
 
     Attributes:
         name: Module name.
@@ -61,13 +110,13 @@ class ConvSite:
 
 
 def describe_site(
-    name: str, conv: nn.Conv2d | nn.ConvTranspose2d, reads: Sequence[SpikeValue], absent: tuple[Refusal, str]
+    name: str, conv: SpikeLayer, reads: Sequence[SpikeValue], absent: tuple[Refusal, str]
 ) -> ConvSite:
     """Describe one convolution and decide whether it can be replaced.
 
     Args:
         name: Module name.
-        conv: The module.
+        conv: The module: a convolution or a linear layer.
         reads: Input value of each of its calls, in order.
         absent: Refusal and sentence to use if there are no calls.
     """
@@ -76,10 +125,10 @@ def describe_site(
     return ConvSite(
         name=name,
         num_calls=len(reads),
-        kernel_size=_to_pair(conv.kernel_size),
-        stride=_to_pair(conv.stride),
-        in_channels=conv.in_channels,
-        out_channels=conv.out_channels,
+        kernel_size=(1, 1) if isinstance(conv, nn.Linear) else _to_pair(conv.kernel_size),
+        stride=(1, 1) if isinstance(conv, nn.Linear) else _to_pair(conv.stride),
+        in_channels=conv.in_features if isinstance(conv, nn.Linear) else conv.in_channels,
+        out_channels=conv.out_features if isinstance(conv, nn.Linear) else conv.out_channels,
         fed_by=tuple(sorted(value.sources)) if value.kind != "dense" else (),
         value=value,
         replaceable=refusal is None,
@@ -88,19 +137,20 @@ def describe_site(
     )
 
 
-def get_padding(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[int, int] | None:
+def get_padding(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d) -> tuple[int, int] | None:
     """Return the zeros on either side of (height, width); None if the sides differ ('same', even kernel)."""
     if conv.padding == "valid":
         return 0, 0
     if conv.padding == "same":
         spans = [step * (size - 1) for step, size in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return None if any(span % 2 for span in spans) else (spans[0] // 2, spans[1] // 2)
-    return _to_pair(conv.padding)
+        return None if any(span % 2 for span in spans) else _to_pair([span // 2 for span in spans], fill=0)
+    return _to_pair(conv.padding, fill=0)
 
 
-def _to_pair(sizes: object) -> tuple[int, int]:
-    assert isinstance(sizes, Sequence) and len(sizes) == 2
-    return int(sizes[0]), int(sizes[1])
+def _to_pair(sizes: object, fill: int = 1) -> tuple[int, int]:
+    """Return (height, width); the height of a one-dimensional layer is `fill`."""
+    assert isinstance(sizes, Sequence) and len(sizes) in (1, 2)
+    return (fill if len(sizes) == 1 else int(sizes[0])), int(sizes[-1])
 
 
 def _check_input(value: SpikeValue, reads: Sequence[SpikeValue]) -> tuple[Refusal, str] | None:
@@ -116,8 +166,10 @@ def _check_input(value: SpikeValue, reads: Sequence[SpikeValue]) -> tuple[Refusa
     return Refusal.NOT_SPIKE_FED, f"fed by {value.cause or 'no neuron'}"
 
 
-def _check_module(conv: nn.Conv2d | nn.ConvTranspose2d) -> tuple[Refusal, str] | None:
-    """Return why the convolution itself is not supported, or None."""
+def _check_module(conv: SpikeLayer) -> tuple[Refusal, str] | None:
+    """Return why the layer itself is not supported, or None."""
+    if isinstance(conv, (nn.Linear, nn.Conv1d)):
+        return Refusal.NOT_A_MAP, "it runs sparse only in a traced network"
     if isinstance(conv, nn.ConvTranspose2d):
         return Refusal.TRANSPOSED, "transposed convolutions are not replaced"
     if not is_plain_conv(conv):

@@ -91,6 +91,13 @@ def observe_inputs(
             handle.remove()
 
 
+def _to_maps(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Convert the input of a linear layer or a Conv1d to maps of one row."""
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2)[..., None, None]
+    return x.unsqueeze(-2) if isinstance(layer, nn.Conv1d) else x
+
+
 def profile_firing(
     model: nn.Module,
     inputs: tuple[torch.Tensor, ...],
@@ -107,6 +114,9 @@ def profile_firing(
     run = model if forward is None else forward
     with preserve_state_without_grad(model):
         observe_inputs(
-            model, names, lambda: run(*inputs), lambda name, x: stats.update({name: measure_firing(x)})
+            model,
+            names,
+            lambda: run(*inputs),
+            lambda name, x: stats.update({name: measure_firing(_to_maps(model.get_submodule(name), x))}),
         )
     return stats

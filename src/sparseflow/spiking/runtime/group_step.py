@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from sparseflow.spiking.backends.base import (
@@ -18,14 +17,16 @@ from sparseflow.spiking.backends.base import (
     ChannelOrder,
     GroupShape,
     PreparedGroup,
+    convolve_maps,
 )
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
 from sparseflow.spiking.graph.registry import get_neuron_info
-from sparseflow.spiking.graph.sites import get_padding
+from sparseflow.spiking.graph.sites import ConvGeometry
 from sparseflow.spiking.graph.time_axis import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
+from sparseflow.spiking.runtime.feature_form import FeatureForm
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
 
 GroupMode = Literal["sparse", "dense", "module"]
@@ -82,9 +83,11 @@ class GroupStep:
         return self.modules[self.match.neuron_name]
 
     @property
-    def single_step(self) -> bool:
+    def form(self) -> FeatureForm:
+        """Form of the network's tensors that the group reads and yields."""
         assert self.match.neuron is not None
-        return getattr(self.neuron, "step_mode", "m") == "s" and not runs_step_by_step(self.match.neuron)
+        is_single = getattr(self.neuron, "step_mode", "m") == "s"
+        return FeatureForm(self.match.features, is_single and not runs_step_by_step(self.match.neuron))
 
     def fix_mode(self, mode: GroupMode) -> None:
         """Set the mode and drop the buffers of the other modes."""
@@ -157,25 +160,27 @@ class GroupStep:
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
         shape = self._compute_shape(sources, match.skips, dense, env)
         v = self.neuron.v
-        if isinstance(v, torch.Tensor) and tuple(v.shape) != (shape.images, *shape.output):
-            # The neuron itself handles membranes of another batch size.
-            return self._run_modules(env)
+        if isinstance(v, torch.Tensor):
+            v = self.form.expand(v)
+            if tuple(v.shape) != (shape.images, *shape.output):
+                # The neuron itself handles membranes of another batch size.
+                return self._run_modules(env)
         prepared = self._prepare(mode, shape)
         source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
         v = v if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
         out, v = prepared(source_inputs, skips, dense, post, steps=shape.steps, v=v, out=output_form)
-        self.neuron.v = v
+        self.neuron.v = self.form.reduce(v)
         if output_form == "dense":
-            out = out[0] if self.single_step else out
+            out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)
         return self._make_spike_tensor(self.match.output, native=out)
 
     def get_shape_mismatch(self, env: NodeValues) -> str | None:
         """Return why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
-        rank = 4 if self.single_step else 5
+        rank = self.form.rank
         stems = {conv.input for conv in self.match.dense_convs if conv.repeats}
         if any(to_dense(env[node]).dim() != rank - (node in stems) for node in self.match.inputs):
-            return "its inputs are not feature maps"
+            return "its inputs do not have the dimensions of its layers"
         match = self.match
         constant = [self._compute_conv_shape(conv, env) for conv in match.dense_convs]
         constant += [tuple(self._get_sequence(node, env).shape) for node in match.dense]
@@ -189,22 +194,20 @@ class GroupStep:
 
     def _compute_conv_shape(self, conv: ConvMatch, env: NodeValues) -> tuple[int, ...]:
         """Compute [T, N, C, H, W] of the output of a convolution of the group."""
-        module = self.modules[conv.name]
-        assert isinstance(module, nn.Conv2d)
-        value = to_dense(env[conv.input])
-        value = value.unsqueeze(0) if value.dim() == 4 else value
-        if module.padding == "same":
-            sides: list[int] = list(value.shape[-2:])
-        else:
-            pads = get_padding(module)
-            assert pads is not None
-            spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-            sides = [
-                (size + 2 * pad - span - 1) // stride + 1
-                for size, pad, span, stride in zip(value.shape[-2:], pads, spans, module.stride, strict=True)
-            ]
-        steps = conv.repeats or value.shape[0]
-        return (steps, value.shape[1], module.out_channels, *sides)
+        steps, images, _, height, width = self._get_conv_input(conv, env).shape
+        geometry = ConvGeometry.from_layer(self.modules[conv.name])
+        sizes = geometry.compute_out_sizes(height, width)
+        return (conv.repeats or steps, images, self._count_out_channels(conv), *sizes)
+
+    def _count_out_channels(self, conv: ConvMatch) -> int:
+        weight = self.modules[conv.name].weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.shape[0]
+
+    def _get_conv_input(self, conv: ConvMatch, env: NodeValues) -> torch.Tensor:
+        """Return the input of a convolution: dense [T or 1, N, C, H, W]."""
+        form = replace(self.form, single_step=True) if conv.repeats else self.form
+        return form.to_maps(to_dense(env[conv.input]))
 
     def get_unsupported_reason(self, env: NodeValues) -> str | None:
         """Return why the group cannot run in sparse mode, or None if it can."""
@@ -226,7 +229,7 @@ class GroupStep:
             self.backend,
             native=native,
             dense=dense,
-            single_step=self.single_step,
+            form=self.form,
             dtype=self.dtype,
             max_value=self.max_values.get(node, 1),
             order=self._get_order(node),
@@ -251,36 +254,34 @@ class GroupStep:
 
     def _get_spikes(self, node: fx.Node, env: NodeValues) -> SpikeTensor:
         value = env[node]
+        if isinstance(value, SpikeTensor) and value.form == self.form:
+            return value
+        spikes = self._make_spike_tensor(node, dense=to_dense(value))
         if not isinstance(value, SpikeTensor):
-            value = self._make_spike_tensor(node, dense=value)
-            env[node] = value
-        return value
+            env[node] = spikes
+        return spikes
 
     def _get_sources(self, env: NodeValues) -> list[SpikeTensor]:
         return [self._get_spikes(conv.input, env) for conv in self.match.sources]
 
     def _get_sequence(self, node: fx.Node, env: NodeValues) -> torch.Tensor:
-        value = to_dense(env[node])
-        return value.unsqueeze(0) if self.single_step else value
+        return self.form.to_maps(to_dense(env[node]))
 
     def _run_dense_conv(self, conv: ConvMatch, env: NodeValues) -> torch.Tensor:
         """Run a convolution of dense values without its bias, which is part of the group's bias."""
-        module = self.modules[conv.name]
-        assert isinstance(module, nn.Conv2d)
         if conv.name not in self._dense_weights:
             weight, _ = fold_conv_match(conv, self.modules)
             if self.layout.output is not None:
                 weight = weight[self.layout.output.permutation]
             weight = weight.to(self.backend.dtype).contiguous(memory_format=torch.channels_last)
             self._dense_weights[conv.name] = weight
-        weight = self._dense_weights[conv.name]
-        x = to_dense(env[conv.input])
-        lead = x.shape[:-3]
-        x = x.reshape(-1, *x.shape[-3:]).to(self.backend.dtype, memory_format=torch.channels_last)
+        geometry = ConvGeometry.from_layer(self.modules[conv.name])
+        x = self._get_conv_input(conv, env).to(self.backend.dtype)
         with full_precision(self.backend.dtype):
-            y = F.conv2d(x, weight, None, module.stride, module.padding, module.dilation, module.groups)
-        y = y.view(*lead, *y.shape[1:])
-        return y.unsqueeze(0) if y.dim() == 4 else y
+            return convolve_maps(
+                x, self._dense_weights[conv.name], stride=geometry.stride, padding=geometry.padding,
+                dilation=geometry.dilation, groups=geometry.groups,
+            )  # fmt: skip
 
     def _compute_shape(
         self,
@@ -296,12 +297,9 @@ class GroupStep:
         if addend_shapes:
             output = addend_shapes[0][2:]
         else:
-            spec_conv = self.modules[self.match.sources[0].name]
-            padding = get_padding(spec_conv) if isinstance(spec_conv, nn.Conv2d) else None
-            assert isinstance(spec_conv, nn.Conv2d) and padding is not None
-            _, _, _, height, width = shapes[0]
-            k, s, p = spec_conv.kernel_size[0], spec_conv.stride[0], padding[0]
-            output = (spec_conv.out_channels, (height + 2 * p - k) // s + 1, (width + 2 * p - k) // s + 1)
+            conv = self.match.sources[0]
+            geometry = ConvGeometry.from_layer(self.modules[conv.name])
+            output = (self._count_out_channels(conv), *geometry.compute_out_sizes(*shapes[0][-2:]))
         all_shapes = [*shapes, *addend_shapes]
         return GroupShape(
             steps=max([*(shape[0] for shape in all_shapes), *repeats]),
@@ -336,7 +334,7 @@ class ConvolutionStep(GroupStep):
     Its neuron may have other dynamics, or a pooling stands in between.
 
     Attributes:
-        rank: Number of dimensions of its input: 5 with a time axis, else 4.
+        rank: Number of dimensions of its input.
     """
 
     rank: int = 5
@@ -356,8 +354,9 @@ class ConvolutionStep(GroupStep):
         return None
 
     @property
-    def single_step(self) -> bool:
-        return self.rank == 4
+    def form(self) -> FeatureForm:
+        single = FeatureForm(self.match.features, single_step=True)
+        return single if single.rank == self.rank else replace(single, single_step=False)
 
     def _get_neuron_spec(self) -> NeuronSpec:
         return NEVER_FIRES
@@ -380,5 +379,4 @@ class ConvolutionStep(GroupStep):
         sources = self._get_sources(env)
         prepared = self._prepare(mode, self._compute_shape(sources, (), (), env))
         inputs = [spikes.native if mode == "sparse" else spikes.sequence for spikes in sources]
-        result = prepared.convolve(inputs).to(self.dtype)
-        return result[0] if self.single_step else result
+        return self.form.from_maps(prepared.convolve(inputs).to(self.dtype))

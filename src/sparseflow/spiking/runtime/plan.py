@@ -197,13 +197,16 @@ class Plan:
 
     def update_output_forms(self) -> None:
         """Set the output form of each group to the one its readers take; requires final modes."""
-        native_readers = {c.input for g in self.groups if g.mode == "sparse" for c in g.match.sources}
+        native_readers = {
+            (c.input, g.form) for g in self.groups if g.mode == "sparse" for c in g.match.sources
+        }
         for group in self.groups:
             if group.mode == "sparse" or not self.backend.adds_dense_spikes:
-                native_readers |= {*group.match.skips, *group.match.post_skips}
-        native_readers |= {node for node, layer in self._passthroughs.items() if layer.kind == "mean"}
+                native_readers |= {(n, group.form) for n in (*group.match.skips, *group.match.post_skips)}
+        means = {node for node, layer in self._passthroughs.items() if layer.kind == "mean"}
         for group in self.groups:
-            native = not native_readers.isdisjoint(self._iterate_reached(group.match.output))
+            reached = list(self._iterate_reached(group.match.output))
+            native = any((node, group.form) in native_readers or node in means for node in reached)
             group.output_form = "native" if native else "dense"
 
     def _iterate_reached(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -243,22 +246,22 @@ class Plan:
     def _find_passthroughs(self) -> dict[fx.Node, Passthrough]:
         """Find the layers that spikes of the groups pass in native form."""
         assert self.graph.module is not None
-        reached = {g.match.output: g.single_step for g in self.groups if g.match.neuron is not None}
+        reached = {g.match.output: g.form for g in self.groups if g.match.neuron is not None}
         inside = {node for group in self.groups for node in group.match.inner}
         passthroughs: dict[fx.Node, Passthrough] = {}
         for node in self.graph.module.graph.nodes:
             if node.op != "call_module" or node in inside or len(node.all_input_nodes) != 1:
                 continue
-            single = reached.get(node.all_input_nodes[0])
-            if single is None:
+            form = reached.get(node.all_input_nodes[0])
+            if form is None:
                 continue
             layer = match_passthrough(
-                self.modules[str(node.target)], single_step=single, folds=get_folded_sizes(node) is not None
+                self.modules[str(node.target)], form=form, folds=get_folded_sizes(node) is not None
             )
             if layer is not None:
                 passthroughs[node] = layer
                 if layer.kind != "mean":
-                    reached[node] = single
+                    reached[node] = form
         return passthroughs
 
 

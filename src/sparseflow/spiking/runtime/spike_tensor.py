@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate, map_arg
 from sparseflow.spiking.backends.base import Backend, ChannelOrder
 from sparseflow.spiking.graph.layer_rules import has_library_forward
 from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
+from sparseflow.spiking.runtime.feature_form import FeatureForm
 
 NodeValues = dict[fx.Node, Any]
 """Values of the nodes that are still needed."""
@@ -38,12 +39,12 @@ class Passthrough:
     padding: int = 0
 
 
-def match_passthrough(layer: nn.Module, *, single_step: bool, folds: bool = False) -> Passthrough | None:
+def match_passthrough(layer: nn.Module, *, form: FeatureForm, folds: bool = False) -> Passthrough | None:
     """Return the effect of `layer` on spikes, or None if it needs a dense tensor.
 
     Args:
         layer: A leaf module.
-        single_step: Whether its input has no time axis: [N, C, H, W] rather than [T, N, C, H, W].
+        form: Form of its input.
         folds: Whether it is called with the time axis folded into the batch.
     """
     if not has_library_forward(layer):
@@ -55,12 +56,14 @@ def match_passthrough(layer: nn.Module, *, single_step: bool, folds: bool = Fals
         is_spikingjelly and type(layer).__name__ in ("Dropout", "Dropout2d")
     ):
         return None if layer.training else Passthrough("same")
+    if form.kind != "map":
+        return None
     if isinstance(layer, nn.AdaptiveAvgPool2d):
         return Passthrough("mean") if layer.output_size in (1, (1, 1)) else None
     if isinstance(layer, nn.MaxPool2d):
         # nn.MaxPool2d takes no time axis; spikingjelly's takes one in step mode "m".
         takes_time = folds or (is_spikingjelly and getattr(layer, "step_mode", "s") == "m")
-        return _match_max_pool(layer) if takes_time != single_step else None
+        return _match_max_pool(layer) if takes_time != form.single_step else None
     return None
 
 
@@ -90,8 +93,8 @@ class SpikeTensor:
     Args:
         backend: The plan's backend.
         native: The backend's form, or None; its channels are in `order`.
-        dense: float [T, N, C, H, W], or [N, C, H, W] if `single_step`.
-        single_step: The network runs one step at a time, so its dense tensors have no time axis.
+        dense: The network's tensor, in `form`.
+        form: Form of the network's tensor.
         dtype: Data type of the network's own operations.
         max_value: Largest spike value (1 for binary spikes).
         order: Channel order between groups; None for the network's.
@@ -105,14 +108,14 @@ class SpikeTensor:
         *,
         native: Any = None,
         dense: Any = None,
-        single_step: bool,
+        form: FeatureForm,
         dtype: torch.dtype,
         max_value: int = 1,
         order: ChannelOrder | None = None,
         dense_in_network_order: bool = True,
     ) -> None:
         self._backend, self._native, self._dense = backend, native, dense
-        self.single_step, self.dtype, self.max_value = single_step, dtype, max_value
+        self.form, self.dtype, self.max_value = form, dtype, max_value
         self.order, self._dense_in_network_order = order, dense_in_network_order or order is None
 
     @property
@@ -135,11 +138,9 @@ class SpikeTensor:
     def sequence(self) -> torch.Tensor:
         """Dense spikes with a time axis: [T, N, C, H, W], channels in `order`."""
         if self._dense is None:
-            self._dense = self._backend.decode(self._native)
+            self._dense = self.form.from_maps(self._backend.decode(self._native))
             self._dense_in_network_order = self.order is None
-            if self.single_step:
-                self._dense = self._dense[0]
-        sequence = self._dense.unsqueeze(0) if self.single_step else self._dense
+        sequence = self.form.to_maps(self._dense)
         if self._dense_in_network_order and self.order is not None:
             return sequence.index_select(2, self.order.permutation)
         return sequence
@@ -152,7 +153,7 @@ class SpikeTensor:
         sequence = self.sequence.to(self.dtype)
         if self.order is not None:
             sequence = sequence.index_select(2, self.order.inverse)
-        return sequence[0] if self.single_step else sequence
+        return self.form.from_maps(sequence)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -169,7 +170,7 @@ class SpikeTensor:
         mean = self._backend.spatial_mean(self._native).to(self.dtype)
         if self.order is not None:
             mean = mean.index_select(-1, self.order.inverse)
-        return mean[0] if self.single_step else mean
+        return mean[0] if self.form.single_step else mean
 
     def apply_passthrough(self, layer: Passthrough) -> Any:
         """Apply a layer that spikes pass: returns spikes, or for a mean a tensor [(T,) N, C, 1, 1]."""
@@ -187,7 +188,7 @@ class SpikeTensor:
         else:
             native = self._backend.max_pool(self._native, *size)
         return SpikeTensor(
-            self._backend, native=native, dense=dense, single_step=self.single_step, dtype=self.dtype,
+            self._backend, native=native, dense=dense, form=self.form, dtype=self.dtype,
             max_value=self.max_value, order=self.order, dense_in_network_order=self._dense_in_network_order,
         )  # fmt: skip
 

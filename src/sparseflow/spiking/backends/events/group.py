@@ -6,10 +6,9 @@ import threading
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from sparseflow.errors import InputError
-from sparseflow.spiking.backends.base import ConvolutionKind, SpikeForm
+from sparseflow.spiking.backends.base import ConvolutionKind, SpikeForm, convolve_maps
 from sparseflow.spiking.backends.events.format import Events, allocate_events
 from sparseflow.spiking.backends.events.kernels.group import (
     OUT_EVENTS,
@@ -141,9 +140,7 @@ class EventGroup:
 
     def _convolve_dense(self, number: int, x: torch.Tensor) -> torch.Tensor:
         source, weight = self.spec.sources[number], self._dense_weights[number]
-        flat = x.float().flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        out = F.conv2d(flat, weight, stride=source.stride, padding=source.padding)
-        return out.unflatten(0, x.shape[:2])
+        return convolve_maps(x.float(), weight, stride=source.stride, padding=source.padding)
 
     def _infer_out_shape(
         self,

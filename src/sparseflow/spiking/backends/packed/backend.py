@@ -27,6 +27,7 @@ from sparseflow.spiking.backends.base import (
     GroupShape,
     PreparedGroup,
     SpikeForm,
+    convolve_maps,
 )
 from sparseflow.spiking.backends.packed import codec, pooling, triton_fallback, variant_timing, words
 from sparseflow.spiking.backends.packed.format import (
@@ -323,11 +324,9 @@ class _DenseGroup:
             return total if self._bias is None else total + self._bias.to(total.dtype).view(-1, 1, 1)
 
     def _convolve(self, number: int, x: Tensor) -> Tensor:
-        source = self.spec.sources[number]
-        flat = x.to(self.backend.dtype).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        source, x = self.spec.sources[number], x.to(self.backend.dtype)
         with full_precision(self.backend.dtype):
-            y = F.conv2d(flat, self._weights[number], stride=source.stride, padding=source.padding)
-        return y.unflatten(0, x.shape[:2])
+            return convolve_maps(x, self._weights[number], stride=source.stride, padding=source.padding)
 
     def __call__(
         self,
