@@ -54,6 +54,31 @@ def test_version_prints_version(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_no_command_prints_one_line_for_each_wing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert root.run([]) == 0
+    *lines, more = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and all(" sparseflow " in line and len(line) <= 80 for line in lines)
+    assert all(line.split("sparseflow ")[1].split()[0] in root.COMMANDS for line in lines)
+    assert "sparseflow --help" in more and "sparseflow doctor" in more
+
+
+@pytest.mark.parametrize(("words", "expected"), [("lat", "latency"), ("latency pre", "predict")])
+def test_shell_completion(words: str, expected: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "sparseflow"],
+        env=os.environ
+        | {
+            "_SPARSEFLOW_COMPLETE": "complete_bash",
+            "COMP_WORDS": f"sparseflow {words}",
+            "COMP_CWORD": str(len(words.split())),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert process.stdout.split() == [expected] and not process.stderr
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert root.run(["--help"]) == 0
     output = capsys.readouterr().out
@@ -162,7 +187,9 @@ def test_run_without_a_writable_output_prints_at_most_one_line(redirection: str)
     assert process.returncode in (0, 1) and len(process.stderr.splitlines()) <= 1
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "surplus"], []])
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "surplus"], ["runs", "--out"]]
+)
 def test_run_bad_usage_returns_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert root.run(arguments) == 2
     assert "sparseflow: " in capsys.readouterr().err

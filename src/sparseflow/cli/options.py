@@ -34,7 +34,7 @@ _DEVICE = typer.Option(
     "--device", help="Device: cpu, cuda, cuda:N, or auto for the GPU with the most free memory."
 )
 _OUT_DIR = typer.Option(
-    "--out", metavar="DIR", callback=_check_out_dir, help="Output directory; an existing run is resumed."
+    "--out", metavar="DIR", callback=_check_out_dir, help="Output directory; a run in it is resumed."
 )
 _OUT_FILE = typer.Option("--out", metavar="FILE", callback=check_out_file, help="Output file.")
 _SEED = typer.Option("--seed", min=0, help="Random seed.")
@@ -42,6 +42,7 @@ _CONFIG = typer.Option("--config", metavar="NAME|FILE", help="Configuration: a Y
 _LOAD = typer.Option("--load", min=0.0, max=1.0, help="Share of the device that other work uses, 0 to 1.")
 _MODEL = typer.Option("--model", metavar="MODEL", help="Model: a file, a directory or a shipped name.")
 _BUDGET_S = typer.Option("--budget-s", min=0.0, help="Time budget, seconds.")
+_BUDGET_MS = typer.Option("--budget-ms", min=0.0, help="Latency budget, ms.")
 _DTYPE = typer.Option("--dtype", help="Data type.")
 _BATCH_SIZE = typer.Option("--batch-size", min=1, help="Batch size.")
 
@@ -73,6 +74,7 @@ SetOption = Annotated[
 MethodOption = Annotated[str, typer.Option("--method", help="Search method.")]
 BudgetSOption = Annotated[float, _BUDGET_S]
 OptionalBudgetSOption = Annotated[float | None, _BUDGET_S]
+OptionalBudgetMsOption = Annotated[float | None, _BUDGET_MS]
 """As `BudgetSOption`; None is unlimited."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparseflow.cli.options import JsonOption
+from sparseflow.cli.options import JsonOption, OutDirOption
 from sparseflow.cli.output import emit
 
 app = typer.Typer(name="report", help="Reports: one static site of all runs.", no_args_is_help=True)
@@ -21,9 +21,7 @@ def report() -> None:
 @app.command()
 def site(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Directories of runs and reports.")],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Directory of the site, which is replaced.")
-    ],
+    out: OutDirOption,
     claims: Annotated[
         Path | None,
         typer.Option("--claims", metavar="DIR", help="Directory of claims, such as results/ of a checkout."),
@@ -32,7 +30,8 @@ def site(
 ) -> None:
     """Build a static site: all runs, comparisons of runs of one kind, and the history of claims.
 
-    The site opens from disk, without a server. Damaged and unfinished runs are listed with the reason.
+    The site opens from disk, without a server; an existing site is replaced. Damaged and unfinished runs are
+    listed with the reason.
     """
     from sparseflow.core.report.site import build_site
 

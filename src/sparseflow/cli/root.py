@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import threading
 from collections.abc import Sequence
@@ -89,6 +90,17 @@ COMMANDS = {
 }
 
 
+FIRST_COMMANDS = {
+    "spiking networks, faster": "sparseflow demo",
+    "tuning of sparse kernels": "sparseflow tune spmm A.mtx",
+    "latency prediction": "sparseflow latency quickstart",
+    "pruning of video models": "sparseflow pruning train --config moving_digits --out p",
+    "codesign with chiplets": "sparseflow codesign plan --config version_c --out c",
+    "adaptive model serving": "sparseflow adaptive demo",
+}
+"""What each wing is for, and its first command."""
+
+
 class LazyGroup(TyperGroup):
     """Lists the commands of `COMMANDS` without importing them; imports the one that is called."""
 
@@ -112,8 +124,7 @@ app = typer.Typer(
     name="sparseflow",
     cls=LazyGroup,
     help="Turn sparsity into latency that you can measure, predict and promise.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 
@@ -128,6 +139,7 @@ def _show_version(requested: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -138,6 +150,10 @@ def root(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")] = False,
 ) -> None:
     configure_logging(verbose=verbose, quiet=quiet)
+    if context.invoked_subcommand is None:
+        for purpose, command in FIRST_COMMANDS.items():
+            typer.echo(f"{purpose:25}{command}")
+        typer.echo("All commands: sparseflow --help. What works on this machine: sparseflow doctor.")
 
 
 def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
@@ -196,6 +212,8 @@ def run(arguments: Sequence[str]) -> int:
         usage = isinstance(error, InputError | MissingExtraError)
         return _report_error(type(error).__name__, str(error), EXIT_USAGE if usage else EXIT_FAILED, as_json)
     except SystemExit:
+        if "_SPARSEFLOW_COMPLETE" in os.environ:
+            return 0  # the shell asked for completions
         # Typer and Rich exit on a broken pipe.
         message = "broken pipe: the reader of the output, or a process of the job, has gone"
         return _report_error("BrokenPipeError", message, EXIT_FAILED, as_json)
@@ -203,7 +221,7 @@ def run(arguments: Sequence[str]) -> int:
         # Usage errors of Typer format their own message.
         message = getattr(error, "format_message", None)
         if message is not None:
-            # Without a command Typer has shown the help, and its message is empty.
+            # Without a command a group has shown its help, and the message is empty.
             return _report_error("UsageError", message() or "no command was given", EXIT_USAGE, as_json)
         logging.getLogger("sparseflow").debug("the command failed", exc_info=True)
         return _report_error(type(error).__name__, _describe_foreign_error(error), EXIT_FAILED, as_json)

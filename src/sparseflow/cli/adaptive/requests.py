@@ -24,6 +24,7 @@ from sparseflow.cli.options import (
     DeviceOption,
     HostOption,
     JsonOption,
+    OptionalBudgetMsOption,
     PortOption,
     open_device,
 )
@@ -46,9 +47,7 @@ def generate(
     profile: OptionalProfileOption = None,
     controller: ControllerOption = None,
     plan_quality: PlanQualityOption = None,
-    budget_ms: Annotated[
-        float | None, typer.Option(help="Latency budget up to the last token, ms; needs --profile.")
-    ] = None,
+    budget_ms: OptionalBudgetMsOption = None,
     on_infeasible: Annotated[
         Literal["reject", "best_effort", "truncate"],
         typer.Option(help="Handling of a budget that no plan meets."),
@@ -60,7 +59,10 @@ def generate(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt within a latency budget."""
+    """Answer one prompt within a latency budget.
+
+    The budget covers the time up to the last token and needs `--profile`.
+    """
     from sparseflow.adaptive.api import attach
     from sparseflow.adaptive.prompts.model_folder import open_folder
 

@@ -30,6 +30,7 @@ from sparseflow.cli.options import (
     JsonOption,
     LoadOption,
     LoadsOption,
+    OptionalBudgetMsOption,
     OptionalOutDirOption,
     OutDirOption,
     OutFileOption,
@@ -103,10 +104,7 @@ def predict(
     shape: ShapesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
-    budget_ms: Annotated[
-        float | None,
-        typer.Option("--budget-ms", min=0.0, help="Exit with 1 if the mean latency is higher, milliseconds."),
-    ] = None,
+    budget_ms: OptionalBudgetMsOption = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -115,7 +113,10 @@ def predict(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the latency of a model: mean, quantiles and interval, by kernel."""
+    """Predict the latency of a model: mean, quantiles and interval, by kernel.
+
+    Exits with 1 if the mean is above `--budget-ms`.
+    """
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
     from sparseflow.latency.measure.config import TelemetryConfig
