@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Accelerate a spiking network
 #
-# The activations of a spiking network are 0 or 1, and most of them are 0. PyTorch multiplies the zeros like
-# any other number. SparseFlow finds the convolutions that read spikes, measures for each of them whether
-# skipping the zeros is faster on your machine, and leaves everything else as it is.
+# The neurons of a spiking network output 0 or 1, and mostly 0. PyTorch multiplies the zeros like any other
+# number. SparseFlow finds the convolutions that read spikes, measures for each of them whether skipping the
+# zeros is faster on your machine, and leaves everything else as it is.
 #
 # This tutorial uses a trained ResNet-18 with four time steps and test images of CIFAR-10, which the package
 # contains. The tutorial needs `pip install 'sparseflow[spiking]' matplotlib` and
