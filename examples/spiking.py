@@ -21,7 +21,7 @@ from sparseflow.spiking import load_images, load_network, normalize
 torch.set_num_threads(1)  # other programs on this machine disturb one thread least
 model = load_network()
 pixels, labels = load_images()
-batches = normalize(pixels[:32]).split(8)
+batches = normalize(pixels[:32]).split(4)
 
 
 def run(network, images):
@@ -99,7 +99,7 @@ plt.show()
 
 # %%
 sparseflow.restore(model)
-assert torch.equal(run(model, batches[0]), expected[:8])
+assert torch.equal(run(model, batches[0]), expected[:4])
 
 # %% [markdown]
 # ## Your own network
