@@ -97,7 +97,10 @@ def convolve_maps(
     """Convolve [T, N, C, H, W] by the library; 1x1 convolutions of maps of one row are matrix products."""
     is_row = x.shape[-2] == 1 and weight.shape[-2:] == (1, 1) and groups == 1
     if is_row and stride in (1, (1, 1)) and padding in (0, (0, 0)):
-        return F.linear(x.movedim(-3, -1), weight.flatten(1)).movedim(-1, -3)
+        # With more dimensions, cuBLAS gets a batch of small products, which are far slower.
+        rows = x.movedim(-3, -1)
+        y = F.linear(rows.reshape(-1, rows.shape[-1]), weight.flatten(1))
+        return y.view(*rows.shape[:-1], -1).movedim(-1, -3)
     flat = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
     y = F.conv2d(flat, weight, None, stride, padding, dilation, groups)
     return y.unflatten(0, x.shape[:2])
