@@ -31,7 +31,7 @@ test: $(VENV)/.dev  ## Run the tests
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --all-extras $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU, with the packages of $(PYTHON), and write a record
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu -n logical --maxprocesses 6 --record-dir results/gpu_tests $(ARGS)
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu -n logical --maxprocesses 6 --record-dir=results/gpu_tests $(ARGS)
 
 check: $(VENV)/.dev  ## Lint, check formatting, types, imports, identifiers and the public API; edits nothing
 	@failed=; for tool in "ruff check ." "ruff format --check ." "pyright --pythonpath $(BIN)/python" \
