@@ -108,6 +108,7 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 $(VENV)/.site: $(VENV)/.run
 	@echo "installing the dependencies of the site and of all wings ..."
 	@$(PIP) -e ".[docs,latency,tuning,pruning,codesign,adaptive]"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)  # without it spikingjelly prints a warning
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.site
