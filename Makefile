@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # Python compiles the modules that are imported; pip would compile all modules of all packages.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-warn-conflicts -c constraints.txt
 
 # torch is installed first and with its exact pin; a looser requirement downloads the latest CUDA build.
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
