@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "index.html",
-    "tutorials/latency.html",
+    "tutorials/spiking.html",
     "explanation/latency.html",
     "reference/python/latency.html",
     "reference/cli/latency.html",
@@ -96,10 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, theme, width in product(PAGES, THEMES, WIDTHS):
             picture = args.out / f"{name.removesuffix('.html').replace('/', '-')}-{theme}-{width}.png"
-            faults = audit_page(browser, args.site / name, theme, width, picture)
+            faults = audit_page(browser, (args.site / name).absolute(), theme, width, picture)
             print(f"{name} {theme} {width}: {'ok' if not faults else ''}", *faults, sep="\n  ")
             failed |= bool(faults)
-        faults = search(browser, args.site / "index.html", "predictor")
+        faults = search(browser, (args.site / "index.html").absolute(), "predictor")
         print("search:", *faults or ["ok"])
         browser.close()
     return int(failed or bool(faults))
