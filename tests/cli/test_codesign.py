@@ -151,7 +151,9 @@ def test_plan_report_command_can_be_repeated(config: str, capsys: pytest.Capture
         "--model", write_model("deep.safetensors", depth=3), "--no-search", "--seed", "4", "--out", "a plan",
     ]  # fmt: skip
     assert run(command) == 0
-    page = html.unescape(Path("a plan/report.html").read_text())
+    page = html.unescape(
+        Path("a plan/report.html").read_text().partition('<script type="application/json"')[0]
+    )
     (line,) = {line for line in re.findall(r"sparseflow codesign plan [^<\n]*", page)}
     repeated_command = shlex.split(line)[1:]
     assert sorted(repeated_command) == sorted(command)
@@ -240,7 +242,7 @@ def test_train_verify_report_resume(config: str, capsys: pytest.CaptureFixture[s
     # The report shows the design of the run, not those of its baselines.
     page = Path("runs/two-stage-0/report.html").read_text()
     own_design, *baselines = json.loads(Path("runs/two-stage-0/plan.json").read_text())["extra"]["designs"]
-    assert own_design["mode"] == "two-stage" and f"{own_design['energy_delay']:.4g} mJ ms" in page
+    assert own_design["mode"] == "two-stage" and f"{own_design['energy_delay']:.4g} mJ⋅ms" in page
     assert all(f"{record['energy_delay']:.4g} mJ ms" not in page for record in baselines)
     assert run(["codesign", "verify", "runs/joint-0/trace.jsonl", "--json"]) == 0
     assert {"replayed", "error"} <= set(read_json(capsys))

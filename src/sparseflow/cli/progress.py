@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressDisplay
 
 from sparseflow.core.progress import Progress
@@ -19,7 +19,9 @@ _LOG_INTERVAL_S = 15.0
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar while the body runs; log a line every 15 s if standard error is no terminal.
+    """Show a progress bar with the time left while the body runs.
+
+    If standard error is no terminal, log a line every 15 s.
 
     Yields:
         The callback that takes the current step and the fraction done.
@@ -32,6 +34,7 @@ def progress_bar() -> Iterator[Progress]:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )
     with ProgressDisplay(*columns, console=console, transient=True) as display:

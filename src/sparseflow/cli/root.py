@@ -21,7 +21,8 @@ import typer
 from typer.core import TyperGroup
 
 from sparseflow import __version__
-from sparseflow.errors import InputError, MissingExtraError, SparseFlowError
+from sparseflow.cli.guidance import find_help_page, find_next_command
+from sparseflow.errors import DeviceError, InputError, MissingExtraError, SparseFlowError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -205,12 +206,16 @@ def run(arguments: Sequence[str]) -> int:
         # Typer turns a KeyboardInterrupt into this code and prints nothing.
         if code == EXIT_INTERRUPTED:
             return _report_error("Interrupted", "stopped by the user", EXIT_INTERRUPTED, as_json)
+        if code in (0, None) and not as_json and "--help" not in arguments:
+            _show_next_command(arguments)
         return code if isinstance(code, int) else 0
     except typer.Abort:
         return _report_error("Aborted", "nothing was changed", EXIT_FAILED, as_json)
     except SparseFlowError as error:
         usage = isinstance(error, InputError | MissingExtraError)
-        return _report_error(type(error).__name__, str(error), EXIT_USAGE if usage else EXIT_FAILED, as_json)
+        code = EXIT_USAGE if usage else EXIT_FAILED
+        page = find_help_page(arguments, error) if usage or isinstance(error, DeviceError) else None
+        return _report_error(type(error).__name__, str(error), code, as_json, page)
     except SystemExit:
         if "_SPARSEFLOW_COMPLETE" in os.environ:
             return 0  # the shell asked for completions
@@ -246,10 +251,19 @@ def _describe_foreign_error(error: BaseException) -> str:
     return f"internal error: {kind}: {text}; report it with the output of `sparseflow --verbose ...`"
 
 
-def _report_error(kind: str, message: str, code: int, as_json: bool) -> int:
+def _show_next_command(arguments: Sequence[str]) -> None:
+    command = find_next_command(arguments) if arguments else None
+    if command is not None:
+        with suppress(OSError):
+            typer.echo(f"next: {command}")
+
+
+def _report_error(kind: str, message: str, code: int, as_json: bool, page: str | None = None) -> int:
     # The error can be that one of the two streams is not writable.
     with suppress(OSError):
         typer.secho(f"sparseflow: {message}", err=True, fg=typer.colors.RED)
+        if page is not None:
+            typer.echo(f"see {page}", err=True)
     with suppress(OSError):
         if as_json:
             typer.echo(json.dumps({"error": {"type": kind, "message": message}}, ensure_ascii=False))
