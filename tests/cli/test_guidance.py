@@ -19,9 +19,9 @@ def test_next_commands_exist(path: str) -> None:
     words = NEXT_COMMANDS[path].split()[1:]
     command = COMMANDS.get(" ".join(words[:2])) or COMMANDS[words[0]]
     options = {option for parameter in command.params for option in parameter.opts}
-    given = {word for word in words if word.startswith("--")}
-    assert given <= options
-    assert {p.opts[0] for p in command.params if p.required and p.opts[0].startswith("--")} <= given
+    named = {word for word in words if word.startswith("--")}
+    assert named <= options
+    assert {p.opts[0] for p in command.params if p.required and p.opts[0].startswith("--")} <= named
 
 
 def test_next_command_contains_the_output() -> None:
