@@ -823,6 +823,23 @@ def test_neurons_behind_tokens_and_sequences(group_mode: str) -> None:
     assert {ways[name] for name in ("q", "mlp", "conv")} == {group_mode}
 
 
+class _Classifier(Small):
+    """A classifier in a container, behind maps of spikes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layer.SeqToANNContainer(nn.Flatten(), nn.Linear(8 * 16, 12, bias=False))
+        self.sn4, self.fc = neuron.IFNode(step_mode="m"), layer.SeqToANNContainer(nn.Linear(12, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.sn4(self.head(self.features(x))))
+
+
+def test_classifier_in_containers() -> None:
+    ways = agree(ready(_Classifier()), images(3, 2), "sparse")
+    assert {ways[name] for name in ("head.1", "fc.0")} == {"sparse"}
+
+
 @pytest.mark.parametrize("kind", ["map", "vector", "sequence", "tokens"])
 @pytest.mark.parametrize("single_step", [False, True])
 def test_feature_forms_are_inverse(kind: Any, single_step: bool) -> None:

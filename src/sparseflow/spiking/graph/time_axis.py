@@ -339,6 +339,8 @@ class _Rewriter:
                 return False
             if getattr(layer, "step_mode", "s") != "s" or getattr(layer, "return_indices", False):
                 return False
+            if isinstance(layer, nn.Flatten):
+                return layer.start_dim >= 1
             source_rank = len(self.shapes.get(node.all_input_nodes[0].name, ()))
             expected = next((number for cls, number in _RANKS.items() if isinstance(layer, cls)), None)
             return source_rank == expected or (expected is None and isinstance(layer, _ANY_RANK))
