@@ -178,7 +178,7 @@ def train(
             f"{row['mode']}: accuracy {row['accuracy']:.2%}, predicted energy-delay product "
             f"{row['energy_delay']:.4g} mJ ms{ratio}"
         )
-    emit(result.to_dict(), as_json, *rows, result.verdict, result.prediction, f"page: {result.page}")
+    emit(result.to_dict(), as_json, *rows, result.verdict, result.prediction, f"report: {result.page}")
 
 
 @app.command()

@@ -275,7 +275,7 @@ def evaluate(
             net=net,
             progress=progress,
         )
-    emit(result.to_dict(), as_json, _score_table(result.scores), f"page: {result.page}")
+    emit(result.to_dict(), as_json, _score_table(result.scores), f"report: {result.page}")
 
 
 @app.command()
