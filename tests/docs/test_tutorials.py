@@ -30,7 +30,7 @@ def test_example_prints_the_output_of_its_notebook(path: Path) -> None:
     expected = "".join(output.text for output in outputs if output.output_type == "stream")
     environment = {**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "2"}
     process = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert process.returncode == 0, process.stderr
     assert _mask(process.stdout) == _mask(expected), "run `make notebooks`"
