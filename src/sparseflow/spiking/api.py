@@ -84,8 +84,9 @@ def optimize(
         policy: "measured" times all ways to run a layer and selects the fastest, never one slower than the
             network's own; "static" replaces by feature-map height (32 and up: blocks of 16; 16 to 31: 8; 8
             to 15: 4; below: unchanged).
-        dtype: On a GPU, the precision of weights inside groups: torch.float16 or torch.bfloat16 trade
-            accuracy for speed. By default the model's own; a float32 model stays as accurate as float32.
+        dtype: On a GPU, the precision of the network's layers: torch.float16 or torch.bfloat16 trade accuracy
+            for speed. Inputs, outputs and membranes keep theirs. By default the model's own; a float32 model
+            stays as accurate as float32.
         cache: Cache decisions on disk; a path names the file.
         progress: Called with a message and the fraction done during tuning; without a sample, during later
             tuning.

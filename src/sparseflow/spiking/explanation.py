@@ -186,7 +186,12 @@ def _map_groups(state: AcceleratedForward) -> tuple[dict[str, str], dict[str, st
 def _get_backend_name(state: AcceleratedForward, site: str, group: str | None, mode: str) -> str:
     if group is None:
         return mode
-    names = {"sparse": state.backend_name, "dense": "dense, fused neuron", "module": "dense"}
+    names = {
+        "sparse": state.backend_name,
+        "dense": "dense, fused neuron",
+        "fused": "fused stem",
+        "module": "dense",
+    }
     return names.get(mode, mode)
 
 

@@ -22,11 +22,10 @@ from sparseflow.spiking.graph.fusion_matcher import (
     GroupMatch,
     fold_conv_match,
     make_group_spec,
-    skip_repetition,
 )
-from sparseflow.spiking.graph.tracing import trace
+from sparseflow.spiking.graph.simplification import simplify_network
 from tests.spiking.families import CASES, FAMILIES
-from tests.spiking.nets import Constant, Small, images, small
+from tests.spiking.nets import Constant, Small, images, ready, small
 
 SPEC = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
 
@@ -221,37 +220,10 @@ def test_parametrized_convolution_folds_its_computed_weight() -> None:
 
 
 def test_constant_input_is_convolved_once() -> None:
-    from tests.spiking.nets import ready
-
-    group = groups(ready(Constant()), images(2))["sn1"]
+    graph = simplify_network(analyze(ready(Constant()), images(2)))
+    (group,) = (group for group in FusionMatcher(graph).find_groups() if group.neuron_name == "sn1")
     (conv,) = group.dense_convs
-    assert conv.repeats == 3 and conv.input.op == "placeholder"
-
-
-@pytest.mark.parametrize(
-    ("repeat", "steps"),
-    [
-        (lambda x: x.unsqueeze(0).repeat(5, 1, 1, 1, 1), 5),
-        (lambda x: x.unsqueeze(0).repeat((5, 1, 1, 1, 1)), 5),
-        (lambda x: x.unsqueeze(0).expand(5, -1, -1, -1, -1), 5),
-        (lambda x: x.unsqueeze(dim=0).expand([5, -1, -1, -1, -1]), 5),
-        (lambda x: torch.unsqueeze(x, 0).repeat(5, 1, 1, 1, 1), 5),
-        (lambda x: x.unsqueeze(0).repeat(5, 2, 1, 1, 1), None),
-        (lambda x: x.unsqueeze(1).repeat(5, 1, 1, 1, 1), None),
-        (lambda x: x.unsqueeze(0).repeat(x.shape[0], 1, 1, 1, 1), None),
-        (lambda x: x.repeat(5, 1, 1, 1), None),
-        (lambda x: x.unsqueeze(0) * 1, None),
-    ],
-)
-def test_skip_repetition(repeat: Any, steps: int | None) -> None:
-    class Net(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return repeat(x)
-
-    nodes = list(trace(Net()).graph.nodes)
-    source, actual = skip_repetition(nodes[-2])
-    assert actual == steps
-    assert (source.op == "placeholder") == (steps is not None) and (steps is not None or source is nodes[-2])
+    assert conv.repeats == 3 and graph.values[conv.input.name].shape == (1, 2, 3, 8, 8)
 
 
 def fold(conv: nn.Module, bn: nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:

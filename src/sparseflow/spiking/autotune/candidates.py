@@ -17,9 +17,9 @@ from sparseflow.spiking.autotune.decision_cache import Decision
 from sparseflow.spiking.autotune.dispatch import CandidateSelector, compute_rate_bucket
 from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import is_tf32_allowed
 from sparseflow.spiking.graph.module_state import copy_neuron_states, restore_neuron_states
-from sparseflow.spiking.graph.sites import ConvGeometry
 from sparseflow.spiking.profile.firing import FiringStats, measure_firing
 from sparseflow.spiking.runtime.group_step import GroupStep
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
@@ -61,9 +61,16 @@ def tune_group(
     initial_v = group.membrane
     candidates: dict[str, Callable[[], Any]] = {
         mode: partial(_run_group, group, mode, values, initial_v)
-        for mode, values in {"module": _to_dense_values(env), "dense": env, "sparse": env}.items()
+        for mode, values in {
+            "module": _to_dense_values(env),
+            "dense": env,
+            "fused": env,
+            "sparse": env,
+        }.items()
     }
     notes: list[str] = []
+    if not group.can_fuse():
+        del candidates["fused"]
     unsupported_reason = group.get_unsupported_reason(env)
     if unsupported_reason is not None:
         del candidates["sparse"]

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparseflow.spiking.backends.spec import GroupSpec
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec
 
 ConvolutionKind = Literal["sparse", "dense"]
 SpikeForm = Literal["native", "dense"]
@@ -146,6 +147,25 @@ class PreparedGroup(Protocol):
         ...
 
 
+class PreparedStem(Protocol):
+    """A convolution of few dense channels and its neurons, with its weights laid out."""
+
+    def __call__(
+        self, x: torch.Tensor, *, v: torch.Tensor | None, out: SpikeForm
+    ) -> tuple[Any, torch.Tensor]:
+        """Run the convolution and the neurons.
+
+        Args:
+            x: Input, [T, N, C, H, W], or [1, N, C, H, W] if constant over time.
+            v: Initial membrane [N, C, H, W], float32; None for the rest value.
+            out: Form of the output.
+
+        Returns:
+            The spikes, and the membrane after the last step, [N, C, H, W] float32.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Runs groups on one device.
 
@@ -154,6 +174,9 @@ class Backend(Protocol):
         dtype: Data type of a group's dense convolutions.
         shape_agnostic: Whether a prepared group runs on inputs of any shape.
         runs_bare_convolutions: Whether sparse groups run without their neuron.
+        fuses_attention: Whether attention of spikes and its neurons run as one kernel (`attend`).
+        fuses_stems: Whether a convolution of few dense channels and its neurons run as one kernel.
+        fuses_pooling: Whether groups prepared for a dense convolution can max-pool its output.
         adds_dense_spikes: Whether groups prepared for a dense convolution add dense spikes at no extra cost.
         channel_block: Channels that a sparse convolution skips together if all are silent; None if it does
             not skip.
@@ -163,6 +186,9 @@ class Backend(Protocol):
     dtype: torch.dtype
     shape_agnostic: bool
     runs_bare_convolutions: bool
+    fuses_attention: bool
+    fuses_stems: bool
+    fuses_pooling: bool
     adds_dense_spikes: bool
 
     @property
@@ -183,6 +209,42 @@ class Backend(Protocol):
 
         The channels of `spec` already follow `layout`; membranes are passed in the network's order.
         """
+        ...
+
+    def get_stem_unsupported_reason(self, geometry: ConvGeometry, in_channels: int) -> str | None:
+        """Return why a convolution cannot run as a stem (a sentence), or None if it can."""
+        ...
+
+    def prepare_stem(
+        self,
+        weight: torch.Tensor,
+        spec: GroupSpec,
+        geometry: ConvGeometry,
+        shape: GroupShape,
+        layout: ChannelLayout = NATURAL_LAYOUT,
+    ) -> PreparedStem:
+        """Lay out the weights of a stem.
+
+        Args:
+            weight: float32 [C_out, C_in, kh, kw] of the only convolution, in the order of `layout`.
+            spec: Bias and neuron.
+            geometry: Of the convolution.
+            shape: Sizes; it has no sources.
+            layout: Channel order of the output.
+        """
+        ...
+
+    def attend(
+        self,
+        factors: Sequence[torch.Tensor],
+        neuron: NeuronSpec,
+        *,
+        rows_are_tokens: bool,
+        scale: float,
+        v: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run neurons on a product of three spike tensors; see `packed.attention.run_attention`."""
         ...
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:

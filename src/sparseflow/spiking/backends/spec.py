@@ -52,6 +52,28 @@ NEVER_FIRES = NeuronSpec(alpha=0.0, beta=1.0, delta=0.0, v_threshold=math.inf, v
 """Placeholder for the neuron of a group that is only convolved."""
 
 
+@dataclass(frozen=True)
+class MaxPooling:
+    """A max pooling of feature maps, the same in both directions.
+
+    Attributes:
+        size, stride, padding: Of the windows, in pixels; the padding is at most half the size.
+    """
+
+    size: int
+    stride: int
+    padding: int = 0
+
+    def compute_out_size(self, size: int) -> int:
+        """Compute the output height (or width) for an input height (or width) of `size`."""
+        return (size + 2 * self.padding - self.size) // self.stride + 1
+
+    def make_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory that has the shape of the pooled [..., H, W]."""
+        sizes = map(self.compute_out_size, x.shape[-2:])
+        return torch.empty((*x.shape[:-2], *sizes), dtype=x.dtype, device="meta")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpikeSource:
     """One convolution of spikes that feeds a group.
@@ -84,6 +106,7 @@ class GroupSpec:
             [1, N, C_out, H_out, W_out] if constant over time.
         post_skips: Number of spike tensors added to the neuron's output (SEW ADD); the output then holds
             small integers.
+        pooling: Max pooling between the convolution, which is then the only input, and the neuron.
     """
 
     sources: tuple[SpikeSource, ...]
@@ -92,6 +115,7 @@ class GroupSpec:
     skips: int = 0
     dense_inputs: int = 0
     post_skips: int = 0
+    pooling: MaxPooling | None = None
 
     def without_weights(self) -> GroupSpec:
         """Return the spec with its weights on `meta`, which keeps shapes and frees memory."""

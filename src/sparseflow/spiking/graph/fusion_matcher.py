@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import fx, nn
 
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
+from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, SpikeSource
 from sparseflow.spiking.graph.analysis import SpikeGraph
-from sparseflow.spiking.graph.layer_rules import has_library_forward
-from sparseflow.spiking.graph.sites import ConvGeometry, ConvSite, Refusal, is_plain_conv
-from sparseflow.spiking.graph.time_axis import runs_step_by_step
+from sparseflow.spiking.graph.attention_matcher import AttentionMatch, match_attention
+from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
+from sparseflow.spiking.graph.simplification import (
+    FlattenedPooling,
+    get_folded_pooling,
+    match_repetition,
+)
+from sparseflow.spiking.graph.sites import ConvSite, Refusal, is_plain_conv
+from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
 
 FeatureKind = Literal["map", "vector", "sequence", "tokens"]
 """[N, C, H, W], [N, C], [N, C, L] or [N, L, C], with or without a time axis."""
@@ -35,15 +42,16 @@ class ConvMatch:
     """A convolution of the group, with the BatchNorm that follows it (if any).
 
     Attributes:
-        input: The fx node whose value is convolved; for a time-constant stem, the node before the repetition.
+        input: The fx node whose value is convolved.
         node: The convolution's node.
         name: The convolution's module name.
         bn_node: The BatchNorm's node.
         bn_name: The BatchNorm's module name.
         inner: Its nodes in order: the convolution, the BatchNorm, and transpositions around that.
         features: Kind of its input and output.
-        repeats: Time steps over which the input is repeated unchanged, so that the convolution runs once;
-            None if the input has its own time axis.
+        input_pooling: Pooling of the flat input of a linear layer, which is folded into the weights.
+        pooling: Max pooling of the output.
+        repeats: Time steps over which the output is repeated unchanged; None if it has its own time axis.
     """
 
     input: fx.Node
@@ -53,6 +61,8 @@ class ConvMatch:
     bn_name: str | None = None
     inner: tuple[fx.Node, ...] = ()
     features: FeatureKind = "map"
+    input_pooling: FlattenedPooling | None = None
+    pooling: MaxPooling | None = None
     repeats: int | None = None
 
 
@@ -72,6 +82,7 @@ class GroupMatch:
         post_skips: Nodes of spikes added to the neuron's output.
         inner: All nodes that the group replaces, in graph order, `output` last.
         features: Kind of all its inputs and its output.
+        attention: The attention whose product is the neuron's input; its factors are in `dense`.
     """
 
     neuron: fx.Node | None
@@ -84,12 +95,18 @@ class GroupMatch:
     post_skips: tuple[fx.Node, ...]
     inner: tuple[fx.Node, ...]
     features: FeatureKind = "map"
+    attention: AttentionMatch | None = None
 
     @property
     def name(self) -> str:
         """Name of the main convolution, or of the neuron if the group has no convolution."""
         convs = self.sources or self.dense_convs
         return convs[0].name if convs else self.neuron_name
+
+    @property
+    def pooling(self) -> MaxPooling | None:
+        """The max pooling before the neuron."""
+        return next((conv.pooling for conv in (*self.sources, *self.dense_convs)), None)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -116,12 +133,17 @@ class FusionMatcher:
 
     Args:
         graph: The analysis; it must have a traced module.
+        matches_attention: Whether attention and its neuron form a group.
+        matches_pooling: Whether a group may have a max pooling between a convolution and the neuron.
     """
 
-    def __init__(self, graph: SpikeGraph) -> None:
+    def __init__(
+        self, graph: SpikeGraph, *, matches_attention: bool = False, matches_pooling: bool = False
+    ) -> None:
         if graph.module is None:
             raise ValueError("groups can only be matched in a traced network")
         self._graph = graph
+        self._matches_attention, self._matches_pooling = matches_attention, matches_pooling
         self._modules = dict(graph.module.named_modules())
         self._calls: dict[int, int] = {}
         for node in graph.module.graph.nodes:
@@ -130,6 +152,9 @@ class FusionMatcher:
                 self._calls[key] = self._calls.get(key, 0) + 1
         self._replaceable = {
             site.name for site in graph.sites if site.replaceable or self._is_bare_product(site)
+        }
+        self._replaceable |= {
+            str(node.target) for node in graph.module.graph.nodes if get_folded_pooling(node) is not None
         }
         self._claimed: set[fx.Node] = set()
 
@@ -149,24 +174,34 @@ class FusionMatcher:
         yield from self._find_convolutions(inner)
 
     def _find_convolutions(self, inner: set[fx.Node]) -> Iterator[GroupMatch]:
-        """Find convolutions of spikes, with their BatchNorms, outside of `inner`."""
+        """Find convolutions of spikes and convolutions with a BatchNorm outside of `inner`."""
         module = self._graph.module
         assert module is not None
         for node in module.graph.nodes:
-            if node in inner or node.op != "call_module" or node.target not in self._replaceable:
+            if node in inner or node.op != "call_module":
                 continue
             reader = next(iter(node.users)) if len(node.users) == 1 else node
             conv = self._match_convolution(reader) if reader not in inner else None
             if conv is None or conv.node is not node:
                 conv = self._match_convolution(node)
-            if conv is None or self._get_kind(conv.input) not in SPIKE_KINDS:
+            if conv is None or conv.node is not node or self._graph.values[conv.input.name].shape is None:
                 continue
-            if self._graph.values[conv.input.name].shape is None:
+            if not self.reads_spikes(conv) and not self._can_fold(conv):
                 continue
             yield GroupMatch(
                 neuron=None, neuron_name="", output=conv.inner[-1], sources=(conv,), dense_convs=(), skips=(),
                 dense=(), post_skips=(), inner=conv.inner, features=conv.features,
             )  # fmt: skip
+
+    def reads_spikes(self, conv: ConvMatch) -> bool:
+        """Return whether a sparse kernel can run the convolution."""
+        return conv.name in self._replaceable and self._get_kind(conv.input) in SPIKE_KINDS
+
+    def _can_fold(self, conv: ConvMatch) -> bool:
+        """Return whether the convolution has a BatchNorm to fold and the same geometry in both directions."""
+        geometry = ConvGeometry.from_layer(self._modules[conv.name])
+        is_square = geometry.stride[0] == geometry.stride[1] and geometry.padding[0] == geometry.padding[1]
+        return conv.bn_node is not None and is_square and geometry.dilation == (1, 1) and geometry.groups == 1
 
     def _find_neuron_groups(self) -> Iterator[GroupMatch]:
         module = self._graph.module
@@ -179,8 +214,18 @@ class FusionMatcher:
                 continue
             if self._calls[id(self._modules[node.target])] > 1:
                 continue
+            attention = self._match_attention(node)
+            if attention is not None:
+                yield GroupMatch(
+                    neuron=node, neuron_name=str(node.target), output=node, sources=(), dense_convs=(),
+                    skips=(), dense=attention.factors, post_skips=(), attention=attention,
+                    inner=tuple(sorted({*attention.inner, node}, key=order.__getitem__)),
+                    features=self._guess_features(node),
+                )  # fmt: skip
+                continue
             terms = _GroupTerms(takes_time=self._takes_time(node))
-            self._collect_terms(node.all_input_nodes[0], node, terms)
+            if not self._collect_pooled_convolution(node, terms):
+                self._collect_terms(node.all_input_nodes[0], node, terms)
             output, post_skips = self._match_sew_addition(node)
             inner = sorted({*terms.inner, node, output}, key=order.__getitem__)
             yield GroupMatch(
@@ -195,6 +240,15 @@ class FusionMatcher:
                 inner=tuple(inner),
                 features=terms.features or self._guess_features(node),
             )
+
+    def _match_attention(self, neuron: fx.Node) -> AttentionMatch | None:
+        if not self._matches_attention or not self._takes_time(neuron):
+            return None
+        module = self._graph.module
+        assert module is not None
+        values = {node: self._graph.values.get(node.name) for node in module.graph.nodes}
+        shapes = {node: value.shape for node, value in values.items() if value is not None and value.shape}
+        return match_attention(neuron, shapes, lambda node: self._get_kind(node) in SPIKE_KINDS)
 
     def _guess_features(self, neuron: fx.Node) -> FeatureKind:
         """Return the kind of a neuron's input from its rank; a neuron treats all elements alike."""
@@ -232,7 +286,7 @@ class FusionMatcher:
                 self._collect_terms(first, node, terms)
                 self._collect_terms(second, node, terms)
                 return
-        conv = self._match_convolution(node, terms.takes_time) if single_reader else None
+        conv = self._match_repeated_convolution(node, terms.takes_time) if single_reader else None
         if conv is None:
             terms.dense.append(node)
             return
@@ -246,6 +300,42 @@ class FusionMatcher:
         terms.features = conv.features
         terms.inner.update(conv.inner)
         (terms.sources if reads_spikes else terms.dense_convs).append(conv)
+
+    def _collect_pooled_convolution(self, neuron: fx.Node, terms: _GroupTerms) -> bool:
+        """Add the convolution whose max-pooled output is the neuron's only input; return if there is one."""
+        node, inner, repeats = neuron.all_input_nodes[0], [], None
+        if not self._matches_pooling or set(node.users) != {neuron}:
+            return False
+        repetition = match_repetition(node)
+        if repetition is not None:
+            inner.append(node)
+            node, repeats = repetition
+        layer = self._get_called_module(node)
+        if layer is None or len(node.users) != 1:
+            return False
+        folds = get_folded_sizes(node) is not None
+        pooling = match_max_pooling(layer, takes_time=terms.takes_time, folds=folds)
+        source = node.all_input_nodes[0]
+        conv = self._match_convolution(source, terms.takes_time) if set(source.users) == {node} else None
+        if pooling is None or conv is None or conv.features != "map":
+            return False
+        conv = replace(conv, inner=(*conv.inner, node, *inner), pooling=pooling, repeats=repeats)
+        reads_spikes = self._get_kind(conv.input) in SPIKE_KINDS
+        if reads_spikes and conv.name not in self._replaceable:
+            return False
+        terms.features = conv.features
+        terms.inner.update(conv.inner)
+        (terms.sources if reads_spikes else terms.dense_convs).append(conv)
+        return True
+
+    def _match_repeated_convolution(self, node: fx.Node, takes_time: bool) -> ConvMatch | None:
+        """Match a convolution as `_match_convolution` does, or one whose output is repeated over time."""
+        repetition = match_repetition(node)
+        if repetition is None:
+            return self._match_convolution(node, takes_time)
+        step, repeats = repetition
+        conv = self._match_convolution(step, takes_time) if set(step.users) == {node} else None
+        return None if conv is None else replace(conv, inner=(*conv.inner, node), repeats=repeats)
 
     def _match_convolution(self, node: fx.Node, takes_time: bool | None = None) -> ConvMatch | None:
         """Match a convolution or linear layer and its BatchNorm.
@@ -282,18 +372,15 @@ class FusionMatcher:
                 features == "tokens"
             ):
                 return None
-        source, repeats = node.all_input_nodes[0], None
-        if self._get_kind(source) not in SPIKE_KINDS:
-            source, repeats = skip_repetition(source)
         return ConvMatch(
-            input=source,
+            input=node.all_input_nodes[0],
             node=node,
             name=str(node.target),
             bn_node=bn_node,
             bn_name=None if bn_node is None else str(bn_node.target),
             inner=tuple(reversed(inner)),
             features=features,
-            repeats=repeats,
+            input_pooling=get_folded_pooling(node),
         )
 
     @staticmethod
@@ -350,31 +437,6 @@ def _is_addition(node: fx.Node) -> bool:
     return adds and plain and all(isinstance(operand, fx.Node) for operand in node.args)
 
 
-def skip_repetition(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """Find the input of `x.unsqueeze(0).repeat(T, 1, …)` and `.expand(T, -1, …)`.
-
-    Returns:
-        The node of `x` and T, or `node` itself and None if it is not such a repetition.
-    """
-    if node.op != "call_method" or node.target not in ("repeat", "expand"):
-        return node, None
-    sizes: list[object] = list(node.args[1:])
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = list(sizes[0])
-    unchanged = 1 if node.target == "repeat" else -1
-    if len(sizes) < 2 or any(size != unchanged for size in sizes[1:]):
-        return node, None
-    steps = sizes[0]
-    inner = node.args[0]
-    if not isinstance(inner, fx.Node) or inner.target not in ("unsqueeze", torch.unsqueeze):
-        return node, None
-    source, *arguments = inner.args
-    position = arguments[0] if arguments else inner.kwargs.get("dim")
-    if position != 0 or not isinstance(source, fx.Node) or not isinstance(steps, int):
-        return node, None
-    return source, steps
-
-
 def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     """Fold the eval-mode BatchNorm (if any) of a match into its convolution.
 
@@ -386,6 +448,8 @@ def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[to
     assert bn is None or isinstance(bn, (nn.BatchNorm1d, nn.BatchNorm2d))
     weight = conv.weight.detach().double()
     if isinstance(conv, nn.Linear):
+        if match.input_pooling is not None:
+            weight = match.input_pooling.fold_weight(weight)
         weight = weight[:, :, None, None]
     elif isinstance(conv, nn.Conv1d):
         weight = weight.unsqueeze(-2)
@@ -425,4 +489,5 @@ def make_group_spec(
         skips=len(match.skips),
         dense_inputs=len(match.dense_convs) + len(match.dense),
         post_skips=len(match.post_skips),
+        pooling=match.pooling,
     )

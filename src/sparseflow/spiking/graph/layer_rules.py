@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from sparseflow.spiking.backends.spec import MaxPooling
 from sparseflow.spiking.graph import values as v
 from sparseflow.spiking.graph.values import SpikeValue
 
@@ -91,3 +92,32 @@ def layer_may_alias(layer: nn.Module) -> bool:
         nn.LayerNorm,
     )
     return not isinstance(layer, (*computes, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd))
+
+
+def match_max_pooling(layer: nn.Module, *, takes_time: bool, folds: bool = False) -> MaxPooling | None:
+    """Match a max pooling with equal sizes in both directions.
+
+    Args:
+        layer: A leaf module.
+        takes_time: Whether its input has a time axis.
+        folds: Whether it is called with the time axis folded into the batch.
+    """
+    if not isinstance(layer, nn.MaxPool2d) or not has_library_forward(layer):
+        return None
+    # nn.MaxPool2d takes no time axis; spikingjelly's takes one in step mode "m".
+    is_multi_step = (
+        type(layer).__module__.startswith("spikingjelly.") and getattr(layer, "step_mode", "s") == "m"
+    )
+    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    size, stride, padding, dilation = map(_get_common_size, options)
+    if (folds or is_multi_step) != takes_time or layer.ceil_mode or layer.return_indices or dilation != 1:
+        return None
+    if size is None or stride is None or padding is None or 2 * padding > size:
+        return None
+    return MaxPooling(size, stride, padding)
+
+
+def _get_common_size(size: object) -> int | None:
+    if isinstance(size, int):
+        return size
+    return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else None

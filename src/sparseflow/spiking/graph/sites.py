@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torch import nn
+from torch import Tensor, nn
 
+from sparseflow.spiking.backends.conv_geometry import get_padding, to_pair
 from sparseflow.spiking.graph import values as v
 from sparseflow.spiking.graph.values import SpikeValue
 
@@ -34,51 +35,6 @@ class Refusal(StrEnum):
 
 
 SpikeLayer = nn.Conv2d | nn.ConvTranspose2d | nn.Conv1d | nn.Linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvGeometry:
-    """A layer as a convolution of feature maps: a linear layer is 1x1, a Conv1d runs over maps of one row.
-
-    Attributes:
-        kernel_size, stride, dilation: (height, width).
-        padding: (height, width), or 'same' with sides that differ.
-        groups: Groups of channels.
-    """
-
-    kernel_size: tuple[int, int] = (1, 1)
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] | str = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-    @classmethod
-    def from_layer(cls, layer: nn.Module) -> ConvGeometry:
-        """Return the geometry of a Conv2d, a Conv1d or a linear layer."""
-        if isinstance(layer, nn.Linear):
-            return cls()
-        assert isinstance(layer, (nn.Conv1d, nn.Conv2d))
-        padding = get_padding(layer)
-        sizes = (layer.kernel_size, layer.stride, layer.dilation)
-        kernel_size, stride, dilation = map(_to_pair, sizes)
-        return cls(
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=str(layer.padding) if padding is None else padding,
-            dilation=dilation,
-            groups=layer.groups,
-        )
-
-    def compute_out_sizes(self, height: int, width: int) -> tuple[int, int]:
-        """Compute the rows and columns of the output."""
-        if isinstance(self.padding, str):
-            return height, width
-        sizes = []
-        for size, k, s, p, d in zip(
-            (height, width), self.kernel_size, self.stride, self.padding, self.dilation, strict=True
-        ):
-            sizes.append((size + 2 * p - d * (k - 1) - 1) // s + 1)
-        return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +81,8 @@ def describe_site(
     return ConvSite(
         name=name,
         num_calls=len(reads),
-        kernel_size=(1, 1) if isinstance(conv, nn.Linear) else _to_pair(conv.kernel_size),
-        stride=(1, 1) if isinstance(conv, nn.Linear) else _to_pair(conv.stride),
+        kernel_size=(1, 1) if isinstance(conv, nn.Linear) else to_pair(conv.kernel_size),
+        stride=(1, 1) if isinstance(conv, nn.Linear) else to_pair(conv.stride),
         in_channels=conv.in_features if isinstance(conv, nn.Linear) else conv.in_channels,
         out_channels=conv.out_features if isinstance(conv, nn.Linear) else conv.out_channels,
         fed_by=tuple(sorted(value.sources)) if value.kind != "dense" else (),
@@ -135,22 +91,6 @@ def describe_site(
         refusal=None if refusal is None else refusal[0],
         reason=None if refusal is None else refusal[1],
     )
-
-
-def get_padding(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d) -> tuple[int, int] | None:
-    """Return the zeros on either side of (height, width); None if the sides differ ('same', even kernel)."""
-    if conv.padding == "valid":
-        return 0, 0
-    if conv.padding == "same":
-        spans = [step * (size - 1) for step, size in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return None if any(span % 2 for span in spans) else _to_pair([span // 2 for span in spans], fill=0)
-    return _to_pair(conv.padding, fill=0)
-
-
-def _to_pair(sizes: object, fill: int = 1) -> tuple[int, int]:
-    """Return (height, width); the height of a one-dimensional layer is `fill`."""
-    assert isinstance(sizes, Sequence) and len(sizes) in (1, 2)
-    return (fill if len(sizes) == 1 else int(sizes[0])), int(sizes[-1])
 
 
 def _check_input(value: SpikeValue, reads: Sequence[SpikeValue]) -> tuple[Refusal, str] | None:
@@ -194,6 +134,13 @@ def check_geometry(conv: nn.Conv2d) -> tuple[Refusal, str] | None:
     if conv.padding_mode != "zeros":
         return Refusal.PADDING_MODE, f"`padding_mode` (={conv.padding_mode!r}) is not 'zeros'"
     return None
+
+
+def count_products(layer: nn.Module) -> int:
+    """Return the products per value of the input of a convolution (of stride 1) or a linear layer."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.numel() // weight.shape[1]
 
 
 def is_plain_conv(conv: nn.Conv2d) -> bool:

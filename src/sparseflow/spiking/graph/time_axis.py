@@ -41,7 +41,7 @@ _ARITHMETIC = {
     operator.getitem, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg,
 }  # fmt: skip
-_RANKS: dict[type[nn.Module], int] = {
+SAMPLE_RANKS: dict[type[nn.Module], int] = {
     nn.Conv1d: 3, nn.Conv2d: 4, nn.BatchNorm2d: 4, nn.MaxPool1d: 3, nn.MaxPool2d: 4, nn.AvgPool1d: 3,
     nn.AvgPool2d: 4, nn.AdaptiveAvgPool1d: 3, nn.AdaptiveAvgPool2d: 4,
 }  # fmt: skip
@@ -54,6 +54,11 @@ _ELEMENTWISE = ("add", "sub", "mul", "div", "truediv", "relu", "gelu", "sigmoid"
 def get_folded_sizes(node: fx.Node) -> tuple[int, int] | None:
     """Return (T, N) if the node's operation takes both as one axis; None for an operation as it stands."""
     return node.meta.get(_FOLDED_KEY)
+
+
+def set_folded_sizes(node: fx.Node, sizes: tuple[int, int]) -> None:
+    """Mark a node whose operation takes time steps and samples, (T, N), as one axis."""
+    node.meta[_FOLDED_KEY] = sizes
 
 
 def runs_step_by_step(node: fx.Node) -> bool:
@@ -282,7 +287,7 @@ class _Rewriter:
         last = max((arg for arg in args if isinstance(arg, fx.Node)), key=order.__getitem__)
         with self._graph.inserting_after(last):
             node = self._graph.create_node(first.op, first.target, tuple(args))
-        node.meta[_FOLDED_KEY] = (len(nodes), shape[0])
+        set_folded_sizes(node, (len(nodes), shape[0]))
         self.shapes[node.name] = (len(nodes), *shape)
         return node
 
@@ -342,7 +347,7 @@ class _Rewriter:
             if isinstance(layer, nn.Flatten):
                 return layer.start_dim >= 1
             source_rank = len(self.shapes.get(node.all_input_nodes[0].name, ()))
-            expected = next((number for cls, number in _RANKS.items() if isinstance(layer, cls)), None)
+            expected = next((number for cls, number in SAMPLE_RANKS.items() if isinstance(layer, cls)), None)
             return source_rank == expected or (expected is None and isinstance(layer, _ANY_RANK))
         if rules.mutates_first_argument(node.target, node.args, node.kwargs) or "out" in node.kwargs:
             return False
@@ -358,7 +363,7 @@ class _Rewriter:
         """Insert the node's operation on unfolded tensors, and make the node a fold of its result."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda item: self._folds[item][0])
         lifted = self._insert(node, node.op, node.target, args, (*sizes, *shape[1:]), kwargs)
-        lifted.meta[_FOLDED_KEY] = sizes
+        set_folded_sizes(lifted, sizes)
         self._fold(node, lifted, sizes, shape)
 
     def _fold(self, node: fx.Node, unfolded: fx.Node, sizes: tuple[int, int], shape: Shape) -> None:

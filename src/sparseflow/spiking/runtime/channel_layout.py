@@ -25,11 +25,11 @@ WINDOW_TILES = 8
 MIN_SILENT_FRACTION = 0.05
 """Minimum fraction of silent work for which skipping is enabled."""
 
-MIN_REORDER_GAIN = 400.0
-"""Time steps x channels x saved fraction of the work from which reordering pays for scattered membranes.
+MIN_REORDER_GAIN = 3600.0
+"""Time steps x products per input value x saved fraction from which reordering pays for scattered membranes.
 
-Skipping saves a neuron that much of its convolution; scattering its membrane costs about the same
-everywhere (measured on an H200: even at 128 channels, 4 time steps and half of the work).
+Skipping saves a value of the input that much of the convolutions that read it; scattering its membrane costs
+about the same everywhere (measured on an H100: even at 128 channels, 3x3, 4 time steps and half of the work).
 """
 
 SILENT_FRACTION_LEVELS = 16
@@ -93,6 +93,7 @@ def choose_channel_layouts(
     groups: Sequence[GroupMatch],
     passthroughs: Mapping[fx.Node, Passthrough],
     patterns: Mapping[fx.Node, FiringPattern],
+    num_products: Mapping[str, int],
     block: int,
 ) -> list[ChannelLayout]:
     """Choose the channel order of each layer, and where skipping silent blocks pays off.
@@ -101,6 +102,7 @@ def choose_channel_layouts(
         groups: The network's groups.
         passthroughs: Layers that spikes pass in native form.
         patterns: Firing pattern of each group's output on a sample.
+        num_products: Products of each convolution per value of its input, by its name.
         block: Channels that are skipped together.
 
     Returns:
@@ -108,11 +110,14 @@ def choose_channel_layouts(
     """
     constraints = _OrderConstraints(groups, passthroughs)
     readers: dict[fx.Node, list[fx.Node]] = {}
+    max_products: dict[fx.Node, int] = {}
     for group in groups:
         for conv in group.sources:
             origin = constraints.find_origin(conv.input)
             if origin in patterns:
-                readers.setdefault(constraints.find_root(origin), []).append(origin)
+                root = constraints.find_root(origin)
+                readers.setdefault(root, []).append(origin)
+                max_products[root] = max(max_products.get(root, 0), num_products[conv.name])
     orders: dict[fx.Node, ChannelOrder] = {}
     for root, read in readers.items():
         read_patterns = [patterns[origin] for origin in dict.fromkeys(read)]
@@ -126,7 +131,8 @@ def choose_channel_layouts(
             compute_silent_fraction(p, block, permutation) - compute_silent_fraction(p, block)
             for p in read_patterns
         ) / len(read_patterns)
-        if gain >= MIN_SILENT_FRACTION and gain * channels * read_patterns[0].steps >= MIN_REORDER_GAIN:
+        saved = gain * max_products[root] * read_patterns[0].steps
+        if gain >= MIN_SILENT_FRACTION and saved >= MIN_REORDER_GAIN:
             orders[root] = ChannelOrder.from_permutation(permutation)
 
     def get_order(node: fx.Node) -> ChannelOrder | None:

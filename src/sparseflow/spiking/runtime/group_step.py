@@ -17,19 +17,21 @@ from sparseflow.spiking.backends.base import (
     ChannelOrder,
     GroupShape,
     PreparedGroup,
+    PreparedStem,
     convolve_maps,
 )
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
 from sparseflow.spiking.graph.registry import get_neuron_info
-from sparseflow.spiking.graph.sites import ConvGeometry
 from sparseflow.spiking.graph.time_axis import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.feature_form import FeatureForm
+from sparseflow.spiking.runtime.precision_casts import cast_tensors
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
 
-GroupMode = Literal["sparse", "dense", "module"]
+GroupMode = Literal["sparse", "fused", "dense", "module"]
 
 SharedGroups = WeakValueDictionary[tuple[str, GroupMode], PreparedGroup]
 """Prepared groups shared by the plans of one network, by name and mode."""
@@ -44,7 +46,8 @@ class GroupStep:
         backend: The plan's backend.
         modules: The network's modules by name.
         max_values: Largest value of each node that holds spikes.
-        dtype: Data type of the network's own operations.
+        dtype: Data type of operations outside of groups.
+        model_dtype: Data type of the network's own modules.
         mode: How the group runs.
         output_form: Form in which its readers take its spikes.
         layout: Channel orders of what it reads and writes; set by `set_layout`.
@@ -56,6 +59,7 @@ class GroupStep:
     modules: dict[str, nn.Module]
     max_values: dict[fx.Node, int]
     dtype: torch.dtype
+    model_dtype: torch.dtype
     mode: GroupMode = "module"
     output_form: Literal["native", "dense"] = "native"
     layout: ChannelLayout = NATURAL_LAYOUT
@@ -64,6 +68,7 @@ class GroupStep:
     _dense_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
     _v_rest: float | None = None
+    _stem: PreparedStem | None = None
 
     @property
     def name(self) -> str:
@@ -93,6 +98,8 @@ class GroupStep:
         """Set the mode and drop the buffers of the other modes."""
         self.mode = mode
         self._prepared = {key: group for key, group in self._prepared.items() if key == mode}
+        if mode != "fused":
+            self._stem = None
 
     def set_layout(self, layout: ChannelLayout) -> None:
         """Set the channel layout; the groups that read or add these spikes must agree."""
@@ -103,7 +110,7 @@ class GroupStep:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
         self._dense_weights.clear()
-        self._v_rest = None
+        self._v_rest = self._stem = None
 
     def make_spec(self, channels: int) -> GroupSpec:
         """Make the group's spec with the current weights, channels in the layout's orders."""
@@ -152,6 +159,8 @@ class GroupStep:
         if mode == "module":
             return self._run_modules(env)
         match, output_form = self.match, output_form or self.output_form
+        if mode == "fused":
+            return self._run_stem(env, output_form)
         dense = [self._run_dense_conv(conv, env) for conv in match.dense_convs]
         dense += [self._get_sequence(node, env) for node in match.dense]
         sources = self._get_sources(env)
@@ -159,32 +168,80 @@ class GroupStep:
         forms = [spikes.native if mode == "sparse" else spikes.addend for spikes in addends]
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
         shape = self._compute_shape(sources, match.skips, dense, env)
-        v = self.neuron.v
-        if isinstance(v, torch.Tensor):
-            v = self.form.expand(v)
-            if tuple(v.shape) != (shape.images, *shape.output):
-                # The neuron itself handles membranes of another batch size.
-                return self._run_modules(env)
+        if not self._has_membrane_of(shape):
+            return self._run_modules(env)
         prepared = self._prepare(mode, shape)
         source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
-        v = v if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
+        v = self._get_initial_membrane(shape)
         out, v = prepared(source_inputs, skips, dense, post, steps=shape.steps, v=v, out=output_form)
+        return self._store_result(out, v, output_form)
+
+    def _run_stem(self, env: NodeValues, output_form: Literal["native", "dense"]) -> SpikeTensor:
+        """Run the only convolution and the neuron as one kernel."""
+        (conv,) = self.match.dense_convs
+        x = self._get_conv_input(conv, env)
+        steps, images, *output = self._compute_conv_shape(conv, x.shape)
+        size = (output[0], output[1], output[2])
+        shape = GroupShape(steps=steps, images=images, sources=(), output=size)
+        if not self._has_membrane_of(shape):
+            return self._run_modules(env)
+        if self._stem is None or self._shape != shape:
+            self._shape = shape
+            spec, geometry = self.make_spec(size[0]), ConvGeometry.from_layer(self.modules[conv.name])
+            self._stem = self.backend.prepare_stem(
+                self._fold_weight(conv), spec, geometry, shape, self.layout
+            )
+        out, v = self._stem(x, v=self._get_initial_membrane(shape), out=output_form)
+        return self._store_result(out, v, output_form)
+
+    def _has_membrane_of(self, shape: GroupShape) -> bool:
+        """Return whether the membrane is at rest or fits; the neuron itself handles other batch sizes."""
+        v = self.neuron.v
+        return not isinstance(v, torch.Tensor) or tuple(self.form.expand(v).shape) == (
+            shape.images,
+            *shape.output,
+        )
+
+    def _get_initial_membrane(self, shape: GroupShape) -> torch.Tensor | None:
+        """Return the membrane as [N, C, H, W]; None for the rest value."""
+        v = self.neuron.v
+        return self.form.expand(v) if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
+
+    def _store_result(
+        self, out: Any, v: torch.Tensor, output_form: Literal["native", "dense"]
+    ) -> SpikeTensor:
         self.neuron.v = self.form.reduce(v)
         if output_form == "dense":
             out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)
         return self._make_spike_tensor(self.match.output, native=out)
 
+    def can_fuse(self) -> bool:
+        """Return whether the group is a convolution of dense values and a neuron that run as one kernel."""
+        match = self.match
+        if not self.backend.fuses_stems or match.neuron is None or len(match.dense_convs) != 1:
+            return False
+        if match.sources or match.skips or match.dense or match.post_skips or match.pooling is not None:
+            return False
+        layer = self.modules[match.dense_convs[0].name]
+        geometry = ConvGeometry.from_layer(layer)
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        return self.backend.get_stem_unsupported_reason(geometry, weight.shape[1]) is None
+
     def get_shape_mismatch(self, env: NodeValues) -> str | None:
         """Return why the group's arithmetic does not cover the values in `env` (a sentence), or None."""
-        rank = self.form.rank
-        stems = {conv.input for conv in self.match.dense_convs if conv.repeats}
-        if any(to_dense(env[node]).dim() != rank - (node in stems) for node in self.match.inputs):
+        if any(to_dense(env[node]).dim() != self.form.rank for node in self.match.inputs):
             return "its inputs do not have the dimensions of its layers"
         match = self.match
-        constant = [self._compute_conv_shape(conv, env) for conv in match.dense_convs]
+        constant = [
+            self._compute_conv_shape(conv, self._get_conv_input(conv, env).shape)
+            for conv in match.dense_convs
+        ]
         constant += [tuple(self._get_sequence(node, env).shape) for node in match.dense]
-        shapes = [self._compute_conv_shape(conv, env) for conv in match.sources]
+        shapes = [
+            self._compute_conv_shape(conv, self._get_conv_input(conv, env).shape) for conv in match.sources
+        ]
         shapes += [tuple(self._get_sequence(node, env).shape) for node in (*match.skips, *match.post_skips)]
         # Only dense values may be constant over time; other broadcasts are left to the network.
         steps = {s[0] for s in shapes} | {s[0] for s in constant if s[0] != 1}
@@ -192,11 +249,13 @@ class GroupStep:
             return "it adds tensors of different shapes"
         return None
 
-    def _compute_conv_shape(self, conv: ConvMatch, env: NodeValues) -> tuple[int, ...]:
-        """Compute [T, N, C, H, W] of the output of a convolution of the group."""
-        steps, images, _, height, width = self._get_conv_input(conv, env).shape
+    def _compute_conv_shape(self, conv: ConvMatch, shape: Sequence[int]) -> tuple[int, ...]:
+        """Compute [T, N, C, H, W] of the output of a convolution of the group from that of its input."""
+        steps, images, _, height, width = shape
         geometry = ConvGeometry.from_layer(self.modules[conv.name])
         sizes = geometry.compute_out_sizes(height, width)
+        if conv.pooling is not None:
+            sizes = (conv.pooling.compute_out_size(sizes[0]), conv.pooling.compute_out_size(sizes[1]))
         return (conv.repeats or steps, images, self._count_out_channels(conv), *sizes)
 
     def _count_out_channels(self, conv: ConvMatch) -> int:
@@ -206,8 +265,7 @@ class GroupStep:
 
     def _get_conv_input(self, conv: ConvMatch, env: NodeValues) -> torch.Tensor:
         """Return the input of a convolution: dense [T or 1, N, C, H, W]."""
-        form = replace(self.form, single_step=True) if conv.repeats else self.form
-        return form.to_maps(to_dense(env[conv.input]))
+        return self.form.to_maps(to_dense(env[conv.input]))
 
     def get_unsupported_reason(self, env: NodeValues) -> str | None:
         """Return why the group cannot run in sparse mode, or None if it can."""
@@ -270,9 +328,7 @@ class GroupStep:
     def _run_dense_conv(self, conv: ConvMatch, env: NodeValues) -> torch.Tensor:
         """Run a convolution of dense values without its bias, which is part of the group's bias."""
         if conv.name not in self._dense_weights:
-            weight, _ = fold_conv_match(conv, self.modules)
-            if self.layout.output is not None:
-                weight = weight[self.layout.output.permutation]
+            weight = self._fold_weight(conv)
             weight = weight.to(self.backend.dtype).contiguous(memory_format=torch.channels_last)
             self._dense_weights[conv.name] = weight
         geometry = ConvGeometry.from_layer(self.modules[conv.name])
@@ -282,6 +338,11 @@ class GroupStep:
                 x, self._dense_weights[conv.name], stride=geometry.stride, padding=geometry.padding,
                 dilation=geometry.dilation, groups=geometry.groups,
             )  # fmt: skip
+
+    def _fold_weight(self, conv: ConvMatch) -> torch.Tensor:
+        """Return the weight with BatchNorm folded in, output channels in the layout's order."""
+        weight, _ = fold_conv_match(conv, self.modules)
+        return weight if self.layout.output is None else weight[self.layout.output.permutation]
 
     def _compute_shape(
         self,
@@ -294,12 +355,13 @@ class GroupStep:
         shapes = [s.shape for s in sources]
         addend_shapes = [self._get_spikes(node, env).shape for node in skips]
         addend_shapes += [tuple(d.shape) for d in dense]
-        if addend_shapes:
-            output = addend_shapes[0][2:]
+        if shapes:
+            output = self._compute_conv_shape(self.match.sources[0], shapes[0])[2:]
+        elif self.match.pooling is not None:
+            (conv,) = self.match.dense_convs
+            output = self._compute_conv_shape(conv, self._get_conv_input(conv, env).shape)[2:]
         else:
-            conv = self.match.sources[0]
-            geometry = ConvGeometry.from_layer(self.modules[conv.name])
-            output = (self._count_out_channels(conv), *geometry.compute_out_sizes(*shapes[0][-2:]))
+            output = addend_shapes[0][2:]
         all_shapes = [*shapes, *addend_shapes]
         return GroupShape(
             steps=max([*(shape[0] for shape in all_shapes), *repeats]),
@@ -315,29 +377,27 @@ class GroupStep:
     def _run_original(self, env: NodeValues) -> torch.Tensor:
         """Run the group's nodes as in the network."""
         local: NodeValues = dict(env)
+        if self.dtype != self.model_dtype:
+            inputs = {node: to_dense(env[node]) for node in self.match.inputs}
+            local.update(cast_tensors(inputs, self.model_dtype))
         for node in self.match.inner:
-            self._run_inner(node, local)
-        return local[self.match.output]
-
-    def _run_inner(self, node: fx.Node, local: NodeValues) -> None:
-        """Run `node`, after any repetition of a constant input that the plan left out."""
-        for needed in node.all_input_nodes:
-            if needed not in local:
-                self._run_inner(needed, local)
-        local[node] = run_node(node, local, self.modules)
+            local[node] = run_node(node, local, self.modules)
+        return local[self.match.output].to(self.dtype)
 
 
 @dataclass
 class ConvolutionStep(GroupStep):
-    """A convolution of spikes, with its BatchNorm, that feeds no neuron of a group.
+    """A convolution with its BatchNorm that feeds no neuron of a group.
 
     Its neuron may have other dynamics, or a pooling stands in between.
 
     Attributes:
         rank: Number of dimensions of its input.
+        reads_spikes: Whether a sparse kernel can run it.
     """
 
     rank: int = 5
+    reads_spikes: bool = True
 
     @property
     def membrane(self) -> Any:
@@ -362,6 +422,8 @@ class ConvolutionStep(GroupStep):
         return NEVER_FIRES
 
     def get_unsupported_reason(self, env: NodeValues) -> str | None:
+        if not self.reads_spikes:
+            return "its input is not spikes"
         if not self.backend.runs_bare_convolutions:
             return "its output is not the input of a neuron that can be fused"
         return super().get_unsupported_reason(env)

@@ -4,9 +4,10 @@ The plan runs the traced network in graph order. Nodes of a group (`graph/fusion
 unit on the backend; all other nodes run as in the original network. Spikes are passed between groups in the
 backend's native form and are converted to dense tensors only where an ordinary operation reads them.
 
-Each group runs in one of three modes, selected by the autotuner:
+Each group runs in one of four modes, selected by the autotuner:
 
 * ``sparse``: the backend's own convolution, which skips zeros;
+* ``fused``: a convolution of few dense channels and its neuron as one kernel;
 * ``dense``: the library's convolution with BatchNorm folded in, followed by the backend's neuron;
 * ``module``: the network's own modules.
 
@@ -29,9 +30,13 @@ from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, lift_time_axis
+from sparseflow.spiking.graph.simplification import simplify_network
+from sparseflow.spiking.graph.sites import count_products
+from sparseflow.spiking.graph.time_axis import get_folded_sizes
+from sparseflow.spiking.runtime.attention_step import AttentionStep
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import ConvolutionStep, GroupMode, GroupStep, SharedGroups
+from sparseflow.spiking.runtime.precision_casts import cast_layer, cast_tensors, runs_as_copy
 from sparseflow.spiking.runtime.spike_tensor import (
     NodeValues,
     Passthrough,
@@ -58,14 +63,23 @@ class Plan:
         graph: The analyzed network (traced by fx).
         backend: The device's backend.
         shared: Prepared groups of the network's other plans.
+        casts: Whether operations outside of groups run in the backend's precision, too.
 
     Attributes:
+        dtype: Precision of operations outside of groups.
         groups: The groups, in execution order.
         write_hazard: Why the plan must not be used (a sentence), or None.
     """
 
-    def __init__(self, graph: SpikeGraph, backend: Backend, shared: SharedGroups | None = None) -> None:
-        graph = lift_time_axis(graph)
+    def __init__(
+        self,
+        graph: SpikeGraph,
+        backend: Backend,
+        shared: SharedGroups | None = None,
+        *,
+        casts: bool = True,
+    ) -> None:
+        graph = simplify_network(graph)
         assert graph.module is not None
         self.graph, self.backend = graph, backend
         self.modules: dict[str, nn.Module] = dict(graph.module.named_modules())
@@ -76,48 +90,46 @@ class Plan:
             for n in nodes
             if n.name in graph.values and graph.values[n.name].kind in SPIKE_KINDS
         }
-        matches = list(FusionMatcher(graph).find_groups())
-        model_dtype = next(
+        matcher = FusionMatcher(
+            graph, matches_attention=backend.fuses_attention, matches_pooling=backend.fuses_pooling
+        )
+        matches = list(matcher.find_groups())
+        self._model_dtype = next(
             (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32
         )
+        self.dtype = backend.dtype if casts else self._model_dtype
+        self._cast_layers: dict[str, Any] = {}
+        self._cast_constants: dict[fx.Node, Any] = {}
         shared = WeakValueDictionary() if shared is None else shared
 
         def make_group(match: GroupMatch) -> GroupStep:
             options: dict[str, Any] = {
                 "match": match, "backend": backend, "modules": self.modules, "max_values": max_values,
-                "dtype": model_dtype, "shared": shared,
+                "dtype": self.dtype, "model_dtype": self._model_dtype, "shared": shared,
             }  # fmt: skip
+            if match.attention is not None:
+                return AttentionStep(**options)
             if match.neuron is not None:
                 return GroupStep(**options)
-            return ConvolutionStep(**options, rank=len(graph.values[match.inputs[0].name].shape or ()))
+            rank = len(graph.values[match.inputs[0].name].shape or ())
+            return ConvolutionStep(**options, rank=rank, reads_spikes=matcher.reads_spikes(match.sources[0]))
 
         self.groups = [make_group(match) for match in matches]
         group_by_output = {g.match.output: g for g in self.groups}
         self._passthroughs = self._find_passthroughs()
         inside = {n for g in self.groups for n in g.match.inner}
-        bypassed = _find_bypassed_repetitions(self.groups)
         owner = {n: g.match.output for g in self.groups for n in g.match.inner}
-        deferred = {
-            n: g.match.output
-            for g in self.groups
-            for conv in g.match.dense_convs
-            for n in bypassed
-            if n is conv.node.all_input_nodes[0] or n in conv.node.all_input_nodes[0].all_input_nodes
-        }
-        self.write_hazard = find_write_hazard(graph.module, graph.neurons, {**deferred, **owner}, max_values)
+        self.write_hazard = find_write_hazard(graph.module, graph.neurons, owner, max_values)
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
-        self._replaced_nodes = [
-            n for n in nodes if n.op == "call_module" and (n in inside or n in self._passthroughs)
-        ]
+        replaced = inside | set(self._passthroughs)
+        if self.dtype != self._model_dtype:
+            replaced = set(nodes)
+        self._replaced_nodes = [n for n in nodes if n.op == "call_module" and n in replaced]
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
         entries: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
-            if (
-                node.op == "placeholder"
-                or (node in inside and node not in group_by_output)
-                or node in bypassed
-            ):
+            if node.op == "placeholder" or (node in inside and node not in group_by_output):
                 continue
             group = group_by_output.get(node)
             reads = group.match.inputs if group else node.all_input_nodes
@@ -130,11 +142,13 @@ class Plan:
 
     def invalidate(self) -> None:
         """Drop all prepared weights, after the network's own have changed."""
+        self._cast_layers.clear()
+        self._cast_constants.clear()
         for group in self.groups:
             group.invalidate()
 
     def list_replaced_modules(self) -> list[nn.Module]:
-        """List the layers and neurons that run as part of a group or on spikes in native form."""
+        """List the layers and neurons that run as part of a group, on spikes in native form, or as a copy."""
         return [self.modules[str(node.target)] for node in self._replaced_nodes]
 
     def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
@@ -142,8 +156,11 @@ class Plan:
         assert self.graph.module is not None
         called: set[nn.Module] = set()
         for node in self.graph.module.graph.nodes:
-            if node.op == "call_module" and node not in inside and node not in self._passthroughs:
-                called |= set(self.modules[str(node.target)].modules())
+            if node.op != "call_module" or node in inside or node in self._passthroughs:
+                continue
+            layer = self.modules[str(node.target)]
+            if self.dtype == self._model_dtype or not runs_as_copy(layer):
+                called |= set(layer.modules())
         return [module for module in self._submodules if module not in called]
 
     def get_bypass_conflict(self) -> str | None:
@@ -184,7 +201,15 @@ class Plan:
 
         self.run(*inputs, group_runner=record_pattern)
         layouts = choose_channel_layouts(
-            [g.match for g in self.groups], self._passthroughs, patterns, self.backend.channel_block
+            [g.match for g in self.groups],
+            self._passthroughs,
+            patterns,
+            {
+                conv.name: count_products(self.modules[conv.name])
+                for g in self.groups
+                for conv in g.match.sources
+            },
+            self.backend.channel_block,
         )
         for group, arrangement in zip(self.groups, layouts, strict=True):
             group.set_layout(arrangement)
@@ -225,12 +250,12 @@ class Plan:
         """
         env: NodeValues = {}
         for i, node in enumerate(self._placeholders):
-            env[node] = inputs[i] if i < len(inputs) else node.args[0]
+            env[node] = self._cast(inputs[i]) if i < len(inputs) else node.args[0]
         for step in self._steps:
             if step.group is not None:
                 env[step.node] = group_runner(step.group, env) if group_runner else step.group.run(env)
             elif step.node.op == "output":
-                return map_arg(step.node.args[0], lambda n: to_dense(env[n]))
+                return map_arg(step.node.args[0], lambda n: self._uncast(to_dense(env[n])))
             else:
                 env[step.node] = self._run_operation(step.node, env)
             for node in step.frees:
@@ -241,7 +266,24 @@ class Plan:
         value = env[node.all_input_nodes[0]] if node in self._passthroughs else None
         if isinstance(value, SpikeTensor):
             return value.apply_passthrough(self._passthroughs[node])
-        return run_node(node, env, self.modules)
+        if self.dtype == self._model_dtype:
+            return run_node(node, env, self.modules)
+        if node.op == "get_attr":
+            if node not in self._cast_constants:
+                self._cast_constants[node] = self._cast(run_node(node, env, self.modules))
+            return self._cast_constants[node]
+        name = str(node.target)
+        if node.op == "call_module" and name not in self._cast_layers:
+            self._cast_layers[name] = cast_layer(self.modules[name], self.dtype, self._model_dtype)
+        return run_node(node, env, self._cast_layers)
+
+    def _cast(self, value: Any) -> Any:
+        """Cast the network's tensors to the precision of operations outside of groups."""
+        return value if self.dtype == self._model_dtype else cast_tensors(value, self.dtype)
+
+    def _uncast(self, value: Any) -> Any:
+        """Undo `_cast`."""
+        return value if self.dtype == self._model_dtype else cast_tensors(value, self._model_dtype)
 
     def _find_passthroughs(self) -> dict[fx.Node, Passthrough]:
         """Find the layers that spikes of the groups pass in native form."""
@@ -263,15 +305,3 @@ class Plan:
                 if layer.kind != "mean":
                     reached[node] = form
         return passthroughs
-
-
-def _find_bypassed_repetitions(groups: Sequence[GroupStep]) -> set[fx.Node]:
-    """Find nodes that only repeat a constant input over time for convolutions that now run once."""
-    bypassed: set[fx.Node] = set()
-    for group in groups:
-        for conv in group.match.dense_convs:
-            repeated = conv.node.all_input_nodes[0]
-            if conv.repeats and set(repeated.users) == {conv.node}:
-                bypassed |= {repeated, *(n for n in repeated.all_input_nodes if set(n.users) == {repeated})}
-                bypassed.discard(conv.input)
-    return bypassed

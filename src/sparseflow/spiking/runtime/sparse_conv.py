@@ -12,8 +12,9 @@ from torch import nn
 from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.blocks.geometry import BLOCK_SIZES
+from sparseflow.spiking.backends.conv_geometry import get_padding
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
-from sparseflow.spiking.graph.sites import check_geometry, get_padding, is_plain_conv
+from sparseflow.spiking.graph.sites import check_geometry, is_plain_conv
 
 ConvBackend = Literal["dense", "events", "blocks"]
 _UNUSED_NEURON = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=None)

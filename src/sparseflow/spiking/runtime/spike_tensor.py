@@ -6,6 +6,7 @@ are passthroughs: they take spikes in native form and need no dense tensor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from sparseflow.spiking.backends.base import Backend, ChannelOrder
-from sparseflow.spiking.graph.layer_rules import has_library_forward
+from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
+from sparseflow.spiking.graph.simplification import get_folded_pooling
 from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
 from sparseflow.spiking.runtime.feature_form import FeatureForm
 
@@ -60,31 +62,10 @@ def match_passthrough(layer: nn.Module, *, form: FeatureForm, folds: bool = Fals
         return None
     if isinstance(layer, nn.AdaptiveAvgPool2d):
         return Passthrough("mean") if layer.output_size in (1, (1, 1)) else None
-    if isinstance(layer, nn.MaxPool2d):
-        # nn.MaxPool2d takes no time axis; spikingjelly's takes one in step mode "m".
-        takes_time = folds or (is_spikingjelly and getattr(layer, "step_mode", "s") == "m")
-        return _match_max_pool(layer) if takes_time != form.single_step else None
-    return None
-
-
-def _match_max_pool(layer: nn.MaxPool2d) -> Passthrough | None:
-    """Match a max pooling with equal sizes in both directions and a border of at most one pixel."""
-    sizes = [
-        _get_common_size(layer.kernel_size),
-        _get_common_size(layer.stride),
-        _get_common_size(layer.padding),
-        _get_common_size(layer.dilation),
-    ]
-    if layer.ceil_mode or layer.return_indices or sizes[3] != 1 or any(size is None for size in sizes):
+    pooling = match_max_pooling(layer, takes_time=not form.single_step, folds=folds)
+    if pooling is None or pooling.padding > 1:
         return None
-    kernel, stride, padding = (int(size) for size in sizes[:3] if size is not None)
-    return Passthrough("max", kernel, stride, padding) if padding <= 1 and 2 * padding <= kernel else None
-
-
-def _get_common_size(size: object) -> int | None:
-    if isinstance(size, int):
-        return size
-    return size[0] if isinstance(size, tuple) and len(set(size)) == 1 else None
+    return Passthrough("max", pooling.size, pooling.stride, pooling.padding)
 
 
 class SpikeTensor:
@@ -198,10 +179,15 @@ def to_dense(value: Any) -> Any:
     return value.dense if isinstance(value, SpikeTensor) else value
 
 
-def run_node(node: fx.Node, env: NodeValues, modules: dict[str, nn.Module]) -> Any:
-    """Run one fx node of the original network on the values in `env`."""
+def run_node(node: fx.Node, env: NodeValues, modules: Mapping[str, Any]) -> Any:
+    """Run one fx node of the original network on the values in `env`; `modules` are its layers by name."""
     args = map_arg(node.args, lambda n: to_dense(env[n]))
     kwargs = map_arg(node.kwargs, lambda n: to_dense(env[n]))
+    pooling = get_folded_pooling(node)
+    if pooling is not None:
+        (flat,) = args
+        assert isinstance(flat, torch.Tensor)
+        args = (pooling.apply(flat),)
     if runs_step_by_step(node):
         (sequence,) = args
         assert isinstance(sequence, torch.Tensor)
@@ -215,7 +201,7 @@ def run_node(node: fx.Node, env: NodeValues, modules: dict[str, nn.Module]) -> A
     return _call(node, args, kwargs, modules).unflatten(0, sizes)
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any, modules: dict[str, nn.Module]) -> Any:
+def _call(node: fx.Node, args: Any, kwargs: Any, modules: Mapping[str, Any]) -> Any:
     if node.op == "call_module":
         return modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":

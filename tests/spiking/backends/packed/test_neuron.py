@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="the packed kernels need triton")
 
@@ -14,7 +15,7 @@ from sparseflow.errors import InputError
 from sparseflow.spiking.backends.packed.format import allocate_packed, make_channel_table, pack
 from sparseflow.spiking.backends.packed.neuron import NeuronOutput, run_neuron
 from sparseflow.spiking.backends.reference import run_group_reference
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec
+from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec
 from tests.spiking.backends.packed.cases import (
     DEVICE,
     IF,
@@ -106,6 +107,18 @@ def test_constant_current_runs_over_all_steps() -> None:
     _check(run_neuron([x], LIF, steps=6, write_v=True), _expected(LIF, [x], steps=6))
     repeated = x.expand(6, -1, -1, -1, -1)
     _check(run_neuron([repeated], LIF, write_v=True), _expected(LIF, [x], steps=6))
+
+
+@pytest.mark.parametrize("pooling", [MaxPooling(3, 2, 1), MaxPooling(2, 2), MaxPooling(3, 1, 1)])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_pooled_current(pooling: MaxPooling, steps: int) -> None:
+    g = seeded(11)
+    x, bias = grid(g, steps, 2, 70, 7, 5) * 3, grid(g, 70)
+    pooled = F.max_pool2d(x.flatten(0, 1), pooling.size, pooling.stride, pooling.padding).unflatten(
+        0, (steps, 2)
+    )
+    actual = run_neuron([x], LIF, steps=4, bias=bias, dense=torch.float32, write_v=True, pooling=pooling)
+    _check(actual, _expected(LIF, [pooled], bias, steps=4))
 
 
 def test_only_skips() -> None:

@@ -18,9 +18,10 @@ _COMPILE = """
 import json, sys
 import torch
 from benchmarks.spiking.offline_compile import compile_launches
-from sparseflow.spiking.backends.packed import codec, neuron, pooling, triton_fallback
+from sparseflow.spiking.backends.packed import attention, codec, neuron, pooling, stem, triton_fallback
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed.format import allocate_packed
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, SpikeSource
 
 lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
 
@@ -46,7 +47,22 @@ with compile_launches(int(sys.argv[1])) as launches:
         marked = codec.pack(x, tile=16)
         neuron.run_neuron([x], lif, packed=marked)
         neuron.run_neuron([x[:1]], lif, steps=t, packed=False, dense=torch.float16, post_skips=[p])
+        for current in (x, x[:1]):
+            neuron.run_neuron([current], lif, steps=t, dense=torch.float16, pooling=MaxPooling(3, 2, 1))
         group(t, n, c, c, 3, size, 1)
+    for channels, tokens in ((32, 196), (64, 49)):
+        factors = [torch.zeros(4, 2, 3, tokens, channels, dtype=torch.float16) for _ in range(3)]
+        q, k, v = factors
+        attention.run_attention(q, k.mT, v, lif, rows_are_tokens=True, dtype=torch.float16)
+        attention.run_attention(v.mT, k, q.mT, lif, rows_are_tokens=False, dtype=torch.float16)
+    for dtype, channels, size in ((torch.float16, 2, 3), (torch.float16, 3, 7), (torch.float32, 3, 3)):
+        images = torch.zeros(4, 2, channels, 28, 28, dtype=dtype)
+        weight = torch.zeros(channels * size * size, 64, dtype=dtype)
+        geometry = ConvGeometry(kernel_size=(size, size), padding=(size // 2, size // 2))
+        for x in (images, images[:1]):
+            out = allocate_packed(4, 2, 64, 28, 28, "cpu", tile=16)
+            stem.run_stem(x, weight, torch.zeros(64), lif, geometry, steps=4, packed=out)
+            stem.run_stem(x, weight, torch.zeros(64), lif, geometry, steps=4, dense=dtype)
     for c, tile in ((64, 0), (64, 16), (512, 16)):
         pooling.max_pool(allocate_packed(4, 2, c, 28, 28, "cpu"), 3, 2, 1, tile=tile)
     group(4, 2, 256, 64, 1, 14, 2)
@@ -72,13 +88,14 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     actual = json.loads(completed.stdout)
     kernels = {name for name, *_ in actual}
     assert kernels == {
-        "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel", "neuron_kernel",
-        "triton_group_kernel",
+        "attention_kernel", "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel",
+        "neuron_kernel", "stem_kernel", "triton_group_kernel",
     }  # fmt: skip
     for name, registers, spill_bytes, shared_bytes, multiplies in actual:
         assert spill_bytes == 0, (name, registers, spill_bytes)
         assert shared_bytes <= 99 * 1024, (name, shared_bytes)
-        assert (multiplies > 0) == (name == "triton_group_kernel"), name
+        if name != "stem_kernel":  # in fp32, it does not use matrix units
+            assert (multiplies > 0) == (name in ("triton_group_kernel", "attention_kernel")), name
 
 
 _COMPILE_HOPPER = """
@@ -87,7 +104,7 @@ import torch
 from sparseflow.spiking.backends.packed.hopper.group import make_kernel_constants
 from sparseflow.spiking.backends.packed.hopper.variants import list_hopper_variants
 from benchmarks.spiking.offline_compile import compile_hopper_group
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, SpikeSource
 
 lif = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
 source = SpikeSource(weight=torch.ones(128, 128, 3, 3), padding=1)

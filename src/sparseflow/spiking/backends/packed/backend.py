@@ -26,10 +26,20 @@ from sparseflow.spiking.backends.base import (
     ConvolutionKind,
     GroupShape,
     PreparedGroup,
+    PreparedStem,
     SpikeForm,
     convolve_maps,
 )
-from sparseflow.spiking.backends.packed import codec, pooling, triton_fallback, variant_timing, words
+from sparseflow.spiking.backends.conv_geometry import ConvGeometry
+from sparseflow.spiking.backends.packed import (
+    attention,
+    codec,
+    pooling,
+    stem,
+    triton_fallback,
+    variant_timing,
+    words,
+)
 from sparseflow.spiking.backends.packed.format import (
     BLOCK,
     MAX_ACTIVITY_STEPS,
@@ -41,7 +51,7 @@ from sparseflow.spiking.backends.packed.group import get_unsupported_reason
 from sparseflow.spiking.backends.packed.hopper import group as hopper
 from sparseflow.spiking.backends.packed.neuron import run_neuron
 from sparseflow.spiking.backends.precision import full_precision
-from sparseflow.spiking.backends.spec import GroupSpec
+from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -68,6 +78,9 @@ class PackedBackend:
     name = "packed"
     shape_agnostic = False
     runs_bare_convolutions = False
+    fuses_attention = True
+    fuses_stems = True
+    fuses_pooling = True
     adds_dense_spikes = True
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, *, tune: int = 0) -> None:
@@ -86,6 +99,8 @@ class PackedBackend:
         """Return why the sparse convolution cannot run, or None if it can."""
         if shape.max_value > 1:
             return "integer spikes do not fit into one bit"
+        if spec.pooling is not None:
+            return "a max pooling stands between the convolution and its neuron"
         return get_unsupported_reason(replace(spec, post_skips=0))
 
     def prepare(
@@ -107,6 +122,39 @@ class PackedBackend:
             if reason is not None:
                 raise InputError(f"packed spikes do not support this group: {reason}")
             return _SparseGroup(self, spec, shape, layout)
+
+    def get_stem_unsupported_reason(self, geometry: ConvGeometry, in_channels: int) -> str | None:
+        """Return why a convolution cannot run as a stem, or None if it can."""
+        return stem.get_stem_unsupported_reason(geometry, in_channels)
+
+    def prepare_stem(
+        self,
+        weight: Tensor,
+        spec: GroupSpec,
+        geometry: ConvGeometry,
+        shape: GroupShape,
+        layout: ChannelLayout = NATURAL_LAYOUT,
+    ) -> PreparedStem:
+        """Lay out the weights of a stem; see `Backend.prepare_stem`."""
+        with self.use_device():
+            return _Stem(self, weight, spec, geometry, shape, layout)
+
+    def attend(
+        self,
+        factors: Sequence[Tensor],
+        neuron: NeuronSpec,
+        *,
+        rows_are_tokens: bool,
+        scale: float,
+        v: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Run neurons on a product of three spike tensors; see `attention.run_attention`."""
+        with self.use_device():
+            first, second, third = factors
+            return attention.run_attention(
+                first, second, third, neuron, rows_are_tokens=rows_are_tokens, scale=scale, v=v, dtype=dtype
+            )
 
     def encode(self, dense: Tensor, max_value: int) -> NativeSpikes:
         """Pack spikes [T, N, C, H, W] of 0 and 1; integers stay as they are."""
@@ -355,7 +403,45 @@ class _DenseGroup:
                 dense=None if packs else self.backend.dtype,
                 write_v=True,
                 v_columns=self._v_columns,
+                pooling=self.spec.pooling,
             )
         assert result.v is not None
         membrane = result.v.permute(0, 3, 1, 2)
         return result.packed if packs else result.dense, membrane
+
+
+class _Stem:
+    """A convolution of few dense channels and its neurons, in one kernel."""
+
+    def __init__(
+        self,
+        backend: PackedBackend,
+        weight: Tensor,
+        spec: GroupSpec,
+        geometry: ConvGeometry,
+        shape: GroupShape,
+        layout: ChannelLayout,
+    ) -> None:
+        self.backend, self._neuron, self._geometry, self._steps = backend, spec.neuron, geometry, shape.steps
+        c, h, w = shape.output
+        self._weight = weight.flatten(1).T.to(backend.device, backend.dtype).contiguous()
+        self._bias = spec.bias.to(backend.device, torch.float32)
+        tile = ACTIVITY_TILE if _emits_activity(layout, shape) else 0
+        self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
+        self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
+
+    def __call__(self, x: Tensor, *, v: Tensor | None, out: SpikeForm) -> tuple[Any, Tensor]:
+        with self.backend.use_device():
+            dense, last = stem.run_stem(
+                x,
+                self._weight,
+                self._bias,
+                self._neuron,
+                self._geometry,
+                steps=self._steps,
+                v=_to_channels_last(v),
+                packed=self._out if out == "native" else None,
+                dense=self.backend.dtype if out == "dense" else None,
+                v_columns=self._v_columns,
+            )
+        return self._out if out == "native" else dense, last.permute(0, 3, 1, 2)

@@ -35,7 +35,7 @@ from sparseflow.spiking.backends.packed.words import (
     to_channels_last,
     with_time_strides,
 )
-from sparseflow.spiking.backends.spec import NeuronSpec
+from sparseflow.spiking.backends.spec import MaxPooling, NeuronSpec
 
 _PIXELS = 32
 """Pixels that one program of the kernel processes."""
@@ -58,14 +58,44 @@ def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
 
 
 @triton.jit
+def load_current(
+    ptr, flat, real, n, y, x, c, C: tl.constexpr, IH: tl.constexpr, IW: tl.constexpr,
+    POOL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """Load currents as fp32 [P, 64]: elements `flat`, or the maxima of their windows.
+
+    Args:
+        ptr: One time step, [N, IH, IW, C].
+        flat: Positions without a pooling.
+        real: Which elements exist.
+        n, y, x: Image, row and column of each pixel after the pooling, [P].
+        c: Channels, [64].
+        POOL: Rows and columns of a window of a max pooling; 0 for no pooling.
+        STRIDE, PADDING: Of the windows, in pixels.
+    """
+    if POOL == 0:
+        current = tl.load(ptr + flat, mask=real, other=0.0).to(tl.float32)
+    else:
+        current = tl.full([flat.shape[0], flat.shape[1]], float("-inf"), tl.float32)
+        for tap in tl.static_range(POOL * POOL):
+            row = y * STRIDE + (tap // POOL - PADDING)
+            column = x * STRIDE + (tap % POOL - PADDING)
+            inside = (row >= 0) & (row < IH) & (column >= 0) & (column < IW)
+            index = (((n * IH + row) * IW + column) * C)[:, None] + c[None, :]
+            window = tl.load(ptr + index, mask=real & inside[:, None], other=float("-inf"))
+            current = tl.maximum(current, window.to(tl.float32))
+    return current
+
+
+@triton.jit
 def neuron_kernel(
     steady, varying, varying_steps, skips, posts, post_denses, post_steps,
     bias_ptr, v_in_ptr, v_out_ptr, v_columns_ptr, out_ptr, act_ptr, dense_ptr,
     alpha, beta, delta, threshold, v_reset, pixels, tiles, word_step, dense_step,
-    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
-    T: tl.constexpr, TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr,
-    READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, IH: tl.constexpr, IW: tl.constexpr,
+    POOL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+    V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Run a layer of neurons over time. Grid (tiles of P pixels, blocks of 64 channels).
 
@@ -99,6 +129,9 @@ def neuron_kernel(
         G: Blocks of 64 channels.
         H: Rows of an image.
         W: Columns of an image.
+        IH: Rows of a current.
+        IW: Columns of a current.
+        POOL, STRIDE, PADDING: Max pooling of each current, see `load_current`.
         P: Pixels of a program.
         T: Time steps.
         TC: Time steps whose currents a program loads before it stores any spikes.
@@ -115,12 +148,15 @@ def neuron_kernel(
         real = real & (c < C)[None, :]
     flat = (pixel * C)[:, None] + c[None, :]
     word = flat_to_padded_index(pixel, H, W) * G + block
+    n = pixel // (H * W)
+    y = (pixel // W) % H
+    x = pixel % W
 
     base = tl.zeros([P, 64], tl.float32)
     if BIAS:
         base += tl.load(bias_ptr + c, mask=c < C, other=0.0)[None, :]
     for i in tl.static_range(len(steady)):
-        base += tl.load(steady[i] + flat, mask=real, other=0.0).to(tl.float32)
+        base += load_current(steady[i], flat, real, n, y, x, c, C, IH, IW, POOL, STRIDE, PADDING)
     base = base * beta + delta
     v_index = flat
     if V_COLUMNS:
@@ -142,8 +178,8 @@ def neuron_kernel(
             if len(varying) + len(skips) > 0:
                 total = base
                 for i in tl.static_range(len(varying)):
-                    pointer = varying[i] + t * varying_steps[i] + flat
-                    term = tl.load(pointer, mask=real, other=0.0).to(tl.float32)
+                    pointer = varying[i] + t * varying_steps[i]
+                    term = load_current(pointer, flat, real, n, y, x, c, C, IH, IW, POOL, STRIDE, PADDING)
                     total = term if i == 0 else total + term
                 for i in tl.static_range(len(skips)):
                     bits = tl.load(skips[i] + t * word_step + word, mask=inside, other=0)
@@ -207,6 +243,7 @@ def run_neuron(
     dense: torch.dtype | None = None,
     write_v: bool = False,
     v_columns: Tensor | None = None,
+    pooling: MaxPooling | None = None,
 ) -> NeuronOutput:
     """Run a layer of neurons over time, in one pass.
 
@@ -226,6 +263,7 @@ def run_neuron(
         write_v: Whether to write the membrane after the last step.
         v_columns: Channel of both membranes for each channel of the neurons, int32 [C] on the currents'
             device (`format.make_channel_table`); None for the identity.
+        pooling: Max pooling of each current before it is added; the other shapes are those after it.
 
     Raises:
         InputError: The neuron has no input, or shapes disagree.
@@ -235,9 +273,11 @@ def run_neuron(
         raise InputError("spikes plus shortcuts are integers; request dense spikes with packed=False")
     if packed is False and dense is None:
         raise InputError("request packed spikes, dense spikes, or both")
-    full_shape = _validate_inputs([*currents, *skips], post_skips, steps, v, v_columns)
+    pooled = [x if pooling is None else pooling.make_output(x) for x in currents]
+    full_shape = _validate_inputs([*pooled, *skips], post_skips, steps, v, v_columns)
     steps, n, c, h, w = full_shape
     rows = [to_channels_last(x) for x in currents]
+    in_height, in_width = (h, w) if pooling is None else rows[0].shape[2:4]
     check_launchable(*rows, *(s.words for s in skips))
     device = rows[0].device if rows else skips[0].data.device
 
@@ -269,10 +309,12 @@ def run_neuron(
         spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
         pixels, 0 if activity is None else activity.shape[1],
         words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
-        C=c, G=ceil_div(c, 64), H=h, W=w, P=_PIXELS, T=steps, TC=choose_time_chunk(steps),
+        C=c, G=ceil_div(c, 64), H=h, W=w, IH=in_height, IW=in_width,
+        POOL=0 if pooling is None else pooling.size, STRIDE=0 if pooling is None else pooling.stride,
+        PADDING=0 if pooling is None else pooling.padding, P=_PIXELS, T=steps, TC=choose_time_chunk(steps),
         SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
         V_COLUMNS=v_columns is not None, PACKED=bits is not None, TILE=tile, DENSE=flat is not None,
-        num_warps=4,
+        num_warps=4 if bits is None else 8,
     )  # fmt: skip
     return NeuronOutput(packed=bits, dense=None if flat is None else flat.permute(0, 1, 4, 2, 3), v=last)
 
