@@ -74,8 +74,8 @@ SetOption = Annotated[
 MethodOption = Annotated[str, typer.Option("--method", help="Search method.")]
 BudgetSOption = Annotated[float, _BUDGET_S]
 OptionalBudgetSOption = Annotated[float | None, _BUDGET_S]
-OptionalBudgetMsOption = Annotated[float | None, _BUDGET_MS]
 """As `BudgetSOption`; None is unlimited."""
+OptionalBudgetMsOption = Annotated[float | None, _BUDGET_MS]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
