@@ -14,7 +14,7 @@ from torch import nn
 pytest.importorskip("spikingjelly")
 pytest.importorskip("numba")
 
-from spikingjelly.activation_based import neuron
+from spikingjelly.activation_based import functional, layer, neuron
 
 import sparseflow
 from sparseflow.errors import ModelError
@@ -97,6 +97,15 @@ def test_explain_stem_of_a_sparse_group_is_dense(prefer: Prefer) -> None:
     actual = rows(net)
     assert actual["second"].group == actual["conv2"].group == "conv2"
     assert (actual["conv2"].backend, actual["second"].backend) == ("events", "dense, fused neuron")
+
+
+def test_explain_sparse_linear_layer(prefer: Prefer) -> None:
+    prefer("sparse", "dense", own=4.0, plan=2.0, module=3.0, sparse=1.0, dense=1.5)
+    net = ready(nn.Sequential(neuron.IFNode(), layer.Linear(8, 6), neuron.IFNode()))
+    functional.set_step_mode(net, "m")
+    sparseflow.optimize(net, 2 * torch.rand(3, 2, 8))
+    (row,) = sparseflow.explain(net).layers
+    assert (row.name, row.values, row.backend) == ("1", "binary", "events")
 
 
 def test_explain_unchanged_network(prefer: Prefer) -> None:

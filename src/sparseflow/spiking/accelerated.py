@@ -433,11 +433,12 @@ class AcceleratedForward:
             return f"no backend for {model_dtype}{requested} on {inputs[0].device}"
         self.backend_name = backend.name
         plan = Plan(self.graph, backend, self._shared)
-        try:
-            with preserve_state_without_grad(self.model):
-                plan.run(*inputs)
-        except RuntimeError:  # an operation does not take tensors of the requested precision
-            plan = Plan(self.graph, backend, self._shared, casts=False)
+        if plan.casts:
+            try:
+                with preserve_state_without_grad(self.model):
+                    plan.run(*inputs)
+            except RuntimeError:  # an operation does not take tensors of the requested precision
+                plan = Plan(self.graph, backend, self._shared, casts=False)
         return plan if plan.write_hazard is None else plan.write_hazard
 
     def _tune_plan(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | None, GraphReplay | None]:

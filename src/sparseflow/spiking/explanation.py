@@ -13,6 +13,7 @@ from torch import nn
 
 from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
 from sparseflow.spiking.profile.firing import FiringStats
+from sparseflow.spiking.runtime.group_step import GroupMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def explain(model: nn.Module) -> Explanation:
         ModelError: The model was not optimized.
     """
     state = get_accelerated_forward(model)
-    group_of, modes = _map_groups(state)
+    group_of, modes = _map_convolutions(state)
     rows: list[LayerExplanation] = []
     uses_original = state.network_decision is not None and state.network_decision.choice == "own"
     for site in state.graph.sites:
@@ -135,10 +136,7 @@ def explain(model: nn.Module) -> Explanation:
         firing = state.firing.get(site.name)
         backend, reason = "not measured yet", "run the network once, or pass a sample to optimize()"
         if decision is not None:
-            mode = modes.get(group or "", decision.choice)
-            # A group's stem always runs dense.
-            mode = "dense" if mode == "sparse" and not site.replaceable else mode
-            backend = _get_backend_name(state, site.name, group, mode)
+            backend = _get_backend_name(state, group, modes.get(site.name, decision.choice))
             reason = decision.reason
             if uses_original:
                 reason = f"not used, since the network runs its own code; alone: {reason}"
@@ -171,19 +169,20 @@ def explain(model: nn.Module) -> Explanation:
     )
 
 
-def _map_groups(state: AcceleratedForward) -> tuple[dict[str, str], dict[str, str]]:
+def _map_convolutions(state: AcceleratedForward) -> tuple[dict[str, str], dict[str, GroupMode]]:
+    """Return the group and the mode of each convolution by name; one of dense values is never sparse."""
     plan = next((p for p in reversed(list(state.list_plans())) if p is not None), None)
-    if plan is None:
-        return {}, {}
-    group_of = {
-        conv.name: group.name
-        for group in plan.groups
-        for conv in (*group.match.sources, *group.match.dense_convs)
-    }
-    return group_of, {group.name: group.mode for group in plan.groups}
+    group_of: dict[str, str] = {}
+    modes: dict[str, GroupMode] = {}
+    for group in [] if plan is None else plan.groups:
+        for conv in (*group.match.sources, *group.match.dense_convs):
+            group_of[conv.name] = group.name
+            runs_dense = group.mode == "sparse" and conv in group.match.dense_convs
+            modes[conv.name] = "dense" if runs_dense else group.mode
+    return group_of, modes
 
 
-def _get_backend_name(state: AcceleratedForward, site: str, group: str | None, mode: str) -> str:
+def _get_backend_name(state: AcceleratedForward, group: str | None, mode: str) -> str:
     if group is None:
         return mode
     names = {

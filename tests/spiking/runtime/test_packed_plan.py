@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from spikingjelly.activation_based import functional, layer, neuron
 
+from sparseflow.spiking.autotune.candidates import make_group_key
 from sparseflow.spiking.backends.packed.backend import PackedBackend
 from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.runtime.attention_step import AttentionStep
@@ -187,3 +188,41 @@ def test_attention_runs_from_a_membrane_that_is_a_number() -> None:
         functional.reset_net(net)
         out.v = 0.75
         assert same(plan.run(x), expected)
+
+
+def test_operations_that_refuse_the_precision_run_in_the_networks_own() -> None:
+    class Net(_Stem):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(super().forward(x).float(), torch.eye(5, device=DEVICE))
+
+    net, x = Net().to(DEVICE), 3 * torch.randn(T, N, 3, 8, 8, device=DEVICE)
+    backend = PackedBackend(DEVICE, torch.float16)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            Plan(analyze(net, x), backend).run(x)
+        functional.reset_net(net)
+        expected = net(x)
+        functional.reset_net(net)
+        torch.testing.assert_close(Plan(analyze(net, x), backend, casts=False).run(x), expected)
+
+
+def test_groups_with_and_without_pooling_have_different_keys() -> None:
+    class Net(nn.Module):
+        def __init__(self, pools: bool) -> None:
+            super().__init__()
+            self.conv, self.sn = layer.Conv2d(3, 8, 3, padding=1), neuron.IFNode()
+            self.pool = layer.MaxPool2d(3, 1, 1) if pools else nn.Identity()
+            functional.set_step_mode(self, "m")
+            self.eval()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.conv(x)
+            return self.sn(self.pool(x) if isinstance(self.pool, nn.MaxPool2d) else x)
+
+    x = torch.randn(T, N, 3, 8, 8, device=DEVICE)
+    keys = set()
+    for pools in (True, False):
+        plan = _plan(Net(pools).to(DEVICE), x, "dense")
+        (group,) = plan.groups
+        keys.add(make_group_key(group, {node: x for node in group.match.inputs}, plan.backend))
+    assert len(keys) == 2

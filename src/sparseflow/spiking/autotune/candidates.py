@@ -76,7 +76,7 @@ def tune_group(
         del candidates["sparse"]
         notes.append(f"sparse not supported: {unsupported_reason}")
     notes += _remove_mismatches(candidates, backend.dtype)
-    decision = selector.select(_make_group_key(group, env, backend), candidates, "module")
+    decision = selector.select(make_group_key(group, env, backend), candidates, "module")
     if notes:
         decision = decision.model_copy(update={"reason": "; ".join([decision.reason, *notes])})
     group.fix_mode(decision.choice)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def tune_network(
     return replace(selector, cache=None, capture=False).select("network", candidates, "own")
 
 
-def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
+def make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
     """Make the cache key of a group from everything but the device that its time depends on."""
     parts = [backend.name, str(backend.dtype), type(group.neuron).__name__]
     for conv in (*group.match.sources, *group.match.dense_convs):
@@ -171,6 +171,8 @@ def _make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
         parts.append(f"{conv.features}{sizes}{weight.dtype}@{compute_rate_bucket(rate)}")
     for addends in (group.match.skips, group.match.dense, group.match.post_skips):
         parts.append(f"+{[tuple(to_dense(env[node]).shape) for node in addends]}")
+    parts += [f"pooling={group.match.pooling}", f"attention={group.match.attention is not None}"]
+    parts += [f"repeats={conv.repeats}" for conv in group.match.dense_convs]
     layout = group.layout
     parts.append(
         f"silent={layout.silent_fraction},marks={layout.emit_activity},ordered={layout.output is not None}"

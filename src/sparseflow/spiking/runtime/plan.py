@@ -67,6 +67,7 @@ class Plan:
 
     Attributes:
         dtype: Precision of operations outside of groups.
+        casts: Whether that is another precision than the network's.
         groups: The groups, in execution order.
         write_hazard: Why the plan must not be used (a sentence), or None.
     """
@@ -98,6 +99,7 @@ class Plan:
             (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32
         )
         self.dtype = backend.dtype if casts else self._model_dtype
+        self.casts = self.dtype != self._model_dtype
         self._cast_layers: dict[str, Any] = {}
         self._cast_constants: dict[fx.Node, Any] = {}
         shared = WeakValueDictionary() if shared is None else shared
@@ -123,7 +125,7 @@ class Plan:
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
         replaced = inside | set(self._passthroughs)
-        if self.dtype != self._model_dtype:
+        if self.casts:
             replaced = set(nodes)
         self._replaced_nodes = [n for n in nodes if n.op == "call_module" and n in replaced]
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
@@ -159,7 +161,7 @@ class Plan:
             if node.op != "call_module" or node in inside or node in self._passthroughs:
                 continue
             layer = self.modules[str(node.target)]
-            if self.dtype == self._model_dtype or not runs_as_copy(layer):
+            if not self.casts or not runs_as_copy(layer):
                 called |= set(layer.modules())
         return [module for module in self._submodules if module not in called]
 
@@ -266,7 +268,7 @@ class Plan:
         value = env[node.all_input_nodes[0]] if node in self._passthroughs else None
         if isinstance(value, SpikeTensor):
             return value.apply_passthrough(self._passthroughs[node])
-        if self.dtype == self._model_dtype:
+        if not self.casts:
             return run_node(node, env, self.modules)
         if node.op == "get_attr":
             if node not in self._cast_constants:
@@ -279,11 +281,11 @@ class Plan:
 
     def _cast(self, value: Any) -> Any:
         """Cast the network's tensors to the precision of operations outside of groups."""
-        return value if self.dtype == self._model_dtype else cast_tensors(value, self.dtype)
+        return cast_tensors(value, self.dtype) if self.casts else value
 
     def _uncast(self, value: Any) -> Any:
         """Undo `_cast`."""
-        return value if self.dtype == self._model_dtype else cast_tensors(value, self._model_dtype)
+        return cast_tensors(value, self._model_dtype) if self.casts else value
 
     def _find_passthroughs(self) -> dict[fx.Node, Passthrough]:
         """Find the layers that spikes of the groups pass in native form."""
