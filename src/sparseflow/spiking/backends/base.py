@@ -166,50 +166,11 @@ class PreparedStem(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Runs groups on one device.
+class FusedKernels(Protocol):
+    """Kernels that fuse neurons with what stands before them, besides sparse convolutions.
 
-    Attributes:
-        name: Short name, also used in cache keys.
-        dtype: Data type of a group's dense convolutions.
-        shape_agnostic: Whether a prepared group runs on inputs of any shape.
-        runs_bare_convolutions: Whether sparse groups run without their neuron.
-        fuses_attention: Whether attention of spikes and its neurons run as one kernel (`attend`).
-        fuses_stems: Whether a convolution of few dense channels and its neurons run as one kernel.
-        fuses_pooling: Whether groups prepared for a dense convolution can max-pool its output.
-        adds_dense_spikes: Whether groups prepared for a dense convolution add dense spikes at no extra cost.
-        channel_block: Channels that a sparse convolution skips together if all are silent; None if it does
-            not skip.
+    A backend that has them also runs a max pooling between a dense convolution and its neurons.
     """
-
-    name: str
-    dtype: torch.dtype
-    shape_agnostic: bool
-    runs_bare_convolutions: bool
-    fuses_attention: bool
-    fuses_stems: bool
-    fuses_pooling: bool
-    adds_dense_spikes: bool
-
-    @property
-    def channel_block(self) -> int | None: ...
-
-    def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
-        """Return why the sparse convolution cannot run (a sentence), or None if it can."""
-        ...
-
-    def prepare(
-        self,
-        spec: GroupSpec,
-        shape: GroupShape,
-        convolution: ConvolutionKind,
-        layout: ChannelLayout = NATURAL_LAYOUT,
-    ) -> PreparedGroup:
-        """Lay out weights and buffers of one group.
-
-        The channels of `spec` already follow `layout`; membranes are passed in the network's order.
-        """
-        ...
 
     def get_stem_unsupported_reason(self, geometry: ConvGeometry, in_channels: int) -> str | None:
         """Return why a convolution cannot run as a stem (a sentence), or None if it can."""
@@ -245,6 +206,51 @@ class Backend(Protocol):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run neurons on a product of three spike tensors; see `packed.attention.run_attention`."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs groups on one device.
+
+    Attributes:
+        name: Short name, also used in cache keys.
+        dtype: Data type of a group's dense convolutions.
+        shape_agnostic: Whether a prepared group runs on inputs of any shape.
+        runs_bare_convolutions: Whether sparse groups run without their neuron.
+        adds_dense_spikes: Whether groups prepared for a dense convolution add dense spikes at no extra cost.
+        channel_block: Channels that a sparse convolution skips together if all are silent; None if it does
+            not skip.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape_agnostic: bool
+    runs_bare_convolutions: bool
+    adds_dense_spikes: bool
+
+    @property
+    def channel_block(self) -> int | None: ...
+
+    @property
+    def fused_kernels(self) -> FusedKernels | None:
+        """Further kernels; None if there are none."""
+        ...
+
+    def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
+        """Return why the sparse convolution cannot run (a sentence), or None if it can."""
+        ...
+
+    def prepare(
+        self,
+        spec: GroupSpec,
+        shape: GroupShape,
+        convolution: ConvolutionKind,
+        layout: ChannelLayout = NATURAL_LAYOUT,
+    ) -> PreparedGroup:
+        """Lay out weights and buffers of one group.
+
+        The channels of `spec` already follow `layout`; membranes are passed in the network's order.
+        """
         ...
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:

@@ -133,17 +133,14 @@ class FusionMatcher:
 
     Args:
         graph: The analysis; it must have a traced module.
-        matches_attention: Whether attention and its neuron form a group.
-        matches_pooling: Whether a group may have a max pooling between a convolution and the neuron.
+        has_fused_kernels: Whether attention and its neuron form a group, and a group may have a max pooling
+            between a convolution and the neuron.
     """
 
-    def __init__(
-        self, graph: SpikeGraph, *, matches_attention: bool = False, matches_pooling: bool = False
-    ) -> None:
+    def __init__(self, graph: SpikeGraph, *, has_fused_kernels: bool = False) -> None:
         if graph.module is None:
             raise ValueError("groups can only be matched in a traced network")
-        self._graph = graph
-        self._matches_attention, self._matches_pooling = matches_attention, matches_pooling
+        self._graph, self._has_fused_kernels = graph, has_fused_kernels
         self._modules = dict(graph.module.named_modules())
         self._calls: dict[int, int] = {}
         for node in graph.module.graph.nodes:
@@ -242,7 +239,7 @@ class FusionMatcher:
             )
 
     def _match_attention(self, neuron: fx.Node) -> AttentionMatch | None:
-        if not self._matches_attention or not self._takes_time(neuron):
+        if not self._has_fused_kernels or not self._takes_time(neuron):
             return None
         module = self._graph.module
         assert module is not None
@@ -304,7 +301,7 @@ class FusionMatcher:
     def _collect_pooled_convolution(self, neuron: fx.Node, terms: _GroupTerms) -> bool:
         """Add the convolution whose max-pooled output is the neuron's only input; return if there is one."""
         node, inner, repeats = neuron.all_input_nodes[0], [], None
-        if not self._matches_pooling or set(node.users) != {neuron}:
+        if not self._has_fused_kernels or set(node.users) != {neuron}:
             return False
         repetition = match_repetition(node)
         if repetition is not None:

@@ -77,7 +77,8 @@ class AttentionStep(GroupStep):
             size = (shape.images, shape.tokens, shape.heads, shape.value_channels)
             v = torch.empty(size, dtype=torch.float32, device=factors[0].device)
             v.as_strided(layout.shape[1:], layout.stride()[1:]).copy_(torch.as_tensor(state))
-        spikes, v = self.backend.attend(
+        assert self.backend.fused_kernels is not None
+        spikes, v = self.backend.fused_kernels.attend(
             factors,
             spec,
             rows_are_tokens=shape.rows_are_tokens,

@@ -188,7 +188,8 @@ class GroupStep:
         if self._stem is None or self._shape != shape:
             self._shape = shape
             spec, geometry = self.make_spec(size[0]), ConvGeometry.from_layer(self.modules[conv.name])
-            self._stem = self.backend.prepare_stem(
+            assert self.backend.fused_kernels is not None
+            self._stem = self.backend.fused_kernels.prepare_stem(
                 self._fold_weight(conv), spec, geometry, shape, self.layout
             )
         out, v = self._stem(x, v=self._get_initial_membrane(shape), out=output_form)
@@ -218,8 +219,8 @@ class GroupStep:
 
     def can_fuse(self) -> bool:
         """Return whether the group is a convolution of dense values and a neuron that run as one kernel."""
-        match = self.match
-        if not self.backend.fuses_stems or match.neuron is None or len(match.dense_convs) != 1:
+        match, kernels = self.match, self.backend.fused_kernels
+        if kernels is None or match.neuron is None or len(match.dense_convs) != 1:
             return False
         if match.sources or match.skips or match.dense or match.post_skips or match.pooling is not None:
             return False
@@ -227,7 +228,7 @@ class GroupStep:
         geometry = ConvGeometry.from_layer(layer)
         weight = layer.weight
         assert isinstance(weight, torch.Tensor)
-        return self.backend.get_stem_unsupported_reason(geometry, weight.shape[1]) is None
+        return kernels.get_stem_unsupported_reason(geometry, weight.shape[1]) is None
 
     def get_shape_mismatch(self, env: NodeValues) -> str | None:
         """Return why the group's arithmetic does not cover the values in `env` (a sentence), or None."""

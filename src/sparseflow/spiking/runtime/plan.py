@@ -91,9 +91,7 @@ class Plan:
             for n in nodes
             if n.name in graph.values and graph.values[n.name].kind in SPIKE_KINDS
         }
-        matcher = FusionMatcher(
-            graph, matches_attention=backend.fuses_attention, matches_pooling=backend.fuses_pooling
-        )
+        matcher = FusionMatcher(graph, has_fused_kernels=backend.fused_kernels is not None)
         matches = list(matcher.find_groups())
         self._model_dtype = next(
             (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,7 @@ from sparseflow.spiking.backends.base import (
     ConvolutionKind,
     GroupShape,
     PreparedGroup,
-    PreparedStem,
 )
-from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.events.format import (
     Events,
     allocate_events,
@@ -37,7 +35,7 @@ from sparseflow.spiking.backends.events.kernels.conversions import (
 )
 from sparseflow.spiking.backends.events.kernels.llvm import LANES
 from sparseflow.spiking.backends.events.kernels.records import CODEC
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec
+from sparseflow.spiking.backends.spec import GroupSpec
 
 
 def _make_record(shape: tuple[int, ...], **fields: int) -> np.ndarray:
@@ -128,9 +126,7 @@ class EventBackend:
     channel_block = None
     shape_agnostic = True
     runs_bare_convolutions = True
-    fuses_attention = False
-    fuses_stems = False
-    fuses_pooling = False
+    fused_kernels = None
     adds_dense_spikes = False
 
     def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
@@ -145,34 +141,6 @@ class EventBackend:
     ) -> PreparedGroup:
         assert layout.output is None, "the event backend does not reorder channels"
         return EventGroup(spec, convolution)
-
-    def get_stem_unsupported_reason(self, geometry: ConvGeometry, in_channels: int) -> str | None:
-        """Return that there is no kernel."""
-        return "stems have no kernel on a CPU"
-
-    def prepare_stem(
-        self,
-        weight: torch.Tensor,
-        spec: GroupSpec,
-        geometry: ConvGeometry,
-        shape: GroupShape,
-        layout: ChannelLayout = NATURAL_LAYOUT,
-    ) -> PreparedStem:
-        """Not available: the library's convolution runs stems."""
-        raise InputError("stems have no kernel on a CPU")
-
-    def attend(
-        self,
-        factors: Sequence[torch.Tensor],
-        neuron: NeuronSpec,
-        *,
-        rows_are_tokens: bool,
-        scale: float,
-        v: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not available: products of spikes run as dense matrix products."""
-        raise InputError("attention has no kernel on a CPU")
 
     def encode(self, dense: torch.Tensor, max_value: int) -> Any:
         try:

@@ -78,9 +78,6 @@ class PackedBackend:
     name = "packed"
     shape_agnostic = False
     runs_bare_convolutions = False
-    fuses_attention = True
-    fuses_stems = True
-    fuses_pooling = True
     adds_dense_spikes = True
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, *, tune: int = 0) -> None:
@@ -94,6 +91,11 @@ class PackedBackend:
     def channel_block(self) -> int | None:
         """Channels skipped together if they are silent; None for the portable kernel, which does not skip."""
         return BLOCK if self.is_hopper() else None
+
+    @property
+    def fused_kernels(self) -> PackedBackend:
+        """The backend itself has the further kernels."""
+        return self
 
     def get_unsupported_reason(self, spec: GroupSpec, shape: GroupShape) -> str | None:
         """Return why the sparse convolution cannot run, or None if it can."""
