@@ -718,12 +718,13 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 }
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("group_mode", WAYS)
 @pytest.mark.parametrize("name", FOLDED)
-def test_networks_that_fold_the_time_axis(name: str, group_mode: str) -> None:
+def test_networks_that_fold_the_time_axis(name: str, group_mode: str, batch_size: int) -> None:
     build, expected = FOLDED[name]
     net = ready(build())
-    ways = agree(net, images(3, 2), group_mode)
+    ways = agree(net, images(3, batch_size), group_mode)
     assert group_mode != "sparse" or ways == expected
 
 

@@ -309,7 +309,8 @@ class _Rewriter:
     def _process_view(self, node: fx.Node, source: fx.Node, shape: Shape) -> None:
         if source in self._folds:
             unfolded, sizes = self._folds[source]
-            is_folded = shape[:1] == (math.prod(sizes),)
+            # In a batch of 1, T * N is T: what begins with (T, N) is not folded.
+            is_folded = shape[:1] == (math.prod(sizes),) and shape[:2] != sizes
             target = (*sizes, *shape[1:]) if is_folded else shape
             if self.shapes[unfolded.name] != target:
                 unfolded = self._insert(node, "call_method", "reshape", (unfolded, target), target)
