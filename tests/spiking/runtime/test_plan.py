@@ -229,6 +229,19 @@ def test_constant_stem_is_computed_once(group_mode: str, monkeypatch: pytest.Mon
     assert observed[0] == (2, 3, 8, 8)
 
 
+class _RepeatedBatch(Small):
+    """Repeats the features of one image over the batch, not over time."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn1(self.conv1(x.unsqueeze(0))).repeat(2, 1, 1, 1)
+        return self.sn3(self.conv3(self.sn2(self.bn2(self.conv2(self.sn1(x))))))
+
+
+@pytest.mark.parametrize("group_mode", WAYS)
+def test_repetition_over_the_batch_is_not_one_over_time(group_mode: str) -> None:
+    agree(ready(_RepeatedBatch("s")), images(3, 1)[0, 0], group_mode)
+
+
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
 def test_plan_runs_other_batch_and_image_sizes(group_mode: str) -> None:
     net = small()

@@ -303,7 +303,7 @@ class FusionMatcher:
         node, inner, repeats = neuron.all_input_nodes[0], [], None
         if not self._has_fused_kernels or set(node.users) != {neuron}:
             return False
-        repetition = match_repetition(node)
+        repetition = match_repetition(node) if terms.takes_time else None
         if repetition is not None:
             inner.append(node)
             node, repeats = repetition
@@ -327,7 +327,7 @@ class FusionMatcher:
 
     def _match_repeated_convolution(self, node: fx.Node, takes_time: bool) -> ConvMatch | None:
         """Match a convolution as `_match_convolution` does, or one whose output is repeated over time."""
-        repetition = match_repetition(node)
+        repetition = match_repetition(node) if takes_time else None
         if repetition is None:
             return self._match_convolution(node, takes_time)
         step, repeats = repetition
