@@ -140,6 +140,11 @@ def test_enlarging_pooling_is_folded_into_the_linear_layer(size: int, step_mode:
     assert _get_pooling(net, x) == FlattenedPooling(3, (size, size), (3, 3))
 
 
+def test_pooling_stays_if_an_operation_writes_into_a_tensor() -> None:
+    net = _Pooled(lambda x: x.flatten(-3).mul_(2))
+    assert _get_pooling(net, torch.rand(2, 4, 3, 1, 1)) is None
+
+
 @pytest.mark.parametrize(
     ("flatten", "size"), [(lambda x: x.flatten(-3), 3), (lambda x: x.transpose(-1, -2).flatten(-3), 1)]
 )

@@ -136,12 +136,13 @@ class _Simplifier:
         self._layers = dict(module.named_modules())
 
     def run(self) -> None:
-        nodes = list(self._graph.nodes)
-        if not any(find_written_node(node, self._layers) is not None for node in nodes):
-            self._remove_copies()
-            for node in list(self._graph.nodes):
-                if match_repetition(node) is not None:
-                    self._move_repetition(node)
+        """Apply all rewrites, unless an operation writes into a tensor, so that the order could matter."""
+        if any(find_written_node(node, self._layers) is not None for node in self._graph.nodes):
+            return
+        self._remove_copies()
+        for node in list(self._graph.nodes):
+            if match_repetition(node) is not None:
+                self._move_repetition(node)
         for node in list(self._graph.nodes):
             if node.op == "call_module" and isinstance(self._layers[str(node.target)], nn.Linear):
                 self._fold_pooling(node)
