@@ -54,8 +54,8 @@ def make_tar(**members: str) -> bytes:
     ("name", "content"),
     [
         ("a.mtx", TEXT),
-        ("a.mtx.gz", gzip.compress(TEXT.encode())),
-        ("A.MTX.GZ", gzip.compress(TEXT.encode())),
+        ("a.mtx.gz", gzip.compress(TEXT.encode(), mtime=0)),
+        ("A.MTX.GZ", gzip.compress(TEXT.encode(), mtime=0)),
         ("a.mtx.bz2", bz2.compress(TEXT.encode())),
         ("a.tar.gz", make_tar(a__a=TEXT)),
         ("a.tar.gz", make_tar(a__a_b=BANNER + "1 1 0\n", a__a=TEXT)),
