@@ -284,19 +284,20 @@ class FusionMatcher:
                 self._collect_terms(second, node, terms)
                 return
         conv = self._match_repeated_convolution(node, terms.takes_time) if single_reader else None
-        if conv is None:
+        if conv is None or not self._add_convolution(conv, terms):
             terms.dense.append(node)
-            return
+
+    def _add_convolution(self, conv: ConvMatch, terms: _GroupTerms) -> bool:
+        """Add a convolution to `terms`; return whether the group can have it."""
         reads_spikes = self._get_kind(conv.input) in SPIKE_KINDS
-        if (reads_spikes and conv.name not in self._replaceable) or terms.features not in (
-            None,
-            conv.features,
-        ):
-            terms.dense.append(node)
-            return
+        if reads_spikes and conv.name not in self._replaceable:
+            return False
+        if terms.features not in (None, conv.features):
+            return False
         terms.features = conv.features
         terms.inner.update(conv.inner)
         (terms.sources if reads_spikes else terms.dense_convs).append(conv)
+        return True
 
     def _collect_pooled_convolution(self, neuron: fx.Node, terms: _GroupTerms) -> bool:
         """Add the convolution whose max-pooled output is the neuron's only input; return if there is one."""
@@ -317,13 +318,7 @@ class FusionMatcher:
         if pooling is None or conv is None or conv.features != "map":
             return False
         conv = replace(conv, inner=(*conv.inner, node, *inner), pooling=pooling, repeats=repeats)
-        reads_spikes = self._get_kind(conv.input) in SPIKE_KINDS
-        if reads_spikes and conv.name not in self._replaceable:
-            return False
-        terms.features = conv.features
-        terms.inner.update(conv.inner)
-        (terms.sources if reads_spikes else terms.dense_convs).append(conv)
-        return True
+        return self._add_convolution(conv, terms)
 
     def _match_repeated_convolution(self, node: fx.Node, takes_time: bool) -> ConvMatch | None:
         """Match a convolution as `_match_convolution` does, or one whose output is repeated over time."""

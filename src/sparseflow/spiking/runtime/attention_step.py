@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparseflow.spiking.backends.attention import AttentionShape
-from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.attention_matcher import AttentionMatch
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, run_node, to_dense
@@ -20,11 +19,6 @@ class AttentionStep(GroupStep):
     """A product of three spike tensors and the neuron that reads it; "dense" is the fused kernel."""
 
     _layouts: dict[AttentionShape, Tensor] = field(default_factory=dict)
-    _spec: NeuronSpec | None = None
-
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._spec = None
 
     @property
     def attention(self) -> AttentionMatch:
@@ -70,9 +64,7 @@ class AttentionStep(GroupStep):
         state = self.neuron.v
         if isinstance(state, Tensor) and state.shape != layout.shape[1:]:
             return self._run_modules(env)  # the neuron itself handles membranes of another batch size
-        if self._spec is None:
-            self._spec = self._get_neuron_spec()  # reading a learned leak waits for the GPU
-        spec, v = self._spec, None
+        spec, v = self._get_neuron_spec(), None
         if isinstance(state, Tensor) or float(state) != spec.v_rest:
             size = (shape.images, shape.tokens, shape.heads, shape.value_channels)
             v = torch.empty(size, dtype=torch.float32, device=factors[0].device)

@@ -67,7 +67,7 @@ class GroupStep:
     _prepared: dict[GroupMode, PreparedGroup] = field(default_factory=dict)
     _dense_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
-    _v_rest: float | None = None
+    _neuron_spec: NeuronSpec | None = None
     _stem: PreparedStem | None = None
 
     @property
@@ -110,7 +110,7 @@ class GroupStep:
         """Drop prepared weights, after the network's own have changed."""
         self._prepared.clear()
         self._dense_weights.clear()
-        self._v_rest = self._stem = None
+        self._neuron_spec = self._stem = None
 
     def make_spec(self, channels: int) -> GroupSpec:
         """Make the group's spec with the current weights, channels in the layout's orders."""
@@ -122,9 +122,12 @@ class GroupStep:
         return permute_group(spec, outputs=orders[0], inputs=orders[1:])
 
     def _get_neuron_spec(self) -> NeuronSpec:
-        info = get_neuron_info(self.neuron)
-        assert info is not None and info.spec is not None
-        return info.spec
+        if self._neuron_spec is None:
+            # Cached, because reading a neuron with a learned leak waits for the GPU.
+            info = get_neuron_info(self.neuron)
+            assert info is not None and info.spec is not None
+            self._neuron_spec = info.spec
+        return self._neuron_spec
 
     def _prepare(self, mode: GroupMode, shape: GroupShape) -> PreparedGroup:
         """Return the group prepared for `mode`, by this plan or another."""
@@ -303,10 +306,7 @@ class GroupStep:
         return self.layout.output
 
     def _make_constant_membrane(self, value: float, shape: GroupShape) -> torch.Tensor | None:
-        if self._v_rest is None:
-            # Cached, because reading a neuron with a learned leak waits for the GPU.
-            self._v_rest = self._get_neuron_spec().v_rest
-        if float(value) == self._v_rest:
+        if float(value) == self._get_neuron_spec().v_rest:
             return None
         device = next((p.device for p in self.modules[self.match.name].parameters()), torch.device("cpu"))
         return torch.full((shape.images, *shape.output), float(value), device=device)
