@@ -24,6 +24,8 @@ torch.set_num_threads(1)
 # Compiled kernels use two threads; with active waiting they would occupy the cores of parallel tests.
 # Processes that measure kernels set this themselves.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Compiling a network takes seconds; the tests of compiled networks ask for it.
+os.environ["SPARSEFLOW_COMPILE"] = "0"
 
 # Examples have no deadline and are the same in every run, so a failure points to a change of the code;
 # `--hypothesis-profile search` draws new and more examples.

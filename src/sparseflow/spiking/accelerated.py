@@ -8,8 +8,10 @@ between calls and tunes again for each new input shape.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import os
+import statistics
 import threading
 import types
 import warnings
@@ -32,7 +34,7 @@ from sparseflow.spiking.autotune.candidates import (
     tune_network,
 )
 from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
-from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy
+from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy, compute_rate_bucket
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
@@ -41,6 +43,7 @@ from sparseflow.spiking.graph.module_state import MutationGuard, preserve_state_
 from sparseflow.spiking.graph.sites import ConvSite
 from sparseflow.spiking.graph.tracing import TRACE_LOCK
 from sparseflow.spiking.profile.firing import FiringStats, observe_inputs, profile_firing
+from sparseflow.spiking.runtime.compiled_network import CompiledNetwork, compile_network
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
 from sparseflow.spiking.runtime.plan import Plan
@@ -59,6 +62,12 @@ MAX_SHARED_PLANS = 32
 MAX_GROUPS_OVER_NETWORK = 1.5
 """Sum of the groups' latencies over the network's above which cached latencies are measured again."""
 
+MAX_GAIN_FROM_COMPILING = 1.7
+"""Ratio of the latencies of a plan with dense groups and of a compiled dense network that is not exceeded.
+
+A network whose plan is faster than its dense form by more than that is not compiled.
+"""
+
 MIN_CALLS_BETWEEN_TUNINGS = 1000
 """Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
 
@@ -72,13 +81,13 @@ class _TunedShape:
 
     Attributes:
         plan: The plan; None for the network's own code.
-        replay: The plan's CUDA graph.
+        fast_path: What runs a network at rest instead of the plan: its CUDA graph, or the compiled network.
         reads: What the forward read when it was traced; None for a network that runs layer by layer.
         last_call: Number of the last call that used this.
     """
 
     plan: Plan | None
-    replay: GraphReplay | None
+    fast_path: GraphReplay | CompiledNetwork | None
     reads: ForwardReads | None
     last_call: int
 
@@ -243,11 +252,17 @@ class AcceleratedForward:
             if tuned is None or plan is None or plan.get_bypass_conflict():
                 return self.run_original(*args)
             with torch.no_grad():
-                replay = tuned.replay
-                can_replay = replay is not None and replay.is_at_rest() and not plan.has_hooks()
-                if replay is not None and can_replay and not torch.cuda.is_current_stream_capturing():
-                    return replay(*args)
+                fast_path = tuned.fast_path
+                if fast_path is not None and fast_path.can_run() and self._may_bypass(plan, args[0].device):
+                    return fast_path(*args)
                 return plan.run(*args)
+
+    @staticmethod
+    def _may_bypass(plan: Plan, device: torch.device) -> bool:
+        """Return whether a call may run no module and no operation of torch."""
+        if plan.needs_module_calls() or torch.is_autocast_enabled(device.type):
+            return False
+        return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _get_tuned(self, args: tuple[torch.Tensor, ...]) -> _TunedShape | None:
         """Return how inputs of this shape run, tuned on first use; None if the own code runs this time."""
@@ -333,14 +348,17 @@ class AcceleratedForward:
             self._tuned.clear()
             self._analyzed_key = None
         for tuned in self._list_tuned():
-            tuned.replay = None
+            fast_path = tuned.fast_path
+            if not isinstance(fast_path, CompiledNetwork) or not fast_path.refresh():
+                tuned.fast_path = None
             if tuned.plan is not None:
                 tuned.plan.invalidate()
         self._reset_guard()
 
     def _reset_guard(self) -> None:
-        plans = [plan for plan in self.list_plans() if plan is not None]
-        modules = {module: None for plan in plans for module in plan.list_replaced_modules()}
+        tuned = [(item.plan, item.fast_path) for item in self._list_tuned()]
+        plans = [(plan, fast_path is not None) for plan, fast_path in tuned if plan is not None]
+        modules = {module: None for plan, all_layers in plans for module in plan.list_layers(all_layers)}
         self._guard = MutationGuard(self.model, modules) if plans else None
 
     def _list_tuned(self) -> list[_TunedShape]:
@@ -378,10 +396,15 @@ class AcceleratedForward:
             plan.run(*inputs, group_runner=time_group)
         return latency_ms
 
-    def tune(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Select how to run inputs of this shape, by timing; the network's state is restored."""
+    def tune(self, inputs: tuple[torch.Tensor, ...], *, compile: bool = False) -> None:
+        """Select how to run inputs of this shape, by timing; the network's state is restored.
+
+        Args:
+            inputs: Inputs of the network.
+            compile: Whether the compiled dense network is a candidate.
+        """
         key = make_input_key(inputs)
-        plan = replay = reads = None
+        plan = fast_path = reads = None
         cpus = CpuUsageMonitor()
         with TRACE_LOCK, self._lock:
             if self.network_decision is None or self.network_decision.choice != "layers":
@@ -393,9 +416,9 @@ class AcceleratedForward:
                     self._tune_layers(inputs)
                     reads = None
                 else:
-                    plan, replay = self._tune_plan(inputs)
+                    plan, fast_path = self._tune_plan(inputs, compile)
                 self._finish_measurement(cpus, inputs[0].device)
-            self._add_tuned(key, plan, replay, reads)
+            self._add_tuned(key, plan, fast_path, reads)
 
     def _finish_measurement(self, cpus: CpuUsageMonitor, device: torch.device) -> None:
         """Cache the decisions, unless other programs used the CPUs that they were measured on."""
@@ -412,7 +435,11 @@ class AcceleratedForward:
         return reads is None or reads.is_unchanged()
 
     def _add_tuned(
-        self, key: Any, plan: Plan | None, replay: GraphReplay | None, reads: ForwardReads | None
+        self,
+        key: Any,
+        plan: Plan | None,
+        fast_path: GraphReplay | CompiledNetwork | None,
+        reads: ForwardReads | None,
     ) -> None:
         """Add what was tuned; the plans that were not used for the longest time make room."""
         for oldest in self._list_tuned()[: 1 - self._max_plans]:
@@ -420,7 +447,7 @@ class AcceleratedForward:
                 items[:] = [item for item in items if item is not oldest]
         self._num_tunings += 1
         self._last_tuning = self._num_calls
-        tuned = _TunedShape(plan=plan, replay=replay, reads=reads, last_call=self._num_calls)
+        tuned = _TunedShape(plan=plan, fast_path=fast_path, reads=reads, last_call=self._num_calls)
         self._tuned.setdefault(key, []).append(tuned)
         self._reset_guard()
 
@@ -441,8 +468,14 @@ class AcceleratedForward:
                 plan = Plan(self.graph, backend, self._shared, casts=False)
         return plan if plan.write_hazard is None else plan.write_hazard
 
-    def _tune_plan(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | None, GraphReplay | None]:
-        """Select each group's mode, then the plan or the network's own code; return the plan if selected."""
+    def _tune_plan(
+        self, inputs: tuple[torch.Tensor, ...], compile: bool
+    ) -> tuple[Plan | None, GraphReplay | CompiledNetwork | None]:
+        """Select each group's mode, then what runs the network.
+
+        Returns:
+            The plan, and its CUDA graph or the compiled network; (None, None) for the network's own code.
+        """
         plan = self._make_plan(inputs)
         if isinstance(plan, str):
             self.network_decision = Decision(choice="own", reason=plan)
@@ -463,8 +496,11 @@ class AcceleratedForward:
         replay = self._measure_plan(plan, inputs, selector)
         if self._contradicts_cache(plan):
             replay = self._measure_plan(plan, inputs, replace(selector, refresh=True))
+        compiled = self._tune_compiled(plan, replay, inputs, selector) if compile else None
         assert self.network_decision is not None
-        return (plan, replay) if self.network_decision.choice == "plan" else (None, None)
+        if self.network_decision.choice == "own":
+            return None, None
+        return plan, compiled or replay
 
     def _measure_plan(
         self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
@@ -526,6 +562,58 @@ class AcceleratedForward:
         for group in plan.groups:
             group.fix_mode(group.mode)
         return decision, replay
+
+    def _tune_compiled(
+        self,
+        plan: Plan,
+        replay: GraphReplay | None,
+        inputs: tuple[torch.Tensor, ...],
+        selector: CandidateSelector,
+    ) -> CompiledNetwork | None:
+        """Time the compiled dense network against what was selected; return it if it is faster."""
+        decision = self.network_decision
+        assert decision is not None
+        if not self._may_gain_from_compiling(plan, decision):
+            return None
+        key = self._make_compiled_key(plan, inputs)
+        cached = selector.find_cached(key)
+        if cached is not None and cached.choice != "compiled":
+            return None
+        self._report("compiling the dense network", len(plan.groups), len(plan.groups) + 1)
+        with preserve_state_without_grad(self.model):
+            compiled = compile_network(plan, inputs)
+            if isinstance(compiled, str):
+                reason = f"{decision.reason}; no compiled network: {compiled}"
+                self.network_decision = decision.model_copy(update={"reason": reason})
+                return None
+            reset_neurons(self.model)
+            runs = {"plan": replay or plan.run, "compiled": compiled}
+            self.network_decision = tune_network(
+                self.model, self.run_original, runs, inputs, selector, key=key, incumbent=decision.choice
+            )
+        self._report("done", 1, 1)
+        return compiled if self.network_decision.choice == "compiled" else None
+
+    def _may_gain_from_compiling(self, plan: Plan, decision: Decision) -> bool:
+        """Return whether the plan with dense groups is not much slower than what was selected."""
+        network_ms = decision.latency_ms
+        dense_ms = network_ms["plan"]
+        for group in plan.groups:
+            group_ms = self.decisions[group.name].latency_ms
+            if group.mode == "sparse" and "dense" in group_ms:
+                dense_ms += group_ms["dense"] - group_ms["sparse"]
+        dense_ms = network_ms.get("dense plan", dense_ms)
+        return dense_ms < MAX_GAIN_FROM_COMPILING * min(network_ms["own"], network_ms["plan"])
+
+    def _make_compiled_key(self, plan: Plan, inputs: tuple[torch.Tensor, ...]) -> str:
+        """Make the cache key of the decision between the plan and the compiled network."""
+        assert plan.graph.module is not None
+        code = f"{plan.graph.module.code}\n{self.model}"
+        rates = [stats.firing_rate for stats in self.firing.values()]
+        rate = compute_rate_bucket(statistics.fmean(rates) if rates else 0.0)
+        shapes = [(tuple(x.shape), str(x.dtype)) for x in inputs]
+        digest = hashlib.sha256(code.encode()).hexdigest()[:32]
+        return f"network|{digest}|{shapes}|{plan.dtype}@{rate}|threads={torch.get_num_threads()}"
 
     def _tune_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Select layer by layer, for a network that could not be traced."""

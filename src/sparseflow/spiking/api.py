@@ -7,6 +7,7 @@ share the same parameters instead.
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ def optimize(
     *,
     policy: Policy = "measured",
     dtype: torch.dtype | None = None,
+    compile: bool | None = None,
     cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -87,6 +89,9 @@ def optimize(
         dtype: On a GPU, the precision of the network's layers: torch.float16 or torch.bfloat16 trade accuracy
             for speed. Inputs, outputs and membranes keep theirs. By default the model's own; a float32 model
             stays as accurate as float32.
+        compile: Whether the dense network compiled by torch.compile is a candidate for the sample's shape,
+            unless the sparse network is much faster than the dense one. Compiling takes seconds to minutes,
+            once per process. By default True, or False if the environment variable SPARSEFLOW_COMPILE is 0.
         cache: Cache decisions on disk; a path names the file.
         progress: Called with a message and the fraction done during tuning; without a sample, during later
             tuning.
@@ -124,7 +129,9 @@ def optimize(
         )
         forward.install()
         if inputs is not None and policy == "measured":
-            forward.tune(inputs)
+            if compile is None:
+                compile = os.environ.get("SPARSEFLOW_COMPILE") != "0"
+            forward.tune(inputs, compile=compile)
             forward.progress = None
     except BaseException:
         if forward is not None:

@@ -129,7 +129,8 @@ def explain(model: nn.Module) -> Explanation:
     state = get_accelerated_forward(model)
     group_of, modes = _map_convolutions(state)
     rows: list[LayerExplanation] = []
-    uses_original = state.network_decision is not None and state.network_decision.choice == "own"
+    network_choice = None if state.network_decision is None else state.network_decision.choice
+    uses_original, is_compiled = network_choice == "own", network_choice == "compiled"
     for site in state.graph.sites:
         group = group_of.get(site.name)
         decision = state.decisions.get(group or site.name)
@@ -140,6 +141,8 @@ def explain(model: nn.Module) -> Explanation:
             reason = decision.reason
             if uses_original:
                 reason = f"not used, since the network runs its own code; alone: {reason}"
+            elif is_compiled:
+                reason = f"not used while the network runs compiled, from rest; alone: {reason}"
             if decision.from_cache:
                 reason += "; measured earlier, from the cache"
         elif not site.replaceable and site.reason:
@@ -154,7 +157,7 @@ def explain(model: nn.Module) -> Explanation:
                 firing_rate=firing.firing_rate if firing else None,
                 zero_block_ratio=firing.zero_block_ratio if firing else None,
                 warning=_make_warning(firing),
-                backend="dense" if uses_original else backend,
+                backend="dense" if uses_original else "compiled" if is_compiled else backend,
                 reason=reason,
                 group=group,
                 latency_before_ms=decision.latency_ms.get("module") if decision else None,
@@ -219,5 +222,6 @@ def _describe_decision(state: AcceleratedForward) -> str:
         return f"unchanged: {state.network_decision.reason}"
     if state.network_decision.choice == "layers":
         return state.network_decision.reason
-    ms = state.network_decision.latency_ms
-    return f"{ms['own']:.2f} ms → {ms['plan']:.2f} ms, {state.network_decision.reason}"
+    ms, choice = state.network_decision.latency_ms, state.network_decision.choice
+    form = ", as a compiled dense network" if choice == "compiled" else ""
+    return f"{ms['own']:.2f} ms → {ms[choice]:.2f} ms{form}, {state.network_decision.reason}"

@@ -15,8 +15,7 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional, neuron
 
 from sparseflow.spiking.graph.analysis import analyze
-from sparseflow.spiking.graph.registry import get_neuron_info
-from sparseflow.spiking.profile.baselines import EAGER, LoopNeuron, build_baselines, fold_network
+from sparseflow.spiking.profile.baselines import EAGER, build_baselines, fold_network
 from tests.spiking.families import CASES, FAMILIES
 from tests.spiking.nets import (
     Constant,
@@ -30,43 +29,19 @@ from tests.spiking.nets import (
     same,
     small,
 )
-from tests.spiking.runtime.test_plan import NEURONS
 
 X = images(3, 2)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 3, 5, 6), (4, 2, 7)])
-@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
-def test_loop_neuron_equals_the_neuron(make: Any, shape: tuple[int, ...]) -> None:
-    original = make().eval()
-    original.step_mode = "m"
-    info = get_neuron_info(original)
-    assert info is not None and info.spec is not None
-    plain = LoopNeuron(info.spec)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(48).round().div(16)
-    with torch.no_grad():
-        expected = original(x)
-        for _ in range(2):
-            assert same(plain(x), expected)
-        if len(shape) == 5:
-            last = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, shape[:2])
-            out = plain(last)
-            assert same(out, expected)
-            assert out[0].is_contiguous(memory_format=torch.channels_last)
-    assert 0.02 < expected.mean() < 0.95
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_folded_network_has_no_batchnorm_and_same_output(plain: bool) -> None:
+def test_folded_network_has_no_batchnorm_and_same_output() -> None:
     net = small(make=neuron.LIFNode)
     expected = from_rest(net, X)
     saved_state = copy.deepcopy(net.state_dict())
-    duplicate = fold_network(analyze(net, X), plain=plain)
+    duplicate = fold_network(analyze(net, X))
     called = {str(n.target) for n in duplicate.graph.nodes if n.op == "call_module"}
     assert called == {"conv1", "conv2", "conv3", "sn1", "sn2", "sn3", "fc"}
-    assert isinstance(duplicate.get_submodule("sn1"), LoopNeuron) == plain
     for _ in range(2):
-        functional.reset_net(duplicate) if not plain else None
+        functional.reset_net(duplicate)
         with torch.no_grad():
             assert same(duplicate(X), expected)
     assert same(net.state_dict(), saved_state) and type(net.sn1) is neuron.LIFNode
@@ -81,6 +56,7 @@ def test_shared_batchnorm_is_not_folded() -> None:
     net = ready(Shared())
     expected = from_rest(net, X)
     duplicate = fold_network(analyze(net, X))
+    functional.reset_net(duplicate)
     with torch.no_grad():
         assert same(duplicate(X), expected)
 

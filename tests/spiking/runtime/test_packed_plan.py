@@ -174,7 +174,7 @@ def test_hooks_of_layers_that_run_as_a_copy_are_noticed() -> None:
     plans = _plan(net, x, "dense"), _plan(net, x, "dense", torch.float16)
     net.norm.register_forward_hook(lambda *_: None)
     assert [plan.get_bypass_conflict() for plan in plans] == [None, "a LayerNorm has hooks"]
-    assert net.norm in plans[1].list_replaced_modules()
+    assert net.norm in plans[1].list_layers(include_called=False)
 
 
 def test_attention_runs_from_a_membrane_that_is_a_number() -> None:

@@ -501,7 +501,7 @@ def test_plan_hooks_on_bypassed_modules_prevent_it() -> None:
     net, x = Nested().eval(), images(3, 2)
     plan = planned(net, x)
     force(plan, "sparse", x)
-    assert plan.get_bypass_conflict() is None and not plan.has_hooks()
+    assert plan.get_bypass_conflict() is None and not plan.needs_module_calls()
     for name in (
         "body",
         "body.0",
@@ -512,12 +512,12 @@ def test_plan_hooks_on_bypassed_modules_prevent_it() -> None:
     ):
         for register in ("register_forward_hook", "register_forward_pre_hook"):
             handle = getattr(net.get_submodule(name), register)(lambda *a: None)
-            assert "hooks" in str(plan.get_bypass_conflict()) and plan.has_hooks()
+            assert "hooks" in str(plan.get_bypass_conflict()) and plan.needs_module_calls()
             handle.remove()
             assert plan.get_bypass_conflict() is None
     calls: list[int] = []
     handle = net.head.register_forward_hook(lambda *a: calls.append(1))
-    assert plan.get_bypass_conflict() is None and plan.has_hooks()
+    assert plan.get_bypass_conflict() is None and plan.needs_module_calls()
     with torch.no_grad():
         plan.run(x)
     assert calls == [1]

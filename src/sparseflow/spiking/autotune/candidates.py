@@ -132,18 +132,23 @@ def tune_layer(
 def tune_network(
     model: nn.Module,
     original: Callable[..., Any],
-    plans: Mapping[str, Callable[..., Any]],
+    forms: Mapping[str, Callable[..., Any]],
     inputs: tuple[torch.Tensor, ...],
     selector: CandidateSelector,
+    *,
+    key: str | None = None,
+    incumbent: str | None = None,
 ) -> Decision:
-    """Time the original network (`"own"`) against plans of it; each run starts from its current state.
+    """Time the original network (`"own"`) against other forms; each run starts from its current state.
 
     Args:
         model: The network.
         original: Runs the network as it is.
-        plans: Name of each plan, and a function that runs it.
+        forms: Name of each form, and a function that runs it.
         inputs: Inputs of the network.
-        selector: Times candidates; its cache is not used.
+        selector: Times candidates.
+        key: Key of the decision in the selector's cache; by default it is not cached.
+        incumbent: The form that only a significantly faster one replaces.
     """
     saved_states = copy_neuron_states(model)
 
@@ -152,9 +157,10 @@ def tune_network(
         return run(*inputs)
 
     candidates = {
-        name: partial(run_from_saved_states, run) for name, run in {"own": original, **plans}.items()
+        name: partial(run_from_saved_states, run) for name, run in {"own": original, **forms}.items()
     }
-    return replace(selector, cache=None, capture=False).select("network", candidates, "own")
+    selector = replace(selector, cache=selector.cache if key else None, capture=False)
+    return selector.select(key or "network", candidates, "own", incumbent=incumbent)
 
 
 def make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:

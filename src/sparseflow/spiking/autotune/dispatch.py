@@ -60,16 +60,30 @@ class CandidateSelector:
     capture: bool = False
     refresh: bool = False
 
-    def select(self, key: str, candidates: Mapping[str, Callable[[], object]], baseline: str) -> Decision:
+    def find_cached(self, key: str) -> Decision | None:
+        """Return the decision of an earlier `select` with this key on a device of this kind, or None."""
+        return self.cache.get(self._complete_key(key)) if self.cache and not self.refresh else None
+
+    def _complete_key(self, key: str) -> str:
+        return f"{devices.describe_device(self.device).key()}|{_describe_versions()}|{key}"
+
+    def select(
+        self,
+        key: str,
+        candidates: Mapping[str, Callable[[], object]],
+        baseline: str,
+        *,
+        incumbent: str | None = None,
+    ) -> Decision:
         """Time `candidates` and select the fastest; `baseline` stays unless another is significantly faster.
 
         Args:
             key: What the decision depends on, without the device.
             candidates: Name -> call that runs it once.
             baseline: The candidate that is always safe.
+            incumbent: A candidate that is only replaced by one that is significantly faster.
         """
-        cache_key = f"{devices.describe_device(self.device).key()}|{_describe_versions()}|{key}"
-        cached = self.cache.get(cache_key) if self.cache and not self.refresh else None
+        cached = self.find_cached(key)
         if cached is not None and cached.choice in candidates:
             return cached
         if len(candidates) == 1:
@@ -85,6 +99,8 @@ class CandidateSelector:
         )
         latency_ms = {name: result.samples(name).median_ms for name in candidates}
         best = min((n for n in candidates if n != baseline), key=latency_ms.__getitem__)
+        if incumbent not in (None, baseline) and result.speedup(best, baseline=incumbent).low <= 1.0:
+            best = incumbent
         ratio = result.speedup(best)
         if ratio.low > 1.0:
             choice = best
@@ -97,5 +113,5 @@ class CandidateSelector:
             )
         decision = Decision(choice=choice, reason=reason, latency_ms=latency_ms)
         if self.cache:
-            self.cache.put(cache_key, decision)
+            self.cache.put(self._complete_key(key), decision)
         return decision

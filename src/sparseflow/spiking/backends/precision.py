@@ -1,4 +1,4 @@
-"""TF32 rounding of float32 convolutions in cuDNN.
+"""Precision of a network: its data type, and TF32 rounding of float32 convolutions in cuDNN.
 
 TF32 keeps 10 of 23 mantissa bits of each factor. PyTorch allows it by default, and cuDNN uses it for some
 shapes and layouts only, so a network that runs in float32 may or may not be rounded.
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def _find_setting() -> tuple[Any, str, object]:
@@ -43,3 +44,8 @@ def full_precision(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, saved)
+
+
+def get_model_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the data type of a network's first floating-point parameter, or `default` if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), default)

@@ -7,6 +7,7 @@ from torch import nn
 
 from sparseflow.core import extras
 from sparseflow.spiking.backends.base import Backend
+from sparseflow.spiking.backends.precision import get_model_dtype
 
 NUM_TUNED_VARIANTS = 2
 """Variants of a GPU kernel that are timed when a group is prepared."""
@@ -25,7 +26,7 @@ def select_backend(
     Raises:
         MissingExtraError: The device has a backend whose packages are not installed.
     """
-    model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), sample.dtype)
+    model_dtype = get_model_dtype(model, sample.dtype)
     dtype = dtype or model_dtype
     if sample.device.type == "cpu" and dtype == torch.float32 == model_dtype:
         extras.require("numba", "spiking")

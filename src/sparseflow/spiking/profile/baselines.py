@@ -11,15 +11,18 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from sparseflow.spiking.backends.precision import get_model_dtype
 from sparseflow.spiking.backends.selection import select_backend
-from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import FusionMatcher, fold_conv_match
+from sparseflow.spiking.graph.simplification import simplify_network
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
+from sparseflow.spiking.runtime.dense_network import DenseNetwork, UnsupportedNetworkError
 from sparseflow.spiking.runtime.plan import Plan
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -33,46 +36,11 @@ EAGER = "eager"
 """Name of the setting that runs the network as it is."""
 
 
-class LoopNeuron(nn.Module):
-    """A neuron from rest as a loop of plain operations over T, which compilers can fuse.
-
-    Args:
-        spec: Neuron dynamics.
-
-    Input and output: float [T, N, C, H, W] (any memory format, which is preserved).
-    """
-
-    def __init__(self, spec: NeuronSpec) -> None:
-        super().__init__()
-        self.spec = spec
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        spec = self.spec
-        rows = x.permute(0, 1, 3, 4, 2) if x.dim() == 5 else x
-        v = torch.full_like(rows[0], spec.v_rest)
-        spikes = []
-        for t in range(rows.shape[0]):
-            v = spec.alpha * v + spec.beta * rows[t]
-            if spec.delta:
-                v = v + spec.delta
-            fired = (v >= spec.v_threshold).to(x.dtype)
-            spikes.append(fired)
-            v = (
-                v - fired * spec.v_threshold
-                if spec.v_reset is None
-                else torch.where(fired > 0, spec.v_reset, v)
-            )
-        out = torch.stack(spikes)
-        return out.permute(0, 1, 4, 2, 3) if x.dim() == 5 else out
-
-
-def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
-    """Copy a network with BatchNorm folded into its convolutions.
+def fold_network(graph: SpikeGraph) -> fx.GraphModule:
+    """Copy a network with BatchNorm folded into its convolutions; its own neurons stay.
 
     Args:
         graph: The network's analysis.
-        plain: Replace each known neuron in step mode 'm' by a `LoopNeuron`, which starts each call from
-            rest. Otherwise the network's own neurons stay.
 
     Raises:
         ValueError: The network was not traced.
@@ -83,10 +51,6 @@ def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
     folded = copy.deepcopy(graph.module)
     nodes = {node.name: node for node in folded.graph.nodes}
     for match in FusionMatcher(graph).find_groups():
-        info = graph.neurons.get(match.neuron_name)
-        takes_time = info is not None and getattr(original[match.neuron_name], "step_mode", "m") == "m"
-        if plain and info is not None and info.spec is not None and takes_time:
-            folded.set_submodule(match.neuron_name, LoopNeuron(info.spec))
         for conv in (*match.sources, *match.dense_convs):
             if conv.bn_node is None:
                 continue
@@ -101,6 +65,29 @@ def fold_network(graph: SpikeGraph, *, plain: bool = True) -> fx.GraphModule:
     folded.graph.lint()
     folded.recompile()
     return folded.eval()
+
+
+class _OutputOnly(nn.Module):
+    """A module without the second of its two outputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.module(*inputs)[0]
+
+
+def make_dense_module(graph: SpikeGraph) -> nn.Module:
+    """Make a module of plain operations that computes what the network computes from rest.
+
+    A network with neurons of unknown dynamics keeps its neurons.
+    """
+    try:
+        network = DenseNetwork(simplify_network(graph), get_model_dtype(graph.model))
+    except UnsupportedNetworkError:
+        return fold_network(graph)
+    return copy.deepcopy(_OutputOnly(network.module))
 
 
 def build_baselines(
@@ -121,7 +108,7 @@ def build_baselines(
     baselines["channels_last"] = _with_channels_last(make_stateless(channels_last))
     if graph.module is None:
         return baselines
-    folded = fold_network(graph)
+    folded = make_dense_module(graph)
     baselines["folded"] = make_stateless(folded)
     folded_channels_last = copy.deepcopy(folded).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     baselines["folded, channels_last"] = _with_channels_last(make_stateless(folded_channels_last))
@@ -144,7 +131,7 @@ def _build_gpu_baselines(
     baselines: dict[str, Forward] = {EAGER: make_stateless(model)}
     if graph.module is None:
         return baselines
-    folded = fold_network(graph, plain=False)
+    folded = fold_network(graph)
     for name, dtype in (("tf32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         for layout in (torch.contiguous_format, torch.channels_last):
             cast_network = copy.deepcopy(folded).to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
@@ -153,7 +140,7 @@ def _build_gpu_baselines(
             baselines[f"{label}, CUDA graph"] = _with_cuda_graph(eager, sample)
     baselines[FUSED_DENSE] = _with_cuda_graph(_make_dense_plan(graph, sample, torch.float16), sample)
     if compile:
-        half = fold_network(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        half = make_dense_module(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
         baseline = _with_cast(make_stateless(torch.compile(half)), torch.float16, torch.channels_last)  # type: ignore[arg-type]
         baselines["fp16 channels_last, folded, compiled, CUDA graph"] = _with_cuda_graph(baseline, sample)
     return baselines

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from sparseflow.spiking.backends.packed.variant_timing import capture_graph
+from sparseflow.spiking.runtime.membranes import Membranes
 
 
 def capture_replay(work: Callable[[], object]) -> Callable[[], object]:
@@ -43,26 +44,20 @@ class GraphReplay:
     def __init__(
         self, run: Callable[..., Any], inputs: Sequence[torch.Tensor], neurons: Sequence[Any]
     ) -> None:
-        self._neurons = list(neurons)
-        self._rest_values = [neuron.v for neuron in self._neurons]
         self._inputs = [x.clone() for x in inputs]
+        self._membranes = Membranes(neurons)
+        rest_values = self._membranes.get()
 
         def work() -> Any:
-            for neuron, rest_value in zip(self._neurons, self._rest_values, strict=True):
-                neuron.v = rest_value
+            self._membranes.set(rest_values)
             return run(*self._inputs)
 
         self._graph, self._output = capture_graph(work)
-        self._membranes = [neuron.v for neuron in self._neurons]
-        # spikingjelly stores state in a registry, which is faster to read than neuron.v.
-        self._states = [
-            neuron.__dict__["_memories"] if "v" in neuron.__dict__.get("_memories", ()) else neuron.__dict__
-            for neuron in self._neurons
-        ]
+        self._final_membranes = self._membranes.get()
 
-    def is_at_rest(self) -> bool:
+    def can_run(self) -> bool:
         """Return whether the network was reset since its last run."""
-        return not any(isinstance(state["v"], torch.Tensor) for state in self._states)
+        return self._membranes.are_at_rest()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Replay on `inputs`.
@@ -72,6 +67,5 @@ class GraphReplay:
         for buffer, x in zip(self._inputs, inputs, strict=True):
             buffer.copy_(x)
         self._graph.replay()
-        for state, v in zip(self._states, self._membranes, strict=True):
-            state["v"] = v
+        self._membranes.set(self._final_membranes)
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)

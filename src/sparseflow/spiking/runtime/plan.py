@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backends.base import Backend
+from sparseflow.spiking.backends.precision import get_model_dtype
 from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
@@ -93,9 +93,7 @@ class Plan:
         }
         matcher = FusionMatcher(graph, has_fused_kernels=backend.fused_kernels is not None)
         matches = list(matcher.find_groups())
-        self._model_dtype = next(
-            (p.dtype for p in graph.model.parameters() if p.is_floating_point()), torch.float32
-        )
+        self._model_dtype = get_model_dtype(graph.model)
         self.dtype = backend.dtype if casts else self._model_dtype
         self.casts = self.dtype != self._model_dtype
         self._cast_layers: dict[str, Any] = {}
@@ -122,10 +120,8 @@ class Plan:
         self.write_hazard = find_write_hazard(graph.module, graph.neurons, owner, max_values)
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
-        replaced = inside | set(self._passthroughs)
-        if self.casts:
-            replaced = set(nodes)
-        self._replaced_nodes = [n for n in nodes if n.op == "call_module" and n in replaced]
+        self._layer_nodes = [n for n in nodes if n.op == "call_module"]
+        self._replaced = set(nodes) if self.casts else inside | set(self._passthroughs)
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
         entries: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
@@ -147,9 +143,17 @@ class Plan:
         for group in self.groups:
             group.invalidate()
 
-    def list_replaced_modules(self) -> list[nn.Module]:
-        """List the layers and neurons that run as part of a group, on spikes in native form, or as a copy."""
-        return [self.modules[str(node.target)] for node in self._replaced_nodes]
+    def list_layers(self, include_called: bool) -> list[nn.Module]:
+        """List the layers and neurons that run as part of a group, on spikes in native form, or as a copy.
+
+        Args:
+            include_called: List those that a run of the plan calls, too.
+        """
+        return [
+            self.modules[str(node.target)]
+            for node in self._layer_nodes
+            if include_called or node in self._replaced
+        ]
 
     def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
         """List the modules that a run of the plan may not call: containers, and modules of groups."""
@@ -179,9 +183,12 @@ class Plan:
                 return f"a {type(module).__name__} is in training mode"
         return None
 
-    def has_hooks(self) -> bool:
-        """Return whether any submodule has a hook, so that it must be called each time."""
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._submodules)
+    def needs_module_calls(self) -> bool:
+        """Return whether a submodule must be called each time: it has a hook or is in training mode."""
+        return any(
+            module._forward_hooks or module._forward_pre_hooks or module.training
+            for module in self._submodules
+        )
 
     def choose_layouts(self, *inputs: Any) -> None:
         """Observe where the network is silent on a sample and choose channel layouts that skip blocks.

@@ -1,0 +1,96 @@
+"""`CompiledNetwork`: a dense network compiled by torch, which runs from rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from sparseflow.spiking.backends.precision import full_precision
+from sparseflow.spiking.graph.module_state import reset_neurons
+from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
+from sparseflow.spiking.runtime.dense_network import DenseNetwork, UnsupportedNetworkError
+from sparseflow.spiking.runtime.membranes import Membranes
+from sparseflow.spiking.runtime.plan import Plan
+
+MAX_OUTPUT_ERROR = {torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 2e-1}
+"""Mean error of outputs, as a fraction of their mean size, that flips of spikes may cause, by precision."""
+
+
+class CompiledNetwork:
+    """A network compiled for inputs of one shape; on a GPU, one CUDA graph.
+
+    Args:
+        network: The network.
+        inputs: Tensors of the shape, dtype and device of later inputs.
+
+    Raises:
+        Exception: torch cannot compile the network; the type depends on the problem.
+    """
+
+    def __init__(self, network: DenseNetwork, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._network = network
+        self._membranes = Membranes(network.neurons)
+        self._num_threads = torch.get_num_threads()
+        # The conditions that torch would check at each call are checked by the caller and by `can_run`.
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        self._compiled = torch.compile(network.module, fullgraph=True, dynamic=False, options=options)
+        self._replay: GraphReplay | None = None
+        if inputs[0].is_cuda:
+            self._replay = GraphReplay(self._run, inputs, network.neurons)
+        else:
+            self._run(*inputs)
+
+    def _run(self, *inputs: torch.Tensor) -> Any:
+        with full_precision(self._network.dtype):
+            output, membranes = self._compiled(*(x.contiguous() for x in inputs))
+        self._membranes.set(membranes)
+        return output
+
+    def refresh(self) -> bool:
+        """Take over the network's current weights; return whether that is possible."""
+        return self._network.refresh()
+
+    def can_run(self) -> bool:
+        """Return whether the network is at rest, and torch has as many threads as when it compiled."""
+        return self._membranes.are_at_rest() and torch.get_num_threads() == self._num_threads
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Run the network on `inputs` and store the membranes in its neurons."""
+        return self._run(*inputs) if self._replay is None else self._replay(*inputs)
+
+
+def compile_network(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> CompiledNetwork | str:
+    """Compile the dense form of a plan's network, which may take minutes.
+
+    Args:
+        plan: The plan; its neurons are reset.
+        inputs: Inputs of the network.
+
+    Returns:
+        The compiled network, or a clause that says why there is none.
+    """
+    try:
+        network = DenseNetwork(plan.graph, plan.dtype, torch.channels_last)
+        reset_neurons(plan.graph.model)
+        expected = plan.run(*inputs)
+        reset_neurons(plan.graph.model)
+        compiled = CompiledNetwork(network, inputs)
+        reset_neurons(plan.graph.model)
+        error = _compute_error(compiled(*inputs), expected)
+    except UnsupportedNetworkError as reason:
+        return str(reason)
+    except Exception as problem:  # compilers raise many types
+        return f"torch.compile raises {type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+    if not error <= MAX_OUTPUT_ERROR[plan.dtype]:
+        return f"its outputs differ by {error:.2g} of their size"
+    return compiled
+
+
+def _compute_error(actual: Any, expected: Any) -> float:
+    """Compute the mean error of all outputs as a fraction of their mean size."""
+    pairs = zip(tree_leaves(actual), tree_leaves(expected), strict=True)
+    tensors = [(a.double(), b.double()) for a, b in pairs if isinstance(b, torch.Tensor)]
+    size = sum(float(b.abs().sum()) for _, b in tensors)
+    return sum(float((a - b).abs().sum()) for a, b in tensors) / max(size, 1e-30)
