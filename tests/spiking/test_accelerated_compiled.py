@@ -16,6 +16,7 @@ pytest.importorskip("spikingjelly")
 from spikingjelly.activation_based import functional
 
 import sparseflow
+from sparseflow.spiking import accelerated
 from sparseflow.spiking.accelerated import get_accelerated_forward
 from sparseflow.spiking.explanation import explain
 from sparseflow.spiking.runtime.compiled_network import CompiledNetwork
@@ -23,6 +24,12 @@ from tests.spiking.conftest import FakeTimes
 from tests.spiking.nets import from_rest, images, membranes, same, small
 
 X = images(3, 2)
+
+
+@pytest.fixture(autouse=True)
+def _always_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up times of groups do not add up."""
+    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", {"cpu": 0.0, "cuda": 0.0})
 
 
 @pytest.fixture
@@ -48,15 +55,20 @@ def compiled(
 ) -> Callable[..., Any]:
     """Returns a small network that runs compiled, and a copy that is not optimized."""
 
-    def make(net: nn.Module | None = None, x: torch.Tensor = X) -> tuple[Any, Any]:
+    def make() -> tuple[Any, Any]:
         prefer("dense", compiled=0.5)
-        net = small() if net is None else net
+        net = small()
         reference = copy.deepcopy(net)
-        sparseflow.optimize(net, x, compile=True)
+        sparseflow.optimize(net, X, compile=True)
         runs.clear()
         return net, reference
 
     return make
+
+
+def reset(*nets: nn.Module) -> None:
+    for net in nets:
+        functional.reset_net(net)
 
 
 def step(net: nn.Module, x: torch.Tensor = X) -> Any:
@@ -73,10 +85,10 @@ def test_it_runs_from_rest_and_the_plan_runs_in_other_states(compiled: Any, runs
     assert "not used while the network runs compiled" in summary.layers[0].reason
     for count in (1, 1):
         assert same(step(net), step(reference)) and len(runs) == count
-    functional.reset_net(net), functional.reset_net(reference)
+    reset(net, reference)
     with torch.inference_mode():
         assert same(net(X), reference(X)) and len(runs) == 2
-    functional.reset_net(net), functional.reset_net(reference)
+    reset(net, reference)
     assert same(step(net, X[:, :1]), step(reference, X[:, :1])) and len(runs) == 2  # another shape
     assert same(net.state_dict(), reference.state_dict())
 
@@ -118,16 +130,19 @@ def test_conditions_under_which_it_does_not_run(compiled: Any, runs: list[int], 
 
 
 def test_it_is_a_candidate_only_if_it_may_be_faster(
-    prefer: Callable[..., FakeTimes], compilations: list[nn.Module]
+    prefer: Callable[..., FakeTimes], compilations: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefer("sparse", dense=9.0, compiled=0.5)
+    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", {"cpu": 0.8})
+    prefer("sparse", dense=2.0, plan=4.7, compiled=0.5)  # three groups: 0.8 * 3 * 2.0 ms > 4.7 ms
     sparseflow.optimize(small(), X, compile=True)
     assert not compilations
-    prefer("dense", compiled=0.5)
+    prefer("sparse", dense=2.0, plan=4.9, compiled=0.5)
     sparseflow.optimize(small(), X, compile=False)
     sparseflow.optimize(small(), X)  # the tests set SPARSEFLOW_COMPILE
     net = sparseflow.optimize(small())
     assert from_rest(net, X) is not None and not compilations
+    sparseflow.optimize(small(), X, compile=True)
+    assert len(compilations) == 1
 
 
 @pytest.mark.parametrize(("ms", "choice"), [(0.5, "compiled"), (0.9, "plan"), (7.0, "plan")])
@@ -177,7 +192,7 @@ def test_with_the_compiler(prefer: Callable[..., FakeTimes], runs: list[int]) ->
     sparseflow.optimize(net, X, compile=True)
     runs.clear()
     for context in (torch.no_grad, torch.inference_mode):
-        functional.reset_net(net), functional.reset_net(reference)
+        reset(net, reference)
         with context():
             torch.testing.assert_close(net(X.transpose(0, 1).contiguous().transpose(0, 1)), reference(X))
     assert len(runs) == 2

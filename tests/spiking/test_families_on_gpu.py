@@ -21,6 +21,9 @@ from tests.spiking.nets import dyadic, force, from_rest, membranes, same
 
 pytestmark = pytest.mark.gpu
 
+ROUNDED = BY_VALUE | {"snas_net"}
+"""Families with rounded sums; snas_net scales its maps by a factor, and cuDNN adds them in another order."""
+
 
 @pytest.fixture(autouse=True)
 def _exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,7 @@ def test_every_family_in_every_group_mode(name: str, mode: str, group_mode: str)
         expected = [(net(x), membranes(net)) for _ in range(2)]
         functional.reset_net(net)
         actual = [(plan.run(x), membranes(net)) for _ in range(2)]
-    if name in BY_VALUE:
+    if name in ROUNDED:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
     else:
         assert same(actual, expected)
