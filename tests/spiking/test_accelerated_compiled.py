@@ -29,7 +29,7 @@ X = images(3, 2)
 @pytest.fixture(autouse=True)
 def _always_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up times of groups do not add up."""
-    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", {"cpu": 0.0, "cuda": 0.0})
+    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", 0.0)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_conditions_under_which_it_does_not_run(compiled: Any, runs: list[int], 
 def test_it_is_a_candidate_only_if_it_may_be_faster(
     prefer: Callable[..., FakeTimes], compilations: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", {"cpu": 0.8})
+    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", 0.8)
     prefer("sparse", dense=2.0, plan=4.7, compiled=0.5)  # three groups: 0.8 * 3 * 2.0 ms > 4.7 ms
     sparseflow.optimize(small(), X, compile=True)
     assert not compilations
@@ -183,7 +183,6 @@ def test_wrong_outputs_are_rejected(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 def test_with_the_compiler(prefer: Callable[..., FakeTimes], runs: list[int]) -> None:
     prefer("dense", compiled=0.5)
@@ -204,6 +203,7 @@ def test_on_a_gpu(runs: list[int], prefer: Callable[..., FakeTimes]) -> None:
     net, x = small().cuda(), X.cuda()
     reference = copy.deepcopy(net)
     sparseflow.optimize(net, x, compile=True)
+    assert "as a compiled dense network" in explain(net).summary
     runs.clear()
     torch.testing.assert_close(step(net, x), step(reference, x), rtol=1e-4, atol=1e-4)
     with torch.no_grad():

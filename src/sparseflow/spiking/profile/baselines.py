@@ -9,7 +9,6 @@ them compute what the network computes from rest. The fastest of them is the bas
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import FusionMatcher, fold_conv_match
 from sparseflow.spiking.graph.simplification import simplify_network
+from sparseflow.spiking.runtime.compiled_network import ignore_missing_triton
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.dense_network import DenseNetwork, UnsupportedNetworkError
 from sparseflow.spiking.runtime.plan import Plan
@@ -113,8 +113,7 @@ def build_baselines(
     folded_channels_last = copy.deepcopy(folded).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     baselines["folded, channels_last"] = _with_channels_last(make_stateless(folded_channels_last))
     if compile:
-        # torch warns that Triton is missing, which CPU code does not need.
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        ignore_missing_triton()
         for name, module in (("folded", folded), ("folded, channels_last", folded_channels_last)):
             baseline = make_stateless(torch.compile(copy.deepcopy(module)))  # type: ignore[arg-type]
             baselines[f"{name}, compiled"] = _with_channels_last(baseline) if "last" in name else baseline

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +86,9 @@ def compile_network(
     try:
         network = DenseNetwork(plan.graph, plan.dtype, torch.channels_last)
         reset_neurons(plan.graph.model)
-        compiled = CompiledNetwork(network, inputs)
+        ignore_missing_triton()
+        with warnings.catch_warnings(action="ignore"):  # of the compiler, about settings and its own code
+            compiled = CompiledNetwork(network, inputs)
         outputs = []
         for run in (original, plan.run, compiled):
             reset_neurons(plan.graph.model)
@@ -97,6 +101,11 @@ def compile_network(
     if not error <= max(MIN_ERROR_LIMIT, MAX_ERROR_RATIO * plan_error):
         return f"its outputs differ by {error:.2g} of their size"
     return compiled
+
+
+def ignore_missing_triton() -> None:
+    """Suppress the warning of torch.compile that Triton is missing, which code for CPUs does not need."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _compute_error(actual: Any, expected: Any) -> float:
