@@ -93,6 +93,21 @@ def test_it_runs_from_rest_and_the_plan_runs_in_other_states(compiled: Any, runs
     assert same(net.state_dict(), reference.state_dict())
 
 
+@pytest.mark.parametrize("form", ["compiled", "plan", "own"])
+def test_each_call_starts_from_rest(
+    prefer: Callable[..., FakeTimes], compilations: list[nn.Module], form: str
+) -> None:
+    prefer("dense", **{form: 0.5})
+    net = small()
+    expected = from_rest(net, X)
+    reset(net)
+    assert sparseflow.optimize(net, X, compile=True, reset=True) is net
+    with torch.no_grad():
+        for x, output in ((X, expected), (X[:, :1], expected[:, :1]), (X, expected)):
+            assert same(net(x), output)
+            assert not any(isinstance(v, torch.Tensor) for v in membranes(net).values())
+
+
 def test_changes_of_the_network(compiled: Any, runs: list[int]) -> None:
     net, reference = compiled()
     with torch.no_grad():  # new weights are taken over
@@ -195,6 +210,19 @@ def test_with_the_compiler(prefer: Callable[..., FakeTimes], runs: list[int]) ->
         with context():
             torch.testing.assert_close(net(X.transpose(0, 1).contiguous().transpose(0, 1)), reference(X))
     assert len(runs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["compiled", "plan"])
+def test_each_call_starts_from_rest_on_a_gpu(prefer: Callable[..., FakeTimes], form: str) -> None:
+    prefer("dense", **{form: 0.5})
+    net, x = small().cuda(), X.cuda()
+    expected = from_rest(net, x)
+    reset(net)
+    sparseflow.optimize(net, x, compile=True, reset=True)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

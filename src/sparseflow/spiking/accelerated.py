@@ -100,7 +100,7 @@ class AcceleratedForward:
         model: The network.
         graph: Its analysis.
         inputs: The sample of the analysis, or None.
-        policy, dtype, cache, progress: See `optimize`.
+        policy, dtype, reset, cache, progress: See `optimize`.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class AcceleratedForward:
         *,
         policy: Policy = "measured",
         dtype: torch.dtype | None = None,
+        reset: bool = False,
         cache: DecisionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.policy, self.dtype = model, policy, dtype
+        self.model, self.policy, self.dtype, self.reset = model, policy, dtype, reset
         self._graph: SpikeGraph | None = graph
         self._analyzed_key: Any = None if inputs is None else make_input_key(inputs)
         self.decisions: dict[str, Decision] = {}
@@ -246,17 +247,23 @@ class AcceleratedForward:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         limit_threads_after_fork()
         if kwargs or self.policy != "measured" or not self._is_accelerable(args):
-            return self.run_original(*args, **kwargs)
+            return self._finish(self.run_original(*args, **kwargs))
         with self._lock:  # a network has one state, so its calls cannot overlap
             tuned = self._get_tuned(args)
             plan = None if tuned is None else tuned.plan
             if tuned is None or plan is None or plan.get_bypass_conflict():
-                return self.run_original(*args)
+                return self._finish(self.run_original(*args))
             with torch.no_grad():
                 fast_path = tuned.fast_path
                 if fast_path is not None and fast_path.can_run() and self._may_bypass(plan, args[0].device):
                     return fast_path(*args)
-                return plan.run(*args)
+                return self._finish(plan.run(*args))
+
+    def _finish(self, output: Any) -> Any:
+        """Return the output of a call, after which the network is reset if it is to be."""
+        if self.reset:
+            reset_neurons(self.model)
+        return output
 
     @staticmethod
     def _may_bypass(plan: Plan, device: torch.device) -> bool:
@@ -543,11 +550,11 @@ class AcceleratedForward:
         dense_modes: dict[str, GroupMode] = {**modes, **dict.fromkeys(sparse_names, "dense")}
         plan.set_modes(modes)
         reset_neurons(self.model)
-        replays = {"plan": _capture_plan(plan, inputs)}
+        replays = {"plan": _capture_plan(plan, inputs, self.reset)}
         if replays["plan"] is not None and sparse_names:
             plan.set_modes(dense_modes)
             reset_neurons(self.model)
-            replays["dense plan"] = _capture_plan(plan, inputs)
+            replays["dense plan"] = _capture_plan(plan, inputs, self.reset)
             plan.set_modes(modes)
         runs = {name: replay or plan.run for name, replay in replays.items() if replay or name == "plan"}
         decision = tune_network(self.model, self.run_original, runs, inputs, selector)
@@ -582,7 +589,7 @@ class AcceleratedForward:
             return None
         self._report("compiling the dense network", len(plan.groups), len(plan.groups) + 1)
         with preserve_state_without_grad(self.model):
-            compiled = compile_network(plan, inputs, self.run_original)
+            compiled = compile_network(plan, inputs, self.run_original, reset=self.reset)
             if isinstance(compiled, str):
                 reason = f"{decision.reason}; no compiled network: {compiled}"
                 self.network_decision = decision.model_copy(update={"reason": reason})
@@ -704,7 +711,7 @@ def get_accelerated_forward(model: nn.Module) -> AcceleratedForward:
     return forward
 
 
-def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> GraphReplay | None:
+def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...], reset: bool) -> GraphReplay | None:
     """Capture the plan as one CUDA graph; None on a CPU, or if it is not at rest or waits for the device."""
     # A neuron that the forward pass does not call is not in the traced network.
     traced_neurons = [plan.modules[name] for name in plan.graph.neurons if name in plan.modules]
@@ -713,7 +720,7 @@ def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...]) -> GraphReplay |
     if inputs[0].device.type != "cuda" or not at_rest:
         return None
     try:
-        return GraphReplay(plan.run, inputs, neurons)
+        return GraphReplay(plan.run, inputs, neurons, reset=reset)
     except RuntimeError as error:
         torch.cuda.synchronize(inputs[0].device)
         warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)

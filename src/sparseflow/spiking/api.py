@@ -69,6 +69,7 @@ def optimize(
     *,
     policy: Policy = "measured",
     dtype: torch.dtype | None = None,
+    reset: bool = False,
     compile: bool | None = None,
     cache: bool | str | Path = True,
     progress: Progress | None = None,
@@ -89,6 +90,8 @@ def optimize(
         dtype: On a GPU, the precision of the network's layers: torch.float16 or torch.bfloat16 trade accuracy
             for speed. Inputs, outputs and membranes keep theirs. By default the model's own; a float32 model
             stays as accurate as float32.
+        reset: Reset the network after each call, so that each call starts from rest. This takes less time than
+            spikingjelly's `functional.reset_net`.
         compile: Whether the dense network compiled by torch.compile is a candidate for the sample's shape,
             unless the sparse network is much faster than the dense one. Compiling takes seconds to minutes,
             once per process. By default True, or False if the environment variable SPARSEFLOW_COMPILE is 0.
@@ -125,8 +128,9 @@ def optimize(
         graph = analyze(model, inputs)
         decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
         forward = AcceleratedForward(
-            model, graph, inputs, policy=policy, dtype=dtype, cache=decision_cache, progress=progress
-        )
+            model, graph, inputs,
+            policy=policy, dtype=dtype, reset=reset, cache=decision_cache, progress=progress,
+        )  # fmt: skip
         forward.install()
         if inputs is not None and policy == "measured":
             if compile is None:

@@ -33,13 +33,16 @@ class CompiledNetwork:
     Args:
         network: The network.
         inputs: Tensors of the shape, dtype and device of later inputs.
+        reset: Leave the neurons at rest instead of storing their membranes.
 
     Raises:
         Exception: torch cannot compile the network; the type depends on the problem.
     """
 
-    def __init__(self, network: DenseNetwork, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._network = network
+    def __init__(
+        self, network: DenseNetwork, inputs: tuple[torch.Tensor, ...], *, reset: bool = False
+    ) -> None:
+        self._network, self._reset = network, reset
         self._membranes = Membranes(network.neurons)
         self._num_threads = torch.get_num_threads()
         # The conditions that torch would check at each call are checked by the caller and by `can_run`.
@@ -47,14 +50,15 @@ class CompiledNetwork:
         self._compiled = torch.compile(network.module, fullgraph=True, dynamic=False, options=options)
         self._replay: GraphReplay | None = None
         if inputs[0].is_cuda:
-            self._replay = GraphReplay(self._run, inputs, network.neurons)
+            self._replay = GraphReplay(self._run, inputs, network.neurons, reset=reset)
         else:
             self._run(*inputs)
 
     def _run(self, *inputs: torch.Tensor) -> Any:
         with full_precision(self._network.dtype):
             output, membranes = self._compiled(*(x.contiguous() for x in inputs))
-        self._membranes.set(membranes)
+        if not self._reset:
+            self._membranes.set(membranes)
         return output
 
     def refresh(self) -> bool:
@@ -71,7 +75,7 @@ class CompiledNetwork:
 
 
 def compile_network(
-    plan: Plan, inputs: tuple[torch.Tensor, ...], original: Callable[..., Any]
+    plan: Plan, inputs: tuple[torch.Tensor, ...], original: Callable[..., Any], *, reset: bool = False
 ) -> CompiledNetwork | str:
     """Compile the dense form of a plan's network, which may take minutes.
 
@@ -79,6 +83,7 @@ def compile_network(
         plan: The plan; its neurons are reset.
         inputs: Inputs of the network.
         original: Runs the network as it is.
+        reset: See `CompiledNetwork`.
 
     Returns:
         The compiled network, or a clause that says why there is none.
@@ -88,7 +93,7 @@ def compile_network(
         reset_neurons(plan.graph.model)
         ignore_missing_triton()
         with warnings.catch_warnings(action="ignore"):  # of the compiler, about settings and its own code
-            compiled = CompiledNetwork(network, inputs)
+            compiled = CompiledNetwork(network, inputs, reset=reset)
         outputs = []
         for run in (original, plan.run, compiled):
             reset_neurons(plan.graph.model)

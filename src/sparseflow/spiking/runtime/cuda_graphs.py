@@ -36,13 +36,19 @@ class GraphReplay:
         run: The plan's run, from inputs to output; it must not wait for the device.
         inputs: Tensors of the shape, dtype and device of later inputs.
         neurons: The modules whose `v` the plan writes; at rest when the graph is captured.
+        reset: Leave the neurons at rest instead of storing their membranes.
 
     Raises:
         RuntimeError: The run cannot be captured.
     """
 
     def __init__(
-        self, run: Callable[..., Any], inputs: Sequence[torch.Tensor], neurons: Sequence[Any]
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        neurons: Sequence[Any],
+        *,
+        reset: bool = False,
     ) -> None:
         self._inputs = [x.clone() for x in inputs]
         self._membranes = Membranes(neurons)
@@ -54,6 +60,9 @@ class GraphReplay:
 
         self._graph, self._output = capture_graph(work)
         self._final_membranes = self._membranes.get()
+        self._reset = reset
+        if reset:
+            self._membranes.set(rest_values)
 
     def can_run(self) -> bool:
         """Return whether the network was reset since its last run."""
@@ -67,5 +76,6 @@ class GraphReplay:
         for buffer, x in zip(self._inputs, inputs, strict=True):
             buffer.copy_(x)
         self._graph.replay()
-        self._membranes.set(self._final_membranes)
+        if not self._reset:
+            self._membranes.set(self._final_membranes)
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
