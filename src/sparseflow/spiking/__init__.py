@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
     from sparseflow.spiking.models.pretrained import load_images, load_network, normalize
     from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
+    from sparseflow.spiking.saved_plan import load_plan, save_plan
 
 __all__ = [
     "Explanation",
@@ -34,10 +35,12 @@ __all__ = [
     "layer_times",
     "load_images",
     "load_network",
+    "load_plan",
     "normalize",
     "optimize",
     "register_neuron",
     "restore",
+    "save_plan",
     "unregister_neuron",
 ]
 
@@ -51,5 +54,6 @@ __getattr__, __dir__ = attach(
         "graph.registry": ["register_neuron", "unregister_neuron"],
         "models.pretrained": ["load_images", "load_network", "normalize"],
         "runtime.sparse_conv": ["SparseConv2d"],
+        "saved_plan": ["load_plan", "save_plan"],
     },
 )

@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -29,11 +29,12 @@ from sparseflow.core.telemetry.cpu_contention import MAX_OTHER_SHARE, CpuUsageMo
 from sparseflow.errors import ModelError, SampleError, SparseFlowError
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
+    find_possible_mode,
     tune_group,
     tune_layer,
     tune_network,
 )
-from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
+from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache, ShapeDecisions
 from sparseflow.spiking.autotune.dispatch import CandidateSelector, Policy, compute_rate_bucket
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.selection import select_backend
@@ -73,6 +74,9 @@ MIN_CALLS_BETWEEN_TUNINGS = 1000
 """Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
 
 
+MeasureTime = Literal["call", "never"]
+"""When inputs of a new shape are measured."""
+
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter)
 
 
@@ -84,12 +88,14 @@ class _TunedShape:
         plan: The plan; None for the network's own code.
         fast_path: What runs a network at rest instead of the plan: its CUDA graph, or the compiled network.
         reads: What the forward read when it was traced; None for a network that runs layer by layer.
+        decisions: Why it runs so; None if tuning failed.
         last_call: Number of the last call that used this.
     """
 
     plan: Plan | None
     fast_path: GraphReplay | CompiledNetwork | None
     reads: ForwardReads | None
+    decisions: ShapeDecisions | None
     last_call: int
 
 
@@ -100,7 +106,7 @@ class AcceleratedForward:
         model: The network.
         graph: Its analysis.
         inputs: The sample of the analysis, or None.
-        policy, dtype, reset, cache, progress: See `optimize`.
+        policy, dtype, reset, measure, cache, progress: See `optimize`.
     """
 
     def __init__(
@@ -112,10 +118,12 @@ class AcceleratedForward:
         policy: Policy = "measured",
         dtype: torch.dtype | None = None,
         reset: bool = False,
+        measure: MeasureTime = "call",
         cache: DecisionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.policy, self.dtype, self.reset = model, policy, dtype, reset
+        self.model, self.policy, self.dtype, self.reset, self.measure = model, policy, dtype, reset, measure
+        self.loaded_decisions: dict[Any, ShapeDecisions] = {}
         self._graph: SpikeGraph | None = graph
         self._analyzed_key: Any = None if inputs is None else make_input_key(inputs)
         self.decisions: dict[str, Decision] = {}
@@ -291,7 +299,11 @@ class AcceleratedForward:
         if not self._may_tune(key) or not TRACE_LOCK.acquire(blocking=False):
             return None
         try:
-            self.tune(args)
+            decisions = self._find_decisions(key)
+            if decisions is None and self.measure == "never":
+                self._add_tuned(key, None, None, None)
+            else:
+                self.tune(args, decisions=decisions)
         except SampleError:
             return None  # the network's own code raises the error about its input
         except SparseFlowError:
@@ -302,6 +314,22 @@ class AcceleratedForward:
         finally:
             TRACE_LOCK.release()
         return self._tuned[key][-1]
+
+    def _find_decisions(self, key: Any) -> ShapeDecisions | None:
+        """Return decisions for inputs of a new shape that are not measured now; None to measure."""
+        if key in self.loaded_decisions or self.measure == "call":
+            return self.loaded_decisions.get(key)
+        measured = [tuned.decisions for tuned in self._list_tuned() if tuned.decisions is not None]
+        return measured[-1] if measured else None
+
+    def list_decisions(self) -> dict[Any, ShapeDecisions]:
+        """List the decisions by input key: those in use, and those that were loaded."""
+        current = {
+            key: items[-1].decisions
+            for key, items in self._tuned.items()
+            if items and items[-1].decisions is not None
+        }
+        return {**self.loaded_decisions, **current}
 
     @property
     def _max_plans(self) -> int:
@@ -404,12 +432,19 @@ class AcceleratedForward:
             plan.run(*inputs, group_runner=time_group)
         return latency_ms
 
-    def tune(self, inputs: tuple[torch.Tensor, ...], *, compile: bool = False) -> None:
+    def tune(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        *,
+        compile: bool = False,
+        decisions: ShapeDecisions | None = None,
+    ) -> None:
         """Select how to run inputs of this shape, by timing; the network's state is restored.
 
         Args:
             inputs: Inputs of the network.
             compile: Whether the compiled dense network is a candidate.
+            decisions: Decisions to follow; nothing is timed.
         """
         key = make_input_key(inputs)
         plan = fast_path = reads = None
@@ -421,12 +456,15 @@ class AcceleratedForward:
                     self._graph, self._analyzed_key = self._analyze(inputs), key
                 reads = self.graph.reads
                 if reads is None or reads.side_effect is not None:
-                    self._tune_layers(inputs)
+                    self._tune_layers(inputs, decisions)
                     reads = None
-                else:
+                elif decisions is None:
                     plan, fast_path = self._tune_plan(inputs, compile)
-                self._finish_measurement(cpus, inputs[0].device)
-            self._add_tuned(key, plan, fast_path, reads)
+                else:
+                    plan, fast_path = self._follow_decisions(inputs, decisions, compile)
+                if decisions is None:
+                    self._finish_measurement(cpus, inputs[0].device)
+            self._add_tuned(key, plan, fast_path, reads, self._collect_decisions())
 
     def _finish_measurement(self, cpus: CpuUsageMonitor, device: torch.device) -> None:
         """Cache the decisions, unless other programs used the CPUs that they were measured on."""
@@ -448,6 +486,7 @@ class AcceleratedForward:
         plan: Plan | None,
         fast_path: GraphReplay | CompiledNetwork | None,
         reads: ForwardReads | None,
+        decisions: ShapeDecisions | None = None,
     ) -> None:
         """Add what was tuned; the plans that were not used for the longest time make room."""
         for oldest in self._list_tuned()[: 1 - self._max_plans]:
@@ -455,7 +494,9 @@ class AcceleratedForward:
                 items[:] = [item for item in items if item is not oldest]
         self._num_tunings += 1
         self._last_tuning = self._num_calls
-        tuned = _TunedShape(plan=plan, fast_path=fast_path, reads=reads, last_call=self._num_calls)
+        tuned = _TunedShape(
+            plan=plan, fast_path=fast_path, reads=reads, decisions=decisions, last_call=self._num_calls
+        )
         self._tuned.setdefault(key, []).append(tuned)
         self._reset_guard()
 
@@ -495,12 +536,7 @@ class AcceleratedForward:
             calls_per_sample=GPU_CALLS_PER_SAMPLE if is_cuda else 1,
             capture=is_cuda,
         )
-        with preserve_state_without_grad(self.model):
-            plan.choose_layouts(*inputs)
-        with preserve_state_without_grad(self.model):
-            if not self.firing:
-                names = [s.name for s in self.graph.sites if s.fed_by]
-                self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
+        self._observe(plan, inputs)
         replay = self._measure_plan(plan, inputs, selector)
         if self._contradicts_cache(plan):
             replay = self._measure_plan(plan, inputs, replace(selector, refresh=True))
@@ -509,6 +545,52 @@ class AcceleratedForward:
         if self.network_decision.choice == "own":
             return None, None
         return plan, compiled or replay
+
+    def _observe(self, plan: Plan, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Choose the plan's channel layouts and, the first time, measure how often neurons fire."""
+        with preserve_state_without_grad(self.model):
+            plan.choose_layouts(*inputs)
+        if not self.firing:
+            names = [s.name for s in self.graph.sites if s.fed_by]
+            with preserve_state_without_grad(self.model):
+                self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
+
+    def _collect_decisions(self) -> ShapeDecisions | None:
+        """Collect the decisions of the last tuning."""
+        if self.network_decision is None:
+            return None
+        return ShapeDecisions(network=self.network_decision, groups=dict(self.decisions))
+
+    def _follow_decisions(
+        self, inputs: tuple[torch.Tensor, ...], decisions: ShapeDecisions, compile: bool
+    ) -> tuple[Plan | None, GraphReplay | CompiledNetwork | None]:
+        """Prepare what the decisions select, without timing; see `_tune_plan`.
+
+        A compiled network is compiled only with `compile`; the plan runs otherwise.
+        """
+        self.network_decision = decisions.network
+        if decisions.network.choice not in ("plan", "compiled"):
+            return None, None
+        plan = self._make_plan(inputs)
+        if isinstance(plan, str):
+            self.network_decision = Decision(choice="own", reason=plan)
+            return None, None
+        self._observe(plan, inputs)
+        self.decisions.update(decisions.groups)
+
+        def set_mode_and_run(group: GroupStep, env: NodeValues) -> Any:
+            group.fix_mode(find_possible_mode(group, env, decisions.groups.get(group.name)))
+            return group.run(env)
+
+        with preserve_state_without_grad(self.model):
+            plan.run(*inputs, group_runner=set_mode_and_run)
+            plan.update_output_forms()
+            reset_neurons(self.model)
+            replay = _capture_plan(plan, inputs, self.reset)
+            if compile and decisions.network.choice == "compiled":
+                compiled = compile_network(plan, inputs, self.run_original, reset=self.reset)
+                return plan, replay if isinstance(compiled, str) else compiled
+        return plan, replay
 
     def _measure_plan(
         self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
@@ -619,8 +701,8 @@ class AcceleratedForward:
         digest = hashlib.sha256(code.encode()).hexdigest()[:32]
         return f"network|{digest}|{shapes}|{plan.dtype}@{rate}|threads={torch.get_num_threads()}"
 
-    def _tune_layers(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Select layer by layer, for a network that could not be traced."""
+    def _tune_layers(self, inputs: tuple[torch.Tensor, ...], decisions: ShapeDecisions | None = None) -> None:
+        """Select layer by layer, for a network that could not be traced; or follow decisions."""
         selector = CandidateSelector(device=str(inputs[0].device), cache=self._cache)
         names = [site.name for site in self.graph.replaceable if site.name not in self._replaced]
         layer_inputs: dict[str, torch.Tensor] = {}
@@ -635,7 +717,10 @@ class AcceleratedForward:
             self._report(f"measuring {name}", index, len(names))
             conv = self.model.get_submodule(name)
             assert isinstance(conv, nn.Conv2d)
-            self.decisions[name], self.firing[name], sparse = tune_layer(conv, layer_inputs[name], selector)
+            decision = None if decisions is None else decisions.groups.get(name)
+            self.decisions[name], self.firing[name], sparse = tune_layer(
+                conv, layer_inputs[name], selector, decision
+            )
             if self.decisions[name].choice != "module":
                 self._replace(name, sparse)
         problem = f"the network could not be traced ({self.graph.trace_error})"

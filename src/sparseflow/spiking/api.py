@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, ModelError, SampleError
 from sparseflow.spiking.accelerated import (
     AcceleratedForward,
+    MeasureTime,
     get_accelerated_forward,
     limit_threads_after_fork,
 )
@@ -71,6 +74,7 @@ def optimize(
     dtype: torch.dtype | None = None,
     reset: bool = False,
     compile: bool | None = None,
+    measure: MeasureTime = "call",
     cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -90,11 +94,13 @@ def optimize(
         dtype: On a GPU, the precision of the network's layers: torch.float16 or torch.bfloat16 trade accuracy
             for speed. Inputs, outputs and membranes keep theirs. By default the model's own; a float32 model
             stays as accurate as float32.
-        reset: Reset the network after each call, so that each call starts from rest. This takes less time than
-            spikingjelly's `functional.reset_net`.
+        reset: Reset the network after each call, so that each call starts from rest. This takes less time
+            than spikingjelly's `functional.reset_net`.
         compile: Whether the dense network compiled by torch.compile is a candidate for the sample's shape,
             unless the sparse network is much faster than the dense one. Compiling takes seconds to minutes,
             once per process. By default True, or False if the environment variable SPARSEFLOW_COMPILE is 0.
+        measure: When inputs of another shape than the sample's are measured. "call": in their first call,
+            which takes seconds. "never": they follow the decisions about the last shape that was measured.
         cache: Cache decisions on disk; a path names the file.
         progress: Called with a message and the fraction done during tuning; without a sample, during later
             tuning.
@@ -103,7 +109,7 @@ def optimize(
         ModelError: `model` is not a module, is in training mode or on `meta`, has NaN or Inf weights, or no
             spiking neuron.
         SampleError: The sample does not match the model or its device, or the static policy has none.
-        InputError: `policy` or `dtype` is unknown, or `cache` is no file name.
+        InputError: `policy`, `dtype` or `measure` is unknown, or `cache` is no file name.
         MissingExtraError: A package for this device is not installed.
     """
     if policy not in ("measured", "static"):
@@ -112,6 +118,40 @@ def optimize(
         raise InputError(f"`dtype` (={dtype!r}) must be torch.float32, torch.float16 or torch.bfloat16")
     if not isinstance(cache, (bool, str, Path)):
         raise InputError(f"`cache` (={cache!r}) must be True, False or the name of a file")
+    if measure not in ("call", "never"):
+        raise InputError(f"`measure` (={measure!r}) must be 'call' or 'never'")
+    decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
+    options: dict[str, Any] = {
+        "policy": policy, "dtype": dtype, "reset": reset, "measure": measure, "cache": decision_cache,
+        "progress": progress,
+    }  # fmt: skip
+    with install_forward(model, sample, **options) as (forward, inputs):
+        if inputs is not None and policy == "measured":
+            if compile is None:
+                compile = os.environ.get("SPARSEFLOW_COMPILE") != "0"
+            forward.tune(inputs, compile=compile)
+            forward.progress = None
+    return model
+
+
+@contextmanager
+def install_forward(
+    model: nn.Module,
+    sample: torch.Tensor | tuple[torch.Tensor, ...] | None,
+    *,
+    policy: Policy = "measured",
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Iterator[tuple[AcceleratedForward, tuple[torch.Tensor, ...] | None]]:
+    """Analyze a network and install an accelerated forward; undo this if the body raises an error.
+
+    Args:
+        model, sample, policy, dtype: See `optimize`.
+        options: Further arguments of `AcceleratedForward`.
+
+    Yields:
+        The forward, and the sample as a tuple.
+    """
     check_model(model)
     limit_threads_after_fork()
     inputs = _to_inputs(sample)
@@ -126,24 +166,15 @@ def optimize(
         elif policy == "measured" and (weight := next(model.parameters(), None)) is not None:
             select_backend(weight, model, dtype)  # raises now, not in the first call, if a package is missing
         graph = analyze(model, inputs)
-        decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
-        forward = AcceleratedForward(
-            model, graph, inputs,
-            policy=policy, dtype=dtype, reset=reset, cache=decision_cache, progress=progress,
-        )  # fmt: skip
+        forward = AcceleratedForward(model, graph, inputs, policy=policy, dtype=dtype, **options)
         forward.install()
-        if inputs is not None and policy == "measured":
-            if compile is None:
-                compile = os.environ.get("SPARSEFLOW_COMPILE") != "0"
-            forward.tune(inputs, compile=compile)
-            forward.progress = None
+        yield forward, inputs
     except BaseException:
         if forward is not None:
             forward.uninstall()
         if previous is not None:
             previous.reinstall()
         raise
-    return model
 
 
 def restore(model: nn.Module) -> nn.Module:

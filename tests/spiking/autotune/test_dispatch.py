@@ -147,10 +147,10 @@ def test_another_version_of_a_package_is_measured_separately(
     for package in ("torch", "numba", "sparseflow"):
         versions = {package: "99"}
         monkeypatch.setattr(dispatch, "get_version", lambda name, versions=versions: versions.get(name, "1"))
-        dispatch._describe_versions.cache_clear()
+        dispatch.describe_versions.cache_clear()
         assert not choose(cache).from_cache
     monkeypatch.undo()
-    dispatch._describe_versions.cache_clear()
+    dispatch.describe_versions.cache_clear()
     assert len(times.calls) == 4
 
 

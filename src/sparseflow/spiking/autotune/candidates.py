@@ -21,7 +21,7 @@ from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import is_tf32_allowed
 from sparseflow.spiking.graph.module_state import copy_neuron_states, restore_neuron_states
 from sparseflow.spiking.profile.firing import FiringStats, measure_firing
-from sparseflow.spiking.runtime.group_step import GroupStep
+from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep
 from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor, to_dense
 
@@ -84,6 +84,22 @@ def tune_group(
     return decision, group.run(env)
 
 
+def find_possible_mode(group: GroupStep, env: NodeValues, decision: Decision | None) -> GroupMode:
+    """Return the mode of a decision if the group can run in it on the values in `env`, else a safe one.
+
+    Args:
+        group: The group.
+        env: The values that it reads.
+        decision: A decision about the group, possibly on inputs of another shape.
+    """
+    mode = "module" if decision is None else decision.choice
+    if mode == "module" or group.get_shape_mismatch(env) is not None:
+        return "module"
+    if mode == "sparse" and group.get_unsupported_reason(env) is None:
+        return "sparse"
+    return "fused" if mode == "fused" and group.can_fuse() else "dense"
+
+
 def _to_dense_values(env: NodeValues) -> NodeValues:
     return {node: to_dense(value) for node, value in env.items()}
 
@@ -107,7 +123,7 @@ def _remove_mismatches(candidates: dict[str, Callable[[], Any]], dtype: torch.dt
 
 
 def tune_layer(
-    conv: nn.Conv2d, x: torch.Tensor, selector: CandidateSelector
+    conv: nn.Conv2d, x: torch.Tensor, selector: CandidateSelector, decision: Decision | None = None
 ) -> tuple[Decision, FiringStats, SparseConv2d]:
     """Time one convolution against its sparse version.
 
@@ -115,6 +131,7 @@ def tune_layer(
         conv: The convolution.
         x: Its input, [N, C, H, W].
         selector: Times candidates and caches decisions.
+        decision: A decision to follow; nothing is timed.
 
     Returns:
         The decision ('module' or the sparse version's backend), the firing statistics of `x`, and the sparse
@@ -122,6 +139,8 @@ def tune_layer(
     """
     firing = measure_firing(x)
     sparse = SparseConv2d.from_dense(conv, select_block_size(x.shape[-2]) or 4)
+    if decision is not None:
+        return decision, firing, sparse
     rate = compute_rate_bucket(firing.firing_rate)
     key = f"layer|{sparse}|{tuple(x.shape)}|{x.dtype}@{rate}|threads={torch.get_num_threads()}"
     with torch.no_grad():

@@ -30,6 +30,18 @@ class Decision(StrictModel):
     from_cache: bool = False
 
 
+class ShapeDecisions(StrictModel):
+    """All decisions about inputs of one shape.
+
+    Attributes:
+        network: What runs the network.
+        groups: How each group or layer runs, by name.
+    """
+
+    network: Decision
+    groups: dict[str, Decision]
+
+
 class _CacheFile(Artifact):
     FORMAT: ClassVar[str] = "sparseflow.spiking.decision-cache"
     VERSION: ClassVar[int] = 3

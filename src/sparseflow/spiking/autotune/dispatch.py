@@ -31,7 +31,8 @@ def compute_rate_bucket(rate: float) -> int:
 
 
 @functools.cache
-def _describe_versions() -> str:
+def describe_versions() -> str:
+    """Describe the versions of the packages that run the candidates."""
     packages = ("sparseflow", "torch", "numba", "triton", "spikingjelly")
     return ",".join(f"{package}={get_version(package)}" for package in packages)
 
@@ -65,7 +66,7 @@ class CandidateSelector:
         return self.cache.get(self._complete_key(key)) if self.cache and not self.refresh else None
 
     def _complete_key(self, key: str) -> str:
-        return f"{devices.describe_device(self.device).key()}|{_describe_versions()}|{key}"
+        return f"{devices.describe_device(self.device).key()}|{describe_versions()}|{key}"
 
     def select(
         self,
