@@ -24,6 +24,9 @@ def _neuron(**changes: Any) -> NeuronSpec:
         (_neuron(alpha=0.5, beta=0.5), [0, 0, 0, 0], 0.703125),
         (_neuron(v_threshold=0.75), [1, 1, 1, 1], 0.0),
         (_neuron(v_reset=-0.25, delta=-0.25), [0, 0, 1, 0], 0.25),
+        (_neuron(v_reset=None, v_subtract=0.0), [0, 1, 1, 1], 2.5),
+        (_neuron(v_reset=None, delays_reset=True), [0, 1, 0, 1], 1.5),
+        (_neuron(delays_reset=True), [0, 1, 0, 1], 1.5),
     ],
 )
 def test_neuron_follows_the_recurrence(neuron: NeuronSpec, spikes: list[int], membrane: float) -> None:

@@ -45,13 +45,20 @@ def run_neuron_reference(
     u = torch.full_like(x[0], neuron.v_rest) if v is None else v.to(x)
     spikes = torch.empty_like(x)
     for t in range(x.shape[0]):
-        charged = neuron.alpha * u + neuron.beta * x[t] + neuron.delta
-        fired = charged >= neuron.v_threshold
+        has_fired = u >= neuron.v_threshold
+        if neuron.delays_reset and neuron.v_reset is not None:
+            u = u.masked_fill(has_fired, neuron.v_reset)
+        v = neuron.alpha * u + neuron.beta * x[t] + neuron.delta
+        if neuron.delays_reset and neuron.v_reset is None:
+            v = v - has_fired.to(x) * neuron.amount
+        fired = v >= neuron.v_threshold
         spikes[t] = fired.to(x.dtype)
-        if neuron.v_reset is None:
-            u = charged - spikes[t] * neuron.v_threshold
+        if neuron.delays_reset:
+            u = v
+        elif neuron.v_reset is None:
+            u = v - spikes[t] * neuron.amount
         else:
-            u = torch.where(fired, torch.full_like(charged, neuron.v_reset), charged)
+            u = v.masked_fill(fired, neuron.v_reset)
     return spikes, u
 
 

@@ -6,7 +6,13 @@ A *group* is everything between two layers of spikes::
     v[t] = alpha * u[t-1] + beta * x[t] + delta             (charge)
     s[t] = 1 if v[t] >= v_threshold else 0                  (fire)
     u[t] = v_reset if s[t] else v[t]                        (hard reset, v_reset is a number)
-    u[t] = v[t] - s[t] * v_threshold                        (soft reset, v_reset is None)
+    u[t] = v[t] - s[t] * v_subtract                         (soft reset, v_reset is None)
+
+The membrane between two calls is u. With a delayed reset it is v, and the charge of the next step applies the
+reset: after a hard reset `u[t-1]` is v_reset where the neuron fired, and a soft reset subtracts `s[t-1] *
+v_subtract` after the leak::
+
+    v[t] = alpha * v[t-1] + beta * x[t] + delta - s[t-1] * v_subtract
 
 BatchNorm in eval mode is already folded into `weight` and `bias`. A residual branch that is a convolution of
 spikes (the downsampling 1x1) is one more `SpikeSource`; an identity residual is a skip.
@@ -34,6 +40,8 @@ class NeuronSpec:
         delta: Constant term of the charge: `v_reset / tau` if `v_reset` is neither None nor 0.
         v_threshold: Membrane value from which the neuron fires.
         v_reset: Membrane after a spike; None for a soft reset.
+        v_subtract: Amount that a soft reset subtracts, 0 for no reset; `v_threshold` if None.
+        delays_reset: Whether the next step applies the reset, and the membrane is the value before it.
     """
 
     alpha: float
@@ -41,6 +49,23 @@ class NeuronSpec:
     delta: float
     v_threshold: float
     v_reset: float | None
+    v_subtract: float | None = None
+    delays_reset: bool = False
+
+    @property
+    def amount(self) -> float:
+        """Amount that a soft reset subtracts."""
+        return self.v_threshold if self.v_subtract is None else self.v_subtract
+
+    @property
+    def reset_mode(self) -> int:
+        """Kind of the reset: 1 if it is soft, plus 2 if it is delayed."""
+        return (self.v_reset is None) + 2 * self.delays_reset
+
+    @property
+    def reset_value(self) -> float:
+        """The number that the reset needs: the amount of a soft one, the membrane after a hard one."""
+        return self.amount if self.v_reset is None else self.v_reset
 
     @property
     def v_rest(self) -> float:

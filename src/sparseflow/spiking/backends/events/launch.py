@@ -106,12 +106,13 @@ class GroupLaunch:
             "finished": get_array_address(self._finished),
             "scratch": get_array_address(self._scratch),
             **sizes,
-            "hard": neuron.v_reset is not None,
+            "reset_mode": neuron.reset_mode,
             "alpha": neuron.alpha,
             "beta": neuron.beta,
             "delta": neuron.delta,
             "threshold": neuron.v_threshold,
             "rest": neuron.v_rest,
+            "reset_value": neuron.reset_value,
         }.items():
             self._group[name] = value
 

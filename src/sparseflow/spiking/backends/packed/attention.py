@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.attention import AttentionShape
-from sparseflow.spiking.backends.packed.neuron import fire
+from sparseflow.spiking.backends.packed.neuron import fire, make_rest
 from sparseflow.spiking.backends.packed.words import ceil_div, check_launchable, launch
 from sparseflow.spiking.backends.spec import NeuronSpec
 
@@ -31,9 +31,9 @@ def attention_kernel(
     query_ptr, key_ptr, value_ptr, out_ptr, v_in_ptr, v_out_ptr,
     query_t, query_n, query_h, query_l, query_d, key_t, key_n, key_h, key_l, key_d,
     value_t, value_n, value_h, value_l, value_e,
-    scale, alpha, delta, threshold, v_reset, tokens, heads, out_t,
+    scale, alpha, delta, threshold, reset_value, tokens, heads, out_t,
     M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    P: tl.constexpr, SOFT: tl.constexpr, READ_V: tl.constexpr,
+    P: tl.constexpr, RESET: tl.constexpr, READ_V: tl.constexpr,
 ):  # fmt: skip
     """Run attention and its neurons over time. Grid (tiles of P tokens, images x heads).
 
@@ -49,14 +49,13 @@ def attention_kernel(
         alpha: Factor of the membrane in each step.
         delta: Constant added to the input.
         threshold: Membrane at which a neuron fires.
-        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        reset_value, RESET: As `reset_value` and `reset_mode` of `NeuronSpec`.
         tokens: Tokens of the query.
         heads: H.
         out_t: Elements from one time step of the output to the next.
         M: Tokens of key and value.
         DP: D, padded to a power of two that `tl.dot` takes.
         EP: E, padded alike.
-        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
     """
     n = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
@@ -69,7 +68,7 @@ def attention_kernel(
     if READ_V:
         v = tl.load(v_in_ptr + index, mask=real, other=0.0)
     else:
-        v = tl.zeros([P, EP], tl.float32) + v_reset
+        v = make_rest([P, EP], reset_value, RESET)
     queries = query_ptr + n * query_n + h * query_h
     keys = key_ptr + n * key_n + h * key_h
     values = value_ptr + n * value_n + h * value_h
@@ -91,7 +90,7 @@ def attention_kernel(
             mask=(token < tokens)[:, None] & (d < D)[None, :], other=0.0,
         )  # fmt: skip
         product = tl.dot(q.to(tl.float16), summary.to(tl.float16))
-        v, fired = fire(v, product * scale + delta, alpha, threshold, v_reset, SOFT)
+        v, fired = fire(v, product * scale + delta, alpha, threshold, reset_value, RESET)
         tl.store(out_ptr + t * out_t + index, fired.to(out_ptr.dtype.element_ty), mask=real)
         queries += query_t
         keys += key_t
@@ -141,11 +140,11 @@ def run_attention(
         attention_kernel, (ceil_div(shape.tokens, _TOKENS), shape.images * shape.heads),
         query, key, value, out, v_out if v is None else v, v_out,
         *query.stride(), *key.stride(), *value.stride(),
-        scale * spec.beta, spec.alpha, spec.delta, spec.v_threshold, spec.v_rest,
+        scale * spec.beta, spec.alpha, spec.delta, spec.v_threshold, spec.reset_value,
         shape.tokens, shape.heads, out.stride(0),
         M=shape.key_tokens, T=shape.steps, D=shape.channels, E=shape.value_channels,
         DP=_pad(shape.channels), EP=_pad(shape.value_channels), P=_TOKENS,
-        SOFT=spec.v_reset is None, READ_V=v is not None, num_warps=4 if shape.value_channels <= 32 else 8,
+        RESET=spec.reset_mode, READ_V=v is not None, num_warps=4 if shape.value_channels <= 32 else 8,
     )  # fmt: skip
     return out, v_out
 

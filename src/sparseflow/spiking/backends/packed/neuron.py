@@ -42,18 +42,31 @@ _PIXELS = 32
 
 
 @triton.jit
-def fire(v, current, alpha, threshold, v_reset, SOFT: tl.constexpr):
+def make_rest(shape: tl.constexpr, reset_value, RESET: tl.constexpr):
+    """Make membranes at rest: 0, or the value after a hard reset."""
+    v = tl.zeros(shape, tl.float32)
+    if RESET % 2 == 0:
+        v += reset_value
+    return v
+
+
+@triton.jit
+def fire(v, current, alpha, threshold, reset_value, RESET: tl.constexpr):
     """Step neurons by one time step; `current` is already scaled by beta and includes delta.
 
     Returns:
-        Membrane after the reset, and spikes as bool.
+        Membrane (after the reset, unless that is delayed), and spikes as bool.
     """
+    if RESET == 3:
+        current -= tl.where(v >= threshold, reset_value, 0.0)
+    elif RESET == 2:
+        v = tl.where(v >= threshold, reset_value, v)
     v = v * alpha + current
     fired = v >= threshold
-    if SOFT:
-        v = tl.where(fired, v - threshold, v)
-    else:
-        v = tl.where(fired, v_reset, v)
+    if RESET == 1:
+        v = tl.where(fired, v - reset_value, v)
+    elif RESET == 0:
+        v = tl.where(fired, reset_value, v)
     return v, fired
 
 
@@ -91,10 +104,10 @@ def load_current(
 def neuron_kernel(
     steady, varying, varying_steps, skips, posts, post_denses, post_steps,
     bias_ptr, v_in_ptr, v_out_ptr, v_columns_ptr, out_ptr, act_ptr, dense_ptr,
-    alpha, beta, delta, threshold, v_reset, pixels, tiles, word_step, dense_step,
+    alpha, beta, delta, threshold, reset_value, pixels, tiles, word_step, dense_step,
     C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, IH: tl.constexpr, IW: tl.constexpr,
     POOL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    TC: tl.constexpr, SOFT: tl.constexpr, BIAS: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
+    TC: tl.constexpr, RESET: tl.constexpr, BIAS: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr,
     V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Run a layer of neurons over time. Grid (tiles of P pixels, blocks of 64 channels).
@@ -120,7 +133,7 @@ def neuron_kernel(
         beta: Factor of the input.
         delta: Constant added to the input.
         threshold: Membrane at which a neuron fires.
-        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        reset_value, RESET: As `reset_value` and `reset_mode` of `NeuronSpec`.
         pixels: Pixels of all images of a time step.
         tiles: Activity words of a block.
         word_step: Words from one time step of packed spikes to the next.
@@ -135,7 +148,6 @@ def neuron_kernel(
         P: Pixels of a program.
         T: Time steps.
         TC: Time steps whose currents a program loads before it stores any spikes.
-        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
         TILE: Pixels per activity word; 0 for no activity.
     """
     pixel = tl.program_id(0) * P + tl.arange(0, P)
@@ -165,7 +177,7 @@ def neuron_kernel(
     if READ_V:
         v = tl.load(v_in_ptr + v_index, mask=real, other=0.0)
     else:
-        v = tl.zeros([P, 64], tl.float32) + v_reset
+        v = make_rest([P, 64], reset_value, RESET)
 
     activity = tl.zeros([P, 2], tl.int32)
     start = tl.full((), 0, tl.int64)
@@ -189,7 +201,7 @@ def neuron_kernel(
             currents = currents + (current,)
         for u in tl.static_range(TC):
             t = start + (t0 + u)
-            v, fired = fire(v, currents[u], alpha, threshold, v_reset, SOFT)
+            v, fired = fire(v, currents[u], alpha, threshold, reset_value, RESET)
             if PACKED:
                 if C % 64 != 0:
                     half = gather_bits(fired & real, P, 64)
@@ -306,13 +318,13 @@ def run_neuron(
         v_columns if v_columns is not None else placeholder,
         bits.data.view(torch.int32) if bits is not None else placeholder,
         activity if activity is not None else placeholder, flat if flat is not None else placeholder,
-        spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
+        spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.reset_value,
         pixels, 0 if activity is None else activity.shape[1],
         words.stride(0) if words is not None else 0, flat.stride(0) if flat is not None else 0,
         C=c, G=ceil_div(c, 64), H=h, W=w, IH=in_height, IW=in_width,
         POOL=0 if pooling is None else pooling.size, STRIDE=0 if pooling is None else pooling.stride,
         PADDING=0 if pooling is None else pooling.padding, P=_PIXELS, T=steps, TC=choose_time_chunk(steps),
-        SOFT=spec.v_reset is None, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
+        RESET=spec.reset_mode, BIAS=bias is not None, READ_V=v is not None, WRITE_V=last is not None,
         V_COLUMNS=v_columns is not None, PACKED=bits is not None, TILE=tile, DENSE=flat is not None,
         num_warps=4 if bits is None else 8,
     )  # fmt: skip

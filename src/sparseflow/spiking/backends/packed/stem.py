@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed.format import PackedSpikes
-from sparseflow.spiking.backends.packed.neuron import fire
+from sparseflow.spiking.backends.packed.neuron import fire, make_rest
 from sparseflow.spiking.backends.packed.words import (
     ceil_div,
     check_launchable,
@@ -68,11 +68,11 @@ def multiply_windows(
 @triton.jit
 def stem_kernel(
     x_ptr, weight_ptr, bias_ptr, v_in_ptr, v_out_ptr, v_columns_ptr, out_ptr, act_ptr, dense_ptr,
-    x_t, x_n, x_c, x_y, x_x, alpha, beta, delta, threshold, v_reset, pixels, tiles, word_step, dense_step,
+    x_t, x_n, x_c, x_y, x_x, alpha, beta, delta, threshold, reset_value, pixels, tiles, word_step, dense_step,
     K: tl.constexpr, KP: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, IH: tl.constexpr,
     IW: tl.constexpr, C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
-    T: tl.constexpr, STEADY: tl.constexpr, SOFT: tl.constexpr, EXACT: tl.constexpr, READ_V: tl.constexpr,
+    T: tl.constexpr, STEADY: tl.constexpr, RESET: tl.constexpr, EXACT: tl.constexpr, READ_V: tl.constexpr,
     V_COLUMNS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Run a convolution and its neurons over time. Grid (tiles of P pixels, blocks of 64 channels).
@@ -87,7 +87,7 @@ def stem_kernel(
         out_ptr: Words of the packed output as int32 halves; written with PACKED.
         act_ptr: Activity words of the packed output, [blocks, tiles].
         dense_ptr: Dense output, [T, N, H, W, C]; written with DENSE.
-        alpha, beta, delta, threshold, v_reset: Neuron dynamics, see `spec.py`.
+        alpha, beta, delta, threshold, reset_value: Neuron dynamics, see `spec.py`.
         pixels: Pixels of all images of a time step.
         tiles: Activity words of a block.
         word_step: Words from one time step of the output to the next.
@@ -100,7 +100,6 @@ def stem_kernel(
         P: Pixels of a program.
         T: Time steps.
         STEADY: Whether the input is constant over time.
-        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
         EXACT: Whether products are fp32.
         TILE: Pixels per activity word; 0 for no activity.
     """
@@ -132,7 +131,7 @@ def stem_kernel(
     if READ_V:
         v = tl.load(v_in_ptr + v_index, mask=real, other=0.0)
     else:
-        v = tl.zeros([P, 64], tl.float32) + v_reset
+        v = make_rest([P, 64], reset_value, RESET)
     activity = tl.zeros([P, 2], tl.int32)
     current = tl.zeros([P, 64], tl.float32)
     for t in range(T):
@@ -142,7 +141,7 @@ def stem_kernel(
                 step, weight, base, row, column, inside, offset_y, offset_x, k < K, IH, IW, EXACT
             )
             current = product * beta + bias[None, :]
-        v, fired = fire(v, current, alpha, threshold, v_reset, SOFT)
+        v, fired = fire(v, current, alpha, threshold, reset_value, RESET)
         if PACKED:
             half = gather_bits(fired & real, P, 64)
             pointer = out_ptr + (tl.cast(t, tl.int64) * word_step + word) * 2
@@ -216,14 +215,14 @@ def run_stem(
         x, weight, bias, v_out if v is None else v, v_out, bias if v_columns is None else v_columns,
         bias if packed is None else packed.data.view(torch.int32), bias if activity is None else activity,
         bias if flat is None else flat, *x.stride(),
-        spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.v_rest,
+        spec.alpha, spec.beta, spec.delta, spec.v_threshold, spec.reset_value,
         pixels, 0 if activity is None else activity.shape[1],
         0 if packed is None else packed.words.stride(0), 0 if flat is None else flat.stride(0),
         K=weight.shape[0], KP=max(_MIN_DOT_SIZE, 1 << (weight.shape[0] - 1).bit_length()),
         KH=geometry.kernel_size[0], KW=geometry.kernel_size[1], SY=geometry.stride[0], SX=geometry.stride[1],
         PY=padding_y, PX=padding_x, DY=geometry.dilation[0], DX=geometry.dilation[1],
         IH=x.shape[3], IW=x.shape[4], C=c, G=ceil_div(c, 64), H=h, W=w, P=_PIXELS, T=steps,
-        STEADY=x.shape[0] == 1, SOFT=spec.v_reset is None, EXACT=weight.dtype == torch.float32,
+        STEADY=x.shape[0] == 1, RESET=spec.reset_mode, EXACT=weight.dtype == torch.float32,
         READ_V=v is not None, V_COLUMNS=v_columns is not None, PACKED=packed is not None, TILE=tile,
         DENSE=flat is not None, num_warps=4,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sparseflow.spiking.backends.packed.format import BLOCK, PackedSpikes, count_blocks
 from sparseflow.spiking.backends.packed.group import PackedGroup, get_unsupported_reason, split_into_halves
-from sparseflow.spiking.backends.packed.neuron import fire
+from sparseflow.spiking.backends.packed.neuron import fire, make_rest
 from sparseflow.spiking.backends.packed.words import (
     ceil_div,
     choose_time_chunk,
@@ -114,14 +114,14 @@ def _convolve(
 @triton.jit
 def triton_group_kernel(
     x_ptr, x2_ptr, w_ptr, bias_ptr, out_ptr, act_ptr, skips, denses, dense_steps, v_in_ptr, v_out_ptr,
-    v_columns_ptr, scale, alpha, beta, threshold, v_reset, pixels, tiles, x_step, x2_step, out_step,
+    v_columns_ptr, scale, alpha, beta, threshold, reset_value, pixels, tiles, x_step, x2_step, out_step,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     IH: tl.constexpr, IW: tl.constexpr,
     G2: tl.constexpr, K2: tl.constexpr, STRIDE2: tl.constexpr, PADDING2: tl.constexpr,
     IH2: tl.constexpr, IW2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, TC: tl.constexpr, PARTS: tl.constexpr,
-    SOFT: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
+    RESET: tl.constexpr, READ_V: tl.constexpr, WRITE_V: tl.constexpr, V_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Run a group over all time steps. Grid (tiles of BM output pixels, tiles of BN output channels).
@@ -142,7 +142,7 @@ def triton_group_kernel(
         v_columns_ptr: int32 [C], the channel of both membranes for each channel; read with V_COLUMNS.
         scale: beta times the power of two that the weights were divided by.
         alpha, beta, threshold: See `NeuronSpec`.
-        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        reset_value, RESET: As `reset_value` and `reset_mode` of `NeuronSpec`.
         pixels: Output pixels of all images of a time step.
         tiles: Activity words of a block.
         x_step, x2_step, out_step: Words from one time step to the next.
@@ -154,7 +154,6 @@ def triton_group_kernel(
         T: Time steps.
         TC: Time steps whose sums are held at once.
         PARTS: fp16 numbers per weight.
-        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
         TILE: Pixels per activity word; 0 for no activity.
     """
     GO: tl.constexpr = (C + 63) // 64
@@ -187,7 +186,7 @@ def triton_group_kernel(
     if READ_V:
         v = tl.load(v_in_ptr + v_index, mask=real, other=0.0)
     else:
-        v = tl.zeros([BM, BN], tl.float32) + v_reset
+        v = make_rest([BM, BN], reset_value, RESET)
 
     activity = tl.zeros([BM, BN // 32], tl.int32)
     start = tl.full((), 0, tl.int64)
@@ -229,7 +228,7 @@ def triton_group_kernel(
                     in_block = (tl.arange(0, BN) // 64 == g)[None, :]
                     ones = spread_bits(word_bits, tl.arange(0, BN) & 63)
                     current += tl.where(in_block & (ones != 0), beta, 0.0)
-            v, fired = fire(v, current, alpha, threshold, v_reset, SOFT)
+            v, fired = fire(v, current, alpha, threshold, reset_value, RESET)
             if C % 64 != 0:
                 fired = fired & (column < C)[None, :]
             pointer = out_ptr + (t * out_step + word) * 2
@@ -342,7 +341,7 @@ class TritonFallbackGroup(PackedGroup):
             self.bias if activity is None else activity,
             tuple(s.words for s in skips), denses, dense_steps, self.v if v is None else v, self.v,
             self.bias if self._v_columns is None else self._v_columns,
-            self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.v_rest,
+            self.scale, neuron.alpha, neuron.beta, neuron.v_threshold, neuron.reset_value,
             self.N * self.H * self.W, 0 if activity is None else activity.shape[1],
             x.stride(0), x2.stride(0), self.out.words.stride(0),
             C=self.c_out, H=self.H, W=self.W,
@@ -350,7 +349,7 @@ class TritonFallbackGroup(PackedGroup):
             IH=self.in_sizes[0][0], IW=self.in_sizes[0][1],
             G2=spikes[-1].blocks if two else 0, K2=second.weight.shape[-1], STRIDE2=second.stride,
             PADDING2=second.padding, IH2=self.in_sizes[-1][0], IW2=self.in_sizes[-1][1],
-            BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, SOFT=neuron.v_reset is None,
+            BM=c.bm, BN=c.bn, T=self.T, TC=c.tc, PARTS=self.parts, RESET=neuron.reset_mode,
             READ_V=v is not None, WRITE_V=write_v, V_COLUMNS=self._v_columns is not None, TILE=tile,
             num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip

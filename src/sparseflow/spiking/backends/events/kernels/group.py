@@ -109,12 +109,12 @@ def _load_membrane(group: Any, tile: int, data: int, membrane: int) -> None:
 def _fire_row(group: Any, tile: int, current: int, membrane: int, bits: int) -> None:
     """Run one time step of a row of neurons; `bits` is uint16 [W, vectors]."""
     alpha, beta, delta, threshold = group.alpha, group.beta, group.delta, group.threshold
-    v_rest, hard_reset, vectors = group.rest, group.hard, group.vectors
+    reset_value, reset_mode, vectors = group.reset_value, group.reset_mode, group.vectors
     for i in range(group.width * vectors):
         offset = VECTOR_BYTES * i
         write_short(
             bits + 2 * i,
-            fire(membrane + offset, current + offset, alpha, beta, delta, threshold, v_rest, hard_reset),
+            fire(membrane + offset, current + offset, alpha, beta, delta, threshold, reset_value, reset_mode),
         )
     # Padding lanes hold zeros, which may fire too.
     for j in range(vectors):

@@ -91,8 +91,8 @@ GROUP = _make_dtype(
     "scratch_bytes",  # of one thread
     "rows_bytes",  # of the part that holds numbers of weight rows
     "masks_bytes",  # of the part that holds one output row of bits
-    "hard",  # 1 for a hard reset
-    floats=("alpha", "beta", "delta", "threshold", "rest"),
+    "reset_mode",  # as in NeuronSpec
+    floats=("alpha", "beta", "delta", "threshold", "rest", "reset_value"),
 )
 """One run of a group."""
 

@@ -200,30 +200,37 @@ def fire(
     beta: Any,
     delta: Any,
     threshold: Any,
-    v_rest: Any,
-    hard_reset: Any,
+    reset_value: Any,
+    reset_mode: Any,
 ) -> Any:
     """Step sixteen neurons, updating their membranes; returns the lanes that fired as bits.
 
-    Computes `alpha*v + beta*x + delta`, rounded after each operation, so that it matches plain torch.
+    Computes the recurrence of `spec.py`, rounded after each operation, so that it matches plain torch.
 
     Args:
         v: Address of 16 membranes, updated.
         x: Address of 16 input currents.
         alpha: float32, as in `NeuronSpec`, like beta, delta and threshold.
-        v_rest: float32 value after a hard reset.
-        hard_reset: int64, 1 for a hard reset and 0 for a soft one.
+        reset_value, reset_mode: float32 and int64, as in `NeuronSpec`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v, x, *numbers, hard_reset = args
-        alpha, beta, delta, threshold, v_rest = (splat(builder, n, FLOATS) for n in numbers)
+        v, x, *numbers, reset_mode = args
+        alpha, beta, delta, threshold, reset_value = (splat(builder, n, FLOATS) for n in numbers)
+        is_soft = builder.icmp_signed("!=", builder.and_(reset_mode, make_const(1)), make_const(0))
+        is_delayed = builder.icmp_signed("!=", builder.and_(reset_mode, make_const(2)), make_const(0))
+        zeros = ir.Constant(FLOATS, [0.0] * LANES)
         old = load(builder, v, FLOATS, 4)
         current = load(builder, x, FLOATS, 4)
+        resets = builder.and_(builder.fcmp_ordered(">=", old, threshold), splat(builder, is_delayed, MASK))
+        resets_hard = builder.and_(resets, splat(builder, builder.not_(is_soft), MASK))
+        resets_soft = builder.and_(resets, splat(builder, is_soft, MASK))
+        old = builder.select(resets_hard, reset_value, old)
         charged = builder.fadd(builder.fadd(builder.fmul(alpha, old), builder.fmul(beta, current)), delta)
+        charged = builder.fsub(charged, builder.select(resets_soft, reset_value, zeros))
         fired = builder.fcmp_ordered(">=", charged, threshold)
-        is_hard = builder.icmp_signed("!=", hard_reset, make_const(0))
-        after = builder.select(is_hard, v_rest, builder.fsub(charged, threshold))
+        after = builder.select(is_soft, builder.fsub(charged, reset_value), reset_value)
+        after = builder.select(is_delayed, charged, after)
         store(builder, builder.select(fired, after, charged), v, 4)
         return mask_to_bits(builder, fired)
 

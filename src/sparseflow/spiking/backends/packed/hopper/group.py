@@ -138,7 +138,7 @@ class HopperGroup(PackedGroup):
             self.v if v is None else v, self.v,
             self._count if self._v_columns is None else self._v_columns, self._partial, self._count,
             activity, emitted,
-            self.scale, spec.neuron.alpha, spec.neuron.beta, spec.neuron.v_threshold, spec.neuron.v_rest,
+            self.scale, spec.neuron.alpha, spec.neuron.beta, spec.neuron.v_threshold, spec.neuron.reset_value,
             self.N * self.H * self.W, self.tiles, self.T, units // c.ub, units2,
             x.stride(0), x2.stride(0), self.out.data.stride(0),
             dense[0].stride(0) if dense and dense[0].shape[0] > 1 else 0,
@@ -215,6 +215,6 @@ def make_kernel_constants(
         "PARTS": parts,
         "RING": c.ring, "RESIDENT": c.split == 1 and c.ring == units // c.ub + units2, "SPLIT": c.split,
         "ACTIVITY_WORDS": activity_words, "IN_TILE": in_tile, "EMIT": emit_activity,
-        "SOFT": spec.neuron.v_reset is None, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
+        "RESET": spec.neuron.reset_mode, "SKIPS": skips, "DENSE": dense, "READ_V": read_v,
         "WRITE_V": write_v, "V_COLUMNS": v_columns, "NUM_WARPS": c.warps,
     }  # fmt: skip

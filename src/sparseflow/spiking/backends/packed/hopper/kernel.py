@@ -241,7 +241,7 @@ def group_kernel(
     alpha,
     skip_value,
     threshold,
-    v_reset,
+    reset_value,
     pixels,
     tiles,
     T,
@@ -279,7 +279,7 @@ def group_kernel(
     ACTIVITY_WORDS: gl.constexpr,
     IN_TILE: gl.constexpr,
     EMIT: gl.constexpr,
-    SOFT: gl.constexpr,
+    RESET: gl.constexpr,
     SKIPS: gl.constexpr,
     DENSE: gl.constexpr,
     READ_V: gl.constexpr,
@@ -313,7 +313,7 @@ def group_kernel(
         scale: beta times the power of two that the weights were divided by.
         alpha, threshold: See `NeuronSpec`.
         skip_value: Current of a spike or of 1.0 in `skip_ptr` and `dense_ptr`, which is beta.
-        v_reset: Initial membrane without READ_V, and membrane after a hard reset.
+        reset_value, RESET: As `reset_value` and `reset_mode` of `NeuronSpec`.
         pixels: Output pixels of all images of a time step.
         tiles: Tiles of output pixels.
         T: Time steps.
@@ -331,7 +331,6 @@ def group_kernel(
         ACTIVITY_WORDS: Activity words that a tile reads, rounded up to a power of two; 0 reads none.
         IN_TILE: Pixels per activity word of the input.
         EMIT: Whether to write activity words.
-        SOFT: Whether a spike subtracts the threshold instead of resetting the membrane.
         NUM_WARPS: Warps of a CTA.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BN, 16])
@@ -433,7 +432,9 @@ def group_kernel(
         if READ_V:
             v = gl.load(v_in_ptr + membrane_index(state, sum_pixel, sum_col, v_columns_ptr, C_OUT, V_COLUMNS))
         else:
-            v = gl.full([PX, BN], 0.0, gl.float32, SUMS) + v_reset
+            v = gl.full([PX, BN], 0.0, gl.float32, SUMS)
+            if RESET % 2 == 0:
+                v += reset_value
 
         fired = ()
         if EMIT:
@@ -593,12 +594,16 @@ def group_kernel(
                             gl.static_assert(BN == 64, "identity skips need BN == 64")
                             half = gl.load(skip_ptr + (dst + t * out_step))
                             current += gl.where(spread_spikes(half, current, PX), skip_value, 0.0)
+                        if RESET == 3:
+                            current -= gl.where(v >= threshold, reset_value, 0.0)
+                        elif RESET == 2:
+                            v = gl.where(v >= threshold, reset_value, v)
                         v = v * alpha + current
                         spikes = v >= threshold
-                        if SOFT:
-                            v = gl.where(spikes, v - threshold, v)
-                        else:
-                            v = gl.where(spikes, v_reset, v)
+                        if RESET == 1:
+                            v = gl.where(spikes, v - reset_value, v)
+                        elif RESET == 0:
+                            v = gl.where(spikes, reset_value, v)
                         bits = pack_spikes(spikes, PX, BN)
                         for blk in gl.static_range(BN // 64):
                             piece = select_column_block(bits, blk, BN, PX, OUT)
