@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparseflow.spiking.graph.neurons.builtin import LIBRARIES, get_state_names
+
 MAX_VALUES = 4000
 """Values that are watched; a check of this many takes about 0.3 ms."""
 
@@ -33,7 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, range, s
 _PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OPAQUE_TYPES = (types.ModuleType, type, nn.Module, types.BuiltinFunctionType)
 # Libraries whose own state no network depends on.
-_LIBRARIES = {"torch", "numpy", "spikingjelly", "sparseflow", *sys.stdlib_module_names} - {
+_LIBRARIES = {"torch", "numpy", "sparseflow", *LIBRARIES, *sys.stdlib_module_names} - {
     "argparse", "builtins", "collections", "types", "__main__",
 }  # fmt: skip
 _FX_CONSTANT = "_tensor_constant"  # where fx stores tensors on the root while it traces
@@ -308,7 +310,7 @@ class AccessRecorder:
     def _record_read(self, module: nn.Module, name: str) -> None:
         self._reads[module, name] = None
         memories = vars(module).get("_memories")
-        if isinstance(memories, dict) and name in memories:
+        if (isinstance(memories, dict) and name in memories) or name in get_state_names(module):
             self._side_effect = f"reads the state {self._format(module, name)}"
 
     def _record_write(self, module: nn.Module, name: str, value: Any) -> None:

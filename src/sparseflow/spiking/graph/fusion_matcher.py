@@ -22,13 +22,14 @@ from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, 
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.attention_matcher import AttentionMatch, match_attention
 from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
+from sparseflow.spiking.graph.registry import NeuronInfo
 from sparseflow.spiking.graph.simplification import (
     FlattenedPooling,
     get_folded_pooling,
     match_repetition,
 )
 from sparseflow.spiking.graph.sites import ConvSite, Refusal, is_plain_conv
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
+from sparseflow.spiking.graph.time_axis import get_folded_sizes, get_neuron_outputs, runs_step_by_step
 
 FeatureKind = Literal["map", "vector", "sequence", "tokens"]
 """[N, C, H, W], [N, C], [N, C, L] or [N, L, C], with or without a time axis."""
@@ -83,6 +84,9 @@ class GroupMatch:
         inner: All nodes that the group replaces, in graph order, `output` last.
         features: Kind of all its inputs and its output.
         attention: The attention whose product is the neuron's input; its factors are in `dense`.
+        neuron_info: Properties of the neuron.
+        state: The node of the membrane before the first step; None if the neuron stores its membrane.
+        final_state: The node of the membrane after the last step, which the group yields, too.
     """
 
     neuron: fx.Node | None
@@ -96,6 +100,9 @@ class GroupMatch:
     inner: tuple[fx.Node, ...]
     features: FeatureKind = "map"
     attention: AttentionMatch | None = None
+    neuron_info: NeuronInfo | None = None
+    state: fx.Node | None = None
+    final_state: fx.Node | None = None
 
     @property
     def name(self) -> str:
@@ -110,9 +117,14 @@ class GroupMatch:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """All nodes whose values the group reads, without repetition."""
+        """All nodes whose features the group reads, without repetition."""
         nodes = [c.input for c in (*self.sources, *self.dense_convs)]
         return tuple(dict.fromkeys([*nodes, *self.skips, *self.dense, *self.post_skips]))
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """All nodes whose values the group reads: its inputs and the membrane."""
+        return self.inputs if self.state is None else (*self.inputs, self.state)
 
 
 @dataclass
@@ -207,15 +219,16 @@ class FusionMatcher:
         for node in module.graph.nodes:
             if node.op != "call_module" or node.target not in self._graph.neurons:
                 continue
-            if self._graph.neurons[node.target].spec is None or len(node.all_input_nodes) != 1:
+            info = self._graph.neurons[node.target]
+            outputs = self._get_outputs(node, info, order)
+            if outputs is None or self._calls[id(self._modules[node.target])] > 1:
                 continue
-            if self._calls[id(self._modules[node.target])] > 1:
-                continue
+            spikes, state, final_state = outputs
             attention = self._match_attention(node)
             if attention is not None:
                 yield GroupMatch(
                     neuron=node, neuron_name=str(node.target), output=node, sources=(), dense_convs=(),
-                    skips=(), dense=attention.factors, post_skips=(), attention=attention,
+                    skips=(), dense=attention.factors, post_skips=(), attention=attention, neuron_info=info,
                     inner=tuple(sorted({*attention.inner, node}, key=order.__getitem__)),
                     features=self._guess_features(node),
                 )  # fmt: skip
@@ -223,8 +236,9 @@ class FusionMatcher:
             terms = _GroupTerms(takes_time=self._takes_time(node))
             if not self._collect_pooled_convolution(node, terms):
                 self._collect_terms(node.all_input_nodes[0], node, terms)
-            output, post_skips = self._match_sew_addition(node)
-            inner = sorted({*terms.inner, node, output}, key=order.__getitem__)
+            output, post_skips = self._match_sew_addition(spikes)
+            nodes = {*terms.inner, node, spikes, output} | ({final_state} if final_state else set())
+            inner = sorted(nodes, key=order.__getitem__)
             yield GroupMatch(
                 neuron=node,
                 neuron_name=str(node.target),
@@ -236,10 +250,29 @@ class FusionMatcher:
                 post_skips=post_skips,
                 inner=tuple(inner),
                 features=terms.features or self._guess_features(node),
+                neuron_info=info,
+                state=state,
+                final_state=final_state,
             )
 
+    def _get_outputs(
+        self, neuron: fx.Node, info: NeuronInfo, order: dict[fx.Node, int]
+    ) -> tuple[fx.Node, fx.Node | None, fx.Node | None] | None:
+        """Return the nodes of the spikes, and of the membrane before and after; None if no kernel runs it."""
+        outputs = get_neuron_outputs(neuron, info)
+        if info.spec is None or outputs is None or outputs.spikes is None or outputs.states:
+            return None
+        if not isinstance(neuron.args[0], fx.Node) or neuron.kwargs or len(neuron.args) > 2:
+            return None
+        state = neuron.args[1] if len(neuron.args) > 1 else None
+        final_state = outputs.final_states.get(0)
+        readers = final_state.users if final_state is not None else {}
+        if any(order[reader] < order[outputs.spikes] for reader in readers):
+            return None
+        return (outputs.spikes, state, final_state) if state is None or isinstance(state, fx.Node) else None
+
     def _match_attention(self, neuron: fx.Node) -> AttentionMatch | None:
-        if not self._has_fused_kernels or not self._takes_time(neuron):
+        if not self._has_fused_kernels or not self._takes_time(neuron) or len(neuron.all_input_nodes) > 1:
             return None
         module = self._graph.module
         assert module is not None
@@ -249,7 +282,7 @@ class FusionMatcher:
 
     def _guess_features(self, neuron: fx.Node) -> FeatureKind:
         """Return the kind of a neuron's input from its rank; a neuron treats all elements alike."""
-        value = self._graph.values.get(neuron.name)
+        value = self._graph.values.get(neuron.all_input_nodes[0].name)
         shape = None if value is None else value.shape
         kinds: dict[int, FeatureKind] = {2: "vector", 3: "sequence"}
         return "map" if shape is None else kinds.get(len(shape) - self._takes_time(neuron), "map")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sparseflow.spiking.graph.forward_reads import ForwardReads
+from sparseflow.spiking.graph.neurons.builtin import get_state_names, reset_state
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -99,14 +100,15 @@ def _copy_value(value: Any) -> Any:
 
 
 def copy_neuron_states(model: nn.Module) -> NeuronStates:
-    """Copy the state of all stateful modules (spikingjelly's registry, or a registered neuron's `v`)."""
+    """Copy the state of all stateful modules: spikingjelly's registry, or the attributes of a neuron."""
     states: NeuronStates = {}
     for module in model.modules():
         registry = module.__dict__.get("_memories")
         if isinstance(registry, dict):
             states[module] = {name: _copy_value(value) for name, value in registry.items()}
-        elif "v" in module.__dict__:
-            states[module] = {"v": _copy_value(module.__dict__["v"])}
+        elif names := get_state_names(module):
+            values = {name: getattr(module, name) for name in names if hasattr(module, name)}
+            states[module] = {name: _copy_value(value) for name, value in values.items()}
     return states
 
 
@@ -120,8 +122,7 @@ def restore_neuron_states(saved: NeuronStates) -> None:
 def reset_neurons(model: nn.Module) -> None:
     """Reset all stateful modules, like spikingjelly's `functional.reset_net`."""
     for module in model.modules():
-        if callable(getattr(module, "reset", None)):
-            module.reset()  # type: ignore[operator]
+        reset_state(module)
 
 
 @contextmanager
@@ -150,16 +151,30 @@ class MutationGuard:
             for module in model.modules()
             for registry in (module._modules, module._parameters, module._buffers)
         ]
+        # State is no part of the structure: each call replaces it.
+        states = {
+            (id(module._buffers), name)
+            for module in model.modules()
+            for name in get_state_names(module)
+            if name in module._buffers
+        }
         # Columns of all entries: comparing them is much faster than comparing one registry after the other.
-        entries = [(registry, *item) for registry in self._registries for item in registry.items()]
+        entries = [
+            (registry, *item)
+            for registry in self._registries
+            for item in registry.items()
+            if (id(registry), item[0]) not in states
+        ]
+        self._num_states = len(states)
         self._holders = [registry for registry, _, _ in entries]
         self._keys = [key for _, key, _ in entries]
         self._members = [member for _, _, member in entries]
         self._tensors = [
             tensor
             for module in model.modules()
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None and not tensor.is_inference()
+            for registry in (module._parameters, module._buffers)
+            for name, tensor in registry.items()
+            if tensor is not None and not tensor.is_inference() and (id(registry), name) not in states
         ]
         self._versions = self._read_versions()
         self._constants = ForwardReads()
@@ -171,7 +186,7 @@ class MutationGuard:
 
     def is_structure_unchanged(self) -> bool:
         """Return whether the network still has the same modules, tensors and constants."""
-        if sum(map(len, self._registries)) != len(self._members):
+        if sum(map(len, self._registries)) != len(self._members) + self._num_states:
             return False
         if not all(map(is_, map(dict.get, self._holders, self._keys), self._members)):
             return False

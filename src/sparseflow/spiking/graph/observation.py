@@ -145,8 +145,12 @@ class RunObserver:
         name = self._leaves[module]
         self.called.add(name)
         if name in self._neurons:
-            check_neuron_output(name, self._neurons[name], output)
-            value = make_neuron_value(name, self._neurons[name])
+            info = self._neurons[name]
+            check_neuron_output(name, info, output)
+            value = make_neuron_value(name, info)
+            if info.returned_states and isinstance(output, tuple):
+                self.set_value(output[1:], v.make_dense("the state of a neuron"))
+                output = output[0]
         else:
             value = layer_rules.apply_layer_rule(module, name, reads)
         self.set_value(output, value)

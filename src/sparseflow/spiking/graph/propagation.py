@@ -30,6 +30,8 @@ def make_neuron_value(name: str, info: NeuronInfo) -> SpikeValue:
 
 def check_neuron_output(name: str, info: NeuronInfo, output: Any) -> None:
     """Raise a ModelError if a neuron's output does not match its declaration."""
+    if info.returned_states and isinstance(output, tuple):
+        output = output[0]
     if info.max_value is None or not isinstance(output, torch.Tensor):
         return
     if output.dtype == torch.bool:
@@ -102,6 +104,8 @@ class ValuePropagation:
             return v.make_dense(f"`{getattr(node.target, '__name__', node.target)}`")
         if op == "getitem" and self._is_pair(node.args[0]) and node.args[1] != 0:
             return v.make_dense("indices")
+        if op == "getitem" and self._is_neuron_with_state(node.args[0]) and node.args[1] != 0:
+            return v.make_dense("the state of a neuron")
         return rules.apply_rule(rules.OperationCall(op=op, args=args, kwargs=kwargs))
 
     def _apply_layer(self, node: fx.Node, values: tuple[Any, ...]) -> SpikeValue:
@@ -127,6 +131,12 @@ class ValuePropagation:
             return False
         other = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         return rules.get_operation_name(node.target) in rules.VALUE_INDEX_OPS and isinstance(other, int)
+
+    def _is_neuron_with_state(self, node: Any) -> bool:
+        """Return whether `node` yields (spikes, state...)."""
+        if not isinstance(node, fx.Node) or node.op != "call_module" or node.target not in self._neurons:
+            return False
+        return self._neurons[str(node.target)].returned_states > 0
 
     def _get_argument(self, node: fx.Node) -> Any:
         """Return the node's value; constants with one element become numbers."""

@@ -1,6 +1,6 @@
 """Registry of spiking neurons: their outputs and the constants of their dynamics.
 
-spikingjelly's neurons are built in (`builtin_neurons.py`); users add their own with `register_neuron`.
+The neurons of four libraries are built in (`neurons/`); users add their own with `register_neuron`.
 
 A class inherits the entry of its parent only if it overrides nothing that matters. A neuron whose dynamics
 do not have the linear form of `backends/spec.py` still counts as a neuron; its `spec` is None and `reason`
@@ -19,14 +19,9 @@ from torch import nn
 
 from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.spiking.backends.spec import NeuronSpec
-from sparseflow.spiking.graph.builtin_neurons import (
-    NeuronEntry,
-    NeuronOutputKind,
-    determine_output,
-    find_builtin_neuron,
-    get_module_device,
-)
 from sparseflow.spiking.graph.module_state import preserve_state
+from sparseflow.spiking.graph.neurons.builtin import find_builtin_neuron
+from sparseflow.spiking.graph.neurons.entry import NeuronEntry, NeuronOutputKind, get_module_device
 
 _NeuronClass = TypeVar("_NeuronClass", bound=type[nn.Module])
 
@@ -55,6 +50,9 @@ class NeuronInfo:
         reason: Why there is no spec, as a sentence without a full stop.
         step_mode: 's' (one time step per call), 'm' (all steps in one call), or None for a class without
             modes.
+        state: Attribute that holds the membrane; None if the caller passes the state.
+        returned_states: Number of tensors (or tuples) of state that a call returns behind its spikes.
+        restarts: Whether a membrane of another shape than the input counts as one at rest.
     """
 
     type: str
@@ -63,6 +61,9 @@ class NeuronInfo:
     spec: NeuronSpec | None
     reason: str | None
     step_mode: Literal["s", "m"] | None = None
+    state: str | None = "v"
+    returned_states: int = 0
+    restarts: bool = False
 
 
 _registered: dict[type[nn.Module], NeuronEntry] = {}
@@ -111,8 +112,14 @@ def unregister_neuron(cls: type[nn.Module]) -> None:
 
 
 def is_spiking_neuron(module: nn.Module) -> bool:
-    """Return whether `module` is a registered neuron or one of spikingjelly's."""
+    """Return whether `module` is a registered neuron or one of a known library."""
     return _find_entry(type(module)) is not None
+
+
+def list_reset_methods(module: nn.Module) -> tuple[str, ...]:
+    """List the methods of a neuron that set its state to rest and return it."""
+    match = _find_entry(type(module))
+    return () if match is None else tuple(name for name in match[1].resets if hasattr(module, name))
 
 
 def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
@@ -126,8 +133,8 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
     parent, entry = match
     output, max_value, reason = entry.output, entry.max_value, entry.reason
     spec: NeuronSpec | None = None
-    if parent not in _registered:
-        output, max_value, spec_problem = determine_output(module, parent, output)
+    if entry.describe_output is not None:
+        output, max_value, spec_problem = entry.describe_output(module)
         reason = reason or spec_problem
     overridden = _find_overrides(module, parent)
     if overridden:
@@ -138,9 +145,12 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
         spec, reason = (built_spec, None) if isinstance(built_spec, NeuronSpec) else (None, built_spec)
     if spec is not None and (spec_problem := _get_side_output(module)):
         spec, reason = None, spec_problem
-    if spec is not None and not hasattr(module, "v"):
-        spec, reason = None, f"`{type(module).__name__}` does not keep its membrane in an attribute `v`"
+    state = next(iter(entry.states), None)
+    if spec is not None and state is not None and not hasattr(module, state):
+        spec, reason = None, f"`{type(module).__name__}` does not keep its membrane in an attribute `{state}`"
     mode = getattr(module, "step_mode", None)
+    if entry.is_single_step is not None:
+        mode = "s" if entry.is_single_step else "m"
     return NeuronInfo(
         type=type(module).__name__,
         output=output,
@@ -148,6 +158,9 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
         spec=spec,
         reason=reason,
         step_mode=mode if mode in ("s", "m") else None,
+        state=state,
+        returned_states=entry.count_returned_states(module),
+        restarts=entry.restarts,
     )
 
 

@@ -93,7 +93,7 @@ def match_repetition(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _is_single_step(node: fx.Node) -> bool:
     """Return whether the node's value has a time axis of length 1."""
-    if node.op == "call_module":
+    if node.op == "call_module" or get_folded_sizes(node) is not None:
         source = node.all_input_nodes
         return len(source) == 1 and _is_single_step(source[0])
     if node.target not in ("unsqueeze", torch.unsqueeze):
@@ -177,7 +177,9 @@ class _Simplifier:
                 continue
             shape = self._shapes[reader.name]
             with self._graph.inserting_before(reader):
-                once = self._graph.create_node("call_module", reader.target, (step,))
+                once = self._graph.create_node(
+                    reader.op, reader.target, (step, *reader.args[1:]), reader.kwargs
+                )
                 after = self._graph.create_node(
                     "call_method", "expand", (once, steps, *[-1] * (len(shape) - 1))
                 )
@@ -192,10 +194,12 @@ class _Simplifier:
 
     def _treats_steps_alike(self, node: fx.Node) -> bool:
         """Return whether the node is a layer that treats each time step of its only input alone."""
-        if node.op != "call_module" or len(node.args) != 1 or node.kwargs or node.name not in self._shapes:
+        if len(node.all_input_nodes) != 1 or node.name not in self._shapes:
             return False
         if get_folded_sizes(node) is not None:
-            return True
+            return node.args[:1] == (node.all_input_nodes[0],)
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return False
         layer = self._layers[str(node.target)]
         is_plain = has_library_forward(layer) or (isinstance(layer, nn.Conv2d) and is_plain_conv(layer))
         if not is_plain or layer.training or getattr(layer, "step_mode", "s") != "m":

@@ -11,10 +11,11 @@ The result depends on the shapes of the sample: shapes that the network asks for
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Container, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ from sparseflow.spiking.graph.aliasing import find_written_node
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.layer_rules import has_library_forward
 from sparseflow.spiking.graph.propagation import ValuePropagation
+from sparseflow.spiking.graph.registry import NeuronInfo
 from sparseflow.spiking.graph.sites import is_plain_conv
 
 Shape = tuple[int, ...]
 
 _FOLDED_KEY = "sparseflow_folded_sizes"
 _STEPS_KEY = "sparseflow_steps"
+_STATES_KEY = "sparseflow_returned_states"
 _UNKNOWN = object()
 _VIEWS = ("flatten", "unflatten", "reshape", "view", "contiguous")
 _DATA_DEPENDENT = (
@@ -49,6 +52,8 @@ SAMPLE_RANKS: dict[type[nn.Module], int] = {
 _ANY_RANK = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm, nn.Identity, nn.ReLU, nn.GELU, nn.Dropout)
 """Layers that run on each sample alone for every rank of at least 2."""
 _ELEMENTWISE = ("add", "sub", "mul", "div", "truediv", "relu", "gelu", "sigmoid", "neg")
+_POOLINGS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg", "adaptive_avg") for rank in (1, 2)}
+"""Functions that run on each sample alone if their input has two more dimensions than they pool."""
 
 
 def get_folded_sizes(node: fx.Node) -> tuple[int, int] | None:
@@ -64,6 +69,68 @@ def set_folded_sizes(node: fx.Node, sizes: tuple[int, int]) -> None:
 def runs_step_by_step(node: fx.Node) -> bool:
     """Return whether the node stands for one call of a neuron per time step."""
     return _STEPS_KEY in node.meta
+
+
+@dataclass(frozen=True)
+class NeuronOutputs:
+    """The nodes of the values that a neuron returns.
+
+    Attributes:
+        spikes: The spikes; None if nothing reads them.
+        states: For each tensor of the state, that at every time step, if one before the last is read.
+        final_states: For each tensor of the state, that after the last step, if it is read.
+    """
+
+    spikes: fx.Node | None
+    states: Mapping[int, fx.Node]
+    final_states: Mapping[int, fx.Node]
+
+
+def get_neuron_outputs(node: fx.Node, info: NeuronInfo) -> NeuronOutputs | None:
+    """Find the nodes of the values that a neuron returns; None if its tuple is read as a whole.
+
+    A neuron returns (spikes, state...). One that runs step by step stands for
+    (spikes at all steps, state at all steps..., state after the last step...).
+    """
+    if info.returned_states == 0:
+        return NeuronOutputs(node, {}, {})
+    items: dict[int, fx.Node] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[0] is not node or user.args[1] in items:
+            return None
+        items[int(user.args[1])] = user  # type: ignore[arg-type]
+    count = info.returned_states
+    states = {index - 1: item for index, item in items.items() if 1 <= index <= count}
+    if not runs_step_by_step(node):
+        return NeuronOutputs(items.get(0), {}, states)
+    final = {index - 1 - count: item for index, item in items.items() if index > count}
+    return NeuronOutputs(items.get(0), states, final)
+
+
+def run_step_by_step(node: fx.Node, call: Callable[..., Any], sequence: torch.Tensor, *state: Any) -> Any:
+    """Call a neuron once for each time step.
+
+    Args:
+        node: A node for which `runs_step_by_step` is true.
+        call: The neuron.
+        sequence: Its inputs, [T, ...].
+        state: The state before the first step, if the caller passes it.
+
+    Returns:
+        The spikes [T, ...]; or the tuple that `get_neuron_outputs` describes, with None instead of the states
+        at every time step if nothing reads them.
+    """
+    count = node.meta[_STATES_KEY]
+    if count == 0:
+        return torch.stack([call(x) for x in sequence])
+    takes_state = len(state) > 0
+    steps: list[Any] = []
+    for x in sequence:
+        steps.append(call(x, *state))
+        state = steps[-1][1:] if takes_state else ()
+    read = [user.args[1] for user in node.users]
+    columns = enumerate(zip(*steps, strict=True))
+    return *(torch.stack(column) if i in read else None for i, column in columns), *steps[-1][1:]
 
 
 def lift_time_axis(graph: SpikeGraph) -> SpikeGraph:
@@ -93,7 +160,9 @@ class _Rewriter:
         shapes: Shape of each node that yields a tensor.
     """
 
-    def __init__(self, module: fx.GraphModule, shapes: Mapping[str, Shape], neurons: Container[str]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, shapes: Mapping[str, Shape], neurons: Mapping[str, NeuronInfo]
+    ) -> None:
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(module.graph, copied)
@@ -112,8 +181,9 @@ class _Rewriter:
         self._replaced: list[fx.Node] = []
 
     def rewrite(self) -> None:
-        """Replace queries of shapes by constants, join loops, and remove folds."""
+        """Replace queries of shapes by constants, split tuples, join loops, and remove folds."""
         self._replace_queries()
+        self._split_tuples()
         self._join_loops()
         for node in list(self._graph.nodes):
             if node.op not in ("placeholder", "get_attr", "output"):
@@ -171,6 +241,38 @@ class _Rewriter:
         args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
         return node.target(*args, **kwargs)
 
+    # Neurons with state
+
+    def _split_tuples(self) -> None:
+        """Let each value that a neuron returns be one node, and pass the state by position."""
+        for node in list(self._graph.nodes):
+            info = self._neurons.get(str(node.target)) if node.op == "call_module" else None
+            if info is None or info.returned_states == 0:
+                continue
+            signature = inspect.signature(self._layers[str(node.target)].forward)
+            node.args, node.kwargs = signature.bind(*node.args, **node.kwargs).args, {}
+            items = [user for user in node.users if user.target is operator.getitem]
+            shape = self.shapes.get(node.all_input_nodes[0].name)
+            if any(user.op == "output" for user in node.users):
+                with self._graph.inserting_after(node):
+                    parts = [
+                        self._graph.create_node("call_function", operator.getitem, (node, index))
+                        for index in range(info.returned_states + 1)
+                    ]
+                output = next(user for user in node.users if user.op == "output")
+                output.args = map_arg(
+                    output.args, lambda item, node=node, parts=parts: tuple(parts) if item is node else item
+                )
+                items += parts
+            nodes: dict[Any, fx.Node] = {}
+            for item in items:
+                first = nodes.setdefault(item.args[1], item)
+                if item is not first:
+                    item.replace_all_uses_with(first)
+                    self._graph.erase_node(item)
+            if shape is not None and 0 in nodes:
+                self.shapes[nodes[0].name] = shape
+
     # Loops over time steps
 
     def _join_loops(self) -> None:
@@ -180,7 +282,8 @@ class _Rewriter:
             return  # the order of the calls could matter
         calls: dict[str, list[fx.Node]] = {}
         for node in nodes:
-            if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
+            takes_state = node.op == "call_module" and str(node.target) in self._neurons
+            if node.op == "call_module" and (len(node.args) == 1 or takes_state) and not node.kwargs:
                 calls.setdefault(str(node.target), []).append(node)
         for steps in calls.values():
             if len(steps) > 1:
@@ -191,33 +294,100 @@ class _Rewriter:
                 node.replace_all_uses_with(stacked)
         for node in reversed(self._graph.nodes):
             is_pure = node.op in ("call_function", "call_method") and node.target is not torch._assert
+            is_pure = is_pure and not inspect.ismethod(node.target)  # a method that resets a neuron
             if not node.users and (is_pure or any(node in steps for steps in self._stacks)):
                 self._graph.erase_node(node)
 
     def _join_calls(self, nodes: tuple[fx.Node, ...]) -> None:
         """Join the calls of one module, which follow each other in time."""
-        is_neuron = str(nodes[0].target) in self._neurons
+        info = self._neurons.get(str(nodes[0].target))
+        if info is not None and info.returned_states:
+            self._join_neuron_with_state(nodes, info)
+            return
         shape = self.shapes.get(nodes[0].name)
         if shape is None or any(self.shapes.get(node.name) != shape for node in nodes):
             return
-        if is_neuron and getattr(self._layers[str(nodes[0].target)], "step_mode", "s") != "s":
+        if info is not None and getattr(self._layers[str(nodes[0].target)], "step_mode", "s") != "s":
             return
-        if not is_neuron and not self._runs_per_sample(nodes[0], len(shape)):
+        if info is None and not self._runs_per_sample(nodes[0], len(shape)):
             return
         source = self._stack(tuple(node.args[0] for node in nodes))  # type: ignore[arg-type]
         if source is None:
             return
-        sizes = (len(nodes), shape[0])
         with self._graph.inserting_after(source):
             joined = self._graph.create_node("call_module", nodes[0].target, (source,))
-        joined.meta.update({_STEPS_KEY: len(nodes)} if is_neuron else {_FOLDED_KEY: sizes})
-        self.shapes[joined.name] = (len(nodes), *shape)
+        steps = len(nodes)
+        if info is None:
+            set_folded_sizes(joined, (steps, shape[0]))
+        else:
+            joined.meta.update({_STEPS_KEY: steps, _STATES_KEY: 0})
         self._stacks[nodes] = joined
+        self._replace_by_steps(nodes, joined, shape)
+
+    def _replace_by_steps(
+        self, nodes: Sequence[fx.Node | None], stacked: fx.Node, shape: Shape | None
+    ) -> None:
+        """Replace the nodes of consecutive time steps by slices of `stacked`."""
+        if shape is not None:
+            self.shapes[stacked.name] = (len(nodes), *shape)
         for step, node in reversed(list(enumerate(nodes))):
-            with self._graph.inserting_after(joined):
-                item = self._graph.create_node("call_function", operator.getitem, (joined, step))
-            self.shapes[item.name] = shape
+            if node is None:
+                continue
+            with self._graph.inserting_after(stacked):
+                item = self._graph.create_node("call_function", operator.getitem, (stacked, step))
+            if shape is not None:
+                self.shapes[item.name] = shape
             node.replace_all_uses_with(item)
+
+    def _join_neuron_with_state(self, nodes: tuple[fx.Node, ...], info: NeuronInfo) -> None:
+        """Join the calls of a neuron that returns its state, and gets it back if it does not store it."""
+        outputs = [output for node in nodes if (output := get_neuron_outputs(node, info)) is not None]
+        spikes = [output.spikes for output in outputs if output.spikes is not None]
+        shape = self.shapes.get(spikes[0].name) if spikes else None
+        if len(spikes) < len(nodes) or any(self.shapes.get(node.name) != shape for node in spikes):
+            return
+        if shape is None or info.step_mode != "s" or not self._passes_state_on(nodes, outputs):
+            return
+        states = [[output.final_states.get(i) for output in outputs] for i in range(info.returned_states)]
+        are_read = [
+            [item is not None and not set(item.users) <= set(nodes) for item in row] for row in states
+        ]
+        if info.state is None and any(any(row[:-1]) for row in are_read):
+            return  # tuples are not stacked
+        source = self._stack(tuple(node.args[0] for node in nodes))  # type: ignore[arg-type]
+        if source is None:
+            return
+        arguments = (source, *nodes[0].args[1:])
+        order = {node: position for position, node in enumerate(self._graph.nodes)}
+        last = max((node for node in arguments if isinstance(node, fx.Node)), key=order.__getitem__)
+        with self._graph.inserting_after(last):
+            joined = self._graph.create_node("call_module", nodes[0].target, arguments)
+        joined.meta.update({_STEPS_KEY: len(nodes), _STATES_KEY: info.returned_states})
+        self._stacks[nodes] = joined
+
+        def insert_item(index: int) -> fx.Node:
+            with self._graph.inserting_after(joined):
+                return self._graph.create_node("call_function", operator.getitem, (joined, index))
+
+        for index, (items, is_read) in enumerate(zip(states, are_read, strict=True)):
+            final_state = items[-1]
+            if any(is_read[:-1]):
+                self._replace_by_steps(items, insert_item(1 + index), shape)
+            elif is_read[-1] and final_state is not None:
+                final_state.replace_all_uses_with(insert_item(1 + info.returned_states + index))
+        stacked = insert_item(0)
+        self._stacks[tuple(spikes)] = stacked
+        self._replace_by_steps(spikes, stacked, shape)
+
+    @staticmethod
+    def _passes_state_on(nodes: tuple[fx.Node, ...], outputs: Sequence[NeuronOutputs]) -> bool:
+        """Return whether each call gets the state that the one before returned, or none of them gets it."""
+        count = len(nodes[0].args) - 1
+        for node, before in zip(nodes[1:], outputs, strict=False):
+            expected = [before.final_states.get(index) for index in range(count)]
+            if list(node.args[1:]) != expected:
+                return False
+        return True
 
     def _stack(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return a node that stacks the values of `nodes` along a new first axis; None if there is none."""
@@ -265,11 +435,15 @@ class _Rewriter:
         shape = self.shapes.get(first.name)
         if shape is None or any(self.shapes.get(node.name) != shape for node in nodes):
             return None
+        if rules.get_operation_name(first.target) in _VIEWS and first.op in ("call_function", "call_method"):
+            return self._stack_views(nodes, shape)
         if first.op not in ("call_function", "call_method") or any(
             (node.op, node.target, len(node.args), node.kwargs)
-            != (first.op, first.target, len(first.args), {})
+            != (first.op, first.target, len(first.args), first.kwargs)
             for node in nodes
         ):
+            return None
+        if any(isinstance(value, fx.Node) for value in first.kwargs.values()):
             return None
         if not self._runs_per_sample(first, len(shape)):
             return None
@@ -286,9 +460,27 @@ class _Rewriter:
         order = {node: position for position, node in enumerate(self._graph.nodes)}
         last = max((arg for arg in args if isinstance(arg, fx.Node)), key=order.__getitem__)
         with self._graph.inserting_after(last):
-            node = self._graph.create_node(first.op, first.target, tuple(args))
+            node = self._graph.create_node(first.op, first.target, tuple(args), first.kwargs)
         set_folded_sizes(node, (len(nodes), shape[0]))
         self.shapes[node.name] = (len(nodes), *shape)
+        return node
+
+    def _stack_views(self, nodes: tuple[fx.Node, ...], shape: Shape) -> fx.Node | None:
+        """Return one reshape of stacked tensors for views that treat each sample alone."""
+        sources = tuple(node.args[0] for node in nodes)
+        names = {(node.op, node.target) for node in nodes}
+        if len(names) > 1 or any(not isinstance(source, fx.Node) for source in sources):
+            return None
+        shapes = [self.shapes.get(source.name) for source in sources]  # type: ignore[union-attr]
+        if any(before is None or before[:1] != shape[:1] for before in shapes):
+            return None
+        stacked = self._stack(sources)  # type: ignore[arg-type]
+        if stacked is None:
+            return None
+        sizes = (len(nodes), *shape)
+        with self._graph.inserting_after(stacked):
+            node = self._graph.create_node("call_method", "reshape", (stacked, sizes))
+        self.shapes[node.name] = sizes
         return node
 
     # Folds
@@ -356,6 +548,8 @@ class _Rewriter:
         if name in _ELEMENTWISE:
             ranks = {len(self.shapes[source.name]) for source in node.all_input_nodes}
             return ranks == {rank}
+        if name in _POOLINGS and node.kwargs.get("return_indices") is not True and len(node.args) < 6:
+            return len(self.shapes[node.all_input_nodes[0].name]) == rank == _POOLINGS[name] + 2
         if name == "transpose" and len(node.args) == 3:
             return all(isinstance(dim, int) and dim % rank != 0 for dim in node.args[1:])
         return False

@@ -16,6 +16,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.graph.forward_reads import AccessRecorder, ForwardReads
 from sparseflow.spiking.graph.module_state import preserve_state
-from sparseflow.spiking.graph.registry import is_spiking_neuron
+from sparseflow.spiking.graph.registry import is_spiking_neuron, list_reset_methods
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 _UNKNOWN = object()
@@ -78,6 +79,7 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
     with TRACE_LOCK, preserve_state(model), torch.no_grad():
         try:
             concrete_args = tracer.bind_concrete_args(model)
+            tracer.record_resets(model)
             with recorder.record():
                 graph = tracer.trace(model, concrete_args)
         except (SampleError, UntraceableError):
@@ -194,6 +196,17 @@ class SpikingTracer(fx.Tracer):
             elif value is not inspect.Parameter.empty:
                 raise UntraceableError(f"its argument `{name}` is a {type(value).__name__}, not a tensor")
         return constants or None
+
+    def record_resets(self, model: nn.Module) -> None:
+        """Let the methods of neurons that reset them become nodes; the caller restores the neurons."""
+        for module in model.modules():
+            for name in list_reset_methods(module):
+                vars(module)[name] = partial(self._record_reset, getattr(module, name))
+
+    def _record_reset(self, method: Callable[[], Any]) -> Any:
+        if not self.is_in_traced_code():
+            return method()
+        return self.create_proxy("call_function", method, (), {})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a neuron, a convolution, a library layer or has state."""

@@ -24,7 +24,7 @@ from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
-from sparseflow.spiking.graph.registry import get_neuron_info
+from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
 from sparseflow.spiking.graph.time_axis import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.feature_form import FeatureForm
@@ -76,22 +76,29 @@ class GroupStep:
 
     @property
     def membrane(self) -> Any:
-        """The neuron's membrane: a tensor, or a number at rest."""
-        return self.neuron.v
+        """The neuron's membrane: a tensor, or a number or None at rest."""
+        return None if self.info.state is None else getattr(self.neuron, self.info.state)
 
     @membrane.setter
     def membrane(self, value: Any) -> None:
-        self.neuron.v = value
+        if self.info.state is not None:
+            setattr(self.neuron, self.info.state, value)
 
     @property
     def neuron(self) -> Any:
         return self.modules[self.match.neuron_name]
 
     @property
+    def info(self) -> NeuronInfo:
+        """Properties of the neuron."""
+        assert self.match.neuron_info is not None
+        return self.match.neuron_info
+
+    @property
     def form(self) -> FeatureForm:
         """Form of the network's tensors that the group reads and yields."""
         assert self.match.neuron is not None
-        is_single = getattr(self.neuron, "step_mode", "m") == "s"
+        is_single = self.info.step_mode == "s"
         return FeatureForm(self.match.features, is_single and not runs_step_by_step(self.match.neuron))
 
     def fix_mode(self, mode: GroupMode) -> None:
@@ -171,13 +178,14 @@ class GroupStep:
         forms = [spikes.native if mode == "sparse" else spikes.addend for spikes in addends]
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
         shape = self._compute_shape(sources, match.skips, dense, env)
-        if not self._has_membrane_of(shape):
+        v = self._read_membrane(env)
+        if not self._fits(v, shape):
             return self._run_modules(env)
         prepared = self._prepare(mode, shape)
         source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
-        v = self._get_initial_membrane(shape)
+        v = self._make_initial_membrane(v, shape)
         out, v = prepared(source_inputs, skips, dense, post, steps=shape.steps, v=v, out=output_form)
-        return self._store_result(out, v, output_form)
+        return self._store_result(out, v, output_form, env)
 
     def _run_stem(self, env: NodeValues, output_form: Literal["native", "dense"]) -> SpikeTensor:
         """Run the only convolution and the neuron as one kernel."""
@@ -186,7 +194,8 @@ class GroupStep:
         steps, images, *output = self._compute_conv_shape(conv, x.shape)
         size = (output[0], output[1], output[2])
         shape = GroupShape(steps=steps, images=images, sources=(), output=size)
-        if not self._has_membrane_of(shape):
+        v = self._read_membrane(env)
+        if not self._fits(v, shape):
             return self._run_modules(env)
         if self._stem is None or self._shape != shape:
             self._shape = shape
@@ -195,26 +204,36 @@ class GroupStep:
             self._stem = self.backend.fused_kernels.prepare_stem(
                 self._fold_weight(conv), spec, geometry, shape, self.layout
             )
-        out, v = self._stem(x, v=self._get_initial_membrane(shape), out=output_form)
-        return self._store_result(out, v, output_form)
+        out, v = self._stem(x, v=self._make_initial_membrane(v, shape), out=output_form)
+        return self._store_result(out, v, output_form, env)
 
-    def _has_membrane_of(self, shape: GroupShape) -> bool:
+    def _read_membrane(self, env: NodeValues) -> Any:
+        """Return the membrane before the first step, in the network's form: a tensor, a number or None."""
+        return self.membrane if self.match.state is None else env[self.match.state]
+
+    def _fits(self, v: Any, shape: GroupShape) -> bool:
         """Return whether the membrane is at rest or fits; the neuron itself handles other batch sizes."""
-        v = self.neuron.v
-        return not isinstance(v, torch.Tensor) or tuple(self.form.expand(v).shape) == (
-            shape.images,
-            *shape.output,
-        )
+        return self.info.restarts or not isinstance(v, torch.Tensor) or self._has_shape(v, shape)
 
-    def _get_initial_membrane(self, shape: GroupShape) -> torch.Tensor | None:
+    def _has_shape(self, v: torch.Tensor, shape: GroupShape) -> bool:
+        is_rank = v.dim() == self.form.rank - (not self.form.single_step)
+        return is_rank and tuple(self.form.expand(v).shape) == (shape.images, *shape.output)
+
+    def _make_initial_membrane(self, v: Any, shape: GroupShape) -> torch.Tensor | None:
         """Return the membrane as [N, C, H, W]; None for the rest value."""
-        v = self.neuron.v
+        if v is None or (isinstance(v, torch.Tensor) and not self._has_shape(v, shape)):
+            return None
         return self.form.expand(v) if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
 
     def _store_result(
-        self, out: Any, v: torch.Tensor, output_form: Literal["native", "dense"]
+        self, out: Any, v: torch.Tensor, output_form: Literal["native", "dense"], env: NodeValues
     ) -> SpikeTensor:
-        self.neuron.v = self.form.reduce(v)
+        v = self.form.reduce(v)
+        if self.info.restarts:
+            v = v.contiguous()  # a reset keeps the memory format, and the network's code may need this one
+        self.membrane = v
+        if self.match.final_state is not None:
+            env[self.match.final_state] = v
         if output_form == "dense":
             out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)
@@ -383,6 +402,8 @@ class GroupStep:
             local.update(cast_tensors(inputs, self.model_dtype))
         for node in self.match.inner:
             local[node] = run_node(node, local, self.modules)
+        if self.match.final_state is not None:
+            env[self.match.final_state] = local[self.match.final_state]
         return local[self.match.output].to(self.dtype)
 
 

@@ -11,7 +11,7 @@ Each group runs in one of four modes, selected by the autotuner:
 * ``dense``: the library's convolution with BatchNorm folded in, followed by the backend's neuron;
 * ``module``: the network's own modules.
 
-Membranes stay in `neuron.v`, so resetting and carrying state work as before.
+Membranes stay in the neurons, so resetting and carrying state work as before.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Plan:
             if node.op == "placeholder" or (node in inside and node not in group_by_output):
                 continue
             group = group_by_output.get(node)
-            reads = group.match.inputs if group else node.all_input_nodes
+            reads = group.match.reads if group else node.all_input_nodes
             entries.append((node, group, reads))
         last_reader = {read: i for i, (_, _, reads) in enumerate(entries) for read in reads}
         self._steps = [

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 from sparseflow.spiking.backends.base import Backend, ChannelOrder
 from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
 from sparseflow.spiking.graph.simplification import get_folded_pooling
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
+from sparseflow.spiking.graph.time_axis import get_folded_sizes, run_step_by_step, runs_step_by_step
 from sparseflow.spiking.runtime.feature_form import FeatureForm
 
 NodeValues = dict[fx.Node, Any]
@@ -189,9 +189,9 @@ def run_node(node: fx.Node, env: NodeValues, modules: Mapping[str, Any]) -> Any:
         assert isinstance(flat, torch.Tensor)
         args = (pooling.apply(flat),)
     if runs_step_by_step(node):
-        (sequence,) = args
+        sequence, *state = args
         assert isinstance(sequence, torch.Tensor)
-        return torch.stack([_call(node, (x,), kwargs, modules) for x in sequence])
+        return run_step_by_step(node, modules[str(node.target)], sequence, *state)
     sizes = get_folded_sizes(node)
     if sizes is None:
         return _call(node, args, kwargs, modules)

@@ -32,7 +32,7 @@ adds them in a fixed order and runs the neurons, so the result does not depend o
 """
 
 # Kernels are Triton's subset of Python: tuples grow by `+`, constexpr branches stay `if` statements.
-# ruff: noqa: RUF005, SIM102, SIM108, B007
+# ruff: noqa: RUF005, SIM102, B007
 from __future__ import annotations
 
 from triton.experimental import gluon

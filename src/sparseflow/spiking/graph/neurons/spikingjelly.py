@@ -1,53 +1,31 @@
-"""spikingjelly's neurons by name: their outputs, and the constants of those with linear dynamics.
-
-This module does not import spikingjelly. A class is recognized by its module and name, and only if
-spikingjelly is already imported; otherwise no network can contain its classes.
-"""
+"""spikingjelly's neurons by name."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from sparseflow.spiking.backends.spec import NeuronSpec
-
-NeuronOutputKind = Literal["binary", "integer", "real"]
-SpecBuilder = Callable[[Any], "NeuronSpec | str"]
+from sparseflow.spiking.graph.neurons.entry import (
+    NeuronEntry,
+    NeuronOutputKind,
+    OutputDescription,
+    SpecBuilder,
+    classify_surrogate,
+)
 
 _NEURONS = "spikingjelly.activation_based.neuron"
 _SURROGATES = "spikingjelly.activation_based.surrogate"
 
 
-@dataclass(frozen=True, kw_only=True)
-class NeuronEntry:
-    """A class of neurons.
-
-    Attributes:
-        spec: The dynamics, or a function from a module to them or to the reason why there are none.
-        output: Kind of the output.
-        max_value: The largest output; None for 'real'.
-        reason: Why the class has no spec.
-    """
-
-    spec: NeuronSpec | SpecBuilder | None
-    output: NeuronOutputKind
-    max_value: int | None = None
-    reason: str | None = None
-
-
-def find_builtin_neuron(cls: type) -> NeuronEntry | None:
+def find_entry(cls: type) -> NeuronEntry | None:
     """Return the entry of one of spikingjelly's own classes; None for other classes."""
-    module = cls.__module__
-    if "spikingjelly" not in sys.modules:
-        return None
-    if module == "spikingjelly.activation_based.encoding" and cls.__name__ == "PoissonEncoder":
+    if cls.__module__ == "spikingjelly.activation_based.encoding" and cls.__name__ == "PoissonEncoder":
         return NeuronEntry(spec=None, output="binary", max_value=1, reason="it samples its spikes at random")
-    return _ENTRIES.get(cls.__name__) if module.startswith(_NEURONS) else None
+    return _ENTRIES.get(cls.__name__) if cls.__module__.startswith(_NEURONS) else None
 
 
 def _build_leaky_spec(module: Any, rate: float) -> NeuronSpec | str:
@@ -126,52 +104,31 @@ _NONLINEAR_REAL: dict[str, str] = {
     "NoisyBaseNode": "it adds noise to its spikes",
     "FlexSN": "its dynamics are user-defined",
 }
-_ENTRIES = {
-    **{name: NeuronEntry(spec=spec, output="binary", max_value=1) for name, spec in _LINEAR.items()},
-    **{
-        name: NeuronEntry(spec=None, output="binary", max_value=1, reason=reason)
-        for name, reason in _NONLINEAR_BINARY.items()
-    },
-    **{
-        name: NeuronEntry(spec=None, output="real", reason=reason) for name, reason in _NONLINEAR_REAL.items()
-    },
-}
 
 
-def determine_output(
-    module: nn.Module, parent: type, output: NeuronOutputKind
-) -> tuple[NeuronOutputKind, int | None, str | None]:
-    """Determine the output of a spikingjelly neuron, which depends on its surrogate function and mode."""
+def _describe_output(module: Any, *, output: NeuronOutputKind, is_online: bool) -> OutputDescription:
+    """Describe the output of a neuron, which depends on its surrogate function and mode."""
     if output == "real":
         return "real", None, None
-    online = parent.__name__ in ("OTTTLIFNode", "SLTTLIFNode")
-    if online and module.training:
+    if is_online and module.training:
         return "real", None, "in training mode it outputs a trace with its spikes"
     surrogate = getattr(module, "surrogate_function", None)
-    if online or surrogate is None:
+    if is_online or surrogate is None:
         return "binary", 1, None
-    fired = classify_surrogate(surrogate)
+    fired = _classify_surrogate(surrogate)
     if fired == "heaviside":
         return "binary", 1, None
-    if fired == "binary":
+    if fired in ("binary", "strict"):
         return "binary", 1, "its surrogate function is not a step at zero"
     if isinstance(fired, int):
         return "integer", fired, "it fires integers"
     return "real", None, "its surrogate function does not output spikes (spiking=False?)"
 
 
-def classify_surrogate(
+def _classify_surrogate(
     surrogate: Callable[[torch.Tensor], torch.Tensor],
-) -> Literal["heaviside", "binary"] | int | None:
-    """Classify the forward values of a surrogate function.
-
-    spikingjelly's own step functions are recognized by class; others are evaluated on points near and far
-    from zero, which is conclusive for an elementwise function.
-
-    Returns:
-        'heaviside' for (x >= 0), 'binary' for another function into {0, 1}, the maximum if it yields larger
-        non-negative integers, None for anything else.
-    """
+) -> Literal["heaviside", "strict", "binary"] | int | None:
+    """Classify a surrogate function: spikingjelly's own by class, others by their values."""
     cls = type(surrogate)
     if cls.__module__ == _SURROGATES and getattr(surrogate, "spiking", True):
         if cls.__name__ == "MultiLevelSpikeCount":
@@ -180,27 +137,24 @@ def classify_surrogate(
             return "binary"
         if "forward" not in vars(surrogate):
             return "heaviside"
-    steps = torch.logspace(-30, 6, 73, dtype=torch.float64).float()
-    grid = torch.cat([-steps, torch.zeros(1), steps, torch.linspace(-4, 4, 65)])
-    if isinstance(surrogate, nn.Module):
-        grid = grid.to(get_module_device(surrogate))
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            fired = surrogate(grid)
-            if not isinstance(fired, torch.Tensor) or fired.shape != grid.shape:
-                return None
-            if torch.equal(fired, (grid >= 0).to(fired)):
-                return "heaviside"
-            if bool(((fired == 0) | (fired == 1)).all()):
-                return "binary"
-            if bool(((fired >= 0) & (fired == fired.round())).all()) and float(fired.max()) <= 255:
-                return int(fired.max())
-    except Exception:
-        return None
-    return None
+    return classify_surrogate(surrogate)
 
 
-def get_module_device(module: nn.Module) -> torch.device:
-    """Return the device of a module's parameters and buffers; the CPU if it has none."""
-    tensor = next(iter((*module.parameters(), *module.buffers())), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def _make_entry(
+    name: str, output: NeuronOutputKind, spec: SpecBuilder | None, reason: str | None = None
+) -> NeuronEntry:
+    is_online = name in ("OTTTLIFNode", "SLTTLIFNode")
+    return NeuronEntry(
+        spec=spec,
+        output=output,
+        max_value=1 if output == "binary" else None,
+        reason=reason,
+        describe_output=partial(_describe_output, output=output, is_online=is_online),
+    )
+
+
+_ENTRIES = {
+    **{name: _make_entry(name, "binary", spec) for name, spec in _LINEAR.items()},
+    **{name: _make_entry(name, "binary", None, reason) for name, reason in _NONLINEAR_BINARY.items()},
+    **{name: _make_entry(name, "real", None, reason) for name, reason in _NONLINEAR_REAL.items()},
+}
