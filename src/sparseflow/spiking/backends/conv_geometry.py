@@ -24,6 +24,12 @@ class ConvGeometry:
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
 
+    @property
+    def is_square(self) -> bool:
+        """Whether it is the same in both directions."""
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return all(not isinstance(size, str) and size[0] == size[1] for size in sizes)
+
     @classmethod
     def from_layer(cls, layer: nn.Module) -> ConvGeometry:
         """Return the geometry of a Conv2d, a Conv1d or a linear layer."""

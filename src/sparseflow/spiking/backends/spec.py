@@ -104,9 +104,9 @@ class SpikeSource:
     """One convolution of spikes that feeds a group.
 
     Attributes:
-        weight: float32 [C_out, C_in, k, k], k in {1, 3}, BatchNorm folded in.
-        stride: 1 or 2, the same in both directions.
-        padding: Zeros on each side, 0 or 1.
+        weight: float32 [C_out, C_in, k, k], BatchNorm folded in.
+        stride: The same in both directions.
+        padding: Zeros on each side; at most 1, or k - 1 if that is more.
     """
 
     weight: torch.Tensor

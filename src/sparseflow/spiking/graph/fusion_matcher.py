@@ -29,7 +29,12 @@ from sparseflow.spiking.graph.simplification import (
     match_repetition,
 )
 from sparseflow.spiking.graph.sites import ConvSite, Refusal, is_plain_conv
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, get_neuron_outputs, runs_step_by_step
+from sparseflow.spiking.graph.time_axis import (
+    get_folded_sizes,
+    get_neuron_outputs,
+    is_reset,
+    runs_step_by_step,
+)
 
 FeatureKind = Literal["map", "vector", "sequence", "tokens"]
 """[N, C, H, W], [N, C], [N, C, L] or [N, L, C], with or without a time axis."""
@@ -85,7 +90,9 @@ class GroupMatch:
         features: Kind of all its inputs and its output.
         attention: The attention whose product is the neuron's input; its factors are in `dense`.
         neuron_info: Properties of the neuron.
-        state: The node of the membrane before the first step; None if the neuron stores its membrane.
+        state: The node of the membrane before the first step; None if the neuron stores its membrane or
+            starts at rest.
+        starts_at_rest: Whether the membrane is at rest before the first step.
         final_state: The node of the membrane after the last step, which the group yields, too.
     """
 
@@ -102,6 +109,7 @@ class GroupMatch:
     attention: AttentionMatch | None = None
     neuron_info: NeuronInfo | None = None
     state: fx.Node | None = None
+    starts_at_rest: bool = False
     final_state: fx.Node | None = None
 
     @property
@@ -160,7 +168,9 @@ class FusionMatcher:
                 key = id(self._modules[node.target])
                 self._calls[key] = self._calls.get(key, 0) + 1
         self._replaceable = {
-            site.name for site in graph.sites if site.replaceable or self._is_bare_product(site)
+            site.name
+            for site in graph.sites
+            if site.replaceable or self._is_bare_product(site) or self._is_large_convolution(site)
         }
         self._replaceable |= {
             str(node.target) for node in graph.module.graph.nodes if get_folded_pooling(node) is not None
@@ -173,6 +183,17 @@ class FusionMatcher:
         if site.refusal is not Refusal.NOT_A_MAP or not has_library_forward(layer):
             return False
         return ConvGeometry.from_layer(layer) == ConvGeometry()
+
+    def _is_large_convolution(self, site: ConvSite) -> bool:
+        """Return whether only the kernels of groups run a convolution of spikes, for its sizes."""
+        if site.refusal not in (Refusal.KERNEL_SIZE, Refusal.STRIDE, Refusal.PADDING):
+            return False
+        layer = self._graph.model.get_submodule(site.name)
+        geometry = ConvGeometry.from_layer(layer)
+        is_plain = geometry.is_square and geometry.dilation == (1, 1) and geometry.groups == 1
+        if not is_plain or getattr(layer, "padding_mode", "zeros") != "zeros":
+            return False
+        return int(geometry.padding[0]) <= max(1, geometry.kernel_size[0] - 1)
 
     def find_groups(self) -> Iterator[GroupMatch]:
         """Yield the groups with a neuron, then the other convolutions, both in the network's order."""
@@ -238,6 +259,9 @@ class FusionMatcher:
                 self._collect_terms(node.all_input_nodes[0], node, terms)
             output, post_skips = self._match_sew_addition(spikes)
             nodes = {*terms.inner, node, spikes, output} | ({final_state} if final_state else set())
+            resets = state is not None and is_reset(state) and set(state.users) == {node}
+            if resets and state is not None:
+                nodes.add(state)
             inner = sorted(nodes, key=order.__getitem__)
             yield GroupMatch(
                 neuron=node,
@@ -251,7 +275,8 @@ class FusionMatcher:
                 inner=tuple(inner),
                 features=terms.features or self._guess_features(node),
                 neuron_info=info,
-                state=state,
+                state=None if resets else state,
+                starts_at_rest=resets or (state is None and info.state is None),
                 final_state=final_state,
             )
 

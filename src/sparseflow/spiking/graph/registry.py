@@ -52,6 +52,7 @@ class NeuronInfo:
             modes.
         state: Attribute that holds the membrane; None if the caller passes the state.
         returned_states: Number of tensors (or tuples) of state that a call returns behind its spikes.
+        make_state: Makes the returned state from the membrane; None if that is the membrane.
         restarts: Whether a membrane of another shape than the input counts as one at rest.
     """
 
@@ -63,6 +64,7 @@ class NeuronInfo:
     step_mode: Literal["s", "m"] | None = None
     state: str | None = "v"
     returned_states: int = 0
+    make_state: Callable[[torch.Tensor], Any] | None = None
     restarts: bool = False
 
 
@@ -160,6 +162,7 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
         step_mode=mode if mode in ("s", "m") else None,
         state=state,
         returned_states=entry.count_returned_states(module),
+        make_state=entry.make_state,
         restarts=entry.restarts,
     )
 

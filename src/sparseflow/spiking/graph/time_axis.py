@@ -52,6 +52,7 @@ SAMPLE_RANKS: dict[type[nn.Module], int] = {
 _ANY_RANK = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm, nn.Identity, nn.ReLU, nn.GELU, nn.Dropout)
 """Layers that run on each sample alone for every rank of at least 2."""
 _ELEMENTWISE = ("add", "sub", "mul", "div", "truediv", "relu", "gelu", "sigmoid", "neg")
+_CONSTRUCTORS = ("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
 _POOLINGS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg", "adaptive_avg") for rank in (1, 2)}
 """Functions that run on each sample alone if their input has two more dimensions than they pool."""
 
@@ -69,6 +70,11 @@ def set_folded_sizes(node: fx.Node, sizes: tuple[int, int]) -> None:
 def runs_step_by_step(node: fx.Node) -> bool:
     """Return whether the node stands for one call of a neuron per time step."""
     return _STEPS_KEY in node.meta
+
+
+def is_reset(node: fx.Node) -> bool:
+    """Return whether the node calls a method that sets a neuron to rest and returns its state."""
+    return node.op == "call_function" and inspect.ismethod(node.target)
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class _Rewriter:
         """Replace queries of shapes by constants, split tuples, join loops, and remove folds."""
         self._replace_queries()
         self._split_tuples()
+        self._replace_writes()
         self._join_loops()
         for node in list(self._graph.nodes):
             if node.op not in ("placeholder", "get_attr", "output"):
@@ -271,9 +278,42 @@ class _Rewriter:
                     item.replace_all_uses_with(first)
                     self._graph.erase_node(item)
             if shape is not None and 0 in nodes:
-                self.shapes[nodes[0].name] = shape
+                self.shapes.setdefault(nodes[0].name, shape)
 
     # Loops over time steps
+
+    def _replace_writes(self) -> None:
+        """Stack what the network writes into a new tensor, one time step after the other."""
+        order = {node: position for position, node in enumerate(self._graph.nodes)}
+        for buffer in list(self._graph.nodes):
+            is_new = buffer.op in ("call_function", "call_method") and not any(
+                isinstance(arg, fx.Node) and arg.name in self.shapes for arg in buffer.args
+            )
+            is_new = is_new and rules.get_operation_name(buffer.target) in _CONSTRUCTORS
+            writes = [user for user in buffer.users if user.target is operator.setitem]
+            if not is_new or not writes:
+                continue
+            shape = self.shapes.get(buffer.name, ())
+            values = {_get_written_step(write): write.args[2] for write in writes}
+            readers = buffer.users.keys() - set(writes)
+            last_write = max(map(order.__getitem__, writes))
+            if len(values) < len(writes) or any(write.users for write in writes):
+                continue
+            if set(values) != set(range(*shape[:1])) or any(order[reader] < last_write for reader in readers):
+                continue
+            if any(
+                not isinstance(value, fx.Node) or self.shapes.get(value.name) != shape[1:]
+                for value in values.values()
+            ):
+                continue
+            with self._graph.inserting_after(max(writes, key=order.__getitem__)):
+                stacked = self._graph.call_function(torch.stack, ([values[step] for step in sorted(values)],))
+            with self._graph.inserting_after(stacked):
+                result = self._graph.call_method("type_as", (stacked, buffer))
+            self.shapes[stacked.name] = self.shapes[result.name] = shape
+            buffer.replace_all_uses_with(result, delete_user_cb=lambda user, new=result: user is not new)
+            for write in writes:
+                self._graph.erase_node(write)
 
     def _join_loops(self) -> None:
         """Replace the calls of a layer or a neuron in a loop over time steps by one."""
@@ -294,8 +334,7 @@ class _Rewriter:
                 node.replace_all_uses_with(stacked)
         for node in reversed(self._graph.nodes):
             is_pure = node.op in ("call_function", "call_method") and node.target is not torch._assert
-            is_pure = is_pure and not inspect.ismethod(node.target)  # a method that resets a neuron
-            if not node.users and (is_pure or any(node in steps for steps in self._stacks)):
+            if not node.users and ((is_pure and not is_reset(node)) or any(node in steps for steps in self._stacks)):
                 self._graph.erase_node(node)
 
     def _join_calls(self, nodes: tuple[fx.Node, ...]) -> None:
@@ -596,6 +635,15 @@ def _match_slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     else:
         return None
     return (source, axis, step) if axis in (0, 1) and isinstance(step, int) else None  # type: ignore[return-value]
+
+
+def _get_written_step(write: fx.Node) -> int | None:
+    """Return t if the node is `x[t] = value` or `x[t, :, ...] = value`; else None."""
+    index = write.args[1]
+    step, *others = index if isinstance(index, tuple) else (index,)
+    if not isinstance(step, int) or any(item not in (slice(None), Ellipsis) for item in others):
+        return None
+    return step
 
 
 def _match_stack(node: fx.Node) -> tuple[fx.Node, ...] | None:

@@ -209,7 +209,10 @@ class GroupStep:
 
     def _read_membrane(self, env: NodeValues) -> Any:
         """Return the membrane before the first step, in the network's form: a tensor, a number or None."""
-        return self.membrane if self.match.state is None else env[self.match.state]
+        if self.match.starts_at_rest:
+            return None
+        state = self.membrane if self.match.state is None else env[self.match.state]
+        return state[0] if isinstance(state, tuple) else state
 
     def _fits(self, v: Any, shape: GroupShape) -> bool:
         """Return whether the membrane is at rest or fits; the neuron itself handles other batch sizes."""
@@ -228,12 +231,10 @@ class GroupStep:
     def _store_result(
         self, out: Any, v: torch.Tensor, output_form: Literal["native", "dense"], env: NodeValues
     ) -> SpikeTensor:
-        v = self.form.reduce(v)
-        if self.info.restarts:
-            v = v.contiguous()  # a reset keeps the memory format, and the network's code may need this one
-        self.membrane = v
+        self.membrane = self.form.reduce(v)
         if self.match.final_state is not None:
-            env[self.match.final_state] = v
+            state = self.form.reduce(v)
+            env[self.match.final_state] = state if self.info.make_state is None else self.info.make_state(state)
         if output_form == "dense":
             out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)

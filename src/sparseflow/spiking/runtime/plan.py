@@ -47,6 +47,15 @@ from sparseflow.spiking.runtime.spike_tensor import (
 )
 
 
+def _make_mutable(tree: Any) -> Any:
+    """Convert fx's immutable lists and dictionaries to those that the network returns."""
+    if isinstance(tree, list):
+        return [_make_mutable(item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _make_mutable(item) for key, item in tree.items()}
+    return tuple(map(_make_mutable, tree)) if type(tree) is tuple else tree
+
+
 @dataclass(frozen=True)
 class _PlanStep:
     """One step: a single node or a group, and the values that are freed after it."""
@@ -118,6 +127,11 @@ class Plan:
         inside = {n for g in self.groups for n in g.match.inner}
         owner = {n: g.match.output for g in self.groups for n in g.match.inner}
         self.write_hazard = find_write_hazard(graph.module, graph.neurons, owner, max_values)
+        self._states = [
+            (self.modules[name], info.state)
+            for name, info in graph.neurons.items()
+            if info.restarts and info.state is not None and name in self.modules
+        ]
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
         self._layer_nodes = [n for n in nodes if n.op == "call_module"]
@@ -262,12 +276,21 @@ class Plan:
             if step.group is not None:
                 env[step.node] = group_runner(step.group, env) if group_runner else step.group.run(env)
             elif step.node.op == "output":
-                return map_arg(step.node.args[0], lambda n: self._uncast(to_dense(env[n])))
+                self._make_states_contiguous()
+                result = map_arg(step.node.args[0], lambda n: self._uncast(to_dense(env[n])))
+                return _make_mutable(result)
             else:
                 env[step.node] = self._run_operation(step.node, env)
             for node in step.frees:
                 del env[node]
         raise AssertionError("a traced network ends in an output node")
+
+    def _make_states_contiguous(self) -> None:
+        """Copy membranes in another memory format, which a neuron would pass on to the network's own code."""
+        for neuron, name in self._states:
+            state = getattr(neuron, name)
+            if not state.is_contiguous():
+                setattr(neuron, name, state.contiguous())
 
     def _run_operation(self, node: fx.Node, env: NodeValues) -> Any:
         value = env[node.all_input_nodes[0]] if node in self._passthroughs else None

@@ -111,8 +111,8 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "acquire", poisoned)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("k", [1, 3, 5, 7])
+@pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("size", [(1, 1), (4, 4), (5, 7), (8, 3)])
 def test_kernels_strides_and_odd_sizes(k: int, stride: int, size: tuple[int, int]) -> None:
     g = torch.Generator().manual_seed(k * 10 + stride)
@@ -120,11 +120,13 @@ def test_kernels_strides_and_odd_sizes(k: int, stride: int, size: tuple[int, int
     _check(spec, [_spikes(g, 4, 3, 9, *size)])
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("k", [1, 3])
-def test_unusual_padding(k: int, padding: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "stride", "padding"),
+    [(1, 2, 0), (1, 2, 1), (3, 2, 0), (3, 2, 1), (2, 2, 0), (4, 4, 0), (5, 1, 0), (5, 2, 4), (2, 3, 1)],
+)
+def test_unusual_padding(k: int, stride: int, padding: int) -> None:
     g = torch.Generator().manual_seed(7)
-    source = SpikeSource(weight=_grid(g, 8, 5, k, k), stride=2, padding=padding)
+    source = SpikeSource(weight=_grid(g, 8, 5, k, k), stride=stride, padding=padding)
     _check(GroupSpec(sources=(source,), bias=_grid(g, 8), neuron=IF), [_spikes(g, 2, 1, 5, 6, 5)])
 
 

@@ -223,9 +223,8 @@ def _validate_spec(spec: GroupSpec, convolution: ConvolutionKind) -> None:
                 f"a source's weight {tuple(source.weight.shape)} does not fit "
                 f"the bias {tuple(spec.bias.shape)}"
             )
-        supported = k in (1, 3) and source.stride in (1, 2) and source.padding in (0, 1)
-        if convolution == "sparse" and not supported:
+        if convolution == "sparse" and not 0 <= source.padding <= max(1, k - 1):
             raise InputError(
-                f"the event kernel runs 1x1 and 3x3 at stride 1 or 2 and padding 0 or 1, got kernel {k}, "
-                f"stride {source.stride}, padding {source.padding}"
+                f"the event kernel runs a {k}x{k} convolution with a padding of at most {max(1, k - 1)}, got "
+                f"{source.padding}"
             )

@@ -5,8 +5,12 @@ A caller passes the state, a named tuple of tensors, and gets the next one back 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.neurons.entry import NeuronEntry, exceed, extract_number
@@ -15,6 +19,11 @@ from sparseflow.spiking.graph.neurons.entry import NeuronEntry, exceed, extract_
 def find_entry(cls: type) -> NeuronEntry | None:
     """Return the entry of one of norse's own classes; None for other classes."""
     return _ENTRIES.get(cls.__name__) if cls.__module__.startswith("norse.torch.module.") else None
+
+
+def _make_state(module: str, name: str, v: torch.Tensor) -> Any:
+    """Make the named tuple `name` of one of norse's modules from a membrane."""
+    return getattr(sys.modules[f"norse.torch.functional.{module}"], name)(v=v)
 
 
 def _build_box_spec(module: Any) -> NeuronSpec | str:
@@ -28,6 +37,8 @@ def _build_box_spec(module: Any) -> NeuronSpec | str:
     if method not in ("reset_value", "reset_subtract"):
         return "its reset is user-defined"
     soft = method == "reset_subtract"
+    if v_leak != (0.0 if soft else extract_number(parameters.v_reset)):
+        return "its membrane starts at another value than it is reset to"
     return _build_spec(parameters, alpha=1.0 - rate, beta=rate, v_leak=v_leak, soft=soft)
 
 
@@ -65,8 +76,12 @@ _REASONS = {
 _INTEGRATOR = replace(_CELL, output="real", max_value=None, reason="it outputs its membrane, not spikes")
 _ENCODER = replace(_CELL, count_returned_states=lambda module: 0, reason="it encodes numbers as spikes")
 _ENTRIES = {
-    "LIFBoxCell": replace(_CELL, spec=_build_box_spec),
-    "IAFCell": replace(_CELL, spec=_build_iaf_spec),
+    "LIFBoxCell": replace(
+        _CELL, spec=_build_box_spec, make_state=partial(_make_state, "lif_box", "LIFBoxFeedForwardState")
+    ),
+    "IAFCell": replace(
+        _CELL, spec=_build_iaf_spec, make_state=partial(_make_state, "iaf", "IAFFeedForwardState")
+    ),
     "IAF": replace(_SEQUENCE, reason="it takes all time steps and returns its state"),
     **{f"{name}Cell": replace(_CELL, reason=reason) for name, reason in _REASONS.items()},
     **{name: replace(_SEQUENCE, reason=reason) for name, reason in _REASONS.items()},
