@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from sparseflow.errors import ModelError
 from sparseflow.spiking.graph import layer_rules, rules
 from sparseflow.spiking.graph import values as v
 from sparseflow.spiking.graph.aliasing import find_written_node, list_aliased_inputs
+from sparseflow.spiking.graph.neurons.entry import UNBOUNDED
 from sparseflow.spiking.graph.registry import NeuronInfo
 from sparseflow.spiking.graph.sites import SpikeLayer
 from sparseflow.spiking.graph.values import SpikeValue
@@ -36,7 +38,8 @@ def check_neuron_output(name: str, info: NeuronInfo, output: Any) -> None:
         return
     if output.dtype == torch.bool:
         return
-    valid = (output >= 0) & (output <= info.max_value) & (output == output.round())
+    limit = math.inf if info.max_value == UNBOUNDED else info.max_value
+    valid = (output >= 0) & (output <= limit) & (output == output.round())
     if not bool(valid.all()):
         invalid = output[~valid].flatten()[0].item()
         raise ModelError(

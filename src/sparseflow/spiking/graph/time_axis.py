@@ -53,6 +53,7 @@ _ANY_RANK = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm, nn.Identity, nn.ReLU, nn.G
 """Layers that run on each sample alone for every rank of at least 2."""
 _ELEMENTWISE = ("add", "sub", "mul", "div", "truediv", "relu", "gelu", "sigmoid", "neg")
 _CONSTRUCTORS = ("zeros", "empty", "ones", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
+_REDUCTIONS = ("amax", "amin", "mean", "sum")
 _POOLINGS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg", "adaptive_avg") for rank in (1, 2)}
 """Functions that run on each sample alone if their input has two more dimensions than they pool."""
 
@@ -334,7 +335,9 @@ class _Rewriter:
                 node.replace_all_uses_with(stacked)
         for node in reversed(self._graph.nodes):
             is_pure = node.op in ("call_function", "call_method") and node.target is not torch._assert
-            if not node.users and ((is_pure and not is_reset(node)) or any(node in steps for steps in self._stacks)):
+            if not node.users and (
+                (is_pure and not is_reset(node)) or any(node in steps for steps in self._stacks)
+            ):
                 self._graph.erase_node(node)
 
     def _join_calls(self, nodes: tuple[fx.Node, ...]) -> None:
@@ -589,6 +592,13 @@ class _Rewriter:
             return ranks == {rank}
         if name in _POOLINGS and node.kwargs.get("return_indices") is not True and len(node.args) < 6:
             return len(self.shapes[node.all_input_nodes[0].name]) == rank == _POOLINGS[name] + 2
+        if name in _REDUCTIONS:
+            dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+            source_rank = len(self.shapes[node.all_input_nodes[0].name])
+            listed = [dims] if isinstance(dims, int) else dims
+            if not isinstance(listed, (list, tuple)) or len(listed) == 0:
+                return False
+            return all(isinstance(dim, int) and dim % source_rank != 0 for dim in listed)
         if name == "transpose" and len(node.args) == 3:
             return all(isinstance(dim, int) and dim % rank != 0 for dim in node.args[1:])
         return False
@@ -640,8 +650,8 @@ def _match_slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 def _get_written_step(write: fx.Node) -> int | None:
     """Return t if the node is `x[t] = value` or `x[t, :, ...] = value`; else None."""
     index = write.args[1]
-    step, *others = index if isinstance(index, tuple) else (index,)
-    if not isinstance(step, int) or any(item not in (slice(None), Ellipsis) for item in others):
+    step, *slices = index if isinstance(index, tuple) else (index,)
+    if not isinstance(step, int) or any(item not in (slice(None), Ellipsis) for item in slices):
         return None
     return step
 

@@ -16,6 +16,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,7 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
         try:
             concrete_args = tracer.bind_concrete_args(model)
             tracer.record_resets(model)
-            with recorder.record():
+            with recorder.record(), tracer.record_constructors():
                 graph = tracer.trace(model, concrete_args)
         except (SampleError, UntraceableError):
             raise
@@ -207,6 +208,24 @@ class SpikingTracer(fx.Tracer):
         if not self.is_in_traced_code():
             return method()
         return self.create_proxy("call_function", method, (), {})
+
+    @contextmanager
+    def record_constructors(self) -> Iterator[None]:
+        """Let `torch.zeros` and the like take sizes that the network asked its input for."""
+        originals = {name: getattr(torch, name) for name in ("zeros", "ones", "empty", "full")}
+
+        def construct(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.is_in_traced_code() and any(isinstance(size, fx.Proxy) for size in tree_leaves(args)):
+                return self.create_proxy("call_function", original, args, kwargs)
+            return original(*args, **kwargs)
+
+        for name, original in originals.items():
+            setattr(torch, name, partial(construct, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(torch, name, original)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a neuron, a convolution, a library layer or has state."""

@@ -24,6 +24,7 @@ from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
+from sparseflow.spiking.graph.neurons.entry import MAX_COUNT
 from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
 from sparseflow.spiking.graph.time_axis import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
@@ -174,6 +175,8 @@ class GroupStep:
         dense = [self._run_dense_conv(conv, env) for conv in match.dense_convs]
         dense += [self._get_sequence(node, env) for node in match.dense]
         sources = self._get_sources(env)
+        if mode == "sparse" and any(map(_exceeds_counts, sources)):
+            return self._run_modules(env)
         addends = [self._get_spikes(node, env) for node in (*match.skips, *match.post_skips)]
         forms = [spikes.native if mode == "sparse" else spikes.addend for spikes in addends]
         skips, post = forms[: len(match.skips)], forms[len(match.skips) :]
@@ -234,7 +237,9 @@ class GroupStep:
         self.membrane = self.form.reduce(v)
         if self.match.final_state is not None:
             state = self.form.reduce(v)
-            env[self.match.final_state] = state if self.info.make_state is None else self.info.make_state(state)
+            env[self.match.final_state] = (
+                state if self.info.make_state is None else self.info.make_state(state)
+            )
         if output_form == "dense":
             out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)
@@ -408,6 +413,11 @@ class GroupStep:
         return local[self.match.output].to(self.dtype)
 
 
+def _exceeds_counts(spikes: SpikeTensor) -> bool:
+    """Return whether a neuron without a bound fired more often in one step than spikes can represent."""
+    return spikes.max_value > MAX_COUNT and float(spikes.sequence.max()) > MAX_COUNT
+
+
 @dataclass
 class ConvolutionStep(GroupStep):
     """A convolution with its BatchNorm that feeds no neuron of a group.
@@ -462,6 +472,8 @@ class ConvolutionStep(GroupStep):
         if mode == "module":
             return self._run_original(env)
         sources = self._get_sources(env)
+        if mode == "sparse" and any(map(_exceeds_counts, sources)):
+            return self._run_original(env)
         prepared = self._prepare(mode, self._compute_shape(sources, (), (), env))
         inputs = [spikes.native if mode == "sparse" else spikes.sequence for spikes in sources]
         return self.form.from_maps(prepared.convolve(inputs).to(self.dtype))

@@ -421,8 +421,8 @@ def _spec(**changes: Any) -> GroupSpec:
     [
         (_spec(sources=()), "at least one source or dense input"),
         (_spec(bias=torch.zeros(5)), "does not fit the bias"),
-        (_spec(sources=(SpikeSource(weight=torch.zeros(4, 3, 5, 5), padding=1),)), "got kernel 5"),
-        (_spec(sources=(SpikeSource(weight=torch.zeros(4, 3, 3, 3), stride=3),)), "stride 3"),
+        (_spec(sources=(SpikeSource(weight=torch.zeros(4, 3, 5, 5), padding=5),)), "at most 4, got 5"),
+        (_spec(sources=(SpikeSource(weight=torch.zeros(4, 3, 1, 1), padding=2),)), "at most 1, got 2"),
     ],
 )
 def test_prepare_refuses_what_it_cannot_run(spec: GroupSpec, message: str) -> None:

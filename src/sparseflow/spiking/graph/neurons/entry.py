@@ -17,7 +17,10 @@ OutputDescription = tuple[NeuronOutputKind, int | None, str | None]
 """Kind of the output, its largest value (None for 'real'), and why that rules out a spec (or None)."""
 
 MAX_COUNT = 255
-"""Largest number of spikes per step of a neuron without a bound; layers run dense on more."""
+"""Largest number of spikes per step that sparse layers can read."""
+
+UNBOUNDED = MAX_COUNT + 1
+"""Stands for the largest output of a neuron without a bound; layers run dense on more than `MAX_COUNT`."""
 
 
 @dataclass(frozen=True, kw_only=True)

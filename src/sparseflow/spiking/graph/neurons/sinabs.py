@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sparseflow.spiking.graph.neurons.entry import MAX_COUNT, NeuronEntry, OutputDescription
+from sparseflow.spiking.graph.neurons.entry import UNBOUNDED, NeuronEntry, OutputDescription
 
 _ACTIVATIONS = "sinabs.activation."
 
@@ -29,14 +29,13 @@ def _describe_output(module: Any) -> OutputDescription:
     if function.__name__ == "SingleSpike":
         return "binary", 1, None
     limit = getattr(spike_fn, "max_num_spikes_per_bin", None)
-    return "integer", MAX_COUNT if limit is None else int(limit), "it fires several spikes per step"
+    return "integer", UNBOUNDED if limit is None else int(limit), "it fires several spikes per step"
 
 
 _LAYER = NeuronEntry(
-    spec=None,
+    spec=lambda module: "its time axis is the second one",
     output="integer",
-    max_value=MAX_COUNT,
-    reason="its time axis is the second one",
+    max_value=UNBOUNDED,
     describe_output=_describe_output,
     states=("v_mem", "i_syn"),
     is_single_step=False,
