@@ -114,5 +114,6 @@ $(VENV)/.site: $(VENV)/.run
 $(VENV)/.dev: $(VENV)/.site
 	@echo "installing the development dependencies ..."
 	@$(PIP) -e ".[dev]"
+	@$(PIP) --no-deps snntorch sinabs nir nirtorch pbr  # their requirements are installed, except samna (hardware)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $@

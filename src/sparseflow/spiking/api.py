@@ -85,7 +85,8 @@ def optimize(
     raised, the model is unchanged.
 
     Args:
-        model: A network in eval mode whose neurons are known (spikingjelly's, or registered ones).
+        model: A network in eval mode whose neurons are known: those of spikingjelly, snnTorch, norse and
+            sinabs, or registered ones.
         sample: A typical input, or a tuple of inputs. With it, everything is tuned now; without it, on the
             first call. Each new input shape is tuned when it first occurs.
         policy: "measured" times all ways to run a layer and selects the fastest, never one slower than the
@@ -256,8 +257,8 @@ def check_model(model: object) -> None:
             )
     if not any(is_spiking_neuron(module) for module in model.modules()):
         raise ModelError(
-            f"this {type(model).__name__} has no spiking neuron; spikingjelly's neurons are built in, "
-            "register others with sparseflow.register_neuron(cls)"
+            f"this {type(model).__name__} has no spiking neuron; those of spikingjelly, snnTorch, norse and "
+            "sinabs are built in, register others with sparseflow.register_neuron(cls)"
         )
 
 

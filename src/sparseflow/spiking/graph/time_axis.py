@@ -295,7 +295,9 @@ class _Rewriter:
             if not is_new or not writes:
                 continue
             shape = self.shapes.get(buffer.name, ())
-            values = {_get_written_step(write): write.args[2] for write in writes}
+            values = {
+                step: write.args[2] for write in writes if (step := _get_written_step(write)) is not None
+            }
             readers = buffer.users.keys() - set(writes)
             last_write = max(map(order.__getitem__, writes))
             if len(values) < len(writes) or any(write.users for write in writes):
