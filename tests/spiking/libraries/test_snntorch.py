@@ -38,6 +38,10 @@ NEURONS: dict[str, Callable[..., nn.Module]] = {
     "threshold": lambda **options: make_leaky(threshold=0.75, **options),
     "learned": lambda **options: make_leaky(learn_beta=True, learn_threshold=True, **options),
     "default surrogate": lambda **options: snntorch.Leaky(beta=0.25, **options),
+    "equal tensors": lambda **options: make_leaky(beta=torch.full((1,), 0.5), **options),
+    "immediate reset to zero": lambda **options: make_leaky(
+        reset_mechanism="zero", reset_delay=False, **options
+    ),
     "no decay": lambda **options: make_leaky(beta=1.5, **options),
     "no memory": lambda **options: make_leaky(beta=0.0, **options),
     "lapicque": lambda **options: Lapicque(R=2.0, C=0.5, time_step=0.5, **options),
@@ -45,7 +49,7 @@ NEURONS: dict[str, Callable[..., nn.Module]] = {
 UNFUSED: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "inhibition": (lambda **o: make_leaky(inhibition=True, **o), "only the neuron with the largest"),
     "quantized": (lambda **o: make_leaky(state_quant=lambda v: v.round(), **o), "quantized"),
-    "immediate reset": (lambda **o: make_leaky(reset_delay=False, **o), "resets in the same step"),
+    "immediate reset": (lambda **o: make_leaky(reset_delay=False, **o), "depends on two steps"),
     "betas": (lambda **o: make_leaky(beta=torch.rand(3), **o), "decay rates differ"),
     "thresholds": (lambda **o: make_leaky(threshold=torch.rand(3) + 1, **o), "thresholds differ"),
     "synaptic": (lambda **o: snntorch.Synaptic(alpha=0.5, beta=0.5, **o), "synaptic current"),

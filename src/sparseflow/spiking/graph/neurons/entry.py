@@ -94,10 +94,13 @@ def exceed(threshold: float) -> float:
 
 
 def extract_number(value: Any) -> float | None:
-    """Return the number in a one-element tensor or a number; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_meta else None
-    return float(value) if isinstance(value, (int, float)) else None
+    """Return a number, or the one that all elements of a tensor are equal to; None for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return float(value) if isinstance(value, (int, float)) else None
+    if value.numel() == 0 or value.is_meta:
+        return None
+    first = value.detach().flatten()[0]
+    return float(first) if value.numel() == 1 or bool((value == first).all()) else None
 
 
 def get_module_device(module: nn.Module) -> torch.device:

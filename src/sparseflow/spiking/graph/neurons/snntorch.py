@@ -30,9 +30,12 @@ def _build_leaky_spec(module: Any) -> NeuronSpec | str:
     beta = extract_number(module.beta)
     if beta is None:
         return "its decay rates differ between neurons"
-    if not module.reset_delay and module.reset_mechanism != "none":
-        return "it resets in the same step, but not after a step that follows a spike (reset_delay=False)"
-    return _build_spec(module, alpha=min(max(beta, 0.0), 1.0), gain=1.0)
+    spec = _build_spec(module, alpha=min(max(beta, 0.0), 1.0), gain=1.0)
+    if isinstance(spec, str) or module.reset_delay or module.reset_mechanism == "none":
+        return spec
+    if module.reset_mechanism == "zero" and spec.v_threshold > 0.0:
+        return replace(spec, delays_reset=False)
+    return "its reset depends on two steps (reset_delay=False)"
 
 
 def _build_lapicque_spec(module: Any) -> NeuronSpec | str:
