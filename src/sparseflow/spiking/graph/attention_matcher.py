@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from sparseflow.spiking.graph import rules
-from sparseflow.spiking.graph.time_axis import get_folded_sizes
+from sparseflow.spiking.graph.time_steps import get_folded_sizes
 
 _PRODUCTS = (operator.matmul, torch.matmul, "matmul")
 _VIEWS = ("transpose", "permute", "reshape", "view", "flatten", "unflatten", "contiguous", "movedim")

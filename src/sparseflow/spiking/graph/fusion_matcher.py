@@ -29,7 +29,7 @@ from sparseflow.spiking.graph.simplification import (
     match_repetition,
 )
 from sparseflow.spiking.graph.sites import ConvSite, Refusal, is_plain_conv
-from sparseflow.spiking.graph.time_axis import (
+from sparseflow.spiking.graph.time_steps import (
     get_folded_sizes,
     get_neuron_outputs,
     is_reset,

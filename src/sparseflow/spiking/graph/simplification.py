@@ -22,13 +22,8 @@ from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.layer_rules import has_library_forward
 from sparseflow.spiking.graph.propagation import ValuePropagation
 from sparseflow.spiking.graph.sites import is_plain_conv
-from sparseflow.spiking.graph.time_axis import (
-    SAMPLE_RANKS,
-    Shape,
-    get_folded_sizes,
-    lift_time_axis,
-    set_folded_sizes,
-)
+from sparseflow.spiking.graph.time_axis import lift_time_axis
+from sparseflow.spiking.graph.time_steps import SAMPLE_RANKS, Shape, get_folded_sizes, set_folded_sizes
 
 _POOLING_KEY = "sparseflow_pooling"
 

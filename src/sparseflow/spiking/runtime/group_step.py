@@ -26,7 +26,7 @@ from sparseflow.spiking.backends.spec import NEVER_FIRES, GroupSpec, NeuronSpec
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, GroupMatch, fold_conv_match, make_group_spec
 from sparseflow.spiking.graph.neurons.entry import MAX_COUNT
 from sparseflow.spiking.graph.registry import NeuronInfo, get_neuron_info
-from sparseflow.spiking.graph.time_axis import runs_step_by_step
+from sparseflow.spiking.graph.time_steps import runs_step_by_step
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.feature_form import FeatureForm
 from sparseflow.spiking.runtime.precision_casts import cast_tensors

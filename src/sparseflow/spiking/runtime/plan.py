@@ -32,7 +32,7 @@ from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
 from sparseflow.spiking.graph.simplification import simplify_network
 from sparseflow.spiking.graph.sites import count_products
-from sparseflow.spiking.graph.time_axis import get_folded_sizes
+from sparseflow.spiking.graph.time_steps import get_folded_sizes
 from sparseflow.spiking.runtime.attention_step import AttentionStep
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import ConvolutionStep, GroupMode, GroupStep, SharedGroups

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 from sparseflow.spiking.backends.base import Backend, ChannelOrder
 from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
 from sparseflow.spiking.graph.simplification import get_folded_pooling
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, run_step_by_step, runs_step_by_step
+from sparseflow.spiking.graph.time_steps import get_folded_sizes, run_step_by_step, runs_step_by_step
 from sparseflow.spiking.runtime.feature_form import FeatureForm
 
 NodeValues = dict[fx.Node, Any]
