@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-for name in ("snntorch", "sinabs.layers", "nir", "nirtorch"):
-    pytest.importorskip(name)
+pytest.importorskip("snntorch")
+pytest.importorskip("sinabs.layers")
+pytest.importorskip("nirtorch")
 
 import sinabs.layers as sl
 import snntorch
@@ -30,7 +31,12 @@ def make_snntorch_network() -> Any:
     def make(size: int, **options: Any) -> nn.Module:
         beta, threshold = torch.full((size,), 0.5), torch.ones(size)
         return snntorch.Leaky(
-            beta=beta, threshold=threshold, init_hidden=True, reset_mechanism="zero", reset_delay=False, **options
+            beta=beta,
+            threshold=threshold,
+            init_hidden=True,
+            reset_mechanism="zero",
+            reset_delay=False,
+            **options,
         )
 
     layers = (nn.Linear(20, 40), make(40), nn.Linear(40, 10), make(10, output=True))

@@ -255,7 +255,9 @@ class FusionMatcher:
                 )  # fmt: skip
                 continue
             terms = _GroupTerms(takes_time=self._takes_time(node))
-            if not self._collect_pooled_convolution(node, terms):
+            if info.current_decay is not None:
+                terms.dense.append(node.all_input_nodes[0])  # its current stands between a convolution and it
+            elif not self._collect_pooled_convolution(node, terms):
                 self._collect_terms(node.all_input_nodes[0], node, terms)
             output, post_skips = self._match_sew_addition(spikes)
             nodes = {*terms.inner, node, spikes, output} | ({final_state} if final_state else set())

@@ -52,7 +52,9 @@ class NeuronInfo:
             modes.
         state: Attribute that holds the membrane; None if the caller passes the state.
         returned_states: Number of tensors (or tuples) of state that a call returns behind its spikes.
-        make_state: Makes the returned state from the membrane; None if that is the membrane.
+        make_state: Makes the returned state from the membrane (and the current); None if it is the membrane.
+        current_decay: Decay of the synaptic current i, if the neuron has one: the membrane of a step reads i,
+            and then i <- current_decay * i + x.
         restarts: Whether a membrane of another shape than the input counts as one at rest.
     """
 
@@ -64,7 +66,8 @@ class NeuronInfo:
     step_mode: Literal["s", "m"] | None = None
     state: str | None = "v"
     returned_states: int = 0
-    make_state: Callable[[torch.Tensor], Any] | None = None
+    make_state: Callable[..., Any] | None = None
+    current_decay: float | None = None
     restarts: bool = False
 
 
@@ -163,6 +166,7 @@ def get_neuron_info(module: nn.Module) -> NeuronInfo | None:
         state=state,
         returned_states=entry.count_returned_states(module),
         make_state=entry.make_state,
+        current_decay=entry.get_current_decay(module),
         restarts=entry.restarts,
     )
 

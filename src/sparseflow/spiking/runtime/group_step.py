@@ -184,11 +184,14 @@ class GroupStep:
         v = self._read_membrane(env)
         if not self._fits(v, shape):
             return self._run_modules(env)
+        current = None
+        if self.info.current_decay is not None:
+            dense[0], current = self._filter_current(dense[0], env)
         prepared = self._prepare(mode, shape)
         source_inputs = [s.native if mode == "sparse" else s.sequence for s in sources]
         v = self._make_initial_membrane(v, shape)
         out, v = prepared(source_inputs, skips, dense, post, steps=shape.steps, v=v, out=output_form)
-        return self._store_result(out, v, output_form, env)
+        return self._store_result(out, v, output_form, env, current)
 
     def _run_stem(self, env: NodeValues, output_form: Literal["native", "dense"]) -> SpikeTensor:
         """Run the only convolution and the neuron as one kernel."""
@@ -217,6 +220,21 @@ class GroupStep:
         state = self.membrane if self.match.state is None else env[self.match.state]
         return state[0] if isinstance(state, tuple) else state
 
+    def _filter_current(self, x: torch.Tensor, env: NodeValues) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the synaptic current that the membrane reads at each step, and that after the last step.
+
+        Args:
+            x: Input, [T, N, C, H, W].
+            env: Values of nodes.
+        """
+        state = None if self.match.state is None else env[self.match.state]
+        current = torch.zeros_like(x[0]) if state is None else self.form.expand(state[1]).to(x)
+        currents = torch.empty_like(x)
+        for step, out in zip(x, currents, strict=True):
+            out.copy_(current)
+            current = torch.add(step, current, alpha=self.info.current_decay or 0.0)
+        return currents, current
+
     def _fits(self, v: Any, shape: GroupShape) -> bool:
         """Return whether the membrane is at rest or fits; the neuron itself handles other batch sizes."""
         return self.info.restarts or not isinstance(v, torch.Tensor) or self._has_shape(v, shape)
@@ -232,14 +250,17 @@ class GroupStep:
         return self.form.expand(v) if isinstance(v, torch.Tensor) else self._make_constant_membrane(v, shape)
 
     def _store_result(
-        self, out: Any, v: torch.Tensor, output_form: Literal["native", "dense"], env: NodeValues
+        self,
+        out: Any,
+        v: torch.Tensor,
+        output_form: Literal["native", "dense"],
+        env: NodeValues,
+        current: torch.Tensor | None = None,
     ) -> SpikeTensor:
         self.membrane = self.form.reduce(v)
         if self.match.final_state is not None:
-            state = self.form.reduce(v)
-            env[self.match.final_state] = (
-                state if self.info.make_state is None else self.info.make_state(state)
-            )
+            state = [self.form.reduce(item) for item in (v, current) if item is not None]
+            env[self.match.final_state] = self.info.make_state(*state) if self.info.make_state else state[0]
         if output_form == "dense":
             out = self.form.from_maps(out)
             return self._make_spike_tensor(self.match.output, dense=out, dense_in_network_order=False)

@@ -35,7 +35,10 @@ class NeuronEntry:
         describe_output: Describes the output of a module, where it depends on more than the class.
         states: Attributes that hold the state, the membrane first; empty if a caller passes the state.
         count_returned_states: Counts the tensors of state that a module returns behind its spikes.
-        make_state: Makes the state that a module returns from its membrane; None if that is the membrane.
+        make_state: Makes the state that a module returns from its membrane (and its current); None if that is
+            the membrane.
+        get_current_decay: Returns the decay of the synaptic current between input and membrane; None for
+            neurons without one. The state is then (membrane, current).
         resets: Methods that set the state to rest and return it.
         is_single_step: Whether a call takes one time step; None if the attribute `step_mode` says it.
         restarts: Whether a membrane of another shape than the input counts as one at rest.
@@ -48,7 +51,8 @@ class NeuronEntry:
     describe_output: Callable[[Any], OutputDescription] | None = None
     states: tuple[str, ...] = ("v",)
     count_returned_states: Callable[[Any], int] = lambda module: 0
-    make_state: Callable[[torch.Tensor], Any] | None = None
+    make_state: Callable[..., Any] | None = None
+    get_current_decay: Callable[[Any], float | None] = lambda module: None
     resets: tuple[str, ...] = ()
     is_single_step: bool | None = None
     restarts: bool = False

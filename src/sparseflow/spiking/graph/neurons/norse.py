@@ -21,9 +21,26 @@ def find_entry(cls: type) -> NeuronEntry | None:
     return _ENTRIES.get(cls.__name__) if cls.__module__.startswith("norse.torch.module.") else None
 
 
-def _make_state(module: str, name: str, v: torch.Tensor) -> Any:
-    """Make the named tuple `name` of one of norse's modules from a membrane."""
-    return getattr(sys.modules[f"norse.torch.functional.{module}"], name)(v=v)
+def _make_state(module: str, name: str, *tensors: torch.Tensor) -> Any:
+    """Make the named tuple `name` of one of norse's modules from a membrane (and a current)."""
+    return getattr(sys.modules[f"norse.torch.functional.{module}"], name)(*tensors)
+
+
+def _get_current_decay(module: Any) -> float | None:
+    rate = extract_number(module.p.tau_syn_inv)
+    return None if rate is None else 1.0 - module.dt * rate
+
+
+def _build_lif_spec(module: Any) -> NeuronSpec | str:
+    """Constants of v <- v + dt / tau_mem * (v_leak - v + i), where i is the synaptic current."""
+    parameters = module.p
+    rate, v_leak = extract_number(parameters.tau_mem_inv), extract_number(parameters.v_leak)
+    if rate is None or v_leak is None or _get_current_decay(module) is None:
+        return "its constants differ between neurons"
+    if v_leak != extract_number(parameters.v_reset):
+        return "its membrane starts at another value than it is reset to"
+    rate *= module.dt
+    return _build_spec(parameters, alpha=1.0 - rate, beta=rate, v_leak=v_leak, soft=False)
 
 
 def _build_box_spec(module: Any) -> NeuronSpec | str:
@@ -87,6 +104,12 @@ _ENTRIES = {
     **{name: replace(_SEQUENCE, reason=reason) for name, reason in _REASONS.items()},
     **{f"{name}RecurrentCell": replace(_CELL, reason=_RECURRENT) for name in _REASONS},
     **{f"{name}Recurrent": replace(_SEQUENCE, reason=_RECURRENT) for name in _REASONS},
+    "LIFCell": replace(
+        _CELL,
+        spec=_build_lif_spec,
+        make_state=partial(_make_state, "lif", "LIFFeedForwardState"),
+        get_current_decay=_get_current_decay,
+    ),
     "CobaLIFCell": replace(_CELL, reason="its currents depend on conductances"),
     "LICell": _INTEGRATOR,
     "LIBoxCell": _INTEGRATOR,
