@@ -30,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def make_snntorch_network() -> Any:
     def make(size: int, **options: Any) -> nn.Module:
         beta, threshold = torch.full((size,), 0.5), torch.ones(size)
-        return snntorch.Leaky(
+        leaky: Any = snntorch.Leaky  # `threshold` is annotated as float
+        return leaky(
             beta=beta,
             threshold=threshold,
             init_hidden=True,
@@ -45,12 +46,12 @@ def make_snntorch_network() -> Any:
 
 def test_export_after_restore_from_snntorch(planned: Planned) -> None:
     net, x = make_snntorch_network(), make_exact_input(3, 20)
-    expected = export_to_nir(net, x, ignore_dims=[0])
+    expected: Any = export_to_nir(net, x, ignore_dims=[0])
     runs = planned(net, x)
     with torch.no_grad():
         net(x)
     sparseflow.restore(net)
-    graph = export_to_nir(net, x, ignore_dims=[0])
+    graph: Any = export_to_nir(net, x, ignore_dims=[0])
     assert runs and graph.edges == expected.edges
     for key, node in expected.nodes.items():
         assert type(graph.nodes[key]) is type(node)
@@ -59,7 +60,7 @@ def test_export_after_restore_from_snntorch(planned: Planned) -> None:
 
 def test_import_to_snntorch(planned: Planned) -> None:
     net, x = make_snntorch_network(), make_exact_input(3, 20) * 2
-    graph = export_to_nir(net, x, ignore_dims=[0])
+    graph: Any = export_to_nir(net, x, ignore_dims=[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         imported, reference = import_from_nir(graph).eval(), import_from_nir(graph).eval()
@@ -79,8 +80,9 @@ def test_export_after_restore_from_sinabs(planned: Planned) -> None:
     set_exact_weights(net)
     x = make_exact_input(5, 2, 8, 8) * 4
     with torch.no_grad():
-        expected = to_nir(net, x)
+        expected: Any = to_nir(net, x)
         runs = planned(net, x)
         net(x)
         sparseflow.restore(net)
-        assert to_nir(net, x).edges == expected.edges and runs
+        graph: Any = to_nir(net, x)
+        assert graph.edges == expected.edges and runs

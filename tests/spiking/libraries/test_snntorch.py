@@ -263,6 +263,45 @@ def test_the_membrane_is_no_spike() -> None:
         assert [site.name for site in graph.sites] == ["fc3"]
 
 
+def test_the_tuple_may_be_indexed_from_its_end(planned: Planned) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.lif1 = nn.Linear(20, 40), make_leaky(init_hidden=True, output=True)
+            self.fc2, self.lif2 = nn.Linear(40, 10), make_leaky(init_hidden=True, output=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            first = self.lif1(self.fc1(x))
+            second = self.lif2(self.fc2(first[-2]))
+            return second[0], first[-1], second[:1]
+
+    net, reference = _make_pair(Net)
+    x = make_exact_input(3, 20) * 2
+    runs = planned(net, x)
+    assert same(_run(net, x), _run(reference, x)) and runs
+    assert _list_fused(net) == ["lif1"]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(FullyConnected, (2, 20)), (HiddenLoop, (2, 1, 2, 6, 6))], ids=["linear", "resnet"]
+)
+def test_packed_backend(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    pytest.importorskip("triton", reason="the packed kernels need triton")
+    from sparseflow.spiking.backends.packed.backend import PackedBackend
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net, reference = (network.to(device) for network in _make_pair(make))
+    x = make_exact_input(*shape).to(device) * 2
+    plan = Plan(analyze(net, x), PackedBackend(device, torch.float32))
+    for group in plan.groups:
+        group.mode = "dense" if group.match.dense_convs or not group.match.sources else "sparse"
+        if group.match.neuron is None:
+            group.mode = "module"
+    plan.update_output_forms()
+    with torch.no_grad():
+        assert same(plan.run(x), reference(x))
+
+
 def test_changed_constants_are_noticed(planned: Planned) -> None:
     net, reference = _make_pair(make_sequential)
     x = make_exact_input(2, 1, 28, 28)

@@ -62,7 +62,11 @@ class LoopJoiner:
                 continue
             signature = inspect.signature(self._layers[str(node.target)].forward)
             node.args, node.kwargs = signature.bind(*node.args, **node.kwargs).args, {}
-            items = [user for user in node.users if user.target is operator.getitem]
+            items: list[fx.Node] = []
+            for user in list(node.users):
+                if user.target is operator.getitem and isinstance(index := user.args[1], int):
+                    user.update_arg(1, index % (info.returned_states + 1))
+                    items.append(user)
             shape = self._shapes.get(node.all_input_nodes[0].name)
             if any(user.op == "output" for user in node.users):
                 with self._graph.inserting_after(node):

@@ -84,11 +84,13 @@ def get_neuron_outputs(node: fx.Node, info: NeuronInfo) -> NeuronOutputs | None:
     if info.returned_states == 0:
         return NeuronOutputs(node, {}, {})
     items: dict[int, fx.Node] = {}
-    for user in node.users:
-        if user.target is not operator.getitem or user.args[0] is not node or user.args[1] in items:
-            return None
-        items[int(user.args[1])] = user  # type: ignore[arg-type]
     count = info.returned_states
+    indices = range(2 * count + 1 if runs_step_by_step(node) else count + 1)
+    for user in node.users:
+        index = user.args[1] if user.target is operator.getitem and user.args[0] is node else None
+        if not isinstance(index, int) or index not in indices or index in items:
+            return None
+        items[index] = user
     states = {index - 1: item for index, item in items.items() if 1 <= index <= count}
     if not runs_step_by_step(node):
         return NeuronOutputs(items.get(0), {}, states)

@@ -22,7 +22,7 @@ from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, FusionMatcher, fold_conv_match
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.graph.simplification import get_folded_pooling
-from sparseflow.spiking.graph.time_axis import get_folded_sizes, runs_step_by_step
+from sparseflow.spiking.graph.time_steps import get_folded_sizes, runs_step_by_step
 from sparseflow.spiking.runtime.precision_casts import runs_as_copy
 
 MAX_STEPS = 32
@@ -56,7 +56,7 @@ class LoopNeuron(nn.Module):
         for row in x.unbind():
             v = spec.alpha * v + spec.beta * row.float() + spec.delta
             fires = v >= spec.v_threshold
-            v = torch.where(fires, v - spec.v_threshold if spec.v_reset is None else spec.v_reset, v)
+            v = torch.where(fires, v - spec.amount if spec.v_reset is None else spec.v_reset, v)
             spikes.append(fires.to(x.dtype))
         return torch.stack(spikes), v
 
@@ -254,8 +254,11 @@ class DenseNetwork:
 
 
 def _get_spec(neuron: nn.Module | None) -> NeuronSpec | None:
+    """Return the dynamics of a neuron that stores its membrane, after the reset, in `v`; else None."""
     info = None if neuron is None else get_neuron_info(neuron)
-    return None if info is None else info.spec
+    if info is None or info.spec is None or info.state != "v" or info.returned_states:
+        return None
+    return None if info.spec.delays_reset else info.spec
 
 
 def _cast_tensor(value: Any, dtype: torch.dtype) -> Any:

@@ -34,17 +34,21 @@ def find_builtin_neuron(cls: type) -> NeuronEntry | None:
 
 def get_state_names(module: nn.Module) -> tuple[str, ...]:
     """Return the attributes in which a neuron of a known library, or one of the user's, keeps its state."""
-    for cls in type(module).__mro__:
-        entry = find_builtin_neuron(cls)
-        if entry is not None:
-            return entry.states
+    entry = _find_inherited_entry(module)
+    if entry is not None:
+        return entry.states
     return ("v",) if "v" in vars(module) else ()
 
 
 def reset_state(module: nn.Module) -> None:
     """Set the state of a neuron to rest by the method of its library."""
-    for name in ("reset", "reset_mem", "reset_states"):
+    names = ("reset",) if _find_inherited_entry(module) is None else ("reset", "reset_mem", "reset_states")
+    for name in names:
         method: Any = getattr(module, name, None)
         if callable(method):
             method()
             return
+
+
+def _find_inherited_entry(module: nn.Module) -> NeuronEntry | None:
+    return next((entry for cls in type(module).__mro__ if (entry := find_builtin_neuron(cls))), None)
