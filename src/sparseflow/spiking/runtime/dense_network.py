@@ -79,7 +79,8 @@ class FoldedLayer(nn.Module):
         memory_format: torch.memory_format,
     ) -> None:
         super().__init__()
-        self._match, self._layers_by_name = match, layers
+        # A copy of this layer must not copy the graph of the network, so the match is not an attribute.
+        self._fold_match = lambda: fold_conv_match(match, layers)
         layer = layers[match.name]
         assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear))
         geometry = ConvGeometry.from_layer(layer)
@@ -96,7 +97,7 @@ class FoldedLayer(nn.Module):
         self.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
 
     def _fold(self) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, bias = fold_conv_match(self._match, self._layers_by_name)
+        weight, bias = self._fold_match()
         if self._convolve is F.conv1d:
             weight = weight.squeeze(2)
         elif self._convolve is None:
