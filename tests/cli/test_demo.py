@@ -74,7 +74,7 @@ def test_demo_json_prints_one_object_and_writes_run(
     } <= set(result)  # fmt: skip
     assert result["predictions_identical"] is True and result["images"] == 6 and result["batch"] == 3
     assert Path(result["report"]).read_text().lower().startswith("<!doctype html>")
-    assert len(result["layers"]) == 20
+    assert len(result["layers"]) == 21
     run_folder = Path(result["run"])
     assert run_folder.parent == tiny
     assert {"run.json", "samples.parquet", "report.html"} <= {p.name for p in run_folder.iterdir()}

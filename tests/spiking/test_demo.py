@@ -114,9 +114,9 @@ def test_run_directory_matches_result(result: DemoResult) -> None:
     assert Path(plain["report"]) == result.report == result.run_dir / "report.html"
 
 
-def test_demo_explains_every_convolution(result: DemoResult) -> None:
-    convs = [name for name, m in tiny().named_modules() if isinstance(m, nn.Conv2d)]
-    assert [layer.name for layer in result.explanation.layers] == convs
+def test_demo_explains_every_layer(result: DemoResult) -> None:
+    layers = [name for name, m in tiny().named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert [layer.name for layer in result.explanation.layers] == layers
     assert all(layer.reason for layer in result.explanation.layers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 import sparseflow
 from sparseflow.errors import ModelError
 from sparseflow.spiking.accelerated import get_accelerated_forward
+from sparseflow.spiking.graph.registry import unregister_neuron
 from sparseflow.spiking.profile.firing import measure_firing
 from tests.spiking.nets import Opaque, Small, from_rest, images, ready, small
 
@@ -47,11 +49,12 @@ def test_explain_measured_network(prefer: Prefer) -> None:
     explanation = sparseflow.explain(net)
     assert (explanation.model, explanation.policy) == ("Small", "measured")
     assert explanation.summary == "4.00 ms → 2.00 ms, 2.00x (2.00–2.00) over the network's own modules"
-    stem, second, third = explanation.layers
-    assert (stem.name, second.name, third.name) == ("conv1", "conv2", "conv3")
+    stem, second, third, head = explanation.layers
+    assert (stem.name, second.name, third.name, head.name) == ("conv1", "conv2", "conv3", "fc")
+    assert (head.backend, head.group, head.reason) == ("dense", None, "fed by a mean")
     assert (stem.fed_by, stem.values, stem.firing_rate, stem.zero_block_ratio) == ((), "dense", None, None)
     assert (stem.backend, stem.latency_before_ms, stem.latency_after_ms) == ("dense, fused neuron", 3.0, 1.5)
-    assert "no convolution of spikes" in stem.reason
+    assert "no convolution of spikes" in stem.reason and stem.reason.startswith("fed by the network's input")
     assert (second.fed_by, second.values, second.backend) == (("sn1",), "binary", "events")
     for row in (second, third):
         observed = measure_firing(fed[row.name])
@@ -108,6 +111,64 @@ def test_explain_sparse_linear_layer(prefer: Prefer) -> None:
     assert (row.name, row.values, row.backend) == ("1", "binary", "events")
 
 
+def test_explain_says_how_much_slower_sparse_is(prefer: Prefer) -> None:
+    prefer("dense", "sparse", module=3.0, dense=1.0, sparse=2.0)
+    net = small()
+    sparseflow.optimize(net, X)
+    row = rows(net)["conv2"]
+    assert row.backend == "dense, fused neuron" and "sparse takes 2.000 ms, this 1.000 ms" in row.reason
+    prefer(module=1.0, dense=2.0, sparse=4.0)
+    sparseflow.optimize(net, images(3, 1))
+    row = rows(net)["conv2"]
+    assert "best: dense, 0.50x, 0.50–0.50" in row.reason and "sparse takes 4.000 ms" in row.reason
+
+
+class OwnNeuron(nn.Module):
+    """A neuron without constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Any = 0.0
+
+    def reset(self) -> None:
+        self.v = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.cumsum(0) > 1).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: neuron.KLIFNode(step_mode="m"), "`sn2` behind it runs its own code: "),
+        (OwnNeuron, "`sn2` behind it runs its own code: `OwnNeuron` was registered without a spec"),
+    ],
+)
+def test_explain_shows_why_a_neuron_is_not_fused(make: Callable[[], Any], words: str, prefer: Prefer) -> None:
+    prefer("sparse", "dense")
+    sparseflow.register_neuron(OwnNeuron)
+    try:
+        net = small(make=make)
+        sparseflow.optimize(net, X)
+        actual = rows(net)
+    finally:
+        unregister_neuron(OwnNeuron)
+    assert words in actual["conv2"].reason and actual["conv2"].backend == "events"
+    assert "`sn1` behind it" in actual["conv1"].reason and "behind it" not in actual["fc"].reason
+
+
+def test_explain_layer_that_is_called_twice(prefer: Prefer) -> None:
+    class Twice(Small):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.sn1(self.bn1(self.conv1(x)))
+            return self.sn3(self.conv3(self.sn2(self.conv2(self.conv2(x)))))
+
+    prefer("sparse", "dense")
+    net = ready(Twice())
+    sparseflow.optimize(net, X)
+    assert "called 2 times" in rows(net)["conv2"].reason
+
+
 def test_explain_unchanged_network(prefer: Prefer) -> None:
     prefer("sparse", plan=9.0)
     net = small()
@@ -162,7 +223,8 @@ def test_explain_before_the_first_call() -> None:
     sparseflow.optimize(net)
     explanation = sparseflow.explain(net)
     assert explanation.summary == "not measured yet"
-    assert [r.backend for r in explanation.layers] == ["dense", "not measured yet", "not measured yet"]
+    backends = [r.backend for r in explanation.layers]
+    assert backends == ["dense", "not measured yet", "not measured yet", "dense"]
     assert "run the network once" in explanation.layers[1].reason
 
 
@@ -171,7 +233,7 @@ def test_explain_static_policy() -> None:
     sparseflow.optimize(net, images(1, 1, size=16), policy="static")
     explanation = sparseflow.explain(net)
     assert explanation.summary == "replaced by the static policy, not measured"
-    assert [r.backend for r in explanation.layers] == ["dense", "events", "events"]
+    assert [r.backend for r in explanation.layers] == ["dense", "events", "events", "dense"]
     assert all(r.latency_before_ms is None and r.latency_after_ms is None for r in explanation.layers)
 
 
@@ -180,7 +242,9 @@ def test_explain_untraceable_network(prefer: Prefer) -> None:
     net = ready(Opaque())
     sparseflow.optimize(net, X)
     actual = rows(net)
-    assert "could not be traced" in sparseflow.explain(net).summary
+    summary = sparseflow.explain(net).summary
+    assert "could not be traced" in summary and "`if x.sum() < 0:`" in summary
+    assert "nets.py:" in summary and "depends on the values of a tensor" in summary
     assert (actual["conv2"].backend, actual["conv2"].latency_before_ms, actual["conv2"].latency_after_ms) == (
         "events",
         2.0,
@@ -224,6 +288,35 @@ def test_explanation_prints_a_table(prefer: Prefer) -> None:
     console.print(explanation)
     assert "conv3" in console.export_text()
     console.file.close()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 250])
+def test_explanation_fits_a_console_and_cuts_nothing(width: int, prefer: Prefer) -> None:
+    prefer("sparse", "dense", module=12345.678, sparse=1.0)
+
+    class Long(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"3_mlp_fc2_convolution": self.conv2})
+            del self.conv2
+
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.sn1(self.bn1(self.conv1(x)))
+            x = self.sn2(self.bn2(self.blocks["3_mlp_fc2_convolution"](x)))
+            return self.sn3(self.conv3(x))
+
+    net = ready(Long())
+    sparseflow.optimize(net, X)
+    console = Console(width=width, file=io.StringIO())
+    console.print(sparseflow.explain(net))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    columns = ["".join(cell.strip() for cell in column) for column in zip(*rows, strict=True)]
+    assert "blocks.3_mlp_fc2_convolution" in columns[0]
+    assert any("12345.678 →" in column and "1.000" in column for column in columns)
+    assert "sparse not supported" in " ".join((columns[-1] if width >= 160 else text).split())
 
 
 def test_explanation_escapes_markup(prefer: Prefer) -> None:

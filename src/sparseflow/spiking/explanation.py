@@ -1,4 +1,4 @@
-"""`explain`: for each convolution, what feeds it, how sparse its input is, and how it runs."""
+"""`explain`: for each convolution and linear layer, its input, its sparsity, and how it runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from sparseflow.spiking.accelerated import AcceleratedForward, get_accelerated_forward
+from sparseflow.spiking.autotune.decision_cache import Decision
+from sparseflow.spiking.graph.analysis import describe_unfused_neurons
+from sparseflow.spiking.graph.layer_rules import has_library_forward
+from sparseflow.spiking.graph.sites import ConvSite, Refusal
 from sparseflow.spiking.profile.firing import FiringStats
 from sparseflow.spiking.runtime.group_step import GroupMode
+
+_FULL_WIDTH = 160
+"""Columns of a console from which the table has all columns; below, reasons follow the table."""
+
+_MAX_SOURCES = 3
+"""Neurons that a table lists for a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExplanation:
-    """One convolution of an optimized network.
+    """One convolution or linear layer of an optimized network.
 
     Attributes:
         name: Module name.
@@ -57,7 +67,7 @@ class Explanation:
         model: Class name of the network.
         policy: Policy of `optimize`.
         summary: One sentence about the whole network.
-        layers: The convolutions, in order.
+        layers: The convolutions and linear layers, in order.
     """
 
     model: str
@@ -70,42 +80,55 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        console = Console(width=160, file=io.StringIO())
+        console = Console(width=_FULL_WIDTH, file=io.StringIO())
         with console.capture() as captured:
-            console.print(self.__rich__())
+            console.print(self)
         return captured.get().rstrip()
 
-    def __rich__(self) -> Table:
-        return self.make_table()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_wide = options.max_width >= _FULL_WIDTH
+        yield self.make_table(brief=not is_wide)
+        if not is_wide:
+            for layer in self.layers:
+                source = f"fed by {_format_sources(layer)}; " if layer.fed_by else ""
+                yield Text(f"{layer.name}: {source}{_format_reason(layer)}")
 
     def make_table(self, *, brief: bool = False) -> Table:
         """Make a console table; `brief` omits the columns about inputs and reasons."""
         # Text, not str: Rich parses square brackets in a str as markup, and names may contain them.
         table = Table(title=Text(f"{self.model}: {self.summary}"), title_justify="left")
-        table.add_column("layer", no_wrap=True)
+        table.add_column("layer", overflow="fold")
         if not brief:
-            table.add_column("fed by")
-            table.add_column("values")
+            table.add_column("fed by", overflow="fold")
+            table.add_column("values", no_wrap=True)
         table.add_column("firing", justify="right", no_wrap=True)
         table.add_column("zero blocks", justify="right", no_wrap=True)
-        table.add_column("backend")
-        table.add_column("ms before → after", justify="right", no_wrap=True)
+        table.add_column("backend", overflow="fold")
+        table.add_column("ms before → after", justify="right", overflow="fold")
         if not brief:
-            table.add_column("why")
+            table.add_column("why", overflow="fold")
         for layer in self.layers:
-            source = (", ".join(layer.fed_by) or "–", layer.values)
-            reason = layer.reason + (f"; {layer.warning}" if layer.warning else "")
             cells = (
                 layer.name,
-                *(() if brief else source),
+                *(() if brief else (_format_sources(layer), layer.values)),
                 _format_percent(layer.firing_rate) + (" !" if layer.warning else ""),
                 _format_percent(layer.zero_block_ratio),
                 layer.backend,
                 _format_latency(layer),
-                *(() if brief else (reason,)),
+                *(() if brief else (_format_reason(layer),)),
             )
             table.add_row(*map(Text, cells))
         return table
+
+
+def _format_sources(layer: LayerExplanation) -> str:
+    names = layer.fed_by[:_MAX_SOURCES]
+    more = len(layer.fed_by) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "") or "–"
+
+
+def _format_reason(layer: LayerExplanation) -> str:
+    return layer.reason + (f"; {layer.warning}" if layer.warning else "")
 
 
 def _format_percent(value: float | None) -> str:
@@ -121,13 +144,14 @@ def _format_latency(layer: LayerExplanation) -> str:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Explain what `optimize` did to `model`, one row per convolution.
+    """Explain what `optimize` did to `model`, one row per convolution and linear layer.
 
     Raises:
         ModelError: The model was not optimized.
     """
     state = get_accelerated_forward(model)
     group_of, modes = _map_convolutions(state)
+    fused_groups = {g.name for plan in state.list_plans() if plan for g in plan.groups if g.match.neuron}
     rows: list[LayerExplanation] = []
     network_choice = None if state.network_decision is None else state.network_decision.choice
     uses_original, is_compiled = network_choice == "own", network_choice == "compiled"
@@ -138,17 +162,21 @@ def explain(model: nn.Module) -> Explanation:
         backend, reason = "not measured yet", "run the network once, or pass a sample to optimize()"
         if decision is not None:
             backend = _get_backend_name(state, group, modes.get(site.name, decision.choice))
-            reason = decision.reason
+            reason = _describe_choice(decision)
+            if site.refusal in _DENSE_INPUT:
+                reason = f"{site.reason}; {reason}"
             if uses_original:
                 reason = f"not used, since the network runs its own code; alone: {reason}"
             elif is_compiled:
                 reason = f"not used while the network runs compiled, from rest; alone: {reason}"
             if decision.from_cache:
                 reason += "; measured earlier, from the cache"
-        elif not site.replaceable and site.reason:
+        elif not site.replaceable and site.reason and site.refusal is not Refusal.NOT_A_MAP:
             backend, reason = "dense", site.reason
         elif state.policy == "measured" and state.network_decision is not None:
-            backend, reason = "dense", "in no group that can be accelerated"
+            backend, reason = "dense", _find_group_obstacle(state, site)
+        if group not in fused_groups and (neurons := describe_unfused_neurons(state.graph, site.name)):
+            reason = "; ".join([reason, *neurons])
         rows.append(
             LayerExplanation(
                 name=site.name,
@@ -170,6 +198,29 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(
         model=type(model).__name__, policy=state.policy, summary=_summarize(state), layers=tuple(rows)
     )
+
+
+_DENSE_INPUT = (Refusal.NOT_SPIKE_FED, Refusal.REAL_VALUES)
+
+
+def _describe_choice(decision: Decision) -> str:
+    """Return the reason of a decision, with the latency of the sparse kernel if another one is used."""
+    sparse_ms = decision.latency_ms.get("sparse")
+    if sparse_ms is None or decision.choice == "sparse":
+        return decision.reason
+    selected_ms = decision.latency_ms[decision.choice]
+    return f"{decision.reason}; sparse takes {sparse_ms:.3f} ms, this {selected_ms:.3f} ms"
+
+
+def _find_group_obstacle(state: AcceleratedForward, site: ConvSite) -> str:
+    """Return why no group contains a convolution of spikes."""
+    if state.network_decision is not None and state.network_decision.choice == "layers":
+        return "linear layers and Conv1d run sparse only as a part of a plan"
+    if site.num_calls > 1:
+        return f"called {site.num_calls} times; only layers that are called once are fused"
+    if site.refusal is Refusal.NOT_A_MAP and not has_library_forward(state.model.get_submodule(site.name)):
+        return "it defines its own forward pass"
+    return "in no group that can be accelerated"
 
 
 def _map_convolutions(state: AcceleratedForward) -> tuple[dict[str, str], dict[str, GroupMode]]:

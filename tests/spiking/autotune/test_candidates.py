@@ -70,7 +70,9 @@ def test_plan_without_certain_gain_is_dropped(plan: Any, prefer: Prefer) -> None
     assert same(from_rest(net, X), expected)
     explanation = sparseflow.explain(net)
     assert explanation.summary.startswith("unchanged: no candidate")
-    assert all(row.backend == "dense" and row.reason.startswith("not used") for row in explanation.layers)
+    *groups, head = explanation.layers
+    assert all(row.backend == "dense" and row.reason.startswith("not used") for row in groups)
+    assert (head.backend, head.reason) == ("dense", "fed by a mean")
 
 
 @pytest.mark.parametrize("group_mode", ["dense", "sparse"])
@@ -163,12 +165,16 @@ def test_cached_latencies_that_contradict_the_network_are_measured_again(
     net = small()
     sparseflow.optimize(net, X, cache=file)
     assert len(times.calls) == 5, "the network, then three groups and the network again"
-    assert [row.latency_before_ms for row in sparseflow.explain(net).layers] == [1.5] * 3
+    assert [row.latency_before_ms for row in sparseflow.explain(net).layers if row.group] == [1.5] * 3
     times.calls.clear()
     other = small()
     sparseflow.optimize(other, X, cache=file)
-    rows = sparseflow.explain(other).layers
-    assert len(times.calls) == 1 and all(row.from_cache and "from the cache" in row.reason for row in rows)
+    rows = [row for row in sparseflow.explain(other).layers if row.group]
+    assert (
+        len(times.calls) == 1
+        and len(rows) == 3
+        and all(row.from_cache and "from the cache" in row.reason for row in rows)
+    )
 
 
 def test_groups_of_different_sizes_do_not_share_a_decision(prefer: Prefer, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class CandidateSelector:
             choice = baseline
             reason = (
                 "no candidate is significantly faster than the network's own modules "
-                f"(best: {best}, {ratio.median:.2f}x)"
+                f"(best: {best}, {ratio.median:.2f}x, {ratio.low:.2f}–{ratio.high:.2f})"
             )
         decision = Decision(choice=choice, reason=reason, latency_ms=latency_ms)
         if self.cache:

@@ -41,8 +41,7 @@ class SpikeGraph:
         values: What is known about each fx node by name, at any time it is read (in-place operations change
             values); without a traced network, about each layer's output by module name.
         neurons: The network's neurons by module name, in order.
-        sites: The Conv2d and ConvTranspose2d modules, and the Linear and Conv1d modules that read spikes, in
-            order.
+        sites: The Conv2d, ConvTranspose2d, Conv1d and Linear modules, in order.
         method: 'fx' for a traced network, 'hooks' for one that was observed while it ran the sample.
         trace_error: Why tracing failed, if it did.
         reads: The Python values that the traced network depends on; None if it was not traced.
@@ -163,6 +162,26 @@ def _analyze_by_tracing(
     )
 
 
+def describe_unfused_neurons(graph: SpikeGraph, name: str) -> list[str]:
+    """Describe, one clause each, the neurons behind a layer that run their own code, and why."""
+    if graph.module is None:
+        return []
+    layers = {site.name for site in graph.sites}
+    nodes = [n for n in graph.module.graph.nodes if n.op == "call_module" and n.target == name]
+    visited = set(nodes)
+    clauses: dict[str, None] = {}
+    while nodes:
+        for user in nodes.pop().users:
+            target = str(user.target) if user.op == "call_module" else ""
+            neuron = graph.neurons.get(target)
+            if neuron is not None and neuron.spec is None:
+                clauses[f"the neuron `{target}` behind it runs its own code: {neuron.reason}"] = None
+            elif neuron is None and target not in layers and user not in visited:
+                visited.add(user)
+                nodes.append(user)
+    return list(clauses)
+
+
 def _describe_uncalled_neurons(neurons: Iterable[str], called: set[str]) -> list[str]:
     names = [f"`{name}`" for name in neurons if name not in called]
     if not names:
@@ -186,8 +205,6 @@ def _collect_sites(
     for name, module in model.named_modules():
         if not isinstance(module, SpikeLayer):
             continue
-        if isinstance(module, (nn.Linear, nn.Conv1d)) and not any(v.is_spikes for v in calls.get(name, [])):
-            continue
         absent = (Refusal.NOT_CALLED, "the forward pass does not call it")
         parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
         if opaque := next((parent for parent in parents if parent in called), None):
@@ -204,7 +221,7 @@ def _refuse_all(
     sites = [
         describe_site(name, module, [], absent)
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
+        if isinstance(module, SpikeLayer)
     ]
     return SpikeGraph(
         model=model,

@@ -15,9 +15,11 @@ import dis
 import inspect
 import operator
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +90,7 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
         except Exception as error:
             module_names = [name for name, _ in tracer.module_stack.values() if name]
             location = f" in `{module_names[-1]}`" if module_names else ""
+            location += _format_statement(error)
             raise UntraceableError(
                 f"`{type(model).__name__}` cannot be traced{location}: {_format_error(error)}"
             ) from error
@@ -137,6 +140,23 @@ def split_arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _format_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+
+
+_LIBRARY_PATHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<"
+"""Code of torch and SparseFlow, and code that fx generates."""
+
+
+def _format_statement(error: BaseException) -> str:
+    """Format where the network's code raised an error: file, line and statement; empty if unknown."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_LIBRARY_PATHS)
+    ]
+    if not frames:
+        return ""
+    statement = f", `{frames[-1].line}`" if frames[-1].line else ""
+    return f" at {frames[-1].filename}:{frames[-1].lineno}{statement}"
 
 
 def _find_stored_proxies(model: nn.Module) -> list[str]:

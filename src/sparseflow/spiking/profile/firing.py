@@ -94,7 +94,7 @@ def observe_inputs(
 def _to_maps(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Convert the input of a linear layer or a Conv1d to maps of one row."""
     if isinstance(layer, nn.Linear):
-        return x.flatten(0, -2)[..., None, None]
+        return x.reshape(-1, x.shape[-1])[..., None, None]
     return x.unsqueeze(-2) if isinstance(layer, nn.Conv1d) else x
 
 
