@@ -107,7 +107,7 @@ class Job:
                 silence_channels(network[0], self.silent, seed=self.settings.seed)
             return network
         case = model_zoo.BenchCase(model=self.model, config=self.settings, batch_size=self.batch)
-        model, x, labels = case.build(device=device)
+        model, (x,), labels = case.build(device=device)
         if self.silent:
             from silenced import silence_channels
 

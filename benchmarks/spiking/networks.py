@@ -186,7 +186,7 @@ def measure(job: Job, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
         if args.exact:
             # Half precision is no rival where float32 accuracy was asked for.
             forms = {k: v for k, v in forms.items() if "16" not in k}
-        forms = bench.warm_up(forms, x, lambda message, part: None)
+        forms = bench.warm_up(forms, (x,), lambda message, part: None)
         forms[OPTIMIZED] = make_stateless(optimized_model)
     with phase("screening"):
         calls = calls_for(forms[OPTIMIZED], x)
@@ -237,7 +237,7 @@ def measure(job: Job, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
             row["error_eager"], row["error_optimised"] = row["errors"][EAGER], row["errors"][OPTIMIZED]
     if args.energy:
         with phase("energy"):
-            row["energy_j"] = bench.measure_energy({n: forms[n] for n in (EAGER, baseline, OPTIMIZED)}, x)
+            row["energy_j"] = bench.measure_energy({n: forms[n] for n in (EAGER, baseline, OPTIMIZED)}, (x,))
     return row | {"seconds": phase.seconds}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FILE_WIDTH = 160
-"""Columns of tables where standard output is no terminal."""
+"""Columns of tables where standard output is no terminal and COLUMNS is not set."""
 
 
 def emit(record: Mapping[str, Any], as_json: bool, *text: RenderableType) -> None:
@@ -46,6 +47,12 @@ def format_entries(record: Mapping[str, Any]) -> list[str]:
         f"{name.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}"
         for name, value in record.items()
     ]
+
+
+def format_speedup(speedup: Mapping[str, float]) -> str:
+    """Format a speedup with its interval: `median`, `low` and `high`."""
+    text = f"{speedup['median']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})"
+    return f"{text}, not significant" if speedup["low"] <= 1 <= speedup["high"] else text
 
 
 def make_table(
@@ -82,4 +89,5 @@ def _print_rich(item: RenderableType) -> None:
     from rich.console import Console
 
     console = Console()
-    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(item)
+    has_width = console.is_terminal or "COLUMNS" in os.environ
+    (console if has_width else Console(width=_FILE_WIDTH)).print(item)

@@ -406,6 +406,18 @@ class AcceleratedForward:
         """List the plans, the one that was used last at the end; None where the network's own code runs."""
         return [tuned.plan for tuned in self._list_tuned()]
 
+    def release_prepared(self) -> int:
+        """Drop the weights that plans have prepared, on a CPU; the next call prepares them again.
+
+        Returns:
+            The bytes of the weights of compiled networks, which stay.
+        """
+        tuned = self._list_tuned()
+        for item in tuned:
+            if item.plan is not None:
+                item.plan.invalidate()
+        return sum(item.fast_path.nbytes for item in tuned if isinstance(item.fast_path, CompiledNetwork))
+
     def measure_layer_times(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
         """See `layer_times`."""
         with self._lock, torch.no_grad():
@@ -643,7 +655,11 @@ class AcceleratedForward:
         replay = replays.get(decision.choice)
         if decision.choice == "dense plan":
             plan.set_modes(dense_modes)
-            reason = "dense was faster in the whole network, without conversions of spikes"
+            sparse_ms, dense_ms = (decision.latency_ms[name] for name in ("plan", "dense plan"))
+            reason = (
+                "dense was faster in the whole network, without conversions of spikes: "
+                f"{dense_ms:.3f} ms against {sparse_ms:.3f} ms"
+            )
             for name in sparse_names:
                 update = {"choice": "dense", "reason": reason}
                 self.decisions[name] = self.decisions[name].model_copy(update=update)

@@ -212,20 +212,22 @@ def layer_times(model: nn.Module, *inputs: torch.Tensor) -> dict[str, float]:
     return get_accelerated_forward(model).measure_layer_times(inputs)
 
 
-def profile_layers(model: nn.Module, x: torch.Tensor) -> list[LayerProfile]:
+def profile_layers(model: nn.Module, *inputs: torch.Tensor) -> list[LayerProfile]:
     """Profile the convolutions of a spiking network, which is optimized in place.
 
     Args:
         model: Spiking network in evaluation mode.
-        x: Input, [batch, channels, height, width].
+        inputs: Inputs of the model.
 
     Raises:
         ModelError, SampleError: See `optimize`.
     """
-    graph = analyze(model, x)
-    firing = profile_firing(model, (x,), [site.name for site in graph.sites])
-    optimize(model, x)
-    times = layer_times(model, x)
+    check_model(model)
+    check_sample(model, inputs)
+    graph = analyze(model, inputs)
+    firing = profile_firing(model, inputs, [site.name for site in graph.sites])
+    optimize(model, inputs)
+    times = layer_times(model, *inputs)
     return [
         LayerProfile(
             name=site.name,

@@ -104,7 +104,7 @@ def run_demo(
         images = pretrained.normalize(pixels, network)
         measured = bench(
             model,
-            images.split(batch_size),
+            [(batch,) for batch in images.split(batch_size)],
             labels=torch.from_numpy(labels),
             rounds=rounds,
             compile_baselines=compile_baselines,

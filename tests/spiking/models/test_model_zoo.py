@@ -96,7 +96,7 @@ def test_build_network_from_user_factory(user_module: ModuleType) -> None:
     [
         ("nonsense", r"'nonsense'.*spiking_resnet18"),
         ("spiking_resnet20", "'spiking_resnet20'"),
-        ("resnet18", "'resnet18'"),
+        ("resnet20", "'resnet20'"),
         ("sew_resnet18x", "'sew_resnet18x'"),
         ("no_such_module:make", "no_such_module:make"),
         ("my_networks:absent", "my_networks:absent"),
@@ -185,7 +185,7 @@ def test_calibrate_batchnorm_changes_statistics_only() -> None:
 def test_grid_case_fields(batch: int) -> None:
     case = BenchCase(model="sew_resnet18", config=TINY, batch_size=batch)
     assert case.name == f"sew_resnet18, width 8, 16x16, 3 classes, T 2, batch {batch}"
-    model, x, labels = case.build()
+    model, (x,), labels = case.build()
     assert x.shape == (batch, 3, 16, 16) and labels is None and from_rest(model, x).shape == (batch, 3)
 
 
@@ -196,7 +196,7 @@ def test_pretrained_case_has_real_images_and_labels(monkeypatch: pytest.MonkeyPa
     subset = pixels[:3], labels[:3]
     monkeypatch.setattr(pretrained, "load_images", lambda: subset)
     case = BenchCase(model=pretrained.DEFAULT_NETWORK, config=NetworkConfig(), batch_size=7)
-    _, x, actual = case.build()
+    _, (x,), actual = case.build()
     assert x.shape[0] == 7 and actual is not None and actual.tolist() == [*labels[:3]] * 2 + [labels[0]]
     assert same(x[3], x[0]) and case.name == f"{pretrained.DEFAULT_NETWORK}, batch 7"
 
@@ -217,3 +217,38 @@ def test_names_of_cases_tell_them_apart() -> None:
         for b in (1, 8)
     }
     assert len(names) == 24
+
+
+def test_short_names_build_spiking_networks() -> None:
+    assert same(
+        build_network("resnet18", TINY).state_dict(), build_network("spiking_resnet18", TINY).state_dict()
+    )
+
+
+def test_factory_takes_arguments_and_step_mode(user_module: ModuleType) -> None:
+    class Configured(Small):
+        def __init__(self, channels: int = 6) -> None:
+            super().__init__("s", channels=channels)
+
+    user_module.configured = Configured  # type: ignore[attr-defined]
+    net = build_network("my_networks:configured", arguments={"channels": 4}, step_mode="m")
+    assert isinstance(net, Configured) and net.conv1.out_channels == 4
+    assert net.sn1.step_mode == "m" and not net.training
+    with pytest.raises(InputError, match="'width'"):
+        build_network("spiking_resnet18", TINY, arguments={"width": 4})
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "data_parallel"])
+def test_weights_from_a_checkpoint_of_torch(kind: str, tmp_path: Path) -> None:
+    expected = build_network("spiking_resnet18", NetworkConfig(**{**vars(TINY), "seed": 1})).state_dict()
+    prefix = "module." if kind == "data_parallel" else ""
+    weights: dict[str, Any] = {prefix + key: value for key, value in expected.items()}
+    file = tmp_path / "weights.pth"
+    torch.save({"epoch": 3, "net": weights} if kind == "checkpoint" else weights, file)
+    assert same(build_network("spiking_resnet18", TINY, weights=file).state_dict(), expected)
+
+
+def test_weights_file_with_other_objects_is_refused(tmp_path: Path) -> None:
+    torch.save(Small(), tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match=r"model\.pt.*other objects"):
+        build_network("spiking_resnet18", TINY, weights=tmp_path / "model.pt")

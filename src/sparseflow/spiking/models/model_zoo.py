@@ -5,25 +5,35 @@ A name is one of
 * a pretrained network (`pretrained.list_names()`);
 * `spiking_resnet<depth>` or `sew_resnet<depth>`, depth 18, 34, 50, 101 or 152, with random weights and
   BatchNorm statistics calibrated so that it fires (`calibrate_firing`);
-* `package.module:factory`, a callable without arguments that returns a module in eval mode.
+* `package.module:factory` or `path/to/file.py:factory`, a function or a class that returns a module.
+
+`resnet18` is short for `spiking_resnet18`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from sparseflow.core import factory
+from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.graph.registry import is_spiking_neuron
 from sparseflow.spiking.models import pretrained
+from sparseflow.spiking.models.network_inputs import InputConfig, read_tensor_file
 
-_RANDOM_RESNET = re.compile(r"(spiking|sew)_resnet(18|34|50|101|152)")
+StepMode = Literal["s", "m"]
+
+_RANDOM_RESNET = re.compile(r"(?:(spiking|sew)_)?resnet(18|34|50|101|152)")
+_CHECKPOINT_KEYS = ("state_dict", "model", "net", "model_state_dict")
+"""Names of the weights in a checkpoint that also contains other data."""
 _RESIDUAL = {"spiking": "spiking", "sew": "sew_add"}
 
 
@@ -58,10 +68,9 @@ def check_network_name(name: str) -> None:
     if ":" in name:
         factory.import_factory(name)
     elif name not in pretrained.list_names() and not _RANDOM_RESNET.fullmatch(name):
-        hint = f"; did you mean spiking_{name}?" if _RANDOM_RESNET.fullmatch(f"spiking_{name}") else ""
         raise InputError(
-            f"unknown network {name!r}{hint}; available: {', '.join(pretrained.list_names())}, "
-            "spiking_resnet18 (34, 50, 101, 152), sew_resnet18 (…), or package.module:factory"
+            f"unknown network {name!r}; available: {', '.join(pretrained.list_names())}, spiking_resnet18 "
+            "(34, 50, 101, 152), sew_resnet18 (…), package.module:factory or path/to/file.py:factory"
         )
 
 
@@ -70,6 +79,8 @@ def build_network(
     config: NetworkConfig | None = None,
     *,
     weights: Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    step_mode: StepMode | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
     """Build the network called `name`, in eval mode, on `device`.
@@ -77,26 +88,32 @@ def build_network(
     Args:
         name: See the module's docstring.
         config: Configuration of networks with random weights.
-        weights: A safetensors file to load instead.
+        weights: Weights to load, a `.safetensors`, `.pt` or `.pth` file.
+        arguments: Keyword arguments of a factory.
+        step_mode: Step mode to set in all of spikingjelly's layers; None leaves it.
         device: Random weights are sampled and calibrated on this device, which is faster; another kind of
             device gives other numbers.
 
     Raises:
-        InputError: The name is unknown.
+        InputError: The name is unknown, or has no arguments.
         FileFormatError: The weights do not match the network.
     """
     config = config or NetworkConfig()
     check_network_name(name)
+    if arguments and ":" not in name:
+        raise InputError(f"{name} has no argument {next(iter(arguments))!r}; only factories have arguments")
     match = _RANDOM_RESNET.fullmatch(name)
     if name in pretrained.list_names():
         model: nn.Module = pretrained.load_network(name)
     elif match:
-        model = _build_random_resnet(match[1], int(match[2]), config, torch.device(device))
+        model = _build_random_resnet(match[1] or "spiking", int(match[2]), config, torch.device(device))
     else:
-        model = factory.build_model(name)
+        model = factory.build_model(name, arguments)
     if weights is not None:
         _load_weights(model, weights)
-    return model.to(device)
+    if step_mode is not None:
+        require("spikingjelly.activation_based", "spiking").functional.set_step_mode(model, step_mode)
+    return model.eval().to(device)
 
 
 def _build_random_resnet(residual: str, depth: int, config: NetworkConfig, device: torch.device) -> nn.Module:
@@ -205,14 +222,17 @@ def sample_images(config: NetworkConfig, batch_size: int) -> torch.Tensor:
 
 
 def _load_weights(model: nn.Module, weights: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    content = read_tensor_file(weights)
+    if isinstance(content, dict):
+        content = next(
+            (content[key] for key in _CHECKPOINT_KEYS if isinstance(content.get(key), dict)), content
+        )
+        # `nn.DataParallel` adds the prefix.
+        if content and all(str(key).startswith("module.") for key in content):
+            content = {key.removeprefix("module."): value for key, value in content.items()}
     try:
-        model.load_state_dict(load_file(weights))
-    except FileNotFoundError as error:
-        raise InputError(f"file not found: {weights}") from error
-    except (SafetensorError, RuntimeError) as error:
+        model.load_state_dict(content)
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise FileFormatError(f"{weights} does not match {type(model).__name__}: {error}") from error
 
 
@@ -224,15 +244,24 @@ class BenchCase:
         model: Name of the network; see the module's docstring.
         config: Configuration of networks with random weights.
         batch_size: Images per batch.
+        inputs: Inputs to use instead of images.
+        arguments: Keyword arguments of a factory.
+        step_mode: See `build_network`.
     """
 
     model: str
     config: NetworkConfig
     batch_size: int
+    inputs: InputConfig | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    step_mode: StepMode | None = None
 
     @property
     def name(self) -> str:
         s = self.config
+        if self.inputs is not None:
+            shapes = ["x".join(map(str, shape)) for shape in self.inputs.shapes]
+            return ", ".join([self.model, *self.inputs.files, *shapes])
         if self.model in pretrained.list_names():
             return f"{self.model}, batch {self.batch_size}"
         shape = f"width {s.width}, {s.image_size}x{s.image_size}, {s.num_classes} classes, T {s.time_steps}"
@@ -241,13 +270,22 @@ class BenchCase:
 
     def build(
         self, weights: Path | None = None, *, device: torch.device | str = "cpu"
-    ) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
-        """Build the network, one batch, and its labels (None if unknown), all on `device`."""
-        model = build_network(self.model, self.config, weights=weights, device=device)
+    ) -> tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Build the network, one batch of inputs, and their labels (None if unknown), all on `device`."""
+        model = build_network(
+            self.model,
+            self.config,
+            weights=weights,
+            arguments=self.arguments,
+            step_mode=self.step_mode,
+            device=device,
+        )
+        if self.inputs is not None:
+            return model, tuple(x.to(device) for x in self.inputs.load(model)), None
         if self.model not in pretrained.list_names():
-            return model, sample_images(self.config, self.batch_size).to(device), None
+            return model, (sample_images(self.config, self.batch_size).to(device),), None
         pixels, labels = pretrained.load_images()
         times = -(-self.batch_size // len(pixels))
         x = pretrained.normalize(pixels, self.model).repeat(times, 1, 1, 1)[: self.batch_size]
         known = torch.from_numpy(labels).repeat(times)[: self.batch_size]
-        return model, x.to(device), known.to(device)
+        return model, (x.to(device),), known.to(device)

@@ -24,8 +24,10 @@ from sparseflow.spiking.runtime.compiled_network import ignore_missing_triton
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.dense_network import DenseNetwork, UnsupportedNetworkError
 from sparseflow.spiking.runtime.plan import Plan
+from sparseflow.spiking.runtime.precision_casts import cast_tensors
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[..., Any]
+"""A function from the inputs of a network to its output."""
 
 FUSED_DENSE = "our fused neuron, dense, fp16 channels_last, CUDA graph"
 """Name of the setting that shares SparseFlow's neuron kernel but neither packs nor skips. It is reported
@@ -91,17 +93,17 @@ def make_dense_module(graph: SpikeGraph) -> nn.Module:
 
 
 def build_baselines(
-    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compile: bool = True
+    model: nn.Module, graph: SpikeGraph, *sample: torch.Tensor, compile: bool = True
 ) -> dict[str, Forward]:
     """Build all dense settings to try on the sample's device: name -> forward that starts from rest.
 
     Args:
         model: The network, not optimized; its state is reset before each call.
         graph: Its analysis.
-        sample: An input; CUDA graphs are captured for its shape.
+        sample: Inputs; CUDA graphs are captured for their shapes.
         compile: Also try `torch.compile`.
     """
-    if sample.device.type == "cuda":
+    if sample[0].is_cuda:
         return _build_gpu_baselines(model, graph, sample, compile=compile)
     baselines: dict[str, Forward] = {EAGER: make_stateless(model)}
     channels_last = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -121,7 +123,7 @@ def build_baselines(
 
 
 def _build_gpu_baselines(
-    model: nn.Module, graph: SpikeGraph, sample: torch.Tensor, *, compile: bool
+    model: nn.Module, graph: SpikeGraph, sample: tuple[torch.Tensor, ...], *, compile: bool
 ) -> dict[str, Forward]:
     """Build the dense settings on a GPU.
 
@@ -137,7 +139,7 @@ def _build_gpu_baselines(
             label = f"{name} {'NCHW' if layout == torch.contiguous_format else 'channels_last'}, folded"
             eager = _with_cast(make_stateless(cast_network), dtype, layout)
             baselines[f"{label}, CUDA graph"] = _with_cuda_graph(eager, sample)
-    baselines[FUSED_DENSE] = _with_cuda_graph(_make_dense_plan(graph, sample, torch.float16), sample)
+    baselines[FUSED_DENSE] = _with_cuda_graph(_make_dense_plan(graph, sample[0], torch.float16), sample)
     if compile:
         half = make_dense_module(graph).to(dtype=torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
         baseline = _with_cast(make_stateless(torch.compile(half)), torch.float16, torch.channels_last)  # type: ignore[arg-type]
@@ -145,9 +147,9 @@ def _build_gpu_baselines(
     return baselines
 
 
-def _make_dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype) -> Forward:
+def _make_dense_plan(graph: SpikeGraph, x: torch.Tensor, dtype: torch.dtype) -> Forward:
     """Make a plan that runs each group as a library convolution plus the fused neuron, without skipping."""
-    backend = select_backend(sample, graph.model, dtype)
+    backend = select_backend(x, graph.model, dtype)
     assert backend is not None
     plan = Plan(graph, backend)
     for group in plan.groups:
@@ -156,25 +158,29 @@ def _make_dense_plan(graph: SpikeGraph, sample: torch.Tensor, dtype: torch.dtype
 
 
 def _with_cast(forward: Forward, dtype: torch.dtype, layout: torch.memory_format) -> Forward:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        is_image_batch = x.dim() == 4
-        return forward(x.to(dtype=dtype, memory_format=layout) if is_image_batch else x.to(dtype)).to(x.dtype)
+    def run(*inputs: torch.Tensor) -> Any:
+        outputs = forward(*cast_tensors([_set_layout(x, layout) for x in inputs], dtype))
+        return cast_tensors(outputs, inputs[0].dtype if inputs[0].is_floating_point() else torch.float32)
 
     return run
 
 
 def _with_channels_last(forward: Forward) -> Forward:
-    return lambda x: forward(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+    return lambda *inputs: forward(*(_set_layout(x, torch.channels_last) for x in inputs))
 
 
-def _with_cuda_graph(forward: Forward, sample: torch.Tensor) -> Forward:
+def _set_layout(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    return x.contiguous(memory_format=layout) if x.dim() == 4 else x
+
+
+def _with_cuda_graph(forward: Forward, sample: tuple[torch.Tensor, ...]) -> Forward:
     """Run `forward` as one CUDA graph, captured on the first call."""
     replays: list[GraphReplay] = []
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(*inputs: torch.Tensor) -> Any:
         if not replays:
-            replays.append(GraphReplay(forward, (sample,), ()))
-        return replays[0](x)
+            replays.append(GraphReplay(forward, sample, ()))
+        return replays[0](*inputs)
 
     return run
 
@@ -185,10 +191,10 @@ def make_stateless(model: nn.Module, forward: Forward | None = None) -> Forward:
     stateful = [module for module in model.modules() if callable(getattr(module, "reset", None))]
     run_model = model if forward is None else forward
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(*inputs: torch.Tensor) -> Any:
         for module in stateful:
             module.reset()  # type: ignore[operator]
         with torch.no_grad():
-            return run_model(x)
+            return run_model(*inputs)
 
     return run

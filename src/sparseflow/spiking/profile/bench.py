@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from sparseflow.core import timing
 from sparseflow.core.progress import Progress, subrange
@@ -29,6 +30,10 @@ from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.models import pretrained
 from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig, check_network_name
 from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
+from sparseflow.spiking.profile.memory import measure_memory_mb
+
+Inputs = tuple[torch.Tensor, ...]
+"""Positional arguments of a network's forward."""
 
 OPTIMIZED = "optimised"
 
@@ -54,6 +59,8 @@ class BenchResult:
         zero_block_ratio: Mean over spike-fed convolutions of their input's fraction of zero blocks.
         nearly_silent: Names of layers that fire under 0.1 %.
         energy_j: Energy per call by setting, in joules; empty if the device does not report it.
+        memory_mb: Peak memory of the eager and the optimized network; see `measure_memory_mb`. Empty if it is
+            not counted.
         explanation: Result of `explain`.
     """
 
@@ -68,6 +75,7 @@ class BenchResult:
     zero_block_ratio: float | None
     nearly_silent: tuple[str, ...]
     energy_j: dict[str, float]
+    memory_mb: dict[str, float]
     explanation: Explanation
 
     @property
@@ -82,7 +90,7 @@ class BenchResult:
 
 
 def warm_up(
-    baselines: dict[str, Forward], sample: torch.Tensor, progress: Progress | None = None
+    baselines: dict[str, Forward], sample: Inputs, progress: Progress | None = None
 ) -> dict[str, Forward]:
     """Run each baseline once; drop those that cannot run (no compiler, for example) with a warning."""
     usable: dict[str, Forward] = {}
@@ -90,7 +98,7 @@ def warm_up(
         if progress:
             progress(name, i / len(baselines))
         try:
-            baseline(sample)
+            baseline(*sample)
         except Exception as error:
             # Compilers fail in many ways; the other baselines remain.
             first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -103,29 +111,29 @@ def warm_up(
 
 
 def compare_interleaved(
-    candidates: dict[str, Forward], batches: Sequence[torch.Tensor], rounds: int, *, warmup: int = 1
+    candidates: dict[str, Forward], batches: Sequence[Inputs], rounds: int, *, warmup: int = 1
 ) -> timing.Comparison:
     """Time all candidates interleaved; in each round all of them get the same batch."""
 
     def cycle_batches(forward: Forward) -> Callable[[], object]:
         remaining = itertools.cycle(batches)
-        return lambda: forward(next(remaining))
+        return lambda: forward(*next(remaining))
 
     return timing.compare(
         {name: cycle_batches(forward) for name, forward in candidates.items()},
         baseline=EAGER,
         rounds=rounds,
         warmup=warmup,
-        device=str(batches[0].device),
+        device=str(batches[0][0].device),
         seed=0,
         # On a GPU calls are queued, as in serving, so that host work overlaps with device work.
-        calls_per_sample=GPU_CALLS_PER_SAMPLE if batches[0].is_cuda else 1,
+        calls_per_sample=GPU_CALLS_PER_SAMPLE if batches[0][0].is_cuda else 1,
     )
 
 
 def bench(
     model: nn.Module,
-    batches: Sequence[torch.Tensor],
+    batches: Sequence[Inputs],
     *,
     labels: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -138,7 +146,8 @@ def bench(
 
     Args:
         model: In eval mode, on the device of `batches`; it is optimized in place.
-        batches: Inputs. All of them count for predictions; those of the first one's size are timed.
+        batches: Inputs of the calls. All of them count for predictions; those of the first one's shapes are
+            timed.
         labels: int64 [N] for all batches, for accuracy.
         dtype: See `optimize`.
         rounds: Paired timing rounds.
@@ -148,9 +157,11 @@ def bench(
     """
     report = progress or (lambda message, fraction: None)
     report("accuracy of the original network", 0.0)
+    reference = copy.deepcopy(model)
     before = _predict(make_stateless(model), batches)
-    timed = [x for x in batches if x.shape == batches[0].shape]
-    candidates = build_baselines(copy.deepcopy(model), analyze(model), timed[0], compile=compile_baselines)
+    timed = [inputs for inputs in batches if _get_shapes(inputs) == _get_shapes(batches[0])]
+    graph = analyze(model, timed[0])
+    candidates = build_baselines(reference, graph, *timed[0], compile=compile_baselines)
     candidates = warm_up(candidates, timed[0], subrange(progress, 0.05, 0.4, "preparing dense: "))
     optimize(model, timed[0], dtype=dtype, cache=cache, progress=subrange(progress, 0.4, 0.7))
     candidates[OPTIMIZED] = make_stateless(model)
@@ -162,27 +173,35 @@ def bench(
         key=lambda n: comparison.samples(n).median_ms,
     )
     explanation = explain(model)
+    memory_mb = measure_memory_mb(reference, model, timed[0])
     spike_fed = [layer for layer in explanation.layers if layer.firing_rate is not None and layer.fed_by]
     result = BenchResult(
         comparison=comparison,
         baseline=baseline,
         speedup=comparison.speedup(OPTIMIZED, baseline=baseline),
         speedup_eager=comparison.speedup(OPTIMIZED, baseline=EAGER),
-        top1_agreement=_compute_fraction(before == after),
+        top1_agreement=_compute_fraction(before == after) if before.shape == after.shape else 0.0,
         accuracy_before=None if labels is None else _compute_fraction(before == labels),
         accuracy_after=None if labels is None else _compute_fraction(after == labels),
         firing_rate=_compute_mean([layer.firing_rate for layer in spike_fed]),
         zero_block_ratio=_compute_mean([layer.zero_block_ratio for layer in spike_fed]),
         nearly_silent=tuple(layer.name for layer in spike_fed if layer.warning),
         energy_j=measure_energy({n: candidates[n] for n in (EAGER, baseline, OPTIMIZED)}, timed[0]),
+        memory_mb=dict(zip((EAGER, OPTIMIZED), memory_mb, strict=True)) if memory_mb else {},
         explanation=explanation,
     )
     report("done", 1.0)
     return result
 
 
-def _predict(forward: Forward, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([forward(x).argmax(dim=-1) for x in batches])
+def _predict(forward: Forward, batches: Sequence[Inputs]) -> torch.Tensor:
+    """Return the classes that the first output predicts, of all batches, in one dimension."""
+    outputs = [next(iter(tree_leaves(forward(*inputs)))) for inputs in batches]
+    return torch.cat([output.argmax(dim=-1).flatten() for output in outputs])
+
+
+def _get_shapes(inputs: Inputs) -> list[torch.Size]:
+    return [x.shape for x in inputs]
 
 
 def build_cases(
@@ -232,6 +251,7 @@ def run_grid(
     rounds: int = 20,
     compile_baselines: bool = True,
     cache: bool = True,
+    weights: Path | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Measure all cases in a new run below `out_dir`, or resume the run at `out_dir`.
@@ -244,6 +264,7 @@ def run_grid(
         out_dir: Directory of runs, or the directory of a run to resume.
         device: Device of the measurements.
         dtype, rounds, compile_baselines, cache, progress: See `bench`.
+        weights: Weights of the networks; see `build_network`.
 
     Returns:
         The finished run. Its results are, by case name, `BenchResult.to_dict()` or `{"error": message}`.
@@ -270,10 +291,10 @@ def run_grid(
             if "error" not in run.info.get("results", {}).get(case.name, {"error": "not measured"}):
                 continue
             try:
-                model, x, labels = case.build()
+                model, inputs, labels = case.build(weights)
                 result = bench(
                     model.to(device),
-                    [x.to(device)],
+                    [tuple(x.to(device) for x in inputs)],
                     labels=None if labels is None else labels.to(device),
                     dtype=dtype,
                     rounds=rounds,
@@ -302,24 +323,23 @@ def _compute_mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def measure_energy(
-    forwards: dict[str, Forward], x: torch.Tensor, *, seconds: float = 2.0
-) -> dict[str, float]:
+def measure_energy(forwards: dict[str, Forward], inputs: Inputs, *, seconds: float = 2.0) -> dict[str, float]:
     """Measure joules per call with NVML's counter, each candidate running alone for about `seconds`."""
-    if x.device.type != "cuda":
+    device = inputs[0].device
+    if device.type != "cuda":
         return {}
     from sparseflow.core.telemetry import nvml
 
     energy_j: dict[str, float] = {}
     for name, forward in forwards.items():
-        latency_ms = timing.measure(lambda forward=forward: forward(x), device=x.device).median_ms
+        latency_ms = timing.measure(lambda forward=forward: forward(*inputs), device=device).median_ms
         calls = max(10, int(seconds * 1e3 / max(latency_ms, 1e-3)))
-        torch.cuda.synchronize(x.device)
-        start = nvml.read_energy_j(x.device)
+        torch.cuda.synchronize(device)
+        start = nvml.read_energy_j(device)
         for _ in range(calls):
-            forward(x)
-        torch.cuda.synchronize(x.device)
-        end = nvml.read_energy_j(x.device)
+            forward(*inputs)
+        torch.cuda.synchronize(device)
+        end = nvml.read_energy_j(device)
         if start is None or end is None:
             return {}
         energy_j[name] = (end - start) / calls

@@ -61,6 +61,12 @@ class CompiledNetwork:
             self._membranes.set(membranes)
         return output
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own weights."""
+        module = self._network.module
+        return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
     def refresh(self) -> bool:
         """Take over the network's current weights; return whether that is possible."""
         return self._network.refresh()
