@@ -90,6 +90,9 @@ def _core(folder: Path) -> dict[str, bytes]:
 
 @_source
 def _spiking(folder: Path) -> dict[str, bytes]:
+    import torch
+    from safetensors.torch import save_file
+
     from sparseflow.spiking.autotune.decision_cache import Decision, DecisionCache
 
     cache = DecisionCache(folder / "decisions.json")
@@ -97,7 +100,12 @@ def _spiking(folder: Path) -> dict[str, bytes]:
         "key", Decision(choice="events", reason="It is faster.", latency_ms={"dense": 2.0, "events": 1.5})
     )
     cache.save()
-    return {"spiking-decisions": (folder / "decisions.json").read_bytes()}
+    torch.save({"frames": torch.ones(2, 3), "mask": torch.ones(2) > 0}, folder / "x.pt")
+    np.savez(folder / "x.npz", frames=np.ones((2, 3)), label=np.array(1))
+    save_file({"frames": torch.ones(2, 3)}, folder / "x.safetensors")
+    kinds = ("pt", "npz", "safetensors")
+    inputs = {f"spiking-inputs-{kind}": (folder / f"x.{kind}").read_bytes() for kind in kinds}
+    return {"spiking-decisions": (folder / "decisions.json").read_bytes(), **inputs}
 
 
 @_source

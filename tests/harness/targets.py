@@ -130,6 +130,16 @@ def _(path: Path) -> None:
     DecisionCache(path)
 
 
+def _load_tensors(path: Path) -> None:
+    from sparseflow.spiking.models.network_inputs import load_tensors
+
+    load_tensors(str(path))
+
+
+for _suffix, _mutation in ((".pt", mutate_bytes), (".npz", mutate_bytes), (".safetensors", mutate_safetensors)):
+    _add(f"spiking-inputs-{_suffix[1:]}", f"x{_suffix}", _mutation)(_load_tensors)
+
+
 # tuning
 
 

@@ -698,7 +698,10 @@ class AcceleratedForward:
                 self.model, self.run_original, runs, inputs, selector, key=key, incumbent=decision.choice
             )
         self._report("done", 1, 1)
-        return compiled if self.network_decision.choice == "compiled" else None
+        if self.network_decision.choice != "compiled":
+            return None
+        plan.invalidate()  # its weights are prepared again if a call carries state over
+        return compiled
 
     def _may_gain_from_compiling(self, plan: Plan, decision: Decision) -> bool:
         """Return whether what was selected takes longer than the least that a compiled network takes."""

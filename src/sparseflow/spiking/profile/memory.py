@@ -41,9 +41,9 @@ def measure_memory_mb(
         return None
     try:
         weights = sum(t.numel() * t.element_size() for t in (*reference.parameters(), *reference.buffers()))
-        own = weights + _measure_call(reference, inputs)
+        own_bytes = weights + _measure_call(reference, inputs)
         prepared = _measure_prepared(optimized, inputs)
-        return own / _MB, (weights + prepared + _measure_call(optimized, inputs)) / _MB
+        return own_bytes / _MB, (weights + prepared + _measure_call(optimized, inputs)) / _MB
     except OSError:
         return None
 
