@@ -136,7 +136,11 @@ def _load_tensors(path: Path) -> None:
     load_tensors(str(path))
 
 
-for _suffix, _mutation in ((".pt", mutate_bytes), (".npz", mutate_bytes), (".safetensors", mutate_safetensors)):
+for _suffix, _mutation in (
+    (".pt", mutate_bytes),
+    (".npz", mutate_bytes),
+    (".safetensors", mutate_safetensors),
+):
     _add(f"spiking-inputs-{_suffix[1:]}", f"x{_suffix}", _mutation)(_load_tensors)
 
 

@@ -341,3 +341,19 @@ def test_explanation_escapes_markup(prefer: Prefer) -> None:
 def test_unoptimized_model_raises(message: Any) -> None:
     with pytest.raises(ModelError, match=r"sparseflow\.optimize"):
         sparseflow.explain(message)
+
+
+def test_summary_shows_the_statement_that_writes(prefer: Prefer) -> None:
+    class Counting(Small):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    prefer(events=1.0, module=2.0)
+    net = ready(Counting())
+    sparseflow.optimize(net, X)
+    summary = sparseflow.explain(net).summary
+    assert "writes `calls` at" in summary and "test_explanation.py:" in summary
+    assert "`self.calls += 1`" in summary

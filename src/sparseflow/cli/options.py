@@ -111,6 +111,15 @@ HalfDtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], _DTYPE]
 Fp16DtypeOption = Annotated[Literal["float32", "float16"], _DTYPE]
 CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
 
+ShapesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        help="Shape of an input, such as 1,3,224,224; for an input of an ONNX model name=1,3,224,224. "
+        "Repeatable.",
+    ),
+]
+
 ModelOption = Annotated[str, _MODEL]
 ModelsOption = Annotated[list[str] | None, _MODEL]
 """As `ModelOption`, for commands that measure several models; repeatable."""

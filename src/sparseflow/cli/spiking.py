@@ -20,6 +20,7 @@ from sparseflow.cli.options import (
     ModelsOption,
     OutDirOption,
     PairedRoundsOption,
+    ShapesOption,
     open_device,
 )
 from sparseflow.cli.output import emit, fail, format_speedup, make_table
@@ -67,12 +68,6 @@ InputsOption = Annotated[
         metavar="FILE[:KEY]",
         help="Input tensors: a .pt, .pth, .npy, .npz or .safetensors file. Repeatable, in the order of the "
         "arguments of forward.",
-    ),
-]
-ShapesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape", metavar="SIZES", help="Shape of a random input, such as 16,1,2,128,128. Repeatable."
     ),
 ]
 EventRateOption = Annotated[
@@ -366,9 +361,9 @@ def bench(
 
 def _call_table(result: CheckResult, *, title: str) -> Table:
     def describe(difference: Difference | None) -> str:
-        return (
-            "–" if difference is None else f"{difference.largest:.3g} ({100 * difference.mean_error:.2g} %)"
-        )
+        if difference is None:
+            return "–"
+        return f"{difference.largest:.2g} ({100 * difference.mean_error:.2f} %)"
 
     calls = [*result.calls, *([] if result.rounding is None else [result.rounding])]
     rows = [

@@ -17,10 +17,6 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[Path, typer.Argument(help="ONNX model.")]
-ShapesOption = Annotated[
-    list[str] | None,
-    typer.Option("--shape", help="Shape of an input with open dimensions: name=1,3,224,224. Repeatable."),
-]
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="Prometheus server, such as http://127.0.0.1:9090.")
 ]

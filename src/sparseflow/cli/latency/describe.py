@@ -11,7 +11,6 @@ import typer
 from sparseflow.cli.latency.base import (
     ModelArgument,
     OptLevelOption,
-    ShapesOption,
     app,
     parse_provider,
     parse_shapes,
@@ -24,6 +23,7 @@ from sparseflow.cli.options import (
     OptionalOutDirOption,
     OutDirOption,
     SeedOption,
+    ShapesOption,
 )
 from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar

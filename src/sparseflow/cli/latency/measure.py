@@ -12,7 +12,6 @@ from sparseflow.cli.latency.base import (
     MetricsOption,
     ModelArgument,
     OptionalOptLevelOption,
-    ShapesOption,
     StressorOption,
     UrlOption,
     WindowOption,
@@ -34,6 +33,7 @@ from sparseflow.cli.options import (
     OutDirOption,
     PortOption,
     SeedOption,
+    ShapesOption,
     ThreadsOption,
     split_list,
 )

@@ -13,7 +13,6 @@ from sparseflow.cli.latency.base import (
     MaxAgeOption,
     ModelArgument,
     PredictorOption,
-    ShapesOption,
     StressorOption,
     UrlOption,
     WindowOption,
@@ -36,6 +35,7 @@ from sparseflow.cli.options import (
     OutFileOption,
     RoundsOption,
     SeedOption,
+    ShapesOption,
     get_command_line,
 )
 from sparseflow.cli.output import emit, fail, make_table

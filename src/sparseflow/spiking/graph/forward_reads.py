@@ -12,11 +12,13 @@ import dis
 import enum
 import functools
 import sys
+import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -255,6 +257,19 @@ def _list_global_reads(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(chains)
 
 
+_LIBRARY_PATHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<"
+"""Code of torch and SparseFlow, and code that fx generates."""
+
+
+def format_statement(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Format the innermost of `frames` in a network's code: ` at FILE:LINE, STATEMENT`; empty without one."""
+    own_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PATHS)]
+    if not own_frames:
+        return ""
+    statement = f", `{own_frames[-1].line}`" if own_frames[-1].line else ""
+    return f" at {own_frames[-1].filename}:{own_frames[-1].lineno}{statement}"
+
+
 class AccessRecorder:
     """Records what the code of a network's forward reads from modules and writes to them.
 
@@ -315,8 +330,10 @@ class AccessRecorder:
 
     def _record_write(self, module: nn.Module, name: str, value: Any) -> None:
         attributes = vars(module)
-        if not (isinstance(value, _PLAIN) and name in attributes and _is_equal(attributes[name], value)):
-            self._side_effect = self._side_effect or f"writes {self._format(module, name)}"
+        is_equal = isinstance(value, _PLAIN) and name in attributes and _is_equal(attributes[name], value)
+        if not is_equal and self._side_effect is None:
+            statement = format_statement(traceback.extract_stack())
+            self._side_effect = f"writes {self._format(module, name)}{statement}"
 
     def _format(self, module: nn.Module, name: str) -> str:
         prefix = self._names.get(module, type(module).__name__)

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch.fx.proxy import Attribute, TraceError
 from torch.utils._pytree import tree_leaves
 
 from sparseflow.errors import ModelError, SampleError
-from sparseflow.spiking.graph.forward_reads import AccessRecorder, ForwardReads
+from sparseflow.spiking.graph.forward_reads import AccessRecorder, ForwardReads, format_statement
 from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.registry import is_spiking_neuron, list_reset_methods
 
@@ -90,7 +89,7 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
         except Exception as error:
             module_names = [name for name, _ in tracer.module_stack.values() if name]
             location = f" in `{module_names[-1]}`" if module_names else ""
-            location += _format_statement(error)
+            location += format_statement(traceback.extract_tb(error.__traceback__))
             raise UntraceableError(
                 f"`{type(model).__name__}` cannot be traced{location}: {_format_error(error)}"
             ) from error
@@ -140,23 +139,6 @@ def split_arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _format_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
-
-
-_LIBRARY_PATHS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<"
-"""Code of torch and SparseFlow, and code that fx generates."""
-
-
-def _format_statement(error: BaseException) -> str:
-    """Format where the network's code raised an error: file, line and statement; empty if unknown."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_LIBRARY_PATHS)
-    ]
-    if not frames:
-        return ""
-    statement = f", `{frames[-1].line}`" if frames[-1].line else ""
-    return f" at {frames[-1].filename}:{frames[-1].lineno}{statement}"
 
 
 def _find_stored_proxies(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import fx, nn
+from torch.fx.node import map_arg
 from torch.nn.modules import module as torch_module
 
 from sparseflow.spiking.backends.base import Backend
