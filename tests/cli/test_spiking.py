@@ -20,6 +20,7 @@ pytest.importorskip("numba")
 from safetensors.torch import save_file
 from spikingjelly.activation_based import layer, neuron
 
+from sparseflow.cli import output
 from sparseflow.cli.root import run
 from sparseflow.core.telemetry.cpu_contention import CpuUsageMonitor
 from sparseflow.spiking.models.model_zoo import NetworkConfig, build_network
@@ -340,6 +341,22 @@ def test_commands_take_inputs_of_any_shape(
     assert layers[1]["name"] == "block_3_mlp_fc2_convolution"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--input", "absent.pt"], "absent.pt"),
+        (["--shape", "3,0"], "(3, 0)"),
+        (["--model", "resnet18", "--arg", "a=3"], "'a'"),
+    ],
+)
+def test_bench_bad_input_exits_with_2_before_the_run(
+    options: list[str], words: str, user_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["spiking", "bench", "--model", "user_net:Net", *options, "--out", "runs"]
+    assert words in run_json(arguments, capsys, code=2)["error"]["message"]
+    assert not (user_files / "runs").exists()
+
+
 def test_bench_batch_size_beside_an_input_exits_with_2(
     user_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,7 +378,7 @@ def test_tables_of_80_columns_cut_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(output, "_FILE_WIDTH", 80)
     wide = (3.0, 20.0, 0.5, 20.0)
     prefer("sparse", "dense", module=12345.678, sparse=(1.0,) * 7, eager=wide, folded=wide, optimised=1.0)
     arguments = ["spiking", command, *([] if command == "check" else ["--model"]), "user_net:Net"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FILE_WIDTH = 160
-"""Columns of tables where standard output is no terminal and COLUMNS is not set."""
+"""Columns of tables where standard output is no terminal."""
 
 
 def emit(record: Mapping[str, Any], as_json: bool, *text: RenderableType) -> None:
@@ -89,5 +88,4 @@ def _print_rich(item: RenderableType) -> None:
     from rich.console import Console
 
     console = Console()
-    has_width = console.is_terminal or "COLUMNS" in os.environ
-    (console if has_width else Console(width=_FILE_WIDTH)).print(item)
+    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(item)

@@ -59,12 +59,14 @@ class NetworkConfig:
     seed: int = 0
 
 
-def check_network_name(name: str) -> None:
+def check_network_name(name: str, arguments: Mapping[str, Any] | None = None) -> None:
     """Check that `build_network` knows the name, without building the network.
 
     Raises:
-        InputError: The name is unknown, or the factory that it names cannot be imported.
+        InputError: The name is unknown or has no arguments, or its factory cannot be imported.
     """
+    if arguments and ":" not in name:
+        raise InputError(f"{name} has no argument {next(iter(arguments))!r}; only factories have arguments")
     if ":" in name:
         factory.import_factory(name)
     elif name not in pretrained.list_names() and not _RANDOM_RESNET.fullmatch(name):
@@ -99,9 +101,7 @@ def build_network(
         FileFormatError: The weights do not match the network.
     """
     config = config or NetworkConfig()
-    check_network_name(name)
-    if arguments and ":" not in name:
-        raise InputError(f"{name} has no argument {next(iter(arguments))!r}; only factories have arguments")
+    check_network_name(name, arguments)
     match = _RANDOM_RESNET.fullmatch(name)
     if name in pretrained.list_names():
         model: nn.Module = pretrained.load_network(name)
@@ -267,6 +267,16 @@ class BenchCase:
         shape = f"width {s.width}, {s.image_size}x{s.image_size}, {s.num_classes} classes, T {s.time_steps}"
         firing = "" if s.firing_rate is None else f", firing {100 * s.firing_rate:g} %"
         return f"{self.model}, {shape}{firing}, batch {self.batch_size}"
+
+    def check(self) -> None:
+        """Check the name and the inputs, without building the network.
+
+        Raises:
+            InputError, FileFormatError: See `check_network_name` and `InputConfig.read`.
+        """
+        check_network_name(self.model, self.arguments)
+        if self.inputs is not None:
+            self.inputs.read()
 
     def build(
         self, weights: Path | None = None, *, device: torch.device | str = "cpu"

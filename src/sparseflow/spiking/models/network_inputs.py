@@ -37,11 +37,8 @@ class InputConfig:
     event_rate: float | None = None
     seed: int = 0
 
-    def load(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
-        """Load or sample the inputs, in the precision of the network's parameters.
-
-        Floating-point numbers, Booleans and integers of up to 16 bits are cast; larger integers may be
-        indices and are not.
+    def read(self) -> list[torch.Tensor]:
+        """Read or sample the inputs.
 
         Raises:
             InputError: There is neither a file nor a shape, both, or a shape or rate is out of range.
@@ -49,9 +46,19 @@ class InputConfig:
         """
         if bool(self.files) == bool(self.shapes):
             raise InputError("give either `files` or `shapes` of inputs")
-        tensors = [tensor for file in self.files for tensor in load_tensors(file)] or self._sample()
+        return [tensor for file in self.files for tensor in load_tensors(file)] or self._sample()
+
+    def load(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
+        """Read or sample the inputs, in the precision of the network's parameters.
+
+        Floating-point numbers, Booleans and integers of up to 16 bits are cast; larger integers may be
+        indices and are not.
+
+        Raises:
+            InputError, FileFormatError: See `read`.
+        """
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        return tuple(x.to(dtype) if x.dtype not in (torch.int32, torch.int64) else x for x in tensors)
+        return tuple(x.to(dtype) if x.dtype not in (torch.int32, torch.int64) else x for x in self.read())
 
     def _sample(self) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)

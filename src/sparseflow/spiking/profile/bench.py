@@ -28,7 +28,7 @@ from sparseflow.spiking.autotune.candidates import GPU_CALLS_PER_SAMPLE
 from sparseflow.spiking.explanation import Explanation, explain
 from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.models import pretrained
-from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig, check_network_name
+from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
 from sparseflow.spiking.profile.baselines import EAGER, FUSED_DENSE, Forward, build_baselines, make_stateless
 from sparseflow.spiking.profile.memory import measure_memory_mb
 
@@ -257,7 +257,7 @@ def run_grid(
     """Measure all cases in a new run below `out_dir`, or resume the run at `out_dir`.
 
     Finished cases are skipped. A case that fails is recorded with its error, and the others continue. The
-    names of all networks are checked before the run starts.
+    names of all networks and their inputs are checked before the run starts.
 
     Args:
         cases: Networks, inputs and batch sizes.
@@ -270,12 +270,12 @@ def run_grid(
         The finished run. Its results are, by case name, `BenchResult.to_dict()` or `{"error": message}`.
 
     Raises:
-        InputError: The name of a network is unknown.
+        InputError: The name of a network is unknown, or its inputs cannot be read.
         FileFormatError: The run to resume is damaged.
         RunError: Another process writes the run.
     """
     for case in cases:
-        check_network_name(case.model)
+        case.check()
     if (out_dir / "run.json").is_file():
         run = Run.open(out_dir)
     else:
