@@ -66,8 +66,8 @@ MAX_GROUPS_OVER_NETWORK = 1.5
 MIN_COMPILED_LATENCY = 0.75
 """Least latency of a compiled network, in units of the sum of its groups' latencies run dense.
 
-A network that is faster than that is not compiled. Ten networks of spikingjelly took at least 0.77 on an H100,
-and three took at least 0.9 on two CPU cores.
+A network that is faster than that is not compiled. Ten networks of spikingjelly took at least 0.77 on an
+H100, and three took at least 0.9 on two CPU cores.
 """
 
 MIN_CALLS_BETWEEN_TUNINGS = 1000
