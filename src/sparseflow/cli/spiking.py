@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparseflow.spiking.api import LayerProfile
-    from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
+    from sparseflow.spiking.models.model_zoo import BenchCase
     from sparseflow.spiking.profile.check import CheckResult, Difference
 
 app = typer.Typer(
@@ -97,18 +97,15 @@ def spiking() -> None:
     """
 
 
-def _make_case(
-    model: str,
-    config: NetworkConfig,
-    batch_size: int,
+def _parse_options(
     inputs: list[str] | None,
     shapes: list[str] | None,
     event_rate: float | None,
     arguments: list[str] | None,
     step_mode: Literal["s", "m"] | None,
-) -> BenchCase:
+) -> dict[str, Any]:
+    """Parse the options that describe a network of the user's and its inputs: fields of a `BenchCase`."""
     from sparseflow.core.factory import parse_arguments
-    from sparseflow.spiking.models.model_zoo import BenchCase
     from sparseflow.spiking.models.network_inputs import InputConfig, parse_shape
 
     if event_rate is not None and not shapes:
@@ -118,14 +115,7 @@ def _make_case(
         source = InputConfig(
             files=tuple(inputs or ()), shapes=tuple(map(parse_shape, shapes or ())), event_rate=event_rate
         )
-    return BenchCase(
-        model=model,
-        config=config,
-        batch_size=batch_size,
-        inputs=source,
-        arguments=parse_arguments(arguments or []),
-        step_mode=step_mode,
-    )
+    return {"inputs": source, "arguments": parse_arguments(arguments or []), "step_mode": step_mode}
 
 
 def _build(case: BenchCase, weights: Path | None, device: str) -> tuple[Any, Any]:
@@ -135,10 +125,11 @@ def _build(case: BenchCase, weights: Path | None, device: str) -> tuple[Any, Any
     return network.to(torch_device), tuple(x.to(torch_device) for x in inputs)
 
 
-def _make_config(time_steps: int, image_size: int, width: int, num_classes: int) -> NetworkConfig:
-    from sparseflow.spiking.models.model_zoo import NetworkConfig
+def _make_case(model: str, batch_size: int, options: dict[str, Any], **config: int) -> BenchCase:
+    """Make a case from `_parse_options` and the fields of a `NetworkConfig`."""
+    from sparseflow.spiking.models.model_zoo import BenchCase, NetworkConfig
 
-    return NetworkConfig(time_steps=time_steps, num_classes=num_classes, image_size=image_size, width=width)
+    return BenchCase(model=model, config=NetworkConfig(**config), batch_size=batch_size, **options)
 
 
 @app.command()
@@ -178,8 +169,8 @@ def check(
 
     from sparseflow.spiking.profile.check import check_network
 
-    config = _make_config(time_steps, image_size, width=64, num_classes=10)
-    case = _make_case(model, config, batch_size, inputs, shapes, event_rate, arguments, step_mode)
+    options = _parse_options(inputs, shapes, event_rate, arguments, step_mode)
+    case = _make_case(model, batch_size, options, time_steps=time_steps, image_size=image_size)
     network, sample = _build(case, weights, device)
     with progress_bar() as progress:
         result = check_network(
@@ -231,8 +222,11 @@ def optimize(
     """Optimize a network for this machine; show for each layer what was done and why."""
     import sparseflow
 
-    config = _make_config(time_steps, image_size, width, num_classes)
-    case = _make_case(model, config, batch_size, inputs, shapes, event_rate, arguments, step_mode)
+    options = _parse_options(inputs, shapes, event_rate, arguments, step_mode)
+    case = _make_case(
+        model, batch_size, options,
+        time_steps=time_steps, image_size=image_size, width=width, num_classes=num_classes,
+    )  # fmt: skip
     network, sample = _build(case, weights, device)
     with progress_bar() as progress:
         sparseflow.optimize(network, sample, policy=policy, cache=cache, progress=progress)
@@ -260,8 +254,11 @@ def profile(
     """Show the inputs and the sparsity of each layer and the latency of its optimized group."""
     from sparseflow.spiking.api import profile_layers
 
-    config = _make_config(time_steps, image_size, width, num_classes)
-    case = _make_case(model, config, batch_size, inputs, shapes, event_rate, arguments, step_mode)
+    options = _parse_options(inputs, shapes, event_rate, arguments, step_mode)
+    case = _make_case(
+        model, batch_size, options,
+        time_steps=time_steps, image_size=image_size, width=width, num_classes=num_classes,
+    )  # fmt: skip
     network, sample = _build(case, weights, device)
     layers = profile_layers(network, *sample)
     emit(
@@ -310,20 +307,19 @@ def bench(
 
     from sparseflow.spiking.profile.bench import build_cases, run_grid
 
-    if inputs or shapes:
+    options = _parse_options(inputs, shapes, event_rate, arguments, step_mode)
+    if options["inputs"] is not None:
         if grid or batch_size or time_steps:
             raise InputError(
                 "`--input` and `--shape` set the shapes of inputs; omit -T, --batch-size and --grid"
             )
-        config = _make_config(4, image_size, width, 10)
         cases = [
-            _make_case(name, config, 1, inputs, shapes, event_rate, arguments, step_mode)
+            _make_case(name, 1, options, image_size=image_size, width=width)
             for name in model or [DEFAULT_MODEL]
         ]
     else:
-        common = _make_case("", _make_config(4, 32, 64, 10), 1, None, None, event_rate, arguments, step_mode)
         cases = [
-            replace(case, arguments=common.arguments, step_mode=step_mode)
+            replace(case, **options)
             for case in build_cases(
                 models=model,
                 dataset=dataset,
