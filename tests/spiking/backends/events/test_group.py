@@ -27,21 +27,8 @@ from sparseflow.spiking.backends.events.format import Events
 from sparseflow.spiking.backends.events.group import EventGroup
 from sparseflow.spiking.backends.events.kernels import compiler
 from sparseflow.spiking.backends.reference import run_convolution_reference, run_group_reference
-from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
-
-IF = NeuronSpec(alpha=1.0, beta=1.0, delta=0.0, v_threshold=1.0, v_reset=0.0)
-SOFT = replace(IF, v_reset=None)
-LIF = NeuronSpec(alpha=0.5, beta=0.5, delta=0.0, v_threshold=1.0, v_reset=0.0)
-SHIFTED = NeuronSpec(alpha=0.5, beta=1.0, delta=-0.125, v_threshold=0.75, v_reset=-0.25)
-NEURONS = {
-    "if": IF,
-    "soft": SOFT,
-    "lif": LIF,
-    "shifted": SHIFTED,
-    "no reset": replace(LIF, v_reset=None, v_subtract=0.0),
-    "delayed soft": replace(LIF, v_reset=None, v_subtract=0.5, delays_reset=True),
-    "delayed hard": replace(SHIFTED, delays_reset=True),
-}
+from sparseflow.spiking.backends.spec import GroupSpec, SpikeSource
+from tests.spiking.backends.neurons import IF, LIF, NEURONS, SHIFTED, SOFT
 
 
 def _grid(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -18,7 +18,8 @@ from sparseflow.spiking.backends.packed.hopper.group import pack_hopper_weights
 from sparseflow.spiking.backends.packed.hopper.variants import MAX_SPLIT_UNITS, list_hopper_variants
 from sparseflow.spiking.backends.packed.triton_fallback import pack_fallback_weights
 from sparseflow.spiking.backends.spec import GroupSpec, SpikeSource
-from tests.spiking.backends.packed.cases import IF, seeded
+from tests.spiking.backends.neurons import IF
+from tests.spiking.backends.packed.cases import seeded
 
 STEP = 16
 FP32_LIKE = 3e-7

@@ -12,7 +12,8 @@ from sparseflow.spiking.backends.attention import AttentionShape
 from sparseflow.spiking.backends.packed.attention import run_attention
 from sparseflow.spiking.backends.reference import run_neuron_reference
 from sparseflow.spiking.backends.spec import NeuronSpec
-from tests.spiking.backends.packed.cases import DEVICE, LIF, NEURONS, seeded
+from tests.spiking.backends.neurons import LIF, NEURONS
+from tests.spiking.backends.packed.cases import DEVICE, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -31,7 +31,8 @@ from sparseflow.spiking.models.spiking_resnet import lif_neuron, spiking_resnet
 from sparseflow.spiking.runtime import channel_layout
 from sparseflow.spiking.runtime.channel_layout import permute_group
 from sparseflow.spiking.runtime.plan import GroupStep, NodeValues, Plan, SpikeTensor
-from tests.spiking.backends.packed.cases import DEVICE, LIF, SHIFTED, grid, seeded, source, spikes
+from tests.spiking.backends.neurons import LIF, SHIFTED
+from tests.spiking.backends.packed.cases import DEVICE, grid, seeded, source, spikes
 from tests.spiking.nets import Small, force, images, membranes, ready, same
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -16,19 +16,8 @@ from sparseflow.spiking.backends.packed.format import allocate_packed, make_chan
 from sparseflow.spiking.backends.packed.neuron import NeuronOutput, run_neuron
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec
-from tests.spiking.backends.packed.cases import (
-    DEVICE,
-    IF,
-    LIF,
-    NEURONS,
-    SHIFTED,
-    SOFT,
-    assert_activity,
-    assert_packed,
-    grid,
-    seeded,
-    spikes,
-)
+from tests.spiking.backends.neurons import IF, LIF, NEURONS, SHIFTED, SOFT
+from tests.spiking.backends.packed.cases import DEVICE, assert_activity, assert_packed, grid, seeded, spikes
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

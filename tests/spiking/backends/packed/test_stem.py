@@ -13,7 +13,8 @@ from sparseflow.spiking.backends.packed.format import allocate_packed, make_chan
 from sparseflow.spiking.backends.packed.stem import get_stem_unsupported_reason, run_stem
 from sparseflow.spiking.backends.reference import run_neuron_reference
 from sparseflow.spiking.backends.spec import NeuronSpec
-from tests.spiking.backends.packed.cases import DEVICE, LIF, NEURONS, assert_packed, grid, seeded
+from tests.spiking.backends.neurons import LIF, NEURONS
+from tests.spiking.backends.packed.cases import DEVICE, assert_packed, grid, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

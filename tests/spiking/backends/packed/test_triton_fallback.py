@@ -18,12 +18,9 @@ from sparseflow.spiking.backends.packed.triton_fallback import (
 )
 from sparseflow.spiking.backends.reference import run_group_reference
 from sparseflow.spiking.backends.spec import GroupSpec, NeuronSpec, SpikeSource
+from tests.spiking.backends.neurons import IF, LIF, NEURONS, SHIFTED
 from tests.spiking.backends.packed.cases import (
     DEVICE,
-    IF,
-    LIF,
-    NEURONS,
-    SHIFTED,
     assert_activity,
     assert_packed,
     grid,
