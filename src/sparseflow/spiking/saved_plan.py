@@ -42,7 +42,7 @@ class SavedPlan(Artifact):
         versions: Versions of the packages that run the candidates.
         dtype: `dtype` of `optimize`; None for the network's own.
         reset: `reset` of `optimize`.
-        shapes: The decisions by input shape, the one that was used last at the end.
+        shapes: The decisions by input shape.
     """
 
     FORMAT: ClassVar[str] = "sparseflow.spiking.plan"

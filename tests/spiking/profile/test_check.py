@@ -17,7 +17,8 @@ from spikingjelly.activation_based import encoding, neuron
 
 from sparseflow.errors import InputError, ModelError, SampleError
 from sparseflow.spiking.accelerated import AcceleratedForward
-from sparseflow.spiking.profile.check import check_network, compute_difference
+from sparseflow.spiking.profile.check import check_network
+from sparseflow.spiking.runtime.output_difference import compute_difference
 from tests.spiking.nets import KINDS, T, images, ready, small
 
 X = images(T, 2)

@@ -207,9 +207,7 @@ class LoopJoiner:
         if source is None:
             return
         arguments = (source, *nodes[0].args[1:])
-        order = {node: position for position, node in enumerate(self._graph.nodes)}
-        last = max((node for node in arguments if isinstance(node, fx.Node)), key=order.__getitem__)
-        with self._graph.inserting_after(last):
+        with self._graph.inserting_after(self._find_last(arguments)):
             joined = self._graph.create_node("call_module", nodes[0].target, arguments)
         set_steps(joined, len(nodes), returned_states=info.returned_states)
         self._stacks[nodes] = joined
@@ -306,13 +304,16 @@ class LoopJoiner:
                 return None
             else:
                 args.append(stacked)
-        order = {node: position for position, node in enumerate(self._graph.nodes)}
-        last = max((arg for arg in args if isinstance(arg, fx.Node)), key=order.__getitem__)
-        with self._graph.inserting_after(last):
+        with self._graph.inserting_after(self._find_last(args)):
             node = self._graph.create_node(first.op, first.target, tuple(args), first.kwargs)
         set_folded_sizes(node, (len(nodes), shape[0]))
         self._shapes[node.name] = (len(nodes), *shape)
         return node
+
+    def _find_last(self, arguments: Sequence[Any]) -> fx.Node:
+        """Return the node among `arguments` that comes last in the graph."""
+        order = {node: position for position, node in enumerate(self._graph.nodes)}
+        return max((node for node in arguments if isinstance(node, fx.Node)), key=order.__getitem__)
 
     def _stack_views(self, nodes: tuple[fx.Node, ...], shape: Shape) -> fx.Node | None:
         """Return one reshape of stacked tensors for views that treat each sample alone."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparseflow.errors import FileFormatError, InputError
+from sparseflow.spiking.backends.precision import get_model_dtype
 
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".safetensors")
 _MAX_ELEMENTS = 2**32
@@ -57,7 +58,7 @@ class InputConfig:
         Raises:
             InputError, FileFormatError: See `read`.
         """
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        dtype = get_model_dtype(model)
         return tuple(x.to(dtype) if x.dtype not in (torch.int32, torch.int64) else x for x in self.read())
 
     def _sample(self) -> list[torch.Tensor]:

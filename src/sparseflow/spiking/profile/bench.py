@@ -159,7 +159,7 @@ def bench(
     report("accuracy of the original network", 0.0)
     reference = copy.deepcopy(model)
     before = _predict(make_stateless(model), batches)
-    timed = [inputs for inputs in batches if _get_shapes(inputs) == _get_shapes(batches[0])]
+    timed = [inputs for inputs in batches if get_shapes(inputs) == get_shapes(batches[0])]
     graph = analyze(model, timed[0])
     candidates = build_baselines(reference, graph, *timed[0], compile=compile_baselines)
     candidates = warm_up(candidates, timed[0], subrange(progress, 0.05, 0.4, "preparing dense: "))
@@ -200,8 +200,9 @@ def _predict(forward: Forward, batches: Sequence[Inputs]) -> torch.Tensor:
     return torch.cat([output.argmax(dim=-1).flatten() for output in outputs])
 
 
-def _get_shapes(inputs: Inputs) -> list[torch.Size]:
-    return [x.shape for x in inputs]
+def get_shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a network's inputs."""
+    return tuple(tuple(x.shape) for x in inputs)
 
 
 def build_cases(

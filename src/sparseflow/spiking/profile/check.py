@@ -18,7 +18,8 @@ from sparseflow.spiking.graph.module_state import (
     preserve_state_without_grad,
     reset_neurons,
 )
-from sparseflow.spiking.profile.bench import BenchResult, Inputs, bench
+from sparseflow.spiking.profile.bench import BenchResult, Inputs, bench, get_shapes
+from sparseflow.spiking.runtime.output_difference import Difference, compute_difference
 from sparseflow.spiking.runtime.precision_casts import cast_tensors
 
 MAX_MEAN_ERROR = {torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 2e-1}
@@ -26,19 +27,6 @@ MAX_MEAN_ERROR = {torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 2e-1
 
 _MAX_ERROR_RATIO = 2.0
 """Limit of an error in units of the difference between the network's own code in two precisions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference between two sets of tensors.
-
-    Attributes:
-        largest: Largest absolute difference.
-        mean_error: Mean absolute difference over the mean absolute value.
-    """
-
-    largest: float
-    mean_error: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +177,7 @@ def _compare_calls(
     ]
     resized = _change_batch_size(reference, inputs)
     if resized is not None:
-        shapes = ", ".join("x".join(map(str, shape)) for shape in _get_shapes(resized))
+        shapes = ", ".join("x".join(map(str, shape)) for shape in get_shapes(resized))
         steps += [(f"of shape {shapes}", resized, True), ("of the first shape again", inputs, True)]
     calls: list[CallComparison] = []
     for name, call_inputs, resets in steps:
@@ -234,7 +222,7 @@ def _compare_call(
         actual = _call(model, inputs)
     except Exception as error:
         return CallComparison(
-            name=name, shapes=_get_shapes(inputs), outputs=None, membranes=None, num_predictions=0,
+            name=name, shapes=get_shapes(inputs), outputs=None, membranes=None, num_predictions=0,
             num_changed=0, problem=f"the optimized network raises {type(error).__name__}: {error}",
         )  # fmt: skip
     states = _list_states(reference), _list_states(model)
@@ -253,7 +241,7 @@ def _compare(
     num_predictions, num_changed = _compare_predictions(*outputs, tolerance)
     comparison = CallComparison(
         name=name,
-        shapes=_get_shapes(inputs),
+        shapes=get_shapes(inputs),
         outputs=compute_difference(*outputs),
         membranes=compute_difference(*states),
         num_predictions=num_predictions,
@@ -279,10 +267,6 @@ def _find_problem(call: CallComparison, tolerance: float, rounding: CallComparis
     return None
 
 
-def _get_shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(x.shape) for x in inputs)
-
-
 def _call(model: nn.Module, inputs: Inputs) -> Any:
     """Call a network; random numbers are the same in each call."""
     devices = [inputs[0].device] if inputs[0].is_cuda else []
@@ -293,32 +277,6 @@ def _call(model: nn.Module, inputs: Inputs) -> Any:
 
 def _list_states(model: nn.Module) -> list[dict[str, Any]]:
     return list(copy_neuron_states(model).values())
-
-
-def compute_difference(expected: Any, actual: Any) -> Difference | None:
-    """Compute the difference of two trees of tensors; None if their structure, types or shapes differ.
-
-    NaN equals NaN, and infinity equals infinity of the same sign.
-    """
-    leaves, structure = tree_flatten(expected)
-    actual_leaves, actual_structure = tree_flatten(actual)
-    if structure != actual_structure:
-        return None
-    largest = error = size = 0.0
-    for first, second in zip(leaves, actual_leaves, strict=True):
-        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-            if type(first) is not type(second) or first != second:
-                return None
-            continue
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return None
-        a, b = first.double(), second.double()
-        gaps = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
-        if gaps.numel():
-            largest = max(largest, float(gaps.max()))
-        error += float(gaps.sum())
-        size += float(a.abs().nan_to_num(0.0, 0.0, 0.0).sum())
-    return Difference(largest=largest, mean_error=error / max(size, 1e-30))
 
 
 def _compare_predictions(expected: Any, actual: Any, tolerance: float) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def measure_memory_mb(
     if inputs[0].device.type != "cpu":
         return None
     try:
-        weights = sum(t.numel() * t.element_size() for t in (*reference.parameters(), *reference.buffers()))
+        weights = sum(t.nbytes for t in (*reference.parameters(), *reference.buffers()))
         own_bytes = weights + _measure_call(reference, inputs)
         prepared = _measure_prepared(optimized, inputs)
         return own_bytes / _MB, (weights + prepared + _measure_call(optimized, inputs)) / _MB

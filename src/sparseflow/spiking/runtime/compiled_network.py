@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.graph.module_state import reset_neurons
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.dense_network import DenseNetwork, UnsupportedNetworkError
 from sparseflow.spiking.runtime.membranes import Membranes
+from sparseflow.spiking.runtime.output_difference import compute_difference
 from sparseflow.spiking.runtime.plan import Plan
 
 MIN_ERROR_LIMIT = 0.01
@@ -104,24 +104,18 @@ def compile_network(
         for run in (original, plan.run, compiled):
             reset_neurons(plan.graph.model)
             outputs.append(run(*inputs))
-        plan_error, error = (_compute_error(output, outputs[0]) for output in outputs[1:])
+        of_plan, of_compiled = (compute_difference(outputs[0], output) for output in outputs[1:])
     except UnsupportedNetworkError as reason:
         return str(reason)
     except Exception as problem:  # compilers raise many types
         return f"torch.compile raises {type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
-    if not error <= max(MIN_ERROR_LIMIT, MAX_ERROR_RATIO * plan_error):
-        return f"its outputs differ by {error:.2g} of their size"
+    if of_plan is None or of_compiled is None:
+        return "its outputs have other types or shapes"
+    if not of_compiled.mean_error <= max(MIN_ERROR_LIMIT, MAX_ERROR_RATIO * of_plan.mean_error):
+        return f"its outputs differ by {of_compiled.mean_error:.2g} of their size"
     return compiled
 
 
 def ignore_missing_triton() -> None:
     """Suppress the warning of torch.compile that Triton is missing, which code for CPUs does not need."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
-def _compute_error(actual: Any, expected: Any) -> float:
-    """Compute the mean error of all outputs as a fraction of their mean size."""
-    pairs = zip(tree_leaves(actual), tree_leaves(expected), strict=True)
-    tensors = [(a.double(), b.double()) for a, b in pairs if isinstance(b, torch.Tensor)]
-    size = sum(float(b.abs().sum()) for _, b in tensors)
-    return sum(float((a - b).abs().sum()) for a, b in tensors) / max(size, 1e-30)
