@@ -44,7 +44,7 @@ import sparseflow
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core import timing
 from sparseflow.core.environment import collect_environment
-from sparseflow.core.files import write_json
+from sparseflow.core.files import read_json, write_json
 from sparseflow.spiking.explanation import explain
 
 Forward = Callable[[], torch.Tensor]
@@ -456,10 +456,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prepare-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="start no case after that")
     options = parser.parse_args(arguments)
-    cases, start = options.case or list(CASES), time.monotonic()
+    start = time.monotonic()
+    rows = read_rows(options)
+    measured = {row["case"] for row in rows}
+    cases = [case for case in options.case or CASES if case not in measured]
     if options.jobs:
         prepare_in_parallel(cases, options)
-    rows: list[dict[str, Any]] = []
     for case in cases:
         if time.monotonic() - start > options.time_limit_s:
             break
@@ -480,6 +482,17 @@ def main(arguments: list[str] | None = None) -> int:
         }
         write_json(options.out, record, indent=1)
     return int(any("error" in row for row in rows))
+
+
+def read_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of an earlier, interrupted run on the same device; they are not measured again."""
+    if not options.out.exists():
+        return []
+    record = read_json(options.out)
+    measured, device = record["environment"]["device_key"], collect_environment(options.device)["device_key"]
+    if measured != device:
+        raise SystemExit(f"{options.out} was measured on {measured}, not on {device}")
+    return [row for row in record["rows"] if "error" not in row]
 
 
 def prepare_in_parallel(cases: list[str], options: argparse.Namespace) -> None:
