@@ -259,11 +259,14 @@ class AcceleratedForward:
         with self._lock:  # a network has one state, so its calls cannot overlap
             tuned = self._get_tuned(args)
             plan = None if tuned is None else tuned.plan
-            if tuned is None or plan is None or plan.get_bypass_conflict():
+            if tuned is None or plan is None:
+                return self._finish(self.run_original(*args))
+            needs_module_calls = plan.needs_module_calls()
+            if needs_module_calls and plan.get_bypass_conflict():
                 return self._finish(self.run_original(*args))
             with torch.no_grad():
-                fast_path = tuned.fast_path
-                if fast_path is not None and fast_path.can_run() and self._may_bypass(plan, args[0].device):
+                fast_path = None if needs_module_calls else tuned.fast_path
+                if fast_path is not None and fast_path.can_run() and self._may_bypass(args[0].device):
                     return fast_path(*args)
                 return self._finish(plan.run(*args))
 
@@ -274,9 +277,9 @@ class AcceleratedForward:
         return output
 
     @staticmethod
-    def _may_bypass(plan: Plan, device: torch.device) -> bool:
-        """Return whether a call may run no module and no operation of torch."""
-        if plan.needs_module_calls() or torch.is_autocast_enabled(device.type):
+    def _may_bypass(device: torch.device) -> bool:
+        """Return whether a call may run no operation of torch."""
+        if torch.is_autocast_enabled(device.type):
             return False
         return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

@@ -16,8 +16,8 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import repeat
-from operator import is_
+from itertools import chain
+from operator import contains, is_, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,49 @@ _FX_CONSTANT = "_tensor_constant"  # where fx stores tensors on the root while i
 _INTERNAL_NAMES = frozenset(dir(nn.Module())) - {"forward", "training"}
 
 
-class _Missing:
+class MISSING:
     """In place of a value that does not exist."""
+
+
+class EntryTable:
+    """Entries of dictionaries, and a fast check that none changed, most of which runs in C.
+
+    Args:
+        entries: The dictionary, the key and the value of each entry; `MISSING` for an entry that is missing.
+        by_identity: Whether a value must be the same object; otherwise an equal one is unchanged.
+    """
+
+    def __init__(self, entries: Iterable[tuple[dict[str, Any], str, Any]], *, by_identity: bool) -> None:
+        present: dict[int, tuple[dict[str, Any], list[str], list[Any]]] = {}
+        absent: list[tuple[dict[str, Any], str]] = []
+        for holder, key, value in entries:
+            if value is MISSING:
+                absent.append((holder, key))
+                continue
+            _, keys, values = present.setdefault(id(holder), (holder, [], []))
+            keys.append(key)
+            values.append(value)
+        self._holders = [holder for holder, _, _ in present.values()]
+        # A getter of one key returns no tuple, so each gets its first key twice.
+        self._getters = [itemgetter(*keys, keys[0]) for _, keys, _ in present.values()]
+        self._values = [(*values, values[0]) for _, _, values in present.values()]
+        self._members = [*chain.from_iterable(self._values)]
+        self._by_identity = by_identity
+        self._absent_holders = [holder for holder, _ in absent]
+        self._absent_keys = [key for _, key in absent]
+
+    def is_unchanged(self) -> bool:
+        """Return whether no entry was replaced, added or deleted."""
+        try:
+            values = [get(holder) for get, holder in zip(self._getters, self._holders, strict=True)]
+            if self._by_identity:
+                if not all(map(is_, chain.from_iterable(values), self._members)):
+                    return False
+            elif values != self._values:
+                return False
+        except Exception:  # a deleted entry, or a value that cannot be compared
+            return False
+        return not any(map(contains, self._absent_holders, self._absent_keys))
 
 
 class ForwardReads:
@@ -58,6 +99,7 @@ class ForwardReads:
     def __init__(self) -> None:
         self.side_effect: str | None = None
         # Entries of dictionaries are most of all values; columns make their check fast.
+        self._table: EntryTable | None = None
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._values: list[Any] = []
@@ -72,20 +114,22 @@ class ForwardReads:
 
     def is_unchanged(self) -> bool:
         """Return whether everything has the value that it had during the trace."""
-        current = map(dict.get, self._holders, self._keys, repeat(_Missing))
-        if all(map(is_, current, self._values)) and all(
-            _are_equal(take(), items) for take, items in self._snapshots
-        ):
+        if self._table is None:
+            self._table = EntryTable(
+                zip(self._holders, self._keys, self._values, strict=True), by_identity=True
+            )
+        if self._table.is_unchanged() and all(_are_equal(take(), items) for take, items in self._snapshots):
             return True
         return self.find_change() is None
 
     def find_change(self) -> str | None:
         """Return the name of a value that changed, or None."""
         for index, (holder, key, old) in enumerate(zip(self._holders, self._keys, self._values, strict=True)):
-            current = holder.get(key, _Missing)
+            current = holder.get(key, MISSING)
             if not _is_equal(current, old):
                 return self._names[index]
             self._values[index] = current
+        self._table = None
         for index, (take, items) in enumerate(self._snapshots):
             current = take()
             if not _are_equal(current, items):
@@ -99,9 +143,10 @@ class ForwardReads:
             return
         self._entries.add((id(holder), key))
         self._check_number(name)
+        self._table = None
         self._holders.append(holder)
         self._keys.append(key)
-        self._values.append(holder.get(key, _Missing))
+        self._values.append(holder.get(key, MISSING))
         self._names.append(name)
         self.watch_value(self._values[-1], name)
 
@@ -187,8 +232,8 @@ class ForwardReads:
         """Watch what a function of a user reads: its globals, closure variables and mutable defaults."""
         if _is_library(function.__module__):
             return
-        for chain in _list_global_reads(function.__code__):
-            self._watch_global(function.__globals__, chain)
+        for names in _list_global_reads(function.__code__):
+            self._watch_global(function.__globals__, names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 self._watch_items(lambda cell=cell: _read_cell(cell), f"`{name}`")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparseflow.spiking.graph.forward_reads import ForwardReads
+from sparseflow.spiking.graph.forward_reads import EntryTable
 from sparseflow.spiking.graph.neurons.builtin import get_state_names, reset_state
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,8 +136,8 @@ def preserve_state_without_grad(model: nn.Module) -> Iterator[None]:
 class MutationGuard:
     """A snapshot of a network's structure and tensor versions.
 
-    The check runs before each call and must be cheap: the module tree is walked once, and each check is a few
-    hundred comparisons by identity.
+    The check runs before each call and must be cheap: the module tree is walked once, and each check compares
+    a few hundred values.
 
     Args:
         model: The network.
@@ -146,7 +147,7 @@ class MutationGuard:
     """
 
     def __init__(self, model: nn.Module, replaced: Iterable[nn.Module]) -> None:
-        self._registries: list[dict[str, Any]] = [
+        registries = [
             registry
             for module in model.modules()
             for registry in (module._modules, module._parameters, module._buffers)
@@ -158,39 +159,45 @@ class MutationGuard:
             for name in get_state_names(module)
             if name in module._buffers
         }
-        # Columns of all entries: comparing them is much faster than comparing one registry after the other.
+        self._empty = [registry for registry in registries if not registry]
+        self._registries = [registry for registry in registries if registry]
+        self._keys = [*chain.from_iterable(self._registries)]
         entries = [
-            (registry, *item)
+            (registry, key, member)
             for registry in self._registries
-            for item in registry.items()
-            if (id(registry), item[0]) not in states
+            for key, member in registry.items()
+            if (id(registry), key) not in states
         ]
-        self._num_states = len(states)
-        self._holders = [registry for registry, _, _ in entries]
-        self._keys = [key for _, key, _ in entries]
-        self._members = [member for _, _, member in entries]
+        with_states = {holder for holder, _ in states}
+        self._stateless = [registry for registry in self._registries if id(registry) not in with_states]
+        self._members = [*chain.from_iterable(map(dict.values, self._stateless))]
+        self._members_beside_states = EntryTable(
+            [entry for entry in entries if id(entry[0]) in with_states], by_identity=True
+        )
         self._tensors = [
-            tensor
-            for module in model.modules()
-            for registry in (module._parameters, module._buffers)
-            for name, tensor in registry.items()
-            if tensor is not None and not tensor.is_inference() and (id(registry), name) not in states
+            member
+            for _, _, member in entries
+            if isinstance(member, torch.Tensor) and not member.is_inference()
         ]
         self._versions = self._read_versions()
-        self._constants = ForwardReads()
-        for attributes in map(vars, replaced):
-            for name, value in attributes.items():
-                # Membranes change, and plans check the mode themselves.
-                if name not in ("v", "training") and isinstance(value, int | float | str | tuple | None):
-                    self._constants.watch_entry(attributes, name, name)
+        constants = [
+            (attributes, name, value)
+            for attributes in map(vars, replaced)
+            for name, value in attributes.items()
+            # Membranes change, and plans check the mode themselves.
+            if name not in ("v", "training") and isinstance(value, int | float | str | tuple | None)
+        ]
+        self._constants = EntryTable(constants, by_identity=False)
 
     def is_structure_unchanged(self) -> bool:
         """Return whether the network still has the same modules, tensors and constants."""
-        if sum(map(len, self._registries)) != len(self._members) + self._num_states:
-            return False
-        if not all(map(is_, map(dict.get, self._holders, self._keys), self._members)):
-            return False
-        return self._constants.is_unchanged()
+        return (
+            not any(self._empty)
+            and [*chain.from_iterable(self._registries)] == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, self._stateless)), self._members))
+            and self._members_beside_states.is_unchanged()
+            and self._constants.is_unchanged()
+        )
 
     def are_values_unchanged(self) -> bool:
         """Return whether the tensors were neither written to nor moved to other memory."""

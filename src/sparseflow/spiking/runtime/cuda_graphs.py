@@ -78,4 +78,6 @@ class GraphReplay:
         self._graph.replay()
         if not self._reset:
             self._membranes.set(self._final_membranes)
+        if isinstance(self._output, torch.Tensor):
+            return self._output.clone()
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -29,6 +31,7 @@ from sparseflow.spiking.backends.base import Backend
 from sparseflow.spiking.backends.precision import get_model_dtype
 from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
+from sparseflow.spiking.graph.forward_reads import MISSING, EntryTable
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
 from sparseflow.spiking.graph.simplification import simplify_network
 from sparseflow.spiking.graph.sites import count_products
@@ -45,6 +48,8 @@ from sparseflow.spiking.runtime.spike_tensor import (
     run_node,
     to_dense,
 )
+
+_GET_HOOKS_AND_MODE = itemgetter("_forward_hooks", "_forward_pre_hooks", "training")
 
 
 def _make_mutable(tree: Any) -> Any:
@@ -137,6 +142,11 @@ class Plan:
         self._layer_nodes = [n for n in nodes if n.op == "call_module"]
         self._replaced = set(nodes) if self.casts else inside | set(self._passthroughs)
         self._forwards = [vars(module).get("forward") for module in self._bypassed_modules]
+        self._attributes = [vars(module) for module in self._submodules]
+        self._own_forwards = EntryTable(
+            [(attributes, "forward", attributes.get("forward", MISSING)) for attributes in self._attributes],
+            by_identity=True,
+        )
         entries: list[tuple[fx.Node, GroupStep | None, Sequence[fx.Node]]] = []
         for node in nodes:
             if node.op == "placeholder" or (node in inside and node not in group_by_output):
@@ -198,10 +208,14 @@ class Plan:
         return None
 
     def needs_module_calls(self) -> bool:
-        """Return whether a submodule must be called each time: it has a hook or is in training mode."""
-        return any(
-            module._forward_hooks or module._forward_pre_hooks or module.training
-            for module in self._submodules
+        """Return whether a submodule must be called each time.
+
+        It has a hook, is in training mode, or has another forward. If none does, there is no bypass conflict.
+        """
+        return (
+            any(chain.from_iterable(map(_GET_HOOKS_AND_MODE, self._attributes)))
+            or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+            or not self._own_forwards.is_unchanged()
         )
 
     def choose_layouts(self, *inputs: Any) -> None:

@@ -6,9 +6,9 @@ already imported; otherwise no network can contain its classes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -34,7 +34,7 @@ def find_builtin_neuron(cls: type) -> NeuronEntry | None:
 
 def get_state_names(module: nn.Module) -> tuple[str, ...]:
     """Return the attributes in which a neuron of a known library, or one of the user's, keeps its state."""
-    entry = _find_inherited_entry(module)
+    entry = _find_inherited_entry(type(module))
     if entry is not None:
         return entry.states
     return ("v",) if "v" in vars(module) else ()
@@ -42,13 +42,17 @@ def get_state_names(module: nn.Module) -> tuple[str, ...]:
 
 def reset_state(module: nn.Module) -> None:
     """Set the state of a neuron to rest by the method of its library."""
-    names = ("reset",) if _find_inherited_entry(module) is None else ("reset", "reset_mem", "reset_states")
-    for name in names:
-        method: Any = getattr(module, name, None)
-        if callable(method):
-            method()
-            return
+    method = _find_reset_method(type(module))
+    if method is not None:
+        getattr(module, method)()
 
 
-def _find_inherited_entry(module: nn.Module) -> NeuronEntry | None:
-    return next((entry for cls in type(module).__mro__ if (entry := find_builtin_neuron(cls))), None)
+@functools.lru_cache(maxsize=4096)
+def _find_reset_method(cls: type) -> str | None:
+    names = ("reset",) if _find_inherited_entry(cls) is None else ("reset", "reset_mem", "reset_states")
+    return next((name for name in names if callable(getattr(cls, name, None))), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_inherited_entry(cls: type) -> NeuronEntry | None:
+    return next((entry for parent in cls.__mro__ if (entry := find_builtin_neuron(parent))), None)
