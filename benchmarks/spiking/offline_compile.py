@@ -121,7 +121,7 @@ def compile_hopper_group(
     return run_ptxas(compiled.asm["ptx"]), compiled.metadata.shared
 
 
-class _CompileOnlyDriver:
+class CompileOnlyDriver:
     """The parts of a GPU driver that compiling needs."""
 
     def __init__(self, arch: int) -> None:
@@ -167,7 +167,7 @@ def compile_launches(arch: int = 90) -> Iterator[list[CompiledLaunch]]:
         )
 
     active = driver._active
-    driver.set_active(_CompileOnlyDriver(arch))
+    driver.set_active(CompileOnlyDriver(arch))
     words.launcher = compile_only
     try:
         yield launches

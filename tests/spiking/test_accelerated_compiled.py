@@ -149,7 +149,7 @@ def test_it_is_a_candidate_only_if_it_may_be_faster(
 ) -> None:
     monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", 0.8)
     prefer("sparse", dense=2.0, plan=4.7, compiled=0.5)  # three groups: 0.8 * 3 * 2.0 ms > 4.7 ms
-    sparseflow.optimize(small(), X, compile=True)
+    sparseflow.optimize(small(), X, compile=True, cache=False)
     assert not compilations
     prefer("sparse", dense=2.0, plan=4.9, compiled=0.5)
     sparseflow.optimize(small(), X, compile=False)
@@ -158,6 +158,16 @@ def test_it_is_a_candidate_only_if_it_may_be_faster(
     assert from_rest(net, X) is not None and not compilations
     sparseflow.optimize(small(), X, compile=True)
     assert len(compilations) == 1
+
+
+def test_the_decision_not_to_compile_is_cached(
+    prefer: Callable[..., FakeTimes], compilations: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerated, "MIN_COMPILED_LATENCY", 0.8)
+    for plan_ms in (4.7, 4.9):
+        prefer("sparse", dense=2.0, plan=plan_ms, compiled=0.5)
+        sparseflow.optimize(small(), X, compile=True)
+    assert not compilations
 
 
 @pytest.mark.parametrize(("ms", "choice"), [(0.5, "compiled"), (0.9, "plan"), (7.0, "plan")])

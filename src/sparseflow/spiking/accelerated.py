@@ -30,6 +30,7 @@ from sparseflow.errors import ModelError, SampleError, SparseFlowError
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
     find_possible_mode,
+    run_candidates,
     tune_group,
     tune_layer,
     tune_network,
@@ -552,6 +553,7 @@ class AcceleratedForward:
             capture=is_cuda,
         )
         self._observe(plan, inputs)
+        self._compile_kernels(plan, inputs, selector)
         replay = self._measure_plan(plan, inputs, selector)
         if self._contradicts_cache(plan):
             replay = self._measure_plan(plan, inputs, replace(selector, refresh=True))
@@ -569,6 +571,26 @@ class AcceleratedForward:
             names = [s.name for s in self.graph.sites if s.fed_by]
             with preserve_state_without_grad(self.model):
                 self.firing = profile_firing(self.model, inputs, names, forward=self.run_original)
+
+    def _compile_kernels(
+        self, plan: Plan, inputs: tuple[torch.Tensor, ...], selector: CandidateSelector
+    ) -> None:
+        """Compile the kernels of all groups in several processes, before the groups need them."""
+        kernels = plan.backend.fused_kernels
+        if kernels is None:
+            return
+
+        def run(group: GroupStep, env: NodeValues) -> Any:
+            return run_candidates(group, env, selector, plan.backend)
+
+        def run_plan() -> None:
+            plan.invalidate()
+            plan.run(*inputs, group_runner=run)
+
+        self._report("compiling kernels", 0, len(plan.groups) + 1)
+        with preserve_state_without_grad(self.model):
+            kernels.compile_kernels(run_plan)
+        plan.invalidate()
 
     def _collect_decisions(self) -> ShapeDecisions | None:
         """Collect the decisions of the last tuning."""
@@ -682,10 +704,11 @@ class AcceleratedForward:
         """Time the compiled dense network against what was selected; return it if it is faster."""
         decision = self.network_decision
         assert decision is not None
-        if not self._may_gain_from_compiling(plan, decision):
-            return None
         key = self._make_compiled_key(plan, inputs)
         cached = selector.find_cached(key)
+        if cached is None and not self._may_gain_from_compiling(plan, decision):
+            cached = decision
+            selector.remember(key, decision)
         if cached is not None and cached.choice != "compiled":
             return None
         self._report("compiling the dense network", len(plan.groups), len(plan.groups) + 1)

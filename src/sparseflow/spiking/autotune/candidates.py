@@ -6,8 +6,10 @@ A candidate whose result differs from the network's own modules is rejected befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 from sparseflow.spiking.autotune.decision_cache import Decision
 from sparseflow.spiking.autotune.dispatch import CandidateSelector, compute_rate_bucket
-from sparseflow.spiking.backends.base import Backend
+from sparseflow.spiking.backends.base import Backend, SpikeForm
 from sparseflow.spiking.backends.blocks.geometry import select_block_size
 from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.precision import is_tf32_allowed
@@ -59,22 +61,7 @@ def tune_group(
     if shape_mismatch is not None:
         return Decision(choice="module", reason=shape_mismatch), group.run(env, mode="module")
     initial_v = group.membrane
-    candidates: dict[str, Callable[[], Any]] = {
-        mode: partial(_run_group, group, mode, values, initial_v)
-        for mode, values in {
-            "module": _to_dense_values(env),
-            "dense": env,
-            "fused": env,
-            "sparse": env,
-        }.items()
-    }
-    notes: list[str] = []
-    if not group.can_fuse():
-        del candidates["fused"]
-    unsupported_reason = group.get_unsupported_reason(env)
-    if unsupported_reason is not None:
-        del candidates["sparse"]
-        notes.append(f"sparse not supported: {unsupported_reason}")
+    candidates, notes = _list_candidates(group, env)
     notes += _remove_mismatches(candidates, backend.dtype)
     decision = selector.select(make_group_key(group, env, backend), candidates, "module")
     if notes:
@@ -82,6 +69,31 @@ def tune_group(
     group.fix_mode(decision.choice)  # type: ignore[arg-type]
     group.membrane = initial_v
     return decision, group.run(env)
+
+
+def run_candidates(group: GroupStep, env: NodeValues, selector: CandidateSelector, backend: Backend) -> Any:
+    """Run a group in all modes that `tune_group` will time, to compile their kernels.
+
+    Args:
+        group: The group.
+        env: The values that it reads.
+        selector: Knows which groups are cached; their modes are not run.
+        backend: The plan's backend.
+
+    Returns:
+        The output of the network's own modules.
+    """
+    initial_v = group.membrane
+    if (
+        group.get_shape_mismatch(env) is None
+        and selector.find_cached(make_group_key(group, env, backend)) is None
+    ):
+        candidates, _ = _list_candidates(group, env)
+        for mode, form in product([mode for mode in candidates if mode != "module"], ("native", "dense")):
+            with suppress(Exception):  # `tune_group` runs the same and raises
+                to_dense(_run_group(group, mode, env, initial_v, form))
+    group.membrane = initial_v
+    return group.run(env, mode="module")
 
 
 def find_possible_mode(group: GroupStep, env: NodeValues, decision: Decision | None) -> GroupMode:
@@ -100,14 +112,38 @@ def find_possible_mode(group: GroupStep, env: NodeValues, decision: Decision | N
     return "fused" if mode == "fused" and group.can_fuse() else "dense"
 
 
+def _list_candidates(group: GroupStep, env: NodeValues) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """List the modes in which a group can run, each from its current membrane, and why others cannot."""
+    initial_v = group.membrane
+    candidates: dict[str, Callable[[], Any]] = {
+        mode: partial(_run_group, group, mode, values, initial_v)
+        for mode, values in {
+            "module": _to_dense_values(env),
+            "dense": env,
+            "fused": env,
+            "sparse": env,
+        }.items()
+    }
+    notes: list[str] = []
+    if not group.can_fuse():
+        del candidates["fused"]
+    unsupported_reason = group.get_unsupported_reason(env)
+    if unsupported_reason is not None:
+        del candidates["sparse"]
+        notes.append(f"sparse not supported: {unsupported_reason}")
+    return candidates, notes
+
+
 def _to_dense_values(env: NodeValues) -> NodeValues:
     return {node: to_dense(value) for node, value in env.items()}
 
 
-def _run_group(group: GroupStep, mode: Any, env: NodeValues, initial_v: Any) -> Any:
+def _run_group(
+    group: GroupStep, mode: Any, env: NodeValues, initial_v: Any, output_form: SpikeForm = "native"
+) -> Any:
     """Run a group in a mode from the membrane `initial_v`."""
     group.membrane = initial_v
-    return group.run(env, mode=mode, output_form=None if mode == "module" else "native")
+    return group.run(env, mode=mode, output_form=None if mode == "module" else output_form)
 
 
 def _remove_mismatches(candidates: dict[str, Callable[[], Any]], dtype: torch.dtype) -> list[str]:

@@ -65,6 +65,11 @@ class CandidateSelector:
         """Return the decision of an earlier `select` with this key on a device of this kind, or None."""
         return self.cache.get(self._complete_key(key)) if self.cache and not self.refresh else None
 
+    def remember(self, key: str, decision: Decision) -> None:
+        """Cache a decision that was made without timing."""
+        if self.cache:
+            self.cache.put(self._complete_key(key), decision)
+
     def _complete_key(self, key: str) -> str:
         return f"{devices.describe_device(self.device).key()}|{describe_versions()}|{key}"
 
@@ -113,6 +118,5 @@ class CandidateSelector:
                 f"(best: {best}, {ratio.median:.2f}x, {ratio.low:.2f}–{ratio.high:.2f})"
             )
         decision = Decision(choice=choice, reason=reason, latency_ms=latency_ms)
-        if self.cache:
-            self.cache.put(self._complete_key(key), decision)
+        self.remember(key, decision)
         return decision

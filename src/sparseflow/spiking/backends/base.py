@@ -9,7 +9,7 @@ Shapes: T time steps, N images, C channels, H x W pixels; spikes are [T, N, C, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -193,6 +193,10 @@ class FusedKernels(Protocol):
             shape: Sizes; it has no sources.
             layout: Channel order of the output.
         """
+        ...
+
+    def compile_kernels(self, run: Callable[[], object]) -> None:
+        """Compile the kernels that a function launches, in several processes, without launching them."""
         ...
 
     def attend(

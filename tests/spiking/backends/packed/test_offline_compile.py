@@ -135,3 +135,45 @@ def test_the_hopper_kernel_compiles_with_asynchronous_products() -> None:
     assert len(rows) == 4
     for parts, moved, spill_bytes, serialised in rows:
         assert spill_bytes == 0 and not serialised, (parts, moved, spill_bytes, serialised)
+
+
+_COMPILE_IN_PROCESSES = """
+import os
+import torch
+from triton.runtime import driver
+from benchmarks.spiking.offline_compile import CompileOnlyDriver
+from sparseflow.spiking.backends.packed import codec, compilation, pooling
+from sparseflow.spiking.backends.packed.format import allocate_packed
+
+driver.set_active(CompileOnlyDriver(90))
+compiled_here = []
+
+
+def run():
+    x = torch.zeros(4, 2, 28, 28, 128, dtype=torch.float16).permute(0, 1, 4, 2, 3)
+    for _ in range(2):
+        pooling.spatial_mean(codec.pack(x))
+    compiled_here.append(os.getpid())
+
+
+assert compilation.compile_kernels(run) == 2 and compiled_here == [os.getpid()]
+try:
+    compilation.compile_kernels(lambda: [run(), 1 / 0])
+except ZeroDivisionError:
+    pass
+else:
+    raise AssertionError("an error of the function is raised")
+assert compilation.words.launcher is None
+"""
+
+
+def test_kernels_compile_in_several_processes(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, "-c", _COMPILE_IN_PROCESSES],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    assert sorted(path.stem for path in tmp_path.rglob("*.cubin")) == ["pack_kernel", "spatial_mean_kernel"]

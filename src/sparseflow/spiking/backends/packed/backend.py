@@ -34,6 +34,7 @@ from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed import (
     attention,
     codec,
+    compilation,
     pooling,
     stem,
     triton_fallback,
@@ -86,6 +87,7 @@ class PackedBackend:
         self.device, self.dtype = torch.device(device), dtype
         self._tune = tune
         self._tuned: dict[Any, str] = {}
+        self._variant_index = 0  # of the variant that runs while kernels are only compiled
 
     @property
     def channel_block(self) -> int | None:
@@ -140,6 +142,18 @@ class PackedBackend:
         """Lay out the weights of a stem; see `Backend.prepare_stem`."""
         with self.use_device():
             return _Stem(self, weight, spec, geometry, shape, layout)
+
+    def compile_kernels(self, run: Callable[[], object]) -> None:
+        """Compile the kernels that a function launches, in all variants, without launching them."""
+        if self.device.type != "cuda":
+            return
+
+        def run_all_variants() -> None:
+            for index in range(max(self._tune, 1)):
+                self._variant_index = index
+                run()
+
+        compilation.compile_kernels(run_all_variants)
 
     def attend(
         self,
@@ -210,6 +224,10 @@ class PackedBackend:
             candidates: Name -> function that prepares and returns the call to time; most promising first.
         """
         names = list(candidates)[: max(self._tune, 1)]
+        if words.launcher is not None:  # compiles instead of launching
+            for name in names:
+                candidates[name]()()
+            return names[min(self._variant_index, len(names) - 1)]
         if len(names) == 1:
             return names[0]
         if key not in self._tuned:

@@ -19,7 +19,7 @@ from sparseflow.errors import DeviceError, InputError
 from sparseflow.spiking.backends.packed.format import PackedSpikes
 
 launcher: Callable[..., Any] | None = None
-"""Called with (kernel, grid, arguments, options) instead of launching; for compile-only checks."""
+"""Called with (kernel, grid, arguments, options) instead of launching, to compile only."""
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def check_launchable(*tensors: torch.Tensor) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Launch a kernel; all launches go through here, so that compile-only checks can intercept them."""
+    """Launch a kernel, or pass it to `launcher`."""
     if launcher is not None:
         return launcher(kernel, grid, args, options)
     return kernel[grid](*args, **options)

@@ -24,6 +24,7 @@ from sparseflow.spiking.backends.packed.hopper.variants import (
     count_units,
     list_hopper_variants,
 )
+from sparseflow.spiking.backends.packed.words import launch
 from sparseflow.spiking.backends.spec import GroupSpec
 
 
@@ -132,8 +133,8 @@ class HopperGroup(PackedGroup):
         activity = spikes[0].activity if activity_words else self._count
         assert activity is not None
         emitted = self._count if self.out.activity is None else self.out.activity
-        return group_kernel[grid](
-            x, x2, self._descriptor, self.bias, self.out.data,
+        return launch(
+            group_kernel, grid, x, x2, self._descriptor, self.bias, self.out.data,
             skips[0].data if skips else x, dense[0] if dense else self.bias,
             self.v if v is None else v, self.v,
             self._count if self._v_columns is None else self._v_columns, self._partial, self._count,
