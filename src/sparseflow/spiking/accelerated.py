@@ -847,10 +847,10 @@ def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...], reset: bool) -> 
     traced_neurons = [plan.modules[name] for name in plan.graph.neurons if name in plan.modules]
     neurons = [neuron for neuron in traced_neurons if hasattr(neuron, "v")]
     at_rest = len(neurons) == len(traced_neurons) and not any(isinstance(n.v, torch.Tensor) for n in neurons)
-    if inputs[0].device.type != "cuda" or not at_rest:
+    if inputs[0].device.type != "cuda" or not at_rest or plan.keeps_other_state:
         return None
     try:
-        return GraphReplay(plan.run, inputs, neurons, reset=reset)
+        return GraphReplay(plan.run, inputs, neurons, reset=reset, starts_at_rest=plan.starts_at_rest)
     except RuntimeError as error:
         torch.cuda.synchronize(inputs[0].device)
         warnings.warn(f"the network runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)

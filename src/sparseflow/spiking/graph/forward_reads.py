@@ -94,10 +94,14 @@ class ForwardReads:
 
     Attributes:
         side_effect: What the forward does that a graph would not repeat (a clause), or None.
+        side_effect_module: The module whose attributes that reads or writes, if it is known.
+        opaque: Names of modules with state of their own, which run as they are.
     """
 
     def __init__(self) -> None:
         self.side_effect: str | None = None
+        self.side_effect_module: nn.Module | None = None
+        self.opaque: frozenset[str] = frozenset()
         # Entries of dictionaries are most of all values; columns make their check fast.
         self._table: EntryTable | None = None
         self._holders: list[dict[str, Any]] = []
@@ -328,6 +332,7 @@ class AccessRecorder:
         self._model, self._is_recording = model, is_recording
         self._reads: dict[tuple[nn.Module, str], None] = {(model, "forward"): None}
         self._side_effect: str | None = None
+        self._side_effect_module: nn.Module | None = None
         self.reads = ForwardReads()
 
     @contextmanager
@@ -372,6 +377,7 @@ class AccessRecorder:
         memories = vars(module).get("_memories")
         if (isinstance(memories, dict) and name in memories) or name in get_state_names(module):
             self._side_effect = f"reads the state {self._format(module, name)}"
+            self._side_effect_module = module
 
     def _record_write(self, module: nn.Module, name: str, value: Any) -> None:
         attributes = vars(module)
@@ -379,6 +385,7 @@ class AccessRecorder:
         if not is_equal and self._side_effect is None:
             statement = format_statement(traceback.extract_stack())
             self._side_effect = f"writes {self._format(module, name)}{statement}"
+            self._side_effect_module = module
 
     def _format(self, module: nn.Module, name: str) -> str:
         prefix = self._names.get(module, type(module).__name__)
@@ -387,6 +394,7 @@ class AccessRecorder:
     def watch_reads(self) -> ForwardReads:
         """Watch all recorded values; the model is in the state in which the trace began."""
         self.reads.side_effect = self._side_effect
+        self.reads.side_effect_module = self._side_effect_module
         for module, name in self._reads:
             self._watch_read(module, name)
         return self.reads

@@ -120,6 +120,17 @@ def restore_neuron_states(saved: NeuronStates) -> None:
             setattr(module, name, _copy_value(value))
 
 
+def keeps_other_state(module: nn.Module) -> bool:
+    """Return whether a layer of spikingjelly, such as `SynapseFilter`, keeps state between calls.
+
+    The mask of a dropout does not count: it is not used in eval mode.
+    """
+    return any(
+        bool(m.__dict__.get("_memories")) and not type(m).__name__.startswith("Dropout")
+        for m in module.modules()
+    )
+
+
 def reset_neurons(model: nn.Module) -> None:
     """Reset all stateful modules, like spikingjelly's `functional.reset_net`."""
     for module in model.modules():

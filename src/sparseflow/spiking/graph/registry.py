@@ -20,7 +20,7 @@ from torch import nn
 from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.module_state import preserve_state
-from sparseflow.spiking.graph.neurons.builtin import find_builtin_neuron
+from sparseflow.spiking.graph.neurons.builtin import find_builtin_neuron, find_reset_method
 from sparseflow.spiking.graph.neurons.entry import NeuronEntry, NeuronOutputKind, get_module_device
 
 _NeuronClass = TypeVar("_NeuronClass", bound=type[nn.Module])
@@ -122,9 +122,12 @@ def is_spiking_neuron(module: nn.Module) -> bool:
 
 
 def list_reset_methods(module: nn.Module) -> tuple[str, ...]:
-    """List the methods of a neuron that set its state to rest and return it."""
+    """List the methods of a neuron, or of a layer with state, that set its state to rest."""
     match = _find_entry(type(module))
-    return () if match is None else tuple(name for name in match[1].resets if hasattr(module, name))
+    names = list(match[1].resets) if match is not None else []
+    if match is not None or isinstance(vars(module).get("_memories"), dict):
+        names.append(find_reset_method(type(module)) or "")
+    return tuple(name for name in dict.fromkeys(names) if hasattr(module, name))
 
 
 def get_neuron_info(module: nn.Module) -> NeuronInfo | None:

@@ -149,6 +149,9 @@ class LoopJoiner:
 
     def _join_calls(self, nodes: tuple[fx.Node, ...]) -> None:
         """Join the calls of one module, which follow each other in time."""
+        resets = self._list_resets(nodes[0])
+        if any(nodes[0] < reset < nodes[-1] for reset in resets):
+            return
         info = self._neurons.get(str(nodes[0].target))
         if info is not None and info.returned_states:
             self._join_neuron_with_state(nodes, info)
@@ -163,7 +166,8 @@ class LoopJoiner:
         source = self._stack(tuple(node.args[0] for node in nodes))  # type: ignore[arg-type]
         if source is None:
             return
-        with self._graph.inserting_after(source):
+        earlier = [reset for reset in resets if reset < nodes[0]]
+        with self._graph.inserting_after(self._find_last((source, *earlier))):
             joined = self._graph.create_node("call_module", nodes[0].target, (source,))
         steps = len(nodes)
         if info is None:
@@ -172,6 +176,15 @@ class LoopJoiner:
             set_steps(joined, steps, returned_states=0)
         self._stacks[nodes] = joined
         self._replace_by_steps(nodes, joined, shape)
+
+    def _list_resets(self, node: fx.Node) -> list[fx.Node]:
+        """List the nodes that reset the module that a node calls."""
+        module = self._layers[str(node.target)]
+        return [
+            other
+            for other in self._graph.nodes
+            if is_reset(other) and getattr(other.target, "__self__", None) is module
+        ]
 
     def _replace_by_steps(
         self, nodes: Sequence[fx.Node | None], stacked: fx.Node, shape: Shape | None

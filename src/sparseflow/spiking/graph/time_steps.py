@@ -56,7 +56,7 @@ def runs_step_by_step(node: fx.Node) -> bool:
 
 
 def is_reset(node: fx.Node) -> bool:
-    """Return whether the node calls a method that sets a neuron to rest and returns its state."""
+    """Return whether the node calls a method that sets a neuron, or a layer with state, to rest."""
     return node.op == "call_function" and inspect.ismethod(node.target)
 
 

@@ -16,7 +16,7 @@ import inspect
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from sparseflow.errors import ModelError, SampleError
 from sparseflow.spiking.graph.forward_reads import AccessRecorder, ForwardReads, format_statement
 from sparseflow.spiking.graph.module_state import preserve_state
 from sparseflow.spiking.graph.registry import is_spiking_neuron, list_reset_methods
+from sparseflow.spiking.graph.sites import SpikeLayer
 
 Sample = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 _UNKNOWN = object()
@@ -66,17 +67,39 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    try:
-        return trace_once(model, sample, run=False)
-    except UntraceableError:
-        if sample is None:
-            raise
-    return trace_once(model, sample, run=True)
+    opaque: set[nn.Module] = set()
+    while True:
+        try:
+            module = trace_once(model, sample, opaque, run=False)
+        except UntraceableError:
+            if sample is None:
+                raise
+            module = trace_once(model, sample, opaque, run=True)
+        stateful = get_forward_reads(module).side_effect_module
+        if stateful is None or stateful in opaque or not _can_be_opaque(stateful, model):
+            return module
+        opaque.add(stateful)
 
 
-def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.GraphModule:
-    """`trace` that either runs the sample or only reads from it which arguments are passed."""
-    tracer = SpikingTracer(sample, run=run)
+def _can_be_opaque(module: nn.Module, model: nn.Module) -> bool:
+    """Return whether a module with state of its own may run as it is, as one node of the graph."""
+    if module is model or any(True for _ in module.buffers()):  # a new buffer looks like a new weight
+        return False
+    inner = list(module.modules())
+    return not any(map(is_spiking_neuron, inner)) and sum(isinstance(m, SpikeLayer) for m in inner) <= 1
+
+
+def trace_once(
+    model: nn.Module, sample: Sample | None, opaque: Set[nn.Module] = frozenset(), *, run: bool
+) -> fx.GraphModule:
+    """`trace` that either runs the sample or only reads from it which arguments are passed.
+
+    Args:
+        model, sample: See `trace`.
+        opaque: Modules that become one node each.
+        run: Whether to run the sample.
+    """
+    tracer = SpikingTracer(sample, opaque, run=run)
     recorder = AccessRecorder(model, tracer.is_in_traced_code)
     with TRACE_LOCK, preserve_state(model), torch.no_grad():
         try:
@@ -102,7 +125,8 @@ def trace_once(model: nn.Module, sample: Sample | None, *, run: bool) -> fx.Grap
             )
         # fx stores constants on the root: the graph module copies them before the model's state is restored.
         module = fx.GraphModule(model, graph, class_name=type(model).__name__)
-    module.meta[_READS_KEY] = recorder.watch_reads()
+    reads = module.meta[_READS_KEY] = recorder.watch_reads()
+    reads.opaque = frozenset(name for name, inner in model.named_modules() if inner in opaque)
     return module
 
 
@@ -159,12 +183,15 @@ class SpikingTracer(fx.Tracer):
 
     Args:
         sample: The model's input, or None.
+        opaque: Modules that become one node each.
         run: Whether to run the sample; otherwise it only determines which arguments are passed.
     """
 
-    def __init__(self, sample: Sample | None = None, *, run: bool = False) -> None:
+    def __init__(
+        self, sample: Sample | None = None, opaque: Set[nn.Module] = frozenset(), *, run: bool = False
+    ) -> None:
         super().__init__()
-        self._sample, self._run_sample = sample, run
+        self._sample, self._opaque, self._run_sample = sample, opaque, run
         self._inputs: dict[str, Any] = {}
         self._placeholders: list[fx.Proxy] = []
         self._ranks_asserted = False
@@ -206,9 +233,9 @@ class SpikingTracer(fx.Tracer):
             for name in list_reset_methods(module):
                 vars(module)[name] = partial(self._record_reset, getattr(module, name))
 
-    def _record_reset(self, method: Callable[[], Any]) -> Any:
-        if not self.is_in_traced_code():
-            return method()
+    def _record_reset(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not self.is_in_traced_code():
+            return method(*args, **kwargs)
         return self.create_proxy("call_function", method, (), {})
 
     @contextmanager
@@ -231,7 +258,7 @@ class SpikingTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a neuron, a convolution, a library layer or has state."""
-        if is_spiking_neuron(m) or isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
+        if m in self._opaque or is_spiking_neuron(m) or isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
             return True
         if isinstance(m.__dict__.get("_memories"), dict):
             return True  # its state would become a constant if traced into

@@ -34,23 +34,31 @@ class CompiledNetwork:
         network: The network.
         inputs: Tensors of the shape, dtype and device of later inputs.
         reset: Leave the neurons at rest instead of storing their membranes.
+        starts_at_rest: See `Membranes`.
 
     Raises:
         Exception: torch cannot compile the network; the type depends on the problem.
     """
 
     def __init__(
-        self, network: DenseNetwork, inputs: tuple[torch.Tensor, ...], *, reset: bool = False
+        self,
+        network: DenseNetwork,
+        inputs: tuple[torch.Tensor, ...],
+        *,
+        reset: bool = False,
+        starts_at_rest: bool = False,
     ) -> None:
         self._network, self._reset = network, reset
-        self._membranes = Membranes(network.neurons)
+        self._membranes = Membranes(network.neurons, starts_at_rest=starts_at_rest)
         self._num_threads = torch.get_num_threads()
         # The conditions that torch would check at each call are checked by the caller and by `can_run`.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         self._compiled = torch.compile(network.module, fullgraph=True, dynamic=False, options=options)
         self._replay: GraphReplay | None = None
         if inputs[0].is_cuda:
-            self._replay = GraphReplay(self._run, inputs, network.neurons, reset=reset)
+            self._replay = GraphReplay(
+                self._run, inputs, network.neurons, reset=reset, starts_at_rest=starts_at_rest
+            )
         else:
             self._run(*inputs)
 
@@ -72,7 +80,7 @@ class CompiledNetwork:
         return self._network.refresh()
 
     def can_run(self) -> bool:
-        """Return whether the network is at rest, and torch has as many threads as when it compiled."""
+        """Return whether the network runs from rest, and torch has as many threads as when it compiled."""
         return self._membranes.are_at_rest() and torch.get_num_threads() == self._num_threads
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
@@ -99,7 +107,7 @@ def compile_network(
         reset_neurons(plan.graph.model)
         ignore_missing_triton()
         with warnings.catch_warnings(action="ignore"):  # of the compiler, about settings and its own code
-            compiled = CompiledNetwork(network, inputs, reset=reset)
+            compiled = CompiledNetwork(network, inputs, reset=reset, starts_at_rest=plan.starts_at_rest)
         outputs = []
         for run in (original, plan.run, compiled):
             reset_neurons(plan.graph.model)

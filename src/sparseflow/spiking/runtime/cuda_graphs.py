@@ -37,6 +37,7 @@ class GraphReplay:
         inputs: Tensors of the shape, dtype and device of later inputs.
         neurons: The modules whose `v` the plan writes; at rest when the graph is captured.
         reset: Leave the neurons at rest instead of storing their membranes.
+        starts_at_rest: See `Membranes`.
 
     Raises:
         RuntimeError: The run cannot be captured.
@@ -49,9 +50,10 @@ class GraphReplay:
         neurons: Sequence[Any],
         *,
         reset: bool = False,
+        starts_at_rest: bool = False,
     ) -> None:
         self._inputs = [x.clone() for x in inputs]
-        self._membranes = Membranes(neurons)
+        self._membranes = Membranes(neurons, starts_at_rest=starts_at_rest)
         rest_values = self._membranes.get()
 
         def work() -> Any:
@@ -65,7 +67,7 @@ class GraphReplay:
             self._membranes.set(rest_values)
 
     def can_run(self) -> bool:
-        """Return whether the network was reset since its last run."""
+        """Return whether the network runs from rest."""
         return self._membranes.are_at_rest()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:

@@ -20,9 +20,10 @@ from sparseflow.spiking.backends.precision import get_model_dtype
 from sparseflow.spiking.backends.spec import NeuronSpec
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.fusion_matcher import ConvMatch, FusionMatcher, fold_conv_match
+from sparseflow.spiking.graph.module_state import keeps_other_state
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.graph.simplification import get_folded_pooling
-from sparseflow.spiking.graph.time_steps import get_folded_sizes, runs_step_by_step
+from sparseflow.spiking.graph.time_steps import get_folded_sizes, is_reset, runs_step_by_step
 from sparseflow.spiking.runtime.precision_casts import runs_as_copy
 
 MAX_STEPS = 32
@@ -184,6 +185,10 @@ class DenseNetwork:
                 self._graph.output((output, tuple(self._membranes)))
             elif node in folded:
                 self._new_nodes[node] = self._add_folded_layer(folded[node])
+            elif is_reset(node) and not node.users:
+                neuron = getattr(node.target, "__self__", None)
+                if neuron in self.neurons:
+                    raise UnsupportedNetworkError("the network resets neurons after it has run them")
             elif node not in skipped:
                 self._new_nodes[node] = self._add_node(node)
 
@@ -247,6 +252,8 @@ class DenseNetwork:
 
     def _convert_layer(self, name: str) -> nn.Module:
         layer = self._layers[name]
+        if keeps_other_state(layer) or (self._network.reads and name in self._network.reads.opaque):
+            raise UnsupportedNetworkError(f"`{name}` keeps state between calls")
         if self.dtype == self._model_dtype:
             return layer
         if not runs_as_copy(layer):

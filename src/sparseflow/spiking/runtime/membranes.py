@@ -13,9 +13,11 @@ class Membranes:
 
     Args:
         neurons: Modules with an attribute `v`.
+        starts_at_rest: Whether the network resets all of them at the start of its forward.
     """
 
-    def __init__(self, neurons: Sequence[Any]) -> None:
+    def __init__(self, neurons: Sequence[Any], *, starts_at_rest: bool = False) -> None:
+        self._starts_at_rest = starts_at_rest
         # spikingjelly stores state in a registry, which is faster to read than neuron.v.
         self._states = [
             neuron.__dict__["_memories"] if "v" in neuron.__dict__.get("_memories", ()) else neuron.__dict__
@@ -23,8 +25,8 @@ class Membranes:
         ]
 
     def are_at_rest(self) -> bool:
-        """Return whether the network was reset since its last run."""
-        return not any(isinstance(state["v"], torch.Tensor) for state in self._states)
+        """Return whether the network runs from rest: it was reset since its last run, or resets itself."""
+        return self._starts_at_rest or not any(isinstance(state["v"], torch.Tensor) for state in self._states)
 
     def get(self) -> list[Any]:
         """Return the values, in the order of the neurons."""

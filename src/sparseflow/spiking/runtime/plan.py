@@ -33,9 +33,10 @@ from sparseflow.spiking.graph.aliasing import find_write_hazard
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.forward_reads import MISSING, EntryTable
 from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, GroupMatch
+from sparseflow.spiking.graph.module_state import keeps_other_state
 from sparseflow.spiking.graph.simplification import simplify_network
 from sparseflow.spiking.graph.sites import count_products
-from sparseflow.spiking.graph.time_steps import get_folded_sizes
+from sparseflow.spiking.graph.time_steps import get_folded_sizes, is_reset
 from sparseflow.spiking.runtime.attention_step import AttentionStep
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import ConvolutionStep, GroupMode, GroupStep, SharedGroups
@@ -84,6 +85,8 @@ class Plan:
         casts: Whether that is another precision than the network's.
         groups: The groups, in execution order.
         write_hazard: Why the plan must not be used (a sentence), or None.
+        starts_at_rest: Whether the network resets all neurons before it runs them.
+        keeps_other_state: Whether a layer that is no neuron keeps state between calls.
     """
 
     def __init__(
@@ -137,6 +140,12 @@ class Plan:
             for name, info in graph.neurons.items()
             if info.restarts and info.state is not None and name in self.modules
         ]
+        self.starts_at_rest = self._starts_at_rest(nodes)
+        called = {str(node.target) for node in nodes if node.op == "call_module"} - set(graph.neurons)
+        opaque = graph.reads.opaque if graph.reads is not None else frozenset()
+        self.keeps_other_state = any(
+            name in opaque or keeps_other_state(self.modules[name]) for name in called
+        )
         self._submodules = [module for module in graph.model.modules() if module is not graph.model]
         self._bypassed_modules = self._find_bypassed_modules(inside)
         self._layer_nodes = [n for n in nodes if n.op == "call_module"]
@@ -178,6 +187,16 @@ class Plan:
             for node in self._layer_nodes
             if include_called or node in self._replaced
         ]
+
+    def _starts_at_rest(self, nodes: Sequence[fx.Node]) -> bool:
+        reset: set[nn.Module] = set()
+        for node in nodes:
+            if is_reset(node):
+                reset.add(node.target.__self__)  # type: ignore[union-attr]
+            is_neuron = node.op == "call_module" and str(node.target) in self.graph.neurons
+            if is_neuron and self.modules[str(node.target)] not in reset:
+                return False
+        return bool(reset)
 
     def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
         """List the modules that a run of the plan may not call: containers, and modules of groups."""

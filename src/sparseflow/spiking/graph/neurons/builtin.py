@@ -42,13 +42,14 @@ def get_state_names(module: nn.Module) -> tuple[str, ...]:
 
 def reset_state(module: nn.Module) -> None:
     """Set the state of a neuron to rest by the method of its library."""
-    method = _find_reset_method(type(module))
+    method = find_reset_method(type(module))
     if method is not None:
         getattr(module, method)()
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_reset_method(cls: type) -> str | None:
+def find_reset_method(cls: type) -> str | None:
+    """Return the name of the method by which modules of a class set their state to rest, or None."""
     names = ("reset",) if _find_inherited_entry(cls) is None else ("reset", "reset_mem", "reset_states")
     return next((name for name in names if callable(getattr(cls, name, None))), None)
 
