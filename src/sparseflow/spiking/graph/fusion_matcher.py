@@ -493,15 +493,16 @@ def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[to
     """Fold the eval-mode BatchNorm (if any) of a match into its convolution.
 
     Returns:
-        float32 weight [C_out, C_in, kh, kw] and float32 bias [C_out], computed in float64.
+        float32 weight [C_out, C_in, kh, kw] and float32 bias [C_out], computed in float64. The weight shares
+        the memory of the layer's own if nothing is folded into it.
     """
     conv, bn = modules[match.name], None if match.bn_name is None else modules[match.bn_name]
     assert isinstance(conv, (nn.Conv2d, nn.Conv1d, nn.Linear))
     assert bn is None or isinstance(bn, (nn.BatchNorm1d, nn.BatchNorm2d))
-    weight = conv.weight.detach().double()
+    weight = conv.weight.detach()
     if isinstance(conv, nn.Linear):
         if match.input_pooling is not None:
-            weight = match.input_pooling.fold_weight(weight)
+            weight = match.input_pooling.fold_weight(weight.double())
         weight = weight[:, :, None, None]
     elif isinstance(conv, nn.Conv1d):
         weight = weight.unsqueeze(-2)
@@ -513,7 +514,7 @@ def fold_conv_match(match: ConvMatch, modules: dict[str, nn.Module]) -> tuple[to
         scale = (bn.running_var.double() + bn.eps).rsqrt()
         if bn.affine:
             scale = scale * bn.weight.detach().double()
-        weight = weight * scale[:, None, None, None]
+        weight = weight.double() * scale[:, None, None, None]
         bias = (bias - bn.running_mean.double()) * scale
         if bn.affine:
             bias = bias + bn.bias.detach().double()

@@ -91,11 +91,11 @@ class FoldedLayer(nn.Module):
         self._options = (*sizes, geometry.groups)
         self._convolve = {2: None, 3: F.conv1d, 4: F.conv2d}[layer.weight.dim()]
         weight, bias = self._fold()
-        weight = weight.to(dtype)
+        weight = weight.to(dtype, copy=True)  # `refresh` writes to it
         if weight.dim() == 4:
             weight = weight.contiguous(memory_format=memory_format)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.bias = nn.Parameter(bias.to(dtype, copy=True), requires_grad=False)
 
     def _fold(self) -> tuple[torch.Tensor, torch.Tensor]:
         weight, bias = self._fold_match()

@@ -103,11 +103,13 @@ class GroupStep:
         return FeatureForm(self.match.features, is_single and not runs_step_by_step(self.match.neuron))
 
     def fix_mode(self, mode: GroupMode) -> None:
-        """Set the mode and drop the buffers of the other modes."""
+        """Set the mode and drop the weights and buffers of the other modes."""
         self.mode = mode
         self._prepared = {key: group for key, group in self._prepared.items() if key == mode}
         if mode != "fused":
             self._stem = None
+        if mode in ("fused", "module"):
+            self._dense_weights.clear()
 
     def set_layout(self, layout: ChannelLayout) -> None:
         """Set the channel layout; the groups that read or add these spikes must agree."""

@@ -36,7 +36,8 @@ class EventGroup:
     """A group with its weights laid out for this machine, for inputs of any shape. Thread-safe.
 
     Args:
-        spec: The group; its tensors may be on any device and are copied.
+        spec: The group. A dense convolution keeps weights that are float32 and channels last; all others are
+            copied.
         convolution: "sparse" sums weight rows per event; "dense" runs oneDNN and fuses the rest.
 
     Raises:
@@ -49,7 +50,7 @@ class EventGroup:
         self.convolution = convolution
         self._packed = pack_group(spec, spec.sources if convolution == "sparse" else ())
         self._dense_weights = [
-            s.weight.detach().float().clone(memory_format=torch.channels_last)
+            s.weight.detach().float().contiguous(memory_format=torch.channels_last)
             for s in (spec.sources if convolution == "dense" else ())
         ]
         self._launches: dict[tuple[object, ...], GroupLaunch] = {}
