@@ -54,6 +54,7 @@ from sparseflow.spiking.runtime.sparse_conv import (
     get_conv_unsupported_reason,
 )
 from sparseflow.spiking.runtime.spike_tensor import NodeValues, SpikeTensor
+from sparseflow.spiking.runtime.weight_offloading import OffloadedWeights, find_offloadable
 
 MAX_PLANS = 8
 """Plans that a network keeps where each holds its own weights, and plans of one input shape."""
@@ -77,6 +78,9 @@ MIN_CALLS_BETWEEN_TUNINGS = 1000
 
 MeasureTime = Literal["call", "never"]
 """When inputs of a new shape are measured."""
+
+_NOT_COPIED = ("_graph", "_analyzed_key", "_tuned", "_shared", "_guard", "_offloaded", "_lock", "progress")
+"""Attributes that a copy of an `AcceleratedForward` does not have."""
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter)
 
@@ -107,7 +111,7 @@ class AcceleratedForward:
         model: The network.
         graph: Its analysis.
         inputs: The sample of the analysis, or None.
-        policy, dtype, reset, measure, cache, progress: See `optimize`.
+        policy, dtype, reset, measure, offload_weights, cache, progress: See `optimize`.
     """
 
     def __init__(
@@ -120,10 +124,12 @@ class AcceleratedForward:
         dtype: torch.dtype | None = None,
         reset: bool = False,
         measure: MeasureTime = "call",
+        offload_weights: bool = False,
         cache: DecisionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.model, self.policy, self.dtype, self.reset, self.measure = model, policy, dtype, reset, measure
+        self.offload_weights = offload_weights
         self.loaded_decisions: dict[Any, ShapeDecisions] = {}
         self._graph: SpikeGraph | None = graph
         self._analyzed_key: Any = None if inputs is None else make_input_key(inputs)
@@ -141,6 +147,7 @@ class AcceleratedForward:
         self._tuned: dict[Any, list[_TunedShape]] = {}
         self._shared: SharedGroups = WeakValueDictionary()
         self._guard: MutationGuard | None = None
+        self._offloaded: OffloadedWeights | None = None
         self._num_calls = self._num_tunings = self._last_tuning = 0
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -173,7 +180,8 @@ class AcceleratedForward:
                 self.decisions[site.name] = self._replace_static(site)
 
     def uninstall(self) -> None:
-        """Restore all original modules and the original forward."""
+        """Restore all original modules, the original forward, and the place of the weights."""
+        self._load_weights()
         self._restore_modules()
         if self._original_forward is None:
             self.model.__dict__.pop("forward", None)
@@ -268,8 +276,12 @@ class AcceleratedForward:
             with torch.no_grad():
                 fast_path = None if needs_module_calls else tuned.fast_path
                 if fast_path is not None and fast_path.can_run() and self._may_bypass(args[0].device):
-                    return fast_path(*args)
-                return self._finish(plan.run(*args))
+                    output = fast_path(*args)
+                else:
+                    output = self._finish(plan.run(*args))
+            if self.offload_weights and self._offloaded is None:
+                self._offload_again()
+            return output
 
     def _finish(self, output: Any) -> Any:
         """Return the output of a call, after which the network is reset if it is to be."""
@@ -384,6 +396,7 @@ class AcceleratedForward:
         guard = self._guard
         if guard is None or (guard.is_structure_unchanged() and guard.are_values_unchanged()):
             return
+        self._load_weights()
         if not guard.is_structure_unchanged():
             self._tuned.clear()
             self._analyzed_key = None
@@ -400,6 +413,41 @@ class AcceleratedForward:
         plans = [(plan, fast_path is not None) for plan, fast_path in tuned if plan is not None]
         modules = {module: None for plan, all_layers in plans for module in plan.list_layers(all_layers)}
         self._guard = MutationGuard(self.model, modules) if plans else None
+
+    def _offload_weights(self) -> None:
+        """Offload the parameters that no plan reads, if that is requested."""
+        tuned = self._list_tuned()
+        parameters: list[nn.Parameter] = []
+        if self.offload_weights and all(item.plan is not None for item in tuned):
+            users = [user for item in tuned for user in (item.plan, item.fast_path)]
+            used = [
+                user.list_used_parameters() for user in users if isinstance(user, (Plan, CompiledNetwork))
+            ]
+            parameters = find_offloadable(self.model, set().union(*used))
+        try:
+            self._offloaded = OffloadedWeights(parameters)
+        except (OSError, RuntimeError) as error:
+            self._warn(f"the weights are not offloaded: {error}")
+            self._offloaded = OffloadedWeights([])
+
+    def _offload_again(self) -> None:
+        """Offload the weights after a call that has prepared the new ones."""
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not is_capturing and self._guard is not None and self._guard.are_values_unchanged():
+            self._offload_weights()
+            self._reset_guard()
+
+    def _load_weights(self) -> None:
+        """Undo `_offload_weights`: the network's own code is measured, or weights are prepared anew."""
+        if self._offloaded is not None:
+            self._offloaded.load()
+            self._offloaded = None
+            self._reset_guard()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Size of the parameters that are offloaded, in bytes."""
+        return 0 if self._offloaded is None else self._offloaded.nbytes
 
     def _list_tuned(self) -> list[_TunedShape]:
         """List what was tuned, the one that was used last at the end."""
@@ -466,6 +514,7 @@ class AcceleratedForward:
         plan = fast_path = reads = None
         cpus = CpuUsageMonitor()
         with TRACE_LOCK, self._lock:
+            self._load_weights()
             if self.network_decision is None or self.network_decision.choice != "layers":
                 if key != self._analyzed_key or not self._is_graph_current():
                     # A trace is valid for one input shape: branches and loops may depend on shapes.
@@ -514,6 +563,8 @@ class AcceleratedForward:
             plan=plan, fast_path=fast_path, reads=reads, decisions=decisions, last_call=self._num_calls
         )
         self._tuned.setdefault(key, []).append(tuned)
+        self._load_weights()
+        self._offload_weights()
         self._reset_guard()
 
     def _make_plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
@@ -794,7 +845,7 @@ class AcceleratedForward:
             **self.__dict__,
             "decisions": dict(self.decisions),
             "firing": dict(self.firing),
-            **dict.fromkeys(("_graph", "_analyzed_key", "_tuned", "_shared", "_guard", "_lock", "progress")),
+            **dict.fromkeys(_NOT_COPIED),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

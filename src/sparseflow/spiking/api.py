@@ -75,6 +75,7 @@ def optimize(
     reset: bool = False,
     compile: bool | None = None,
     measure: MeasureTime = "call",
+    offload_weights: bool = False,
     cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -102,6 +103,10 @@ def optimize(
             once per process. By default True, or False if the environment variable SPARSEFLOW_COMPILE is 0.
         measure: When inputs of another shape than the sample's are measured. "call": in their first call,
             which takes seconds. "never": they follow the decisions about the last shape that was measured.
+        offload_weights: Move the parameters that no call reads any more to slower memory, because the network
+            runs with copies of them that were prepared: from a CPU to a temporary file that is memory-mapped,
+            from a GPU to page-locked memory of the host. They keep their device and can be used as before,
+            more slowly; `restore` moves them back.
         cache: Cache decisions on disk; a path names the file.
         progress: Called with a message and the fraction done during tuning; without a sample, during later
             tuning.
@@ -110,7 +115,8 @@ def optimize(
         ModelError: `model` is not a module, is in training mode or on `meta`, has NaN or Inf weights, or no
             spiking neuron.
         SampleError: The sample does not match the model or its device, or the static policy has none.
-        InputError: `policy`, `dtype` or `measure` is unknown, or `cache` is no file name.
+        InputError: `policy`, `dtype` or `measure` is unknown, `cache` is no file name, or `offload_weights`
+            is True under the static policy, which prepares no weights.
         MissingExtraError: A package for this device is not installed.
     """
     if policy not in ("measured", "static"):
@@ -121,10 +127,14 @@ def optimize(
         raise InputError(f"`cache` (={cache!r}) must be True, False or the name of a file")
     if measure not in ("call", "never"):
         raise InputError(f"`measure` (={measure!r}) must be 'call' or 'never'")
+    if offload_weights and policy == "static":
+        raise InputError(
+            "`offload_weights` requires policy='measured'; the static policy prepares no weights"
+        )
     decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
     options: dict[str, Any] = {
         "policy": policy, "dtype": dtype, "reset": reset, "measure": measure, "cache": decision_cache,
-        "progress": progress,
+        "offload_weights": offload_weights, "progress": progress,
     }  # fmt: skip
     with install_forward(model, sample, **options) as (forward, inputs):
         if inputs is not None and policy == "measured":

@@ -27,7 +27,7 @@ def measure_memory_mb(
 
     The peak is the sum of the network's parameters and buffers, of the prepared weights and buffers of the
     optimized network, and of the memory that a call from rest adds for a moment. Code and packages, which a
-    process loads once, do not count.
+    process loads once, do not count, nor do offloaded weights.
 
     Args:
         reference: The network, not optimized.
@@ -43,6 +43,7 @@ def measure_memory_mb(
         weights = sum(t.nbytes for t in (*reference.parameters(), *reference.buffers()))
         own_bytes = weights + _measure_call(reference, inputs)
         prepared = _measure_prepared(optimized, inputs)
+        weights -= get_accelerated_forward(optimized).offloaded_bytes
         return own_bytes / _MB, (weights + prepared + _measure_call(optimized, inputs)) / _MB
     except OSError:
         return None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparseflow.spiking.backends.precision import full_precision
 from sparseflow.spiking.graph.module_state import reset_neurons
@@ -74,6 +75,10 @@ class CompiledNetwork:
         """Bytes of its own weights."""
         module = self._network.module
         return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+    def list_used_parameters(self) -> set[nn.Parameter]:
+        """List the parameters that a run reads: its own, and those that it shares with the network."""
+        return set(self._network.module.parameters())
 
     def refresh(self) -> bool:
         """Take over the network's current weights; return whether that is possible."""

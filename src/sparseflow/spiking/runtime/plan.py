@@ -198,6 +198,24 @@ class Plan:
                 return False
         return bool(reset)
 
+    def list_used_parameters(self) -> set[nn.Parameter]:
+        """List the network's parameters that a run reads, unlike those of which it has prepared copies."""
+        used: set[nn.Parameter] = set()
+        for step in self._steps:
+            if step.group is not None and step.group.mode != "module":
+                continue
+            for node in [step.node] if step.group is None else step.group.match.inner:
+                name = str(node.target)
+                if node.op == "get_attr":
+                    owner, _, attribute = name.rpartition(".")
+                    value = getattr(self.modules[owner], attribute)
+                    used |= {value} if isinstance(value, nn.Parameter) else set()
+                elif node.op == "call_module":
+                    layer = self.modules[name]
+                    is_copied = step.group is None and self.casts and runs_as_copy(layer)
+                    used |= set() if is_copied else set(layer.parameters())
+        return used
+
     def _find_bypassed_modules(self, inside: set[fx.Node]) -> list[nn.Module]:
         """List the modules that a run of the plan may not call: containers, and modules of groups."""
         assert self.graph.module is not None
