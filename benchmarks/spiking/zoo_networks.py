@@ -322,7 +322,9 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         before = get_reserved_memory(device)
         optimized = copy.deepcopy(model)
         dtype = torch.float16 if x.is_cuda else None
-        sparseflow.optimize(optimized, x, dtype=dtype, reset=True, cache=False)
+        sparseflow.optimize(
+            optimized, x, dtype=dtype, reset=True, cache=False, offload_weights=options.offload_weights
+        )
         explanation = explain(optimized)
         row["layers"] = [site.backend for site in explanation.layers]
         row["summary"] = explanation.summary
@@ -452,6 +454,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
+    parser.add_argument("--offload-weights", action="store_true", help="of the optimized network")
     parser.add_argument("--jobs", type=int, default=0, help="compile in that many processes first")
     parser.add_argument("--prepare-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="start no case after that")

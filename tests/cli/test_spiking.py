@@ -265,6 +265,7 @@ FAST = ["--no-compile", "--rounds", "4"]
     "options",
     [
         ["--input", "x.pt"],
+        ["--input", "x.pt", "--offload-weights"],
         ["--input", "two.pt"],
         ["--input", "x.npz:frames", "--arg", "channels=6"],
         ["--shape", "3,2,2,8,8", "--event-rate", "0.2"],

@@ -156,6 +156,9 @@ def check(
     ] = None,
     rounds: PairedRoundsOption = 20,
     compile_dense: CompileOption = True,
+    offload_weights: Annotated[
+        bool, typer.Option("--offload-weights", help="Move weights that no call reads to slower memory.")
+    ] = False,
     cache: CacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -180,6 +183,7 @@ def check(
             tolerance=tolerance,
             rounds=rounds,
             compile_baselines=compile_dense,
+            offload_weights=offload_weights,
             cache=cache,
             progress=progress,
         )

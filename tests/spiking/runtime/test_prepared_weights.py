@@ -52,7 +52,7 @@ def test_dense_layer_without_batch_norm_runs_with_its_own_weight(prefer: Callabl
         ]
     assert [weight.data_ptr() for weight in used] == [weight.data_ptr() for weight in net.parameters()]
     with torch.no_grad():
-        net[0].weight.neg_()
+        net.get_parameter("0.weight").neg_()
     actual = from_rest(net, X)
     assert same(actual, from_rest(sparseflow.restore(net), X)) and not same(actual, expected)
 

@@ -139,6 +139,7 @@ def bench(
     dtype: torch.dtype | None = None,
     rounds: int = 20,
     compile_baselines: bool = True,
+    offload_weights: bool = False,
     cache: bool = True,
     progress: Progress | None = None,
 ) -> BenchResult:
@@ -152,6 +153,7 @@ def bench(
         dtype: See `optimize`.
         rounds: Paired timing rounds.
         compile_baselines: Let the dense baselines use `torch.compile` too.
+        offload_weights: See `optimize`.
         cache: Cache the autotuner's decisions on disk.
         progress: Called with a message and the fraction done.
     """
@@ -163,7 +165,14 @@ def bench(
     graph = analyze(model, timed[0])
     candidates = build_baselines(reference, graph, *timed[0], compile=compile_baselines)
     candidates = warm_up(candidates, timed[0], subrange(progress, 0.05, 0.4, "preparing dense: "))
-    optimize(model, timed[0], dtype=dtype, cache=cache, progress=subrange(progress, 0.4, 0.7))
+    optimize(
+        model,
+        timed[0],
+        dtype=dtype,
+        offload_weights=offload_weights,
+        cache=cache,
+        progress=subrange(progress, 0.4, 0.7),
+    )
     candidates[OPTIMIZED] = make_stateless(model)
     after = _predict(candidates[OPTIMIZED], batches)
     report("dense and optimized, interleaved", 0.7)
