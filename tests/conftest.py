@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+_NUM_FROZEN_MODULES = pytest.StashKey[int]()
 CollectHook = Generator[None, pytest.CollectReport, pytest.CollectReport]
 
 
@@ -81,8 +83,22 @@ def _find_missing_package(error: BaseException | None) -> str | None:
     return None
 
 
-def pytest_collection_finish() -> None:
-    """Exclude objects of modules and collected tests, which live until the end, from garbage collection."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _freeze_objects(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if len(sys.modules) > item.config.stash[_NUM_FROZEN_MODULES] + 100:
+        _freeze_objects(item.config)
+
+
+def _freeze_objects(config: pytest.Config) -> None:
+    """Exclude objects of modules and collected tests, which live until the end, from garbage collection.
+
+    Memory measurements request full collections, which would take most of the time of their tests.
+    """
+    config.stash[_NUM_FROZEN_MODULES] = len(sys.modules)
     gc.collect()
     gc.freeze()
 
