@@ -18,7 +18,7 @@ from sparseflow.codesign.design.saved_plan import PLAN_FILE, load_plan
 from sparseflow.codesign.hardware.slots import ChipSlotConfig
 from sparseflow.codesign.joint import trainer
 from sparseflow.codesign.joint.trace import TRACE_FILE, read_trace, replay
-from sparseflow.codesign.joint.trainer import BASELINES, JointTrainer
+from sparseflow.codesign.joint.trainer import BASELINES, DesignResult, JointTrainer
 from sparseflow.codesign.workload.splits import RewritePlan, check_rewrite_plan
 from sparseflow.errors import InputError, RunError
 from tests.codesign.toys import PAYS, Sized, Toy, hardware, quick, rows_of, trained, wrong_with
@@ -28,21 +28,29 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(folder)[1:] if row["kind"] == "epoch"]
 
 
-def test_run_writes_trace_and_plan(tmp_path: Path) -> None:
-    task, (result,) = trained(tmp_path, **PAYS)
-    rows = rows_of(tmp_path)
+@pytest.fixture(scope="module")
+def split_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Toy, DesignResult]:
+    """Directory, task and result of a run whose design has splits."""
+    folder = tmp_path_factory.mktemp("split")
+    task, (result,) = trained(folder, **PAYS)
+    return folder, task, result
+
+
+def test_run_writes_trace_and_plan(split_run: tuple[Path, Toy, DesignResult]) -> None:
+    folder, task, result = split_run
+    rows = rows_of(folder)
     assert [row["kind"] for row in rows[1:]] == [*["epoch"] * 5, "end"]
     assert [row["epoch"] for row in rows[1:]] == [1, 2, 3, 4, 5, 5]
     assert result.mode == "joint" and result.accuracy == task.evaluate_accuracy() == rows[-1]["accuracy"]
     assert HardwareDecision.from_dict(rows[-1]["decision"]) == result.decision
     assert rows[-1]["cost"]["objective"] == result.cost.objective
-    plan = load_plan(tmp_path / PLAN_FILE)
+    plan = load_plan(folder / PLAN_FILE)
     assert plan.decision == result.decision and tuple(plan.layers) == task.export_model().describe_layers(8)
     assert plan.hardware.evaluate_cost(plan.layers, plan.decision) == result.cost
-    (record,) = json.loads((tmp_path / PLAN_FILE).read_text())["extra"]["designs"]
+    (record,) = json.loads((folder / PLAN_FILE).read_text())["extra"]["designs"]
     assert record["mode"] == "joint" and record["energy_delay"] == result.cost.energy_delay
-    assert all(item.is_exact for item in replay(tmp_path / TRACE_FILE))
-    assert all(row["numbers"]["loss"] >= 0.0 for row in epochs_of(tmp_path))
+    assert all(item.is_exact for item in replay(folder / TRACE_FILE))
+    assert all(row["numbers"]["loss"] >= 0.0 for row in epochs_of(folder))
 
 
 def test_hardware_loss_is_zero_during_warmup(tmp_path: Path) -> None:
@@ -185,11 +193,13 @@ def test_two_stage_uses_temperatures_of_joint(tmp_path: Path, monkeypatch: pytes
     assert heat["two-stage"] == pytest.approx(heat["joint"])
 
 
-def test_use_fine_split_false_splits_nothing(tmp_path: Path) -> None:
-    _, (split,) = trained(tmp_path / "fine", **PAYS)
-    _, (plain,) = trained(tmp_path / "coarse", **PAYS, joint={"use_fine_split": False})
+def test_use_fine_split_false_splits_nothing(
+    split_run: tuple[Path, Toy, DesignResult], tmp_path: Path
+) -> None:
+    _, _, split = split_run
+    _, (plain,) = trained(tmp_path, **PAYS, joint={"use_fine_split": False})
     assert split.decision.rewrite_plan is not None
-    rows = rows_of(tmp_path / "coarse")[1:]
+    rows = rows_of(tmp_path)[1:]
     assert plain.decision.rewrite_plan is None and not any(row["decision"]["rewrite_plan"] for row in rows)
 
 
@@ -351,14 +361,14 @@ def test_other_config_of_hardware_is_refused(tmp_path: Path) -> None:
         JointTrainer(Toy(), hardware(), quick(loss={"lambda_T": 2.0}), tmp_path)
 
 
-def test_plan_of_run_contains_splits_and_bound(tmp_path: Path) -> None:
-    _, (result,) = trained(tmp_path, **PAYS)
-    extra = load_plan(tmp_path / PLAN_FILE).extra
+def test_plan_of_run_contains_splits_and_bound(split_run: tuple[Path, Toy, DesignResult]) -> None:
+    folder, _, result = split_run
+    extra = load_plan(folder / PLAN_FILE).extra
     assert set(extra) == {"considered", "lower_bound_ms", "gap", "finished", "designs"}
     assert extra["considered"] and extra["finished"] is True and 0.0 <= extra["gap"] < 1.0
     # Of the design without its splits.
     coarse = hardware(**PAYS)
-    plan = load_plan(tmp_path / PLAN_FILE)
+    plan = load_plan(folder / PLAN_FILE)
     coarse.reference = plan.hardware.reference
     total_latency_ms = coarse.evaluate_cost(
         plan.layers, replace(result.decision, rewrite_plan=None)

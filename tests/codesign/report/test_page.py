@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sparseflow.codesign.design.decision import HardwareDecision
 from sparseflow.codesign.design.saved_plan import PLAN_FILE, save_plan
 from sparseflow.codesign.hardware.proxy import DeviceSpec
 from sparseflow.codesign.joint.trace import TRACE_FILE
+from sparseflow.codesign.joint.trainer import DesignResult
 from sparseflow.codesign.report import page
 from sparseflow.codesign.report.page import write_comparison, write_page, write_run_page
 from sparseflow.errors import FileFormatError, InputError
@@ -141,8 +143,24 @@ def test_run_page_shows_design_of_its_mode(tmp_path: Path, captured: dict[str, A
         assert all(len(values) == len(own_value) for _, values in series.values())
 
 
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DesignResult]:
+    """Directory of a finished run, and its result."""
+    folder = tmp_path_factory.mktemp("trained")
+    _, (result,) = trained(folder, Toy(4))
+    return folder, result
+
+
+@pytest.fixture
+def finished(trained_run: tuple[Path, DesignResult], tmp_path: Path) -> DesignResult:
+    """Result of the finished run that is copied to `tmp_path`."""
+    folder, result = trained_run
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return result
+
+
+@pytest.mark.usefixtures("finished")
 def test_run_page_of_unfinished_run_shows_last_row(tmp_path: Path, captured: dict[str, Any]) -> None:
-    trained(tmp_path, Toy(4))
     lines = (tmp_path / TRACE_FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / TRACE_FILE).write_bytes(b"".join(lines[:3]))
     (tmp_path / PLAN_FILE).unlink()
@@ -152,19 +170,20 @@ def test_run_page_of_unfinished_run_shows_last_row(tmp_path: Path, captured: dic
     assert named["details"] is None
 
 
-def test_run_page_ignores_details_of_other_plan(tmp_path: Path, captured: dict[str, Any]) -> None:
-    _, (result,) = trained(tmp_path, Toy(4))
+def test_run_page_ignores_details_of_other_plan(
+    finished: DesignResult, tmp_path: Path, captured: dict[str, Any]
+) -> None:
     hw, layers = hardware(), chain()
     other = hw.initial_decision(layers)
-    assert other != result.decision
+    assert other != finished.decision
     save_plan(tmp_path, hw, layers, other, extra={"considered": [], "gap": 0.0})
     write_run_page(tmp_path)
     assert captured["page"][1]["details"] is None
 
 
+@pytest.mark.usefixtures("finished")
 @pytest.mark.parametrize("name", ["mode", "accuracy", "decision", "cost"])
 def test_run_page_with_incomplete_row_is_refused(name: str, tmp_path: Path) -> None:
-    trained(tmp_path, Toy(2))
     rows = [json.loads(line) for line in (tmp_path / TRACE_FILE).read_text().splitlines()]
     del rows[2][name]
     (tmp_path / TRACE_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -172,10 +191,10 @@ def test_run_page_with_incomplete_row_is_refused(name: str, tmp_path: Path) -> N
         write_run_page(tmp_path)
 
 
-def test_run_page_without_own_rows_is_refused(tmp_path: Path) -> None:
+def test_run_page_without_own_rows_is_refused(trained_run: tuple[Path, DesignResult], tmp_path: Path) -> None:
     with pytest.raises(InputError):
         write_run_page(tmp_path)
-    trained(tmp_path, Toy(2))
+    shutil.copytree(trained_run[0], tmp_path, dirs_exist_ok=True)
     rows = [json.loads(line) for line in (tmp_path / TRACE_FILE).read_text().splitlines()]
     rows[0]["mode"] = "other"
     (tmp_path / TRACE_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
