@@ -185,3 +185,18 @@ def test_a_module_that_replaces_its_buffer_rules_out_a_plan(prefer: Callable[...
     sparseflow.optimize(net, X)
     decision = get_accelerated_forward(net).network_decision
     assert decision is not None and decision.choice == "layers"
+
+
+def test_a_module_that_the_forward_creates_is_traced(prefer: Callable[..., FakeTimes]) -> None:
+    prefer("sparse")
+
+    class Creating(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            readout = Readout()
+            return readout(super().forward(x)) + readout.v
+
+    net = dyadic(Creating()).eval()
+    reference = copy.deepcopy(net)
+    sparseflow.optimize(net, X)
+    with torch.no_grad():
+        assert same(net(X), reference(X))

@@ -94,13 +94,13 @@ class ForwardReads:
 
     Attributes:
         side_effect: What the forward does that a graph would not repeat (a clause), or None.
-        side_effect_module: The module whose attributes that reads or writes, if it is known.
+        stateful: The modules whose state the forward reads or whose attributes it writes.
         opaque: Names of modules with state of their own, which run as they are.
     """
 
     def __init__(self) -> None:
         self.side_effect: str | None = None
-        self.side_effect_module: nn.Module | None = None
+        self.stateful: frozenset[nn.Module] = frozenset()
         self.opaque: frozenset[str] = frozenset()
         # Entries of dictionaries are most of all values; columns make their check fast.
         self._table: EntryTable | None = None
@@ -332,7 +332,7 @@ class AccessRecorder:
         self._model, self._is_recording = model, is_recording
         self._reads: dict[tuple[nn.Module, str], None] = {(model, "forward"): None}
         self._side_effect: str | None = None
-        self._side_effect_module: nn.Module | None = None
+        self._stateful: set[nn.Module] = set()
         self.reads = ForwardReads()
 
     @contextmanager
@@ -377,15 +377,17 @@ class AccessRecorder:
         memories = vars(module).get("_memories")
         if (isinstance(memories, dict) and name in memories) or name in get_state_names(module):
             self._side_effect = f"reads the state {self._format(module, name)}"
-            self._side_effect_module = module
+            self._stateful.add(module)
 
     def _record_write(self, module: nn.Module, name: str, value: Any) -> None:
         attributes = vars(module)
         is_equal = isinstance(value, _PLAIN) and name in attributes and _is_equal(attributes[name], value)
-        if not is_equal and self._side_effect is None:
+        if is_equal:
+            return
+        self._stateful.add(module)
+        if self._side_effect is None:
             statement = format_statement(traceback.extract_stack())
             self._side_effect = f"writes {self._format(module, name)}{statement}"
-            self._side_effect_module = module
 
     def _format(self, module: nn.Module, name: str) -> str:
         prefix = self._names.get(module, type(module).__name__)
@@ -394,7 +396,7 @@ class AccessRecorder:
     def watch_reads(self) -> ForwardReads:
         """Watch all recorded values; the model is in the state in which the trace began."""
         self.reads.side_effect = self._side_effect
-        self.reads.side_effect_module = self._side_effect_module
+        self.reads.stateful = frozenset(self._stateful)
         for module, name in self._reads:
             self._watch_read(module, name)
         return self.reads

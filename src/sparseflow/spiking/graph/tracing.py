@@ -75,10 +75,12 @@ def trace(model: nn.Module, sample: Sample | None = None) -> fx.GraphModule:
             if sample is None:
                 raise
             module = trace_once(model, sample, opaque, run=True)
-        stateful = get_forward_reads(module).side_effect_module
-        if stateful is None or stateful in opaque or not _can_be_opaque(stateful, model):
+        # A module that the forward creates is another one in each trace.
+        stateful = get_forward_reads(module).stateful & set(model.modules())
+        stateful = {inner for inner in stateful if _can_be_opaque(inner, model)}
+        if stateful <= opaque:
             return module
-        opaque.add(stateful)
+        opaque |= stateful
 
 
 def _can_be_opaque(module: nn.Module, model: nn.Module) -> bool:
