@@ -129,7 +129,8 @@ def _choose_directory() -> str | None:
 class _HostMemory:
     """Page-locked memory of the host, which torch can view as a tensor of a GPU."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._device = device
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self.address = self._bytes.data_ptr()
 
@@ -144,13 +145,13 @@ class _HostMemory:
 
     def __del__(self) -> None:
         with suppress(RuntimeError):  # in a forked process
-            torch.cuda.synchronize()  # a kernel may still read it
+            torch.cuda.synchronize(self._device)  # a kernel may still read it
 
 
 def _copy_to_host(parameter: nn.Parameter) -> Tensor:
     """Copy a parameter on a GPU to a tensor of that GPU over memory of the host."""
     with torch.cuda.device(parameter.device):
-        memory = _HostMemory(parameter.nbytes)
+        memory = _HostMemory(parameter.nbytes, parameter.device)
         view = torch.as_tensor(memory, device=parameter.device).view(parameter.dtype)
         copy = view.as_strided(parameter.size(), parameter.stride()).copy_(parameter)
     if copy.data_ptr() != memory.address or not torch.equal(copy, parameter):
