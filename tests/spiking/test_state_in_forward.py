@@ -41,7 +41,7 @@ class Resetting(Small):
         if self.when == "before":
             functional.reset_net(self)
         elif self.when == "one":
-            self.sn2.reset()
+            functional.reset_net(self.sn2)
         y = super().forward(x)
         if self.when == "after":
             functional.reset_net(self)
