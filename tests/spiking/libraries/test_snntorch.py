@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -310,3 +311,31 @@ def test_changed_constants_are_noticed(planned: Planned) -> None:
         changed[2].threshold.fill_(0.5)
         changed[5].beta = torch.tensor(0.25)
     assert same(_run_steps(net, x), _run_steps(reference, x)) and runs
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_a_forward_that_resets_hidden_states_runs_by_a_plan(prefer: Callable[..., Any], output: bool) -> None:
+    class Resetting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.lif1 = nn.Linear(8, 16), snntorch.Leaky(beta=0.5, threshold=0.3, init_hidden=True)
+            self.fc2 = nn.Linear(16, 4)
+            self.lif2 = snntorch.Leaky(beta=0.5, threshold=0.1, init_hidden=True, output=output)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.lif1.reset_mem()
+            self.lif2.reset_mem()
+            steps = [self.lif2(self.fc2(self.lif1(self.fc1(image)))) for image in x.unbind()]
+            return torch.stack([step[0] if output else step for step in steps])
+
+    torch.manual_seed(0)
+    net = Resetting().eval()
+    reference = copy.deepcopy(net)
+    prefer("sparse")
+    x = torch.rand(5, 3, 8)
+    sparseflow.optimize(net, x)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(net(x), reference(x))
+    (plan,) = get_accelerated_forward(net).list_plans()
+    assert plan is not None and plan.starts_at_rest and len(plan.groups) == 2

@@ -19,6 +19,7 @@ from sparseflow.spiking.graph.time_steps import (
     NeuronOutputs,
     Shape,
     get_neuron_outputs,
+    get_reset_module,
     is_reset,
     runs_per_sample,
     set_folded_sizes,
@@ -149,12 +150,14 @@ class LoopJoiner:
 
     def _join_calls(self, nodes: tuple[fx.Node, ...]) -> None:
         """Join the calls of one module, which follow each other in time."""
-        resets = self._list_resets(nodes[0])
+        module = self._layers[str(nodes[0].target)]
+        resets = [node for node in self._graph.nodes if get_reset_module(node) is module]
         if any(nodes[0] < reset < nodes[-1] for reset in resets):
             return
+        earlier = [reset for reset in resets if reset < nodes[0]]
         info = self._neurons.get(str(nodes[0].target))
         if info is not None and info.returned_states:
-            self._join_neuron_with_state(nodes, info)
+            self._join_neuron_with_state(nodes, info, earlier)
             return
         shape = self._shapes.get(nodes[0].name)
         if shape is None or any(self._shapes.get(node.name) != shape for node in nodes):
@@ -166,7 +169,6 @@ class LoopJoiner:
         source = self._stack(tuple(node.args[0] for node in nodes))  # type: ignore[arg-type]
         if source is None:
             return
-        earlier = [reset for reset in resets if reset < nodes[0]]
         with self._graph.inserting_after(self._find_last((source, *earlier))):
             joined = self._graph.create_node("call_module", nodes[0].target, (source,))
         steps = len(nodes)
@@ -176,15 +178,6 @@ class LoopJoiner:
             set_steps(joined, steps, returned_states=0)
         self._stacks[nodes] = joined
         self._replace_by_steps(nodes, joined, shape)
-
-    def _list_resets(self, node: fx.Node) -> list[fx.Node]:
-        """List the nodes that reset the module that a node calls."""
-        module = self._layers[str(node.target)]
-        return [
-            other
-            for other in self._graph.nodes
-            if is_reset(other) and getattr(other.target, "__self__", None) is module
-        ]
 
     def _replace_by_steps(
         self, nodes: Sequence[fx.Node | None], stacked: fx.Node, shape: Shape | None
@@ -201,8 +194,16 @@ class LoopJoiner:
                 self._shapes[item.name] = shape
             node.replace_all_uses_with(item)
 
-    def _join_neuron_with_state(self, nodes: tuple[fx.Node, ...], info: NeuronInfo) -> None:
-        """Join the calls of a neuron that returns its state, and gets it back if it does not store it."""
+    def _join_neuron_with_state(
+        self, nodes: tuple[fx.Node, ...], info: NeuronInfo, resets: Sequence[fx.Node]
+    ) -> None:
+        """Join the calls of a neuron that returns its state, and gets it back if it does not store it.
+
+        Args:
+            nodes: The calls.
+            info: The neuron.
+            resets: Nodes that reset it before the first call.
+        """
         outputs = [output for node in nodes if (output := get_neuron_outputs(node, info)) is not None]
         spikes = [output.spikes for output in outputs if output.spikes is not None]
         shape = self._shapes.get(spikes[0].name) if spikes else None
@@ -220,7 +221,7 @@ class LoopJoiner:
         if source is None:
             return
         arguments = (source, *nodes[0].args[1:])
-        with self._graph.inserting_after(self._find_last(arguments)):
+        with self._graph.inserting_after(self._find_last((*arguments, *resets))):
             joined = self._graph.create_node("call_module", nodes[0].target, arguments)
         set_steps(joined, len(nodes), returned_states=info.returned_states)
         self._stacks[nodes] = joined

@@ -57,7 +57,13 @@ def runs_step_by_step(node: fx.Node) -> bool:
 
 def is_reset(node: fx.Node) -> bool:
     """Return whether the node calls a method that sets a neuron, or a layer with state, to rest."""
-    return node.op == "call_function" and inspect.ismethod(node.target)
+    return get_reset_module(node) is not None
+
+
+def get_reset_module(node: fx.Node) -> nn.Module | None:
+    """Return the neuron or layer that the node sets to rest; None for other nodes."""
+    is_method = node.op == "call_function" and inspect.ismethod(node.target)
+    return node.target.__self__ if is_method else None  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,12 @@ from sparseflow.spiking.graph.fusion_matcher import ConvMatch, FusionMatcher, fo
 from sparseflow.spiking.graph.module_state import keeps_other_state
 from sparseflow.spiking.graph.registry import get_neuron_info
 from sparseflow.spiking.graph.simplification import get_folded_pooling
-from sparseflow.spiking.graph.time_steps import get_folded_sizes, is_reset, runs_step_by_step
+from sparseflow.spiking.graph.time_steps import (
+    get_folded_sizes,
+    get_reset_module,
+    is_reset,
+    runs_step_by_step,
+)
 from sparseflow.spiking.runtime.precision_casts import runs_as_copy
 
 MAX_STEPS = 32
@@ -186,8 +191,7 @@ class DenseNetwork:
             elif node in folded:
                 self._new_nodes[node] = self._add_folded_layer(folded[node])
             elif is_reset(node) and not node.users:
-                neuron = getattr(node.target, "__self__", None)
-                if neuron in self.neurons:
+                if get_reset_module(node) in self.neurons:
                     raise UnsupportedNetworkError("the network resets neurons after it has run them")
             elif node not in skipped:
                 self._new_nodes[node] = self._add_node(node)

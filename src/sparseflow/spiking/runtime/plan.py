@@ -36,7 +36,7 @@ from sparseflow.spiking.graph.fusion_matcher import SPIKE_KINDS, FusionMatcher, 
 from sparseflow.spiking.graph.module_state import keeps_other_state
 from sparseflow.spiking.graph.simplification import simplify_network
 from sparseflow.spiking.graph.sites import count_products
-from sparseflow.spiking.graph.time_steps import get_folded_sizes, is_reset
+from sparseflow.spiking.graph.time_steps import get_folded_sizes, get_reset_module
 from sparseflow.spiking.runtime.attention_step import AttentionStep
 from sparseflow.spiking.runtime.channel_layout import FiringPattern, choose_channel_layouts
 from sparseflow.spiking.runtime.group_step import ConvolutionStep, GroupMode, GroupStep, SharedGroups
@@ -191,8 +191,8 @@ class Plan:
     def _starts_at_rest(self, nodes: Sequence[fx.Node]) -> bool:
         reset: set[nn.Module] = set()
         for node in nodes:
-            if is_reset(node):
-                reset.add(node.target.__self__)  # type: ignore[union-attr]
+            if (module := get_reset_module(node)) is not None:
+                reset.add(module)
             is_neuron = node.op == "call_module" and str(node.target) in self.graph.neurons
             if is_neuron and self.modules[str(node.target)] not in reset:
                 return False
