@@ -49,6 +49,7 @@ from sparseflow.spiking.runtime.compiled_network import CompiledNetwork, compile
 from sparseflow.spiking.runtime.cuda_graphs import GraphReplay
 from sparseflow.spiking.runtime.group_step import GroupMode, GroupStep, SharedGroups
 from sparseflow.spiking.runtime.plan import Plan
+from sparseflow.spiking.runtime.precision_casts import cast_tensors
 from sparseflow.spiking.runtime.sparse_conv import (
     SparseConv2d,
     get_conv_unsupported_reason,
@@ -575,13 +576,13 @@ class AcceleratedForward:
             requested = f" with dtype={self.dtype}" if self.dtype not in (None, model_dtype) else ""
             return f"no backend for {model_dtype}{requested} on {inputs[0].device}"
         self.backend_name = backend.name
-        plan = Plan(self.graph, backend, self._shared)
+        plan = Plan(self.graph, backend, self._shared, keeps_membranes=not self.reset)
         if plan.casts:
             try:
                 with preserve_state_without_grad(self.model):
                     plan.run(*inputs)
             except RuntimeError:  # an operation does not take tensors of the requested precision
-                plan = Plan(self.graph, backend, self._shared, casts=False)
+                plan = Plan(self.graph, backend, self._shared, casts=False, keeps_membranes=not self.reset)
         return plan if plan.write_hazard is None else plan.write_hazard
 
     def _tune_plan(
@@ -901,6 +902,8 @@ def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...], reset: bool) -> 
     if inputs[0].device.type != "cuda" or not at_rest or plan.keeps_other_state:
         return None
     try:
+        # The copy of the inputs casts them, so that the plan need not.
+        inputs = cast_tensors(inputs, plan.dtype) if plan.casts else inputs
         return GraphReplay(plan.run, inputs, neurons, reset=reset, starts_at_rest=plan.starts_at_rest)
     except RuntimeError as error:
         torch.cuda.synchronize(inputs[0].device)

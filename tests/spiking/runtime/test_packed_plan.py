@@ -206,6 +206,79 @@ def test_operations_that_refuse_the_precision_run_in_the_networks_own() -> None:
         torch.testing.assert_close(Plan(analyze(net, x), backend, casts=False).run(x), expected)
 
 
+class _Residual(nn.Module):
+    """A residual stream of real numbers, as in MS-ResNet and in spike-driven transformers."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.sn1, self.sn2, self.sn3 = (neuron.IFNode() for _ in range(3))
+        self.conv1, self.bn1 = layer.Conv2d(C, 8, 3, padding=1, bias=False), layer.BatchNorm2d(8)
+        self.conv2, self.bn2 = layer.Conv2d(C, 8, 1, bias=False), layer.BatchNorm2d(8)
+        self.conv3, self.bn3 = layer.Conv2d(8, 8, 1), layer.BatchNorm2d(8)
+        functional.set_step_mode(self, "m")
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.uniform_(module.bias)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spikes = self.sn1(x)
+        x = self.bn1(self.conv1(spikes)) + self.bn2(self.conv2(spikes))
+        y = self.bn3(self.conv3(self.sn2(x)))
+        if self.in_place:
+            y += x
+        else:
+            y = x + y
+        return self.sn3(y) * y
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_added_to_convolutions_is_part_of_their_group(in_place: bool) -> None:
+    torch.manual_seed(0)
+    net = _Residual(in_place=in_place).to(DEVICE)
+    x = 2 * torch.rand(T, N, C, 5, 6, device=DEVICE)
+    with torch.no_grad():
+        expected = net(x)
+        for mode in ("module", "dense"):
+            plan = _plan(net, x, mode)
+            sums = [group.match for group in plan.groups if group.match.neuron is None]
+            assert [(len(match.sources), len(match.dense)) for match in sums] == [(2, 0), (1, 1)]
+            functional.reset_net(net)
+            torch.testing.assert_close(plan.run(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_that_writes_into_another_tensor_is_no_group() -> None:
+    class Net(_Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.bn1(self.conv1(self.sn1(x)))
+            x += self.bn3(self.conv3(self.sn2(x)))
+            return self.sn3(x) * x
+
+    torch.manual_seed(0)
+    net = Net(in_place=True).to(DEVICE)
+    x = 2 * torch.rand(T, N, C, 5, 6, device=DEVICE)
+    with torch.no_grad():
+        expected = net(x)
+        plan = _plan(net, x, "dense")
+        assert plan.write_hazard is None
+        functional.reset_net(net)
+        torch.testing.assert_close(plan.run(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_membranes_that_nothing_reads_are_not_written() -> None:
+    net, x = _stem()
+    plan = Plan(analyze(net, x), PackedBackend(DEVICE, torch.float32), keeps_membranes=False)
+    for group in plan.groups:
+        group.mode = "fused" if group.can_fuse() else "dense"
+    with torch.no_grad():
+        functional.reset_net(net)
+        expected = net(x)
+        functional.reset_net(net)
+        torch.testing.assert_close(plan.run(x), expected, rtol=1e-5, atol=1e-5)
+    assert net.sn.v == net.sn2.v == 0.0
+
+
 def test_groups_with_and_without_pooling_have_different_keys() -> None:
     class Net(nn.Module):
         def __init__(self, pools: bool) -> None:

@@ -238,7 +238,7 @@ def make_group_key(group: GroupStep, env: NodeValues, backend: Backend) -> str:
     parts.append(
         f"silent={layout.silent_fraction},marks={layout.emit_activity},ordered={layout.output is not None}"
     )
-    parts.append(f"threads={torch.get_num_threads()}")
+    parts.append(f"keeps_membrane={group.keeps_membrane},threads={torch.get_num_threads()}")
     return "|".join(parts)
 
 

@@ -120,7 +120,7 @@ class PreparedGroup(Protocol):
         steps: int,
         v: torch.Tensor | None,
         out: SpikeForm,
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """Run the group.
 
         Args:
@@ -134,15 +134,17 @@ class PreparedGroup(Protocol):
             out: Form of the output.
 
         Returns:
-            The spikes, and the membrane after the last step, [N, C, H, W] float32.
+            The spikes, and the membrane after the last step, [N, C, H, W] float32; it may be None if the
+            group's spec does not keep it.
         """
         ...
 
-    def convolve(self, sources: Sequence[Any]) -> torch.Tensor:
-        """Compute bias and convolutions only: [T, N, C, H, W].
+    def convolve(self, sources: Sequence[Any], addends: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Compute the sum of bias, convolutions and addends, without a neuron: [T, N, C, H, W].
 
         Args:
             sources: As for a run of the group.
+            addends: Real tensors [T, N, C, H, W], or [1, N, C, H, W] if constant over time.
         """
         ...
 
@@ -152,7 +154,7 @@ class PreparedStem(Protocol):
 
     def __call__(
         self, x: torch.Tensor, *, v: torch.Tensor | None, out: SpikeForm
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor | None]:
         """Run the convolution and the neurons.
 
         Args:
@@ -161,7 +163,8 @@ class PreparedStem(Protocol):
             out: Form of the output.
 
         Returns:
-            The spikes, and the membrane after the last step, [N, C, H, W] float32.
+            The spikes, and the membrane after the last step, [N, C, H, W] float32; None if the spec does not
+            keep it.
         """
         ...
 

@@ -132,6 +132,7 @@ class GroupSpec:
         post_skips: Number of spike tensors added to the neuron's output (SEW ADD); the output then holds
             small integers.
         pooling: Max pooling between the convolution, which is then the only input, and the neuron.
+        keeps_membrane: Whether anything reads the membrane after the last step.
     """
 
     sources: tuple[SpikeSource, ...]
@@ -141,6 +142,7 @@ class GroupSpec:
     dense_inputs: int = 0
     post_skips: int = 0
     pooling: MaxPooling | None = None
+    keeps_membrane: bool = True
 
     def without_weights(self) -> GroupSpec:
         """Return the spec with its weights on `meta`, which keeps shapes and frees memory."""

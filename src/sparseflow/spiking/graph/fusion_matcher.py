@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, SpikeSource
+from sparseflow.spiking.graph.aliasing import find_written_node
 from sparseflow.spiking.graph.analysis import SpikeGraph
 from sparseflow.spiking.graph.attention_matcher import AttentionMatch, match_attention
 from sparseflow.spiking.graph.layer_rules import has_library_forward, match_max_pooling
@@ -77,14 +78,14 @@ class GroupMatch:
     """One group: the terms added before a neuron, the neuron, and what is added to its spikes.
 
     Attributes:
-        neuron: The neuron's node; None for a convolution of spikes on its own.
+        neuron: The neuron's node; None for convolutions without a neuron.
         neuron_name: The neuron's module name; empty without a neuron.
         output: The node whose value the group yields: the neuron, or the SEW addition behind it; without a
-            neuron, the BatchNorm or the convolution.
+            neuron, the convolution, its BatchNorm, or the addition of its output.
         sources: Convolutions of spikes.
         dense_convs: Convolutions of dense values (a stem).
         skips: Nodes of spikes added to the neuron's input.
-        dense: Nodes of dense tensors added to the neuron's input.
+        dense: Nodes of dense tensors added to the neuron's input, or to the convolutions without a neuron.
         post_skips: Nodes of spikes added to the neuron's output.
         inner: All nodes that the group replaces, in graph order, `output` last.
         features: Kind of all its inputs and its output.
@@ -204,24 +205,58 @@ class FusionMatcher:
         yield from self._find_convolutions(inner)
 
     def _find_convolutions(self, inner: set[fx.Node]) -> Iterator[GroupMatch]:
-        """Find convolutions of spikes and convolutions with a BatchNorm outside of `inner`."""
+        """Find convolutions of spikes or with a BatchNorm, and sums of them, outside of `inner`."""
         module = self._graph.module
         assert module is not None
         for node in module.graph.nodes:
             if node in inner or node.op != "call_module":
                 continue
             reader = next(iter(node.users)) if len(node.users) == 1 else node
-            conv = self._match_convolution(reader) if reader not in inner else None
+            conv = self._match_bare_convolution(reader) if reader not in inner else None
             if conv is None or conv.node is not node:
-                conv = self._match_convolution(node)
-            if conv is None or conv.node is not node or self._graph.values[conv.input.name].shape is None:
+                conv = self._match_bare_convolution(node)
+            if conv is None or conv.node is not node:
                 continue
-            if not self.reads_spikes(conv) and not self._can_fold(conv):
-                continue
-            yield GroupMatch(
-                neuron=None, neuron_name="", output=conv.inner[-1], sources=(conv,), dense_convs=(), skips=(),
-                dense=(), post_skips=(), inner=conv.inner, features=conv.features,
-            )  # fmt: skip
+            group = self._match_sum(conv, inner)
+            inner = inner | set(group.inner)
+            yield group
+
+    def _match_bare_convolution(self, node: fx.Node) -> ConvMatch | None:
+        """Match a convolution that runs without a neuron; `node` is its output."""
+        conv = self._match_convolution(node)
+        if conv is None or self._graph.values[conv.input.name].shape is None:
+            return None
+        return conv if self.reads_spikes(conv) or self._can_fold(conv) else None
+
+    def _match_sum(self, conv: ConvMatch, inner: set[fx.Node]) -> GroupMatch:
+        """Make the group of a convolution, and of the sum if its only reader adds a tensor to it."""
+        output = conv.inner[-1]
+        group = GroupMatch(
+            neuron=None, neuron_name="", output=output, sources=(conv,), dense_convs=(), skips=(), dense=(),
+            post_skips=(), inner=conv.inner, features=conv.features,
+        )  # fmt: skip
+        addition = next(iter(output.users)) if len(output.users) == 1 else output
+        if addition in inner or not _is_addition(addition) or len(addition.all_input_nodes) != 2:
+            return group
+        (addend,) = (node for node in addition.all_input_nodes if node is not output)
+        shape, addend_shape = (self._graph.values[node.name].shape for node in (output, addend))
+        if shape is None or shape != addend_shape:
+            return group
+        if find_written_node(addition, self._modules) not in (None, output):
+            return group
+        other = self._match_bare_convolution(addend) if set(addend.users) == {addition} else None
+        merges = (
+            self._has_fused_kernels
+            and other is not None
+            and inner.isdisjoint(other.inner)
+            and other.features == conv.features
+            and self.reads_spikes(other) == self.reads_spikes(conv)
+        )
+        if merges and other is not None:
+            nodes = {*conv.inner, *other.inner, addition}
+            ordered = tuple(node for node in addition.graph.nodes if node in nodes)
+            return replace(group, output=addition, sources=(conv, other), inner=ordered)
+        return replace(group, output=addition, dense=(addend,), inner=(*conv.inner, addition))
 
     def reads_spikes(self, conv: ConvMatch) -> bool:
         """Return whether a sparse kernel can run the convolution."""

@@ -53,6 +53,7 @@ class GroupStep:
         output_form: Form in which its readers take its spikes.
         layout: Channel orders of what it reads and writes; set by `set_layout`.
         shared: Groups prepared by the network's other plans, used if the backend's groups are shape-agnostic.
+        keeps_membrane: Whether anything reads the membrane after a run; it may keep its old value otherwise.
     """
 
     match: GroupMatch
@@ -65,6 +66,7 @@ class GroupStep:
     output_form: Literal["native", "dense"] = "native"
     layout: ChannelLayout = NATURAL_LAYOUT
     shared: SharedGroups = field(default_factory=WeakValueDictionary)
+    keeps_membrane: bool = True
     _prepared: dict[GroupMode, PreparedGroup] = field(default_factory=dict)
     _dense_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _shape: GroupShape | None = None
@@ -125,6 +127,7 @@ class GroupStep:
     def make_spec(self, channels: int) -> GroupSpec:
         """Make the group's spec with the current weights, channels in the layout's orders."""
         spec = make_group_spec(self.match, self.modules, self._get_neuron_spec(), channels)
+        spec = replace(spec, keeps_membrane=self.keeps_membrane)
         orders = [
             None if order is None else order.permutation
             for order in (self.layout.output, *self.layout.inputs)
@@ -254,12 +257,13 @@ class GroupStep:
     def _store_result(
         self,
         out: Any,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         output_form: Literal["native", "dense"],
         env: NodeValues,
         current: torch.Tensor | None = None,
     ) -> SpikeTensor:
-        self.membrane = self.form.reduce(v)
+        if v is not None:
+            self.membrane = self.form.reduce(v)
         if self.match.final_state is not None:
             state = [self.form.reduce(item) for item in (v, current) if item is not None]
             env[self.match.final_state] = self.info.make_state(*state) if self.info.make_state else state[0]
@@ -443,13 +447,13 @@ def _exceeds_counts(spikes: SpikeTensor) -> bool:
 
 @dataclass
 class ConvolutionStep(GroupStep):
-    """A convolution with its BatchNorm that feeds no neuron of a group.
+    """Convolutions with their BatchNorms that feed no neuron of a group, and what is added to them.
 
-    Its neuron may have other dynamics, or a pooling stands in between.
+    Their neuron may have other dynamics, or a pooling stands in between, or others read the sum, too.
 
     Attributes:
-        rank: Number of dimensions of its input.
-        reads_spikes: Whether a sparse kernel can run it.
+        rank: Number of dimensions of an input.
+        reads_spikes: Whether a sparse kernel can run them.
     """
 
     rank: int = 5
@@ -477,6 +481,10 @@ class ConvolutionStep(GroupStep):
     def _get_neuron_spec(self) -> NeuronSpec:
         return NEVER_FIRES
 
+    def make_spec(self, channels: int) -> GroupSpec:
+        """Make the spec of the convolutions; what is added to them is passed to `convolve`."""
+        return replace(super().make_spec(channels), dense_inputs=0)
+
     def get_unsupported_reason(self, env: NodeValues) -> str | None:
         if not self.reads_spikes:
             return "its input is not spikes"
@@ -490,7 +498,7 @@ class ConvolutionStep(GroupStep):
         mode: GroupMode | None = None,
         output_form: Literal["native", "dense"] | None = None,
     ) -> torch.Tensor:
-        """Run the convolution: a tensor of the network's dtype, with a time axis if the input has one."""
+        """Run the convolutions: a tensor of the network's dtype, with a time axis if the inputs have one."""
         mode = mode or self.mode
         if mode == "module":
             return self._run_original(env)
@@ -499,4 +507,5 @@ class ConvolutionStep(GroupStep):
             return self._run_original(env)
         prepared = self._prepare(mode, self._compute_shape(sources, (), (), env))
         inputs = [spikes.native if mode == "sparse" else spikes.sequence for spikes in sources]
-        return self.form.from_maps(prepared.convolve(inputs).to(self.dtype))
+        addends = [self._get_sequence(node, env) for node in self.match.dense]
+        return self.form.from_maps(prepared.convolve(inputs, addends).to(self.dtype))

@@ -16,6 +16,7 @@ Membranes stay in the neurons, so resetting and carrying state work as before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -79,6 +80,7 @@ class Plan:
         backend: The device's backend.
         shared: Prepared groups of the network's other plans.
         casts: Whether operations outside of groups run in the backend's precision, too.
+        keeps_membranes: Whether the membranes after a run are read; if not, some keep their old values.
 
     Attributes:
         dtype: Precision of operations outside of groups.
@@ -96,6 +98,7 @@ class Plan:
         shared: SharedGroups | None = None,
         *,
         casts: bool = True,
+        keeps_membranes: bool = True,
     ) -> None:
         graph = simplify_network(graph)
         assert graph.module is not None
@@ -117,6 +120,11 @@ class Plan:
         self._cast_constants: dict[fx.Node, Any] = {}
         shared = WeakValueDictionary() if shared is None else shared
 
+        num_calls = Counter(str(n.target) for n in nodes if n.op == "call_module")
+
+        def is_membrane_read(match: GroupMatch) -> bool:
+            return keeps_membranes or match.final_state is not None or num_calls[match.neuron_name] != 1
+
         def make_group(match: GroupMatch) -> GroupStep:
             options: dict[str, Any] = {
                 "match": match, "backend": backend, "modules": self.modules, "max_values": max_values,
@@ -125,9 +133,10 @@ class Plan:
             if match.attention is not None:
                 return AttentionStep(**options)
             if match.neuron is not None:
-                return GroupStep(**options)
+                return GroupStep(**options, keeps_membrane=is_membrane_read(match))
             rank = len(graph.values[match.inputs[0].name].shape or ())
-            return ConvolutionStep(**options, rank=rank, reads_spikes=matcher.reads_spikes(match.sources[0]))
+            reads_spikes = all(map(matcher.reads_spikes, match.sources))
+            return ConvolutionStep(**options, rank=rank, reads_spikes=reads_spikes)
 
         self.groups = [make_group(match) for match in matches]
         group_by_output = {g.match.output: g for g in self.groups}

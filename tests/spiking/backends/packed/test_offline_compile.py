@@ -18,7 +18,8 @@ _COMPILE = """
 import json, sys
 import torch
 from benchmarks.spiking.offline_compile import compile_launches
-from sparseflow.spiking.backends.packed import attention, codec, neuron, pooling, stem, triton_fallback
+from sparseflow.spiking.backends.packed import addition, attention, codec, neuron, pooling, stem
+from sparseflow.spiking.backends.packed import triton_fallback
 from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed.format import allocate_packed
 from sparseflow.spiking.backends.spec import GroupSpec, MaxPooling, NeuronSpec, SpikeSource
@@ -57,12 +58,13 @@ with compile_launches(int(sys.argv[1])) as launches:
         attention.run_attention(v.mT, k, q.mT, lif, rows_are_tokens=False, dtype=torch.float16)
     for dtype, channels, size in ((torch.float16, 2, 3), (torch.float16, 3, 7), (torch.float32, 3, 3)):
         images = torch.zeros(4, 2, channels, 28, 28, dtype=dtype)
-        weight = torch.zeros(channels * size * size, 64, dtype=dtype)
         geometry = ConvGeometry(kernel_size=(size, size), padding=(size // 2, size // 2))
+        weight = stem.pack_weight(torch.zeros(64, channels, size, size, dtype=dtype), geometry)
         for x in (images, images[:1]):
             out = allocate_packed(4, 2, 64, 28, 28, "cpu", tile=16)
             stem.run_stem(x, weight, torch.zeros(64), lif, geometry, steps=4, packed=out)
             stem.run_stem(x, weight, torch.zeros(64), lif, geometry, steps=4, dense=dtype)
+    addition.add_maps([images, images[:1]], torch.zeros(3))
     for c, tile in ((64, 0), (64, 16), (512, 16)):
         pooling.max_pool(allocate_packed(4, 2, c, 28, 28, "cpu"), 3, 2, 1, tile=tile)
     group(4, 2, 256, 64, 1, 14, 2)
@@ -88,8 +90,8 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     actual = json.loads(completed.stdout)
     kernels = {name for name, *_ in actual}
     assert kernels == {
-        "attention_kernel", "pack_kernel", "unpack_kernel", "spatial_mean_kernel", "max_pool_kernel",
-        "neuron_kernel", "stem_kernel", "triton_group_kernel",
+        "addition_kernel", "attention_kernel", "pack_kernel", "unpack_kernel", "spatial_mean_kernel",
+        "max_pool_kernel", "neuron_kernel", "pad_kernel", "stem_kernel", "triton_group_kernel",
     }  # fmt: skip
     for name, registers, spill_bytes, shared_bytes, multiplies in actual:
         assert spill_bytes == 0, (name, registers, spill_bytes)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the packed kernels need triton")
 
 from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed.format import allocate_packed, make_channel_table
-from sparseflow.spiking.backends.packed.stem import get_stem_unsupported_reason, run_stem
+from sparseflow.spiking.backends.packed.stem import get_stem_unsupported_reason, pack_weight, run_stem
 from sparseflow.spiking.backends.reference import run_neuron_reference
 from sparseflow.spiking.backends.spec import NeuronSpec
 from tests.spiking.backends.neurons import LIF, NEURONS
@@ -22,6 +22,7 @@ GEOMETRIES = [
     ConvGeometry(kernel_size=(3, 3), padding=(1, 1)),
     ConvGeometry(kernel_size=(7, 7), stride=(2, 2), padding=(3, 3)),
     ConvGeometry(kernel_size=(1, 3), padding=(0, 1), dilation=(1, 2)),
+    ConvGeometry(kernel_size=(3, 2), stride=(3, 1), padding=(0, 2), dilation=(2, 3)),
     ConvGeometry(),
 ]
 
@@ -52,24 +53,24 @@ def test_matches_convolution_and_neurons(spec: NeuronSpec, geometry: ConvGeometr
     for _ in range(2):  # from rest, then from the last membrane
         _, n, c, h, w = current.shape
         packed = allocate_packed(3, n, c, h, w, torch.device(DEVICE), tile=16)
-        rows = weight.flatten(1).T.contiguous()
+        rows = pack_weight(weight, geometry)
         dense, v = run_stem(x, rows, bias, spec, geometry, steps=3, v=v, packed=packed, dense=torch.float32)
         expected, membrane = run_neuron_reference(spec, current, membrane)
         assert dense is not None and torch.equal(dense.double(), expected)
         assert_packed(packed, expected.float())
-        assert torch.equal(v.permute(0, 3, 1, 2).double(), membrane)
+        assert v is not None and torch.equal(v.permute(0, 3, 1, 2).double(), membrane)
 
 
 def test_membranes_follow_the_networks_channels() -> None:
     generator, geometry = seeded(1), GEOMETRIES[0]
     x, weight = grid(generator, 2, 1, 2, 5, 5), grid(generator, 8, 2, 3, 3)
     bias, order = torch.zeros(8, device=DEVICE), torch.randperm(8, generator=generator).to(DEVICE)
-    rows = weight[order].flatten(1).T.contiguous()
+    rows = pack_weight(weight[order], geometry)
     table = make_channel_table(order, 8, torch.device(DEVICE))
     dense, v = run_stem(x, rows, bias, LIF, geometry, steps=2, dense=torch.float32, v_columns=table)
     expected, membrane = run_neuron_reference(LIF, _convolve(x, weight, bias, geometry))
     assert dense is not None and torch.equal(dense.double(), expected[:, :, order])
-    assert torch.equal(v.permute(0, 3, 1, 2).double(), membrane)
+    assert v is not None and torch.equal(v.permute(0, 3, 1, 2).double(), membrane)
 
 
 def test_large_windows_groups_and_uneven_padding_are_not_supported() -> None:

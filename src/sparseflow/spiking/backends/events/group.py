@@ -125,19 +125,24 @@ class EventGroup:
             need = launch.run(OUT_EVENTS_RETRY, events.address)
         return events
 
-    def convolve(self, sources: Sequence[Events] | Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute bias and convolutions only: float32 [T, N, C_out, H_out, W_out], channels last."""
+    def convolve(
+        self, sources: Sequence[Events] | Sequence[torch.Tensor], addends: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """Compute the sum of bias, convolutions and addends: float32 [T, N, C_out, H_out, W_out]."""
         spikes = [x for x in sources if isinstance(x, Events)]
         if len(spikes) < len(sources):
             reals = [self._convolve_dense(i, x) for i, x in enumerate(sources) if isinstance(x, torch.Tensor)]
-            return sum(reals[1:], reals[0]) + self.spec.bias.float().view(-1, 1, 1)
+            return sum([*reals[1:], *addends], reals[0]) + self.spec.bias.float().view(-1, 1, 1)
         t, n, c, h, w = shape = self._infer_out_shape(spikes, (), (), (), None)
         result = torch.empty(t, n, h, w, c)
         with self._lock:
             launch = self._get_launch(shape, spikes, (), (), ())
             launch.bind(spikes, (), (), (), None, None)
             launch.run(OUT_SUMS, result.data_ptr())
-        return result.movedim(-1, -3)
+        sums = result.movedim(-1, -3)
+        for addend in addends:
+            sums += addend
+        return sums
 
     def _convolve_dense(self, number: int, x: torch.Tensor) -> torch.Tensor:
         source, weight = self.spec.sources[number], self._dense_weights[number]

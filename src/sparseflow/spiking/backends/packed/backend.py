@@ -41,6 +41,7 @@ from sparseflow.spiking.backends.packed import (
     variant_timing,
     words,
 )
+from sparseflow.spiking.backends.packed.addition import add_maps
 from sparseflow.spiking.backends.packed.format import (
     BLOCK,
     MAX_ACTIVITY_STEPS,
@@ -246,6 +247,11 @@ def _to_channels_last(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.to(torch.float32).permute(0, 2, 3, 1).contiguous()
 
 
+def _to_channels_first(v: Tensor | None) -> Tensor | None:
+    """View a kernel's membrane [N, H, W, C] as [N, C, H, W]."""
+    return None if v is None else v.permute(0, 3, 1, 2)
+
+
 def _get_network_channels(layout: ChannelLayout) -> Tensor | None:
     return None if layout.output is None else layout.output.permutation
 
@@ -315,7 +321,7 @@ class _SparseGroup:
             activity[math.ceil((1 - self.layout.silent_fraction) * len(activity)) :] = 0
         skips = [allocate_packed(t, n, c, h, w, device) for _ in range(spec.skips)]
         dense = [torch.zeros((t, n, h, w, c), dtype=self.backend.dtype, device=device)] * spec.dense_inputs
-        return lambda: candidate(sources, skips, dense, None, True)
+        return lambda: candidate(sources, skips, dense, None, self.spec.keeps_membrane)
 
     def _list_hopper_variants(self, spec: GroupSpec) -> list[str]:
         """List the Hopper kernel's variants that fit; empty if it cannot run."""
@@ -327,7 +333,7 @@ class _SparseGroup:
         )
         return [v.name for v in variants]
 
-    def convolve(self, sources: Sequence[PackedSpikes]) -> Tensor:
+    def convolve(self, sources: Sequence[PackedSpikes], addends: Sequence[Tensor] = ()) -> Tensor:
         """Not available: the kernels keep the sums in registers."""
         raise InputError("a packed group runs with its neuron only")
 
@@ -341,7 +347,7 @@ class _SparseGroup:
         steps: int,
         v: Tensor | None,
         out: SpikeForm,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Tensor | None]:
         with self.backend.use_device():
             for s in sources:
                 if steps != s.shape[0]:
@@ -353,11 +359,13 @@ class _SparseGroup:
             if self.kernel == "gluon" and len(reals) > 1:
                 # The kernel reads one addend; the sum is fp32, so it is not rounded twice.
                 reals = [sum((x.float() for x in reals[1:]), start=reals[0].float())]
-            # The caller keeps the last membrane, so each call writes to a new one.
-            self._group.v = torch.empty_like(self._group.v)
+            keeps_membrane = self.spec.keeps_membrane
+            if keeps_membrane:
+                # The caller keeps the last membrane, so each call writes to a new one.
+                self._group.v = torch.empty_like(self._group.v)
             rows = [words.to_channels_last(x) for x in reals]
-            spikes, v_last = self._group(sources, bits, rows, _to_channels_last(v), True)
-            membrane = v_last.permute(0, 3, 1, 2)
+            spikes, v_last = self._group(sources, bits, rows, _to_channels_last(v), keeps_membrane)
+            membrane = _to_channels_first(v_last)
             if post_skips or out == "dense":
                 return codec.unpack(spikes, self.backend.dtype, add=post_skips), membrane
             return spikes, membrane
@@ -383,13 +391,11 @@ class _DenseGroup:
             self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
         self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
 
-    def convolve(self, sources: Sequence[Tensor]) -> Tensor:
-        """Compute bias and convolutions only, in the model's dtype."""
+    def convolve(self, sources: Sequence[Tensor], addends: Sequence[Tensor] = ()) -> Tensor:
+        """Compute the input of the neuron only, in the model's dtype."""
         with self.backend.use_device():
-            total = sum(
-                (self._convolve(i, x) for i, x in enumerate(sources[1:], 1)), self._convolve(0, sources[0])
-            )
-            return total if self._bias is None else total + self._bias.to(total.dtype).view(-1, 1, 1)
+            maps = [*(self._convolve(i, x) for i, x in enumerate(sources)), *addends]
+            return maps[0] if len(maps) == 1 and self._bias is None else add_maps(maps, self._bias)
 
     def _convolve(self, number: int, x: Tensor) -> Tensor:
         source, x = self.spec.sources[number], x.to(self.backend.dtype)
@@ -406,7 +412,7 @@ class _DenseGroup:
         steps: int,
         v: Tensor | None,
         out: SpikeForm,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Tensor | None]:
         packs = out == "native" and not post_skips
         with self.backend.use_device():
             bits, dense_skips = _split_skips(skips)
@@ -421,13 +427,11 @@ class _DenseGroup:
                 v=_to_channels_last(v),
                 packed=self._out if packs and self._out is not None else False,
                 dense=None if packs else self.backend.dtype,
-                write_v=True,
+                write_v=self.spec.keeps_membrane,
                 v_columns=self._v_columns,
                 pooling=self.spec.pooling,
             )
-        assert result.v is not None
-        membrane = result.v.permute(0, 3, 1, 2)
-        return result.packed if packs else result.dense, membrane
+        return result.packed if packs else result.dense, _to_channels_first(result.v)
 
 
 class _Stem:
@@ -443,14 +447,15 @@ class _Stem:
         layout: ChannelLayout,
     ) -> None:
         self.backend, self._neuron, self._geometry, self._steps = backend, spec.neuron, geometry, shape.steps
+        self._keeps_membrane = spec.keeps_membrane
         c, h, w = shape.output
-        self._weight = weight.flatten(1).T.to(backend.device, backend.dtype).contiguous()
+        self._weight = stem.pack_weight(weight.to(backend.device, backend.dtype), geometry)
         self._bias = spec.bias.to(backend.device, torch.float32)
         tile = ACTIVITY_TILE if _emits_activity(layout, shape) else 0
         self._out = allocate_packed(shape.steps, shape.images, c, h, w, backend.device, tile=tile)
         self._v_columns = make_channel_table(_get_network_channels(layout), c, backend.device)
 
-    def __call__(self, x: Tensor, *, v: Tensor | None, out: SpikeForm) -> tuple[Any, Tensor]:
+    def __call__(self, x: Tensor, *, v: Tensor | None, out: SpikeForm) -> tuple[Any, Tensor | None]:
         with self.backend.use_device():
             dense, last = stem.run_stem(
                 x,
@@ -462,6 +467,7 @@ class _Stem:
                 v=_to_channels_last(v),
                 packed=self._out if out == "native" else None,
                 dense=self.backend.dtype if out == "dense" else None,
+                write_v=self._keeps_membrane,
                 v_columns=self._v_columns,
             )
-        return self._out if out == "native" else dense, last.permute(0, 3, 1, 2)
+        return self._out if out == "native" else dense, _to_channels_first(last)
