@@ -8,6 +8,7 @@
 The text between `<!-- table:<wing> -->` and `<!-- /table -->` is replaced by the claims of a wing.
 `<!-- table:<wing> targets -->` lists the claims with a target, `<!-- table:wings -->` counts the claims and
 targets of each wing, `<!-- table:ids <id> <id> ... -->` lists the named claims in this order,
+`<!-- table:details <id> <id> ... -->` shows the numbers behind the named claims, a column each,
 `<!-- table:lost -->` lists missed targets and slowdowns of all wings, and `<!-- table:gpus -->` lists the
 records of `make test-gpu`. The text between `<!-- claim:<id> -->` and `<!-- /claim -->` is replaced by the
 value of one claim.
@@ -56,6 +57,8 @@ def render_tables(text: str, results: Path) -> str:
             lines = format_gpu_table(results)
         elif name == "ids" and words:
             lines = format_selected_claims(words, results)
+        elif name == "details" and words:
+            lines = format_details(words, results)
         elif words in ([], ["targets"]):
             lines = format_claim_table(name, results, targets=bool(words))
         else:
@@ -87,6 +90,21 @@ def format_claim_table(wing: str, results: Path, *, targets: bool = False) -> st
 def format_selected_claims(ids: Sequence[str], results: Path) -> str:
     """Format the claims with the given ids as a Markdown table."""
     return "\n".join(["", *_format_rows(_select_claims(ids, results)), "", ""])
+
+
+def format_details(ids: Sequence[str], results: Path) -> str:
+    """Format the numbers in the details of claims as a Markdown table, a column for each claim."""
+    claims = _select_claims(ids, results)
+    cases = dict.fromkeys(case for claim in claims for case in claim.details)
+    lines = [
+        "| " + " | ".join(["case", *(claim.claim.rstrip(".") for claim in claims)]) + " |",
+        "| --- |" + " ---: |" * len(claims),
+    ]
+    for case in cases:
+        values = [claim.details.get(case) for claim in claims]
+        cells = ["–" if value is None else format_value(value) for value in values]
+        lines.append("| " + " | ".join([case, *cells]) + " |")
+    return "\n".join(["", *lines, "", ""])
 
 
 def format_wing_table(results: Path) -> str:

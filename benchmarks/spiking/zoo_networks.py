@@ -421,12 +421,11 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     kind = "cpu" if record["arguments"]["device"] == "cpu" else "gpu"
     samples = write_samples(f"spiking/5-zoo-{kind}.json", {"rows": rows})
     for batch in sorted({int(row["case"].partition(":")[2]) for row in rows}, reverse=True):
-        selected = {
-            row["case"]: row["speedup"]["median"] for row in rows if row["case"].endswith(f":{batch}")
-        }
+        cases = {row["case"].partition(":")[::2]: row["speedup"]["median"] for row in rows}
+        selected = {name: speedup for (name, size), speedup in cases.items() if size == str(batch)}
         common: dict[str, Any] = {
             "unit": "x", "baseline": "fastest of the settings of spikingjelly 2.0", "samples": samples,
-            "command": record["command"], "details": {case: round(x, 3) for case, x in selected.items()},
+            "command": record["command"], "details": {name: round(x, 2) for name, x in selected.items()},
         }  # fmt: skip
         yield Claim(
             id=f"spiking/5-zoo-{kind}-b{batch}-mean",

@@ -126,6 +126,38 @@ def test_other_shapes_follow_the_decisions_if_nothing_is_measured(
     assert (len(times.calls) > count) == (measure == "call")
 
 
+def test_other_shapes_are_measured_in_the_background(prefer: Callable[..., FakeTimes]) -> None:
+    times = prefer("sparse", "dense")
+    net = small()
+    expected = [from_rest(net, x) for x in (X[:2], X)]
+    functional.reset_net(net)
+    sparseflow.optimize(net, measure="background", cache=False)
+    background = get_accelerated_forward(net)._background
+    for x, output in zip((X[:2], X), expected, strict=True):
+        count = len(times.calls)
+        assert same(from_rest(net, x), output)
+        background.wait()
+        assert len(times.calls) > count
+        count = len(times.calls)
+        assert same(from_rest(net, x), output) and get_modes(net) == ["dense", "sparse", "sparse"]
+        assert len(times.calls) == count, "the decisions of the background are followed"
+
+
+def test_a_shape_that_cannot_be_measured_runs_its_own_code(
+    prefer: Callable[..., FakeTimes], no_timing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefer("sparse", "dense")
+    net = small()
+    expected = from_rest(net, X)
+    functional.reset_net(net)
+    sparseflow.optimize(net, measure="background", cache=False)
+    no_timing()
+    for _ in range(3):
+        assert same(from_rest(net, X), expected)
+        get_accelerated_forward(net)._background.wait()
+    assert [record.message for record in caplog.records] == ["inputs of a new shape cannot be measured"]
+
+
 def test_without_decisions_the_own_code_runs_if_nothing_is_measured(
     prefer: Callable[..., FakeTimes],
 ) -> None:

@@ -27,6 +27,7 @@ from sparseflow.core import timing
 from sparseflow.core.progress import Progress
 from sparseflow.core.telemetry.cpu_contention import MAX_OTHER_SHARE, CpuUsageMonitor
 from sparseflow.errors import ModelError, SampleError, SparseFlowError
+from sparseflow.spiking.autotune.background import BackgroundTuner
 from sparseflow.spiking.autotune.candidates import (
     GPU_CALLS_PER_SAMPLE,
     find_possible_mode,
@@ -77,10 +78,13 @@ MIN_CALLS_BETWEEN_TUNINGS = 1000
 """Calls between two tunings once that many were made, so that tuning stays a small share of the time."""
 
 
-MeasureTime = Literal["call", "never"]
+MeasureTime = Literal["call", "background", "never"]
 """When inputs of a new shape are measured."""
 
-_NOT_COPIED = ("_graph", "_analyzed_key", "_tuned", "_shared", "_guard", "_offloaded", "_lock", "progress")
+_NOT_COPIED = (
+    "_graph", "_analyzed_key", "_tuned", "_shared", "_guard", "_offloaded", "_background", "_lock",
+    "progress",
+)  # fmt: skip
 """Attributes that a copy of an `AcceleratedForward` does not have."""
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter)
@@ -149,6 +153,7 @@ class AcceleratedForward:
         self._shared: SharedGroups = WeakValueDictionary()
         self._guard: MutationGuard | None = None
         self._offloaded: OffloadedWeights | None = None
+        self._background = BackgroundTuner(_tune_copy)
         self._num_calls = self._num_tunings = self._last_tuning = 0
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -308,6 +313,8 @@ class AcceleratedForward:
             return None
         self._num_calls += 1
         key = make_input_key(args)
+        if self.measure == "background":
+            self._take_background_decisions()
         for tuned in self._tuned.get(key, ()):
             if tuned.reads is None or tuned.reads.is_unchanged():
                 tuned.last_call = self._num_calls
@@ -317,7 +324,9 @@ class AcceleratedForward:
             return None
         try:
             decisions = self._find_decisions(key)
-            if decisions is None and self.measure == "never":
+            if self.measure == "background" and key not in self.loaded_decisions:
+                self._background.start(key, self.model, args)
+            if decisions is None and self.measure != "call":
                 self._add_tuned(key, None, None, None)
             else:
                 self.tune(args, decisions=decisions)
@@ -338,6 +347,12 @@ class AcceleratedForward:
             return self.loaded_decisions.get(key)
         measured = [tuned.decisions for tuned in self._list_tuned() if tuned.decisions is not None]
         return measured[-1] if measured else None
+
+    def _take_background_decisions(self) -> None:
+        """Let the next call of each shape that was measured in the background follow its decisions."""
+        for key, decisions in self._background.take_finished().items():
+            self.loaded_decisions[key] = decisions
+            self._num_tunings -= len(self._tuned.pop(key, ()))
 
     def list_decisions(self) -> dict[Any, ShapeDecisions]:
         """List the decisions by input key: those in use, and those that were loaded."""
@@ -891,6 +906,13 @@ def get_accelerated_forward(model: nn.Module) -> AcceleratedForward:
             f"this {type(model).__name__} is not optimized; call sparseflow.optimize(model) first"
         )
     return forward
+
+
+def _tune_copy(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> ShapeDecisions | None:
+    """Measure inputs on a copy of an optimized network; return the decisions."""
+    forward = get_accelerated_forward(model)
+    forward.tune(inputs)
+    return forward.list_decisions().get(make_input_key(inputs))
 
 
 def _capture_plan(plan: Plan, inputs: tuple[torch.Tensor, ...], reset: bool) -> GraphReplay | None:

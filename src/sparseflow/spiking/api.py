@@ -103,6 +103,7 @@ def optimize(
             once per process. By default True, or False if the environment variable SPARSEFLOW_COMPILE is 0.
         measure: When inputs of another shape than the sample's are measured. "call": in their first call,
             which takes seconds. "never": they follow the decisions about the last shape that was measured.
+            "background": so do their first calls, while a thread measures them on a copy of the network.
         offload_weights: Move the parameters that no call reads any more to slower memory, because the network
             runs with copies of them that were prepared: from a CPU to a temporary file that is memory-mapped,
             from a GPU to page-locked memory of the host. They keep their device and can be used as before,
@@ -125,8 +126,8 @@ def optimize(
         raise InputError(f"`dtype` (={dtype!r}) must be torch.float32, torch.float16 or torch.bfloat16")
     if not isinstance(cache, (bool, str, Path)):
         raise InputError(f"`cache` (={cache!r}) must be True, False or the name of a file")
-    if measure not in ("call", "never"):
-        raise InputError(f"`measure` (={measure!r}) must be 'call' or 'never'")
+    if measure not in ("call", "background", "never"):
+        raise InputError(f"`measure` (={measure!r}) must be 'call', 'background' or 'never'")
     if offload_weights and policy == "static":
         raise InputError(
             "`offload_weights` requires policy='measured'; the static policy prepares no weights"

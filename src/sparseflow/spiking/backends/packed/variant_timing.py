@@ -18,6 +18,8 @@ _WARMUP_CALLS = 3
 def capture_graph(work: Callable[[], Any], *, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Capture `calls` calls of `work` into a CUDA graph, after a warm-up.
 
+    Other threads may use the GPU meanwhile.
+
     Returns:
         The graph, and the result of the last captured call.
     """
@@ -29,7 +31,7 @@ def capture_graph(work: Callable[[], Any], *, calls: int = 1) -> tuple[torch.cud
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     result = None
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             result = work()
     return graph, result
