@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparseflow.spiking.graph.analysis import SpikeGraph, analyze
     from sparseflow.spiking.graph.registry import register_neuron, unregister_neuron
     from sparseflow.spiking.models.pretrained import load_images, load_network, normalize
+    from sparseflow.spiking.nir_import import import_nir
     from sparseflow.spiking.runtime.sparse_conv import SparseConv2d
     from sparseflow.spiking.saved_plan import load_plan, save_plan
 
@@ -32,6 +33,7 @@ __all__ = [
     "SpikeGraph",
     "analyze",
     "explain",
+    "import_nir",
     "layer_times",
     "load_images",
     "load_network",
@@ -53,6 +55,7 @@ __getattr__, __dir__ = attach(
         "graph.analysis": ["SpikeGraph", "analyze"],
         "graph.registry": ["register_neuron", "unregister_neuron"],
         "models.pretrained": ["load_images", "load_network", "normalize"],
+        "nir_import": ["import_nir"],
         "runtime.sparse_conv": ["SparseConv2d"],
         "saved_plan": ["load_plan", "save_plan"],
     },

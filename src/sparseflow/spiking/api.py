@@ -34,6 +34,7 @@ from sparseflow.spiking.backends.selection import select_backend
 from sparseflow.spiking.graph.analysis import analyze
 from sparseflow.spiking.graph.module_state import preserve_state_without_grad
 from sparseflow.spiking.graph.registry import is_spiking_neuron
+from sparseflow.spiking.nir_import import NirGraph, import_nir, is_nir_graph
 from sparseflow.spiking.profile.firing import FiringStats, profile_firing
 
 
@@ -67,7 +68,7 @@ class LayerProfile:
 
 
 def optimize(
-    model: nn.Module,
+    model: nn.Module | NirGraph,
     sample: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
     *,
     policy: Policy = "measured",
@@ -79,7 +80,7 @@ def optimize(
     cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Accelerate a trained spiking network. Returns `model` itself.
+    """Accelerate a trained spiking network. Returns `model` itself, or the network of a NIR graph.
 
     Weights, modules and constants of neurons may change afterwards; the next call detects it. Only values
     written through a tensor's `.data` are not detected: call `optimize` again after that. If an error is
@@ -87,7 +88,7 @@ def optimize(
 
     Args:
         model: A network in eval mode whose neurons are known: those of spikingjelly, snnTorch, norse and
-            sinabs, or registered ones.
+            sinabs, or registered ones. A `nir.NIRGraph` becomes one by `import_nir`.
         sample: A typical input, or a tuple of inputs. With it, everything is tuned now; without it, on the
             first call. Each new input shape is tuned when it first occurs.
         policy: "measured" times all ways to run a layer and selects the fastest, never one slower than the
@@ -137,6 +138,10 @@ def optimize(
         "policy": policy, "dtype": dtype, "reset": reset, "measure": measure, "cache": decision_cache,
         "offload_weights": offload_weights, "progress": progress,
     }  # fmt: skip
+    if is_nir_graph(model):
+        model = import_nir(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"`model` must be a torch.nn.Module or a nir.NIRGraph, not {type(model).__name__}")
     with install_forward(model, sample, **options) as (forward, inputs):
         if inputs is not None and policy == "measured":
             if compile is None:

@@ -53,11 +53,11 @@ class BackgroundTuner:
         self._thread.start()
 
     def take_finished(self) -> dict[Any, ShapeDecisions]:
-        """Return the decisions that were not taken yet, by key."""
-        taken = dict(self._finished)
-        for key in taken:
+        """Return the decisions of what was measured since the last call, by key."""
+        finished = dict(self._finished)
+        for key in finished:
             del self._finished[key]
-        return taken
+        return finished
 
     def wait(self) -> None:
         """Wait until nothing is being measured."""

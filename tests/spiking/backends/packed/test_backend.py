@@ -101,7 +101,7 @@ def test_groups_are_the_reference(dtype: torch.dtype, convolution: Any, post: in
         assert isinstance(actual, torch.Tensor if post else PackedSpikes)
         assert actual.shape == expected.shape
     assert torch.equal(_values(actual), expected)
-    assert found_v.dtype == torch.float32 and torch.equal(found_v, expected_v)
+    assert found_v is not None and found_v.dtype == torch.float32 and torch.equal(found_v, expected_v)
     assert torch.equal(v, before), "the membrane handed in is the caller's"
 
 
@@ -121,7 +121,8 @@ def test_prepared_group_returns_new_membranes_in_network_order(convolution: Any)
         expected, expected_v = run_group_reference(spec, [x], v=expected_v)
         before, start = v, None if v is None else v.clone()
         out, v = prepared([fed], [], [], [], steps=2, v=v, out="dense")
-        assert torch.equal(out, expected[:, :, order.permutation]) and torch.equal(v, expected_v)
+        assert v is not None and torch.equal(v, expected_v)
+        assert torch.equal(out, expected[:, :, order.permutation])
         if before is not None:
             assert v.data_ptr() != before.data_ptr() and same(before, start)
 
@@ -135,7 +136,8 @@ def test_group_without_convolution_equals_reference() -> None:
     shape = GroupShape(steps=4, images=2, sources=(), output=(8, 3, 3))
     assert "no convolution of spikes" in str(backend.get_unsupported_reason(spec, shape))
     actual, v = backend.prepare(spec, shape, "dense")([], [], [x], [], steps=4, v=None, out="native")
-    assert torch.equal(_values(actual), expected) and torch.equal(v, expected_v)
+    assert torch.equal(_values(actual), expected)
+    assert v is not None and torch.equal(v, expected_v)
 
 
 def test_prepare_unsupported_group_raises() -> None:

@@ -25,6 +25,7 @@ from sparseflow.spiking.backends.packed.words import (
     gather_bits,
     get_activity,
     launch,
+    next_power_of_2,
     record_activity,
     store_activity,
 )
@@ -230,7 +231,7 @@ def pack_weight(weight: Tensor, geometry: ConvGeometry) -> Tensor:
     and their channels, both padded with zeros to powers of two.
     """
     channels, row = _pad_window(weight.shape[1], weight.shape[3], geometry)
-    k = max(_MIN_DOT_SIZE, row * triton.next_power_of_2(weight.shape[2]))
+    k = max(_MIN_DOT_SIZE, row * next_power_of_2(weight.shape[2]))
     if k > (_CHUNK_SIZE if weight.dtype == torch.float32 else _MAX_DOT_SIZE):
         k = max(_CHUNK_SIZE, row)
     chunks = ceil_div(weight.shape[2], k // row)
@@ -242,8 +243,8 @@ def pack_weight(weight: Tensor, geometry: ConvGeometry) -> Tensor:
 
 def _pad_window(channels: int, columns: int, geometry: ConvGeometry) -> tuple[int, int]:
     """Return the channels of a padded pixel, and the elements of a row of a window."""
-    channels = max(_MIN_CHANNELS, triton.next_power_of_2(channels))
-    return channels, channels * triton.next_power_of_2((columns - 1) * geometry.dilation[1] + 1)
+    channels = max(_MIN_CHANNELS, next_power_of_2(channels))
+    return channels, channels * next_power_of_2((columns - 1) * geometry.dilation[1] + 1)
 
 
 def run_stem(

@@ -101,6 +101,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
 def check_launchable(*tensors: torch.Tensor) -> None:
     """Raise a DeviceError if a tensor is not on a CUDA GPU and Triton does not interpret its kernels."""
     if launcher is None and isinstance(compute_channel_shift, triton.JITFunction):
