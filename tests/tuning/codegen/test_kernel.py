@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.sparse.linalg
 import torch
 
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
@@ -23,6 +24,7 @@ from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, KernelFile,
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.conformance import check_artifact_file
@@ -111,37 +113,6 @@ def test_call_torch_matches_reference(name: str, dtype: type, library: bool, mak
     assert isinstance(result, torch.Tensor) and result.layout == torch.strided
     assert result.dtype == inputs[0].dtype
     check(kernel, tuple(value.numpy() for value in inputs), result.numpy())
-
-
-def test_call_with_gradient_raises(make: Make) -> None:
-    kernel = make("spmm")
-    tensor = torch.from_numpy(kernel.problem.generate_inputs()[0])
-    for value in (tensor.clone().requires_grad_(), torch.nn.Parameter(tensor), tensor.requires_grad_() * 2):
-        with pytest.raises(InputError, match="`B` requires a gradient"):
-            kernel(value)
-        with torch.no_grad():
-            check(kernel, (value,), kernel(value))
-        assert not kernel(value.detach()).requires_grad
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's forward mode uses it
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "dual"])
-def test_call_within_torch_func_raises(transform: str, make: Make) -> None:
-    kernel = make("spmm")
-    tensor = torch.from_numpy(kernel.problem.generate_inputs()[0])
-
-    def compute_dual() -> None:
-        with torch.autograd.forward_ad.dual_level():
-            kernel(torch.autograd.forward_ad.make_dual(tensor, tensor))
-
-    run = {
-        "grad": lambda: torch.func.grad(lambda value: kernel(value).sum())(tensor),
-        "jvp": lambda: torch.func.jvp(kernel, (tensor,), (tensor,)),
-        "vmap": lambda: torch.func.vmap(kernel)(tensor[None]),
-        "dual": compute_dual,
-    }[transform]
-    with pytest.raises(InputError, match="`B`"):
-        run()
 
 
 def test_call_negated_view_matches(make: Make) -> None:
@@ -264,22 +235,43 @@ def test_call_wrong_shape_raises(name: str, library: bool, make: Make) -> None:
     kernel = make(name, library=library)
     inputs = kernel.problem.generate_inputs()
     first = next(iter(kernel.problem.input_shapes))
-    wrong = [inputs[0][:-1], inputs[0][None], np.concatenate([inputs[0]] * 2), np.float32(1.0), []]
+    wrong = [inputs[0][:-1], np.concatenate([inputs[0]] * 2), np.float32(1.0), [], inputs[0][..., None].T]
     if inputs[0].ndim == 2:
-        wrong += [inputs[0].T, inputs[0][:, 0], inputs[0][:, :-1]]
+        wrong += [inputs[0].T, inputs[0][:, :0]]
+    if name == "sddmm":
+        wrong += [inputs[0][:, 0], inputs[0][:, :-1], inputs[0][None]]
     for value in wrong:
         with pytest.raises(InputError, match=f"`{first}`"):
             kernel(value, *inputs[1:])
 
 
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize(
-    "dtype", [np.float64, np.float16, np.int32, np.bool_, np.complex64, np.dtype(">f4"), object]
+    "dtype",
+    [np.float64, np.float16, np.int8, np.int32, np.bool_, np.dtype(">f4"), np.complex64, np.complex128],
 )
-def test_call_wrong_dtype_raises(dtype: type, make: Make) -> None:
+def test_call_promotes_dtypes_as_numpy(dtype: Any, name: str, library: bool, make: Make) -> None:
+    kernel = make(name, library=library)
+    inputs = [(3 * value).astype(dtype) for value in kernel.problem.generate_inputs()]
+    if name == "sddmm" and np.dtype(dtype).kind == "c":
+        with pytest.raises(InputError, match="does not take complex"):
+            kernel(*inputs)
+        return
+    matrix = kernel.problem.matrix.to_scipy().toarray()
+    result = kernel(*inputs)
+    result = result.toarray() if name == "sddmm" else result
+    wide = [value.astype(np.complex128) for value in inputs]
+    expected = matrix * (wide[0] @ wide[1].T) if name == "sddmm" else matrix @ wide[0]
+    assert result.dtype == np.result_type(np.float32, dtype)
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [object, np.longdouble, "U3", "M8[s]"])
+def test_call_with_other_dtypes_raises(dtype: Any, make: Make) -> None:
     kernel = make("spmm")
-    (value,) = kernel.problem.generate_inputs()
-    with pytest.raises(InputError, match="`B`"):
-        kernel(value.astype(dtype))
+    with pytest.raises(InputError, match=r"`B` is a ndarray of dtype|does not take float128"):
+        kernel(np.ones((COLS, WIDTH)).astype(dtype))
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -295,12 +287,108 @@ def test_call_ragged_list_raises(make: Make) -> None:
         make("spmm")([[1.0], [1.0, 2.0]])
 
 
-def test_call_wrong_torch_dtype_raises(make: Make) -> None:
-    kernel = make("spmm", np.float64)
-    (value,) = kernel.problem.generate_inputs()
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        with pytest.raises(InputError):
-            kernel(torch.from_numpy(value).to(dtype))
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
+)
+def test_call_promotes_dtypes_as_torch(dtype: torch.dtype, make: Make) -> None:
+    kernel = make("spmm")
+    dense = (3 * torch.from_numpy(kernel.problem.generate_inputs()[0])).to(dtype)
+    result = kernel(dense)
+    assert result.dtype == torch.promote_types(torch.float32, dtype)
+    expected = torch.from_numpy(kernel.problem.matrix.to_scipy().toarray()).to(result.dtype) @ dense.to(
+        result.dtype
+    )
+    torch.testing.assert_close(result, expected)
+
+
+def test_call_with_names_factors_and_an_output(make: Make) -> None:
+    kernel, sampled = make("spmm"), make("sddmm")
+    (dense,) = kernel.problem.generate_inputs()
+    expected = kernel(dense)
+    assert np.array_equal(kernel(B=dense), expected)
+    x, y = sampled.problem.generate_inputs()
+    assert np.array_equal(sampled(x, Y=y).data, sampled(Y=y, X=x).data)
+    mistakes: list[tuple[Any, Any]] = [((dense,), {"B": dense}), ((), {"C": dense})]
+    for arguments, names in mistakes:
+        with pytest.raises(InputError, match="spmm expects 1 inputs"):
+            kernel(*arguments, **names)
+    out = np.ones_like(expected)
+    assert kernel(dense, out=out) is out and np.array_equal(out, expected)
+    kernel(dense, out=out, alpha=2.0, beta=3.0)
+    np.testing.assert_allclose(out, 5 * expected, rtol=1e-6)
+    np.testing.assert_allclose(kernel(dense, alpha=2.0), 2 * expected)
+    tensor = torch.ones(ROWS, WIDTH)
+    kernel(torch.from_numpy(dense), out=tensor, beta=1.0)
+    np.testing.assert_allclose(tensor.numpy(), expected + 1, rtol=1e-6, atol=1e-6)
+    for other in (out[:-1], out.astype(np.float64), tensor, None):
+        if other is not None:
+            with pytest.raises(InputError, match="`out`"):
+                kernel(dense, out=other)
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("name", ["spmm", "spmv"])
+def test_other_columns_vectors_and_batches(name: str, library: bool, make: Make) -> None:
+    kernel = make(name, np.float64, library=library)
+    matrix, generator = kernel.problem.matrix.to_scipy().toarray(), np.random.default_rng(0)
+    for shape in ((COLS,), (COLS, 1), (COLS, 3), (COLS, 130), (2, COLS, 4), (2, 3, COLS, WIDTH)):
+        dense = generator.standard_normal(shape)
+        np.testing.assert_allclose(kernel(dense), matrix @ dense, rtol=1e-10, atol=1e-10)
+        result = kernel(torch.from_numpy(dense))
+        np.testing.assert_allclose(result.numpy(), matrix @ dense, rtol=1e-10, atol=1e-10)
+    text = kernel.explain()
+    assert "n_cols=130" in text and ("library" if library else "not tuned") in text
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_transposed(name: str, library: bool, make: Make) -> None:
+    kernel = make(name, np.float64, library=library)
+    assert kernel.T.T is kernel and kernel.T.shape == (COLS, ROWS) and "transposed" in kernel.explain()
+    if name == "sddmm":
+        x, y = kernel.problem.generate_inputs()
+        np.testing.assert_allclose(kernel.T(y, x).toarray(), kernel(x, y).toarray().T)
+        assert not isinstance(kernel, np.ndarray) and kernel.__matmul__(x) is NotImplemented
+        return
+    matrix, generator = kernel.problem.matrix.to_scipy().toarray(), np.random.default_rng(0)
+    columns, rows = generator.standard_normal((COLS, 4)), generator.standard_normal((4, ROWS))
+    np.testing.assert_allclose(kernel @ columns, matrix @ columns)
+    np.testing.assert_allclose(rows @ kernel, rows @ matrix)
+    np.testing.assert_allclose(rows[0] @ kernel, rows[0] @ matrix)
+    np.testing.assert_allclose(torch.from_numpy(rows) @ kernel, rows @ matrix)
+
+
+def test_solvers_of_scipy_take_kernels(cache: Path) -> None:
+    matrix = scipy.sparse.csr_array(4 * np.eye(30) - np.eye(30, k=1) - np.eye(30, k=-1))
+    problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix))
+    schedule = build_presets(problem.operator, problem.extents, 1)["csr"]
+    kernel = CompiledKernel(build_program(problem, schedule), cache_dir=cache)
+    solution, status = scipy.sparse.linalg.cg(kernel, np.ones(30), rtol=1e-10)
+    assert status == 0
+    np.testing.assert_allclose(matrix @ solution, 1, rtol=1e-8)
+    operator = scipy.sparse.linalg.aslinearoperator(kernel)
+    norm: Any = scipy.sparse.linalg.svds(operator, k=1, return_singular_vectors=False)
+    np.testing.assert_allclose(norm, np.linalg.norm(matrix.toarray(), 2))
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_other_values(name: str, library: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = make(name, library=library)
+    inputs, matrix = kernel.problem.generate_inputs(), kernel.problem.matrix
+    values = np.random.default_rng(5).standard_normal(matrix.nnz).astype(np.float32)
+    kernel.T  # noqa: B018 - compiled now
+    monkeypatch.setattr(module, "build_program", None)
+    other = kernel.with_values(values)
+    check(other, inputs, other(*inputs) if name != "sddmm" else other(*inputs).toarray())
+    assert np.array_equal(other.problem.matrix.values, values)
+    for transposed in (other.T, kernel.T.with_values(kernel.T.problem.matrix.values)):
+        mirrored = inputs[::-1] if name == "sddmm" else transposed.problem.generate_inputs()
+        result = transposed(*mirrored)
+        check(transposed, mirrored, result.toarray() if name == "sddmm" else result)
+    for wrong, message in ((values[:-1], "shape"), (values * np.nan, "finite"), (values * 1j, "real")):
+        with pytest.raises(InputError, match=message):
+            kernel.with_values(wrong)
 
 
 def test_call_second_input_is_checked(make: Make) -> None:
@@ -308,8 +396,6 @@ def test_call_second_input_is_checked(make: Make) -> None:
     x, y = kernel.problem.generate_inputs()
     with pytest.raises(InputError, match="`Y`"):
         kernel(x, y[:-1])
-    with pytest.raises(InputError, match="`Y`"):
-        kernel(x, y.astype(np.float64))
     with pytest.raises(InputError, match="`X`"):
         kernel(y, x)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -21,12 +25,20 @@ from sparseflow.tuning.codegen.program import (
     build_program,
     compute_storage_limit,
 )
-from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo, is_tensor
+from sparseflow.tuning.codegen.variants import KernelFamily, VariantKey
+from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, CooMatrix, as_coo, is_tensor
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
+if TYPE_CHECKING:
+    import scipy.sparse
+
 _ARRAYS = ("rows", "cols", "values")
+
+_COUNTER = itertools.count()
+_KERNELS: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
+"""Kernels by number; operators of torch take tensors and numbers only."""
 
 _PROCESS_ID = os.getpid()
 """Process that imported this module. Another one is a fork of it, in which OpenMP may have dead threads."""
@@ -62,11 +74,17 @@ class KernelFile(Artifact):
 
 
 class Kernel(ABC):
-    """One operator with one sparse matrix.
+    """One operator with one sparse matrix A.
 
     SpMM takes B of shape [columns of A, n_cols] and returns C = A B. SpMV takes x of shape [columns of A] and
     returns y = A x. SDDMM takes X of shape [rows of A, n_cols] and Y of shape [columns of A, n_cols] and
     returns D, the elementwise product of A and X Yᵀ, as a sparse matrix. Torch inputs give torch outputs.
+
+    Torch computes gradients of all inputs and, after `with_values`, of the values of A. SpMM and SpMV kernels
+    are linear operators of scipy, too: `A @ B`, `B @ A`, and the solvers of `scipy.sparse.linalg` take them.
+
+    A kernel also runs on other numbers of columns, batches and dtypes, and as its transpose `T`. The first
+    use of each compiles a *variant*, whose schedule is derived from that of this kernel; see `explain`.
 
     Formats with dense levels multiply padding zeros. If B contains an infinity or NaN, other results in the
     same blocks become NaN.
@@ -77,13 +95,25 @@ class Kernel(ABC):
     Attributes:
         problem: Problem.
         speedup: Time of the best baseline over the time of this kernel; None if it was not tuned.
+        origin: Where the schedule comes from.
     """
+
+    __array_ufunc__ = None  # numpy leaves `array @ kernel` to the kernel
 
     def __init__(self, problem: SparseProblem, speedup: float | None, cache_dir: Path | None = None) -> None:
         self.problem = problem
         self.speedup = speedup
+        self.origin = "library" if self.schedule is None else "tuned"
         self._cache_dir = cache_dir
         self._shapes, self._dtype = problem.input_shapes, problem.dtype
+        self._key = VariantKey(
+            operator=problem.operator.name, n_cols=problem.n_cols, dtype=problem.dtype.name
+        )
+        self._family = KernelFamily(self)
+        self._number = next(_COUNTER)
+        _KERNELS[self._number] = self
+        self._value_tensor: Any = None
+        self._value_version = 0
 
     def __repr__(self) -> str:
         problem = self.problem
@@ -105,69 +135,237 @@ class Kernel(ABC):
         """Schedule; None for a library kernel."""
 
     @abstractmethod
-    def compute(self, *inputs: np.ndarray) -> np.ndarray:
-        """Compute C or y, or the values of D in the order of the matrix, without checking the inputs."""
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Compute the result.
+    def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        """Compute C or y, or the values of D in the order of the matrix, without checking the inputs.
 
         Args:
-            inputs: numpy arrays or CPU tensors with the dtype of the matrix (float32 or float64).
+            inputs: Contiguous arrays of the shapes and the dtype of the problem.
+            values: Values of A to use instead of its own, in the order of the matrix.
+        """
+
+    @abstractmethod
+    def replace_values(self, values: np.ndarray) -> Kernel:
+        """Create a kernel with the same code and pattern and other values, in the order of the matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of A."""
+        return self.problem.matrix.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """float32 or float64."""
+        return self.problem.dtype
+
+    @property
+    def T(self) -> Kernel:
+        """The same operator with Aᵀ; inputs of SDDMM swap their places, too."""
+        return self._get_variant(transposed=not self._key.transposed)
+
+    def with_values(self, values: Any) -> Kernel:
+        """Create a kernel for the same pattern with other values, without compiling.
+
+        Args:
+            values: Values of the elements of A, sorted by row and column, as in `scipy.sparse.csr_array`
+                with sorted indices; shape [elements], any real dtype. Torch computes gradients of a tensor
+                that requires them.
 
         Raises:
-            InputError: The number, a shape or a dtype of the inputs is wrong, or an input requires a gradient
-                while torch records gradients.
+            InputError: The shape is wrong, or a value is not a finite real number.
         """
-        shapes = self._shapes
-        if len(inputs) != len(shapes):
+        array = _read_tensor("values", values.detach()) if is_tensor(values) else np.asarray(values)
+        if array.shape != self.problem.matrix.values.shape:
             raise InputError(
-                f"{self.problem.operator.name} expects {len(shapes)} inputs ({', '.join(shapes)}), "
-                f"got {len(inputs)}"
+                f"`values` has shape {array.shape}; the matrix has {self.problem.matrix.nnz} elements"
             )
-        as_torch = any(is_tensor(value) for value in inputs)
-        output = self.compute(
-            *(
-                self._validate_input(name, value, shape)
-                for value, (name, shape) in zip(inputs, shapes.items(), strict=True)
-            )
-        )
+        if array.dtype.kind not in "fiub" or not np.isfinite(array).all():
+            raise InputError("`values` must be finite real numbers")
+        kernel = self.replace_values(array.astype(self.dtype))
+        kernel.speedup, kernel.origin = self.speedup, self.origin
+        kernel._family.template = self
+        if is_tensor(values):
+            kernel._value_tensor, kernel._value_version = values, values._version
+        return kernel
+
+    def holds_values(self, values: Any) -> bool:
+        """Return whether a tensor is the one of `with_values` and has not changed since."""
+        tensor = self._value_tensor
+        if tensor is None or tensor.data_ptr() != values.data_ptr() or tensor.stride() != values.stride():
+            return False
+        return values._version == self._value_version
+
+    def explain(self) -> str:
+        """Describe this kernel and the variants that were compiled so far, a line each."""
+        lines: list[str] = []
+        for kernel in self._family.list_variants():
+            name = f"{kernel!r}"[1:-1] + (", transposed" if kernel._key.transposed else "")
+            lines.append(f"{name}: {kernel.origin}; schedule {kernel.schedule or 'of the library'}")
+        return "\n".join(lines)
+
+    def _get_variant(self, **changes: Any) -> Kernel:
+        """Return the kernel of the same matrix that differs in some fields of `VariantKey`."""
+        return self._family.get(replace(self._key, **changes))
+
+    def __call__(
+        self, *inputs: Any, out: Any = None, alpha: float = 1.0, beta: float = 0.0, **named_inputs: Any
+    ) -> Any:
+        """Compute `alpha` times the result, plus `beta` times `out`.
+
+        Inputs of another dtype than the matrix are promoted as numpy does for arrays and torch for tensors.
+        SpMM and SpMV take matrices and vectors; more dimensions than two are batches.
+
+        Args:
+            inputs: numpy arrays or CPU tensors.
+            out: Array or tensor of the shape and dtype of the result, which it is written to; not for SDDMM.
+            alpha: Factor of the result.
+            beta: Factor of `out`.
+            named_inputs: Inputs by name: `B`, `x`, `X` or `Y`.
+
+        Raises:
+            InputError: The number, a shape or a dtype of the inputs is wrong.
+        """
+        if len(inputs) == 1 and out is None and not named_inputs and alpha == 1.0 and len(self._shapes) == 1:
+            value = inputs[0]
+            if (
+                type(value) is np.ndarray
+                and value.shape == self._input_shape
+                and value.dtype == self._dtype
+                and value.flags.c_contiguous
+            ):
+                return self.compute(value)
+        arguments = self._bind_inputs(inputs, named_inputs)
+        if any(is_tensor(value) for value in arguments):
+            from sparseflow.tuning.codegen import torch_ops
+
+            result = torch_ops.call_kernel(self, arguments)
+        else:
+            arrays = [_read_array(name, value) for name, value in zip(self._shapes, arguments, strict=True)]
+            result = self._apply(arrays)
+        return result if out is None and alpha == 1.0 else _combine(result, out, alpha, beta)
+
+    def __matmul__(self, other: Any) -> Any:
+        return NotImplemented if self.problem.operator.sparse_output else self(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
         if self.problem.operator.sparse_output:
-            return _build_sparse_output(self.problem.matrix, output, as_torch)
-        if not as_torch:
-            return output
-        import torch
+            return NotImplemented
+        other = other if is_tensor(other) else np.asarray(other)
+        if other.ndim == 1:
+            return self.T(other)
+        return self.T(other.swapaxes(-1, -2)).swapaxes(-1, -2)
 
-        return torch.from_numpy(output)
+    def matvec(self, x: np.ndarray) -> np.ndarray:
+        """Compute A x, for `scipy.sparse.linalg`."""
+        return self @ x
 
-    def _validate_input(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-        if (
-            type(value) is np.ndarray
-            and value.shape == shape
-            and value.dtype == self._dtype
-            and value.flags.c_contiguous
-        ):
-            return value
-        if isinstance(value, np.ma.MaskedArray):
+    def rmatvec(self, x: np.ndarray) -> np.ndarray:
+        """Compute Aᵀ x, for `scipy.sparse.linalg`."""
+        return self.T @ x
+
+    matmat, rmatmat = matvec, rmatvec
+
+    @property
+    def _input_shape(self) -> tuple[int, ...]:
+        return next(iter(self._shapes.values()))
+
+    def _bind_inputs(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> list[Any]:
+        """Return the inputs in order."""
+        names = list(self._shapes)
+        arguments = dict(zip(names, inputs, strict=False)) | named_inputs
+        if len(inputs) + len(named_inputs) != len(names) or set(arguments) != set(names):
+            count, named = len(inputs) + len(named_inputs), ", ".join(named_inputs)
             raise InputError(
-                f"`{name}` is a masked array; fill the masked values, such as `{name}.filled(0)`"
+                f"{self.problem.operator.name} expects {len(names)} inputs ({', '.join(names)}), got {count}"
+                + (f", by name {named}" if named else "")
             )
-        try:
-            array = _read_tensor(name, value) if is_tensor(value) else np.asarray(value)
-        except (ValueError, TypeError, RuntimeError) as error:
-            if isinstance(error, InputError):
-                raise
+        return [arguments[name] for name in names]
+
+    def _apply(self, inputs: list[np.ndarray]) -> Any:
+        """Compute the result for arrays of any dtype."""
+        dtype = np.result_type(self.dtype, *inputs)
+        is_complex = dtype.kind == "c"
+        real = {"F": np.dtype(np.float32), "D": np.dtype(np.float64)}.get(dtype.char, dtype)
+        if real not in FLOAT_DTYPES or (is_complex and self.problem.operator.sparse_output):
+            types = ", ".join(str(value.dtype) for value in inputs)
             raise InputError(
-                f"`{name}` is a {type(value).__name__} that numpy cannot read: {error}"
-            ) from error
-        if array.dtype.hasobject and not isinstance(value, np.ndarray):
-            raise InputError(f"`{name}` is a {type(value).__name__}; pass a numpy array or a dense tensor")
-        if array.shape != shape:
-            raise InputError(f"`{name}` has shape {array.shape}; the kernel was tuned for {shape}")
-        if array.dtype != self.problem.dtype:
-            raise InputError(
-                f"`{name}` has dtype {array.dtype}; the kernel was tuned for {self.problem.dtype}"
+                f"{self.problem.operator.name} of a {self.dtype} matrix does not take {types}; pass real "
+                "numbers of at most 64 bits" + ("" if is_complex else ", or convert the inputs")
             )
-        return np.ascontiguousarray(array)
+        if self.problem.operator.sparse_output:
+            kernel = self.get_fitting_variant(tuple(value.shape for value in inputs), real.name)
+            values = kernel.compute(*(np.ascontiguousarray(value, real) for value in inputs))
+            return kernel.build_sparse_output(values)
+        (dense,) = (np.ascontiguousarray(value, dtype) for value in inputs)
+        if not is_complex:
+            return self.multiply(dense)
+        # Real and imaginary parts are neighboring columns.
+        columns = dense.reshape(-1, 1) if dense.ndim == 1 else dense
+        result = np.ascontiguousarray(self.multiply(columns.view(real))).view(dtype)
+        return result[:, 0] if dense.ndim == 1 else result
+
+    def multiply(self, dense: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        """Compute A times a vector, a matrix or a batch of matrices.
+
+        Args:
+            dense: Contiguous float32 or float64 array.
+            values: Values of A to use instead of its own, in the order of the matrix that `T` refers to.
+        """
+        if values is None and dense.shape == self._input_shape and dense.dtype == self._dtype:
+            return self.compute(dense)
+        kernel = self.get_fitting_variant((dense.shape[-2:],), dense.dtype.name)
+        values = None if values is None else kernel.reorder(values.astype(dense.dtype, copy=False))
+        if dense.ndim <= 2:
+            return kernel.compute(dense, values=values)
+        result = np.empty((*dense.shape[:-2], self.shape[0], dense.shape[-1]), dense.dtype)
+        for index in np.ndindex(dense.shape[:-2]):
+            result[index] = kernel.compute(dense[index], values=values)
+        return result
+
+    def get_fitting_variant(self, shapes: tuple[tuple[int, ...], ...], dtype: str) -> Kernel:
+        """Return the variant for inputs without batches.
+
+        Args:
+            shapes: Shape of each input.
+            dtype: `"float32"` or `"float64"`.
+
+        Raises:
+            InputError: A shape is wrong.
+        """
+        rows, cols = self.shape
+        extents = {"X": rows, "Y": cols, "B": cols, "x": cols}
+        is_sampled = self.problem.operator.sparse_output
+        for (name, tuned_shape), shape in zip(self._shapes.items(), shapes, strict=True):
+            has_rank = len(shape) == 2 or (len(shape) == 1 and not is_sampled)
+            if not has_rank or shape[0] != extents[name] or 0 in shape:
+                raise InputError(
+                    f"`{name}` has shape {shape}; the kernel takes {extents[name]} rows, and was tuned for "
+                    f"shape {tuned_shape}"
+                )
+        n_cols = shapes[0][1] if len(shapes[0]) == 2 else None
+        if is_sampled:
+            if shapes[1][1] != n_cols:
+                raise InputError(
+                    f"`X` has shape {shapes[0]} and `Y` has shape {shapes[1]}; both need as many columns"
+                )
+            return self._get_variant(n_cols=n_cols, dtype=dtype)
+        operator = "spmv" if n_cols is None else "spmm"
+        return self._get_variant(operator=operator, n_cols=n_cols, dtype=dtype)
+
+    def reorder(self, values: np.ndarray) -> np.ndarray:
+        """Bring values of the matrix that `T` refers to into the order of this kernel's matrix."""
+        return values[self._family.transposition] if self._key.transposed else values
+
+    @cached_property
+    def _csr_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        csr = self.problem.matrix.to_scipy()
+        return csr.indptr, csr.indices
+
+    def build_sparse_output(self, values: np.ndarray) -> scipy.sparse.csr_array:
+        """Build D from its values."""
+        from scipy import sparse
+
+        indptr, indices = self._csr_indices
+        return sparse.csr_array((values, indices.copy(), indptr.copy()), shape=self.shape)
 
     def save(self, path: Path | str) -> None:
         """Write the schedule and the matrix to a file; `load` compiles again if the compile cache is gone.
@@ -207,8 +405,8 @@ class CompiledKernel(Kernel):
     def __init__(
         self, program: KernelProgram, *, speedup: float | None = None, cache_dir: Path | None = None
     ) -> None:
-        super().__init__(program.problem, speedup, cache_dir)
         self.program = program
+        super().__init__(program.problem, speedup, cache_dir)
         path = program.compile(cache_dir=cache_dir)
         try:
             self._library = ctypes.CDLL(str(path))
@@ -234,7 +432,19 @@ class CompiledKernel(Kernel):
     def schedule(self) -> Schedule:
         return self.program.schedule
 
-    def compute(self, *inputs: np.ndarray) -> np.ndarray:
+    def replace_values(self, values: np.ndarray) -> CompiledKernel:
+        problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
+        packed = replace(self.program.packed, values=self._pack_values(values))
+        program = replace(self.program, problem=problem, packed=packed)
+        return CompiledKernel(program, cache_dir=self._cache_dir)
+
+    def _pack_values(self, values: np.ndarray) -> np.ndarray:
+        packed = self.program.packed
+        result = np.zeros_like(packed.values)
+        result[packed.element_positions] = values
+        return result
+
+    def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
         # Calls often take microseconds, so everything that does not change is prepared in advance.
         if self._is_parallel and os.getpid() != _PROCESS_ID:
             # libgomp waits forever for threads that exist in the parent only. Without active parallel regions
@@ -243,9 +453,11 @@ class CompiledKernel(Kernel):
         buffer = self._acquire_buffer()
         output, pointer = buffer
         addresses = [array.ctypes.data for array in inputs]
-        self._function(
-            self._input_array_type(*self._leading_addresses, *addresses, *self._trailing_addresses), pointer
-        )
+        leading = self._leading_addresses
+        if values is not None:
+            packed = self._pack_values(values)  # the last of the leading arrays
+            leading = [*leading[:-1], packed.ctypes.data]
+        self._function(self._input_array_type(*leading, *addresses, *self._trailing_addresses), pointer)
         result = self.program.extract_result(output) if self._rows is None else output[: self._rows]
         # Returned after use: another thread that takes the buffer checks for views of it.
         self._free_buffers.append(buffer)
@@ -278,8 +490,26 @@ class LibraryKernel(Kernel):
     def schedule(self) -> None:
         return None
 
-    def compute(self, *inputs: np.ndarray) -> np.ndarray:
+    def replace_values(self, values: np.ndarray) -> LibraryKernel:
+        problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
+        return LibraryKernel(problem)
+
+    def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        if values is not None:
+            return self.replace_values(values).compute(*inputs)
         return self._function(*inputs)
+
+
+def get_kernel(number: int) -> Kernel:
+    """Return the kernel with a number.
+
+    Raises:
+        RunError: It does not exist any more.
+    """
+    kernel = _KERNELS.get(number)
+    if kernel is None:
+        raise RunError("the kernel of this operation was deleted; keep a reference to it")
+    return kernel
 
 
 def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = None) -> Kernel:
@@ -338,31 +568,48 @@ def _rebuild_kernel(
 
 
 def _read_tensor(name: str, tensor: Any) -> np.ndarray:
-    """Return a tensor as an array that shares its memory."""
+    """Return a tensor without gradient as an array that shares its memory."""
     import torch
-    from torch.autograd import forward_ad
 
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"`{name}` requires a gradient, which kernels do not compute; pass `{name}.detach()`, or call "
-            "the kernel within `torch.no_grad()`"
-        )
-    if forward_ad.unpack_dual(tensor).tangent is not None:
-        raise InputError(f"`{name}` has a tangent of forward-mode differentiation; kernels compute none")
     if tensor.device.type != "cpu":
         raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
     if tensor.layout is not torch.strided:
         raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
     if tensor.dtype is torch.bfloat16:
-        raise InputError(f"`{name}` has dtype bfloat16; pass float32 or float64, the dtype of the matrix")
-    return tensor.detach().resolve_neg().numpy()
+        tensor = tensor.float()
+    return tensor.resolve_neg().resolve_conj().numpy()
 
 
-def _build_sparse_output(matrix: CooMatrix, values: np.ndarray, as_torch: bool) -> Any:
-    csr = CooMatrix(rows=matrix.rows, cols=matrix.cols, values=values, shape=matrix.shape).to_scipy()
-    if not as_torch:
-        return csr
-    import torch
+def _read_array(name: str, value: Any) -> np.ndarray:
+    """Return an input as a numeric array."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"`{name}` is a masked array; fill the masked values, such as `{name}.filled(0)`")
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"`{name}` is a {type(value).__name__} that numpy cannot read: {error}") from error
+    if array.dtype.kind not in "fciub":
+        raise InputError(
+            f"`{name}` is a {type(value).__name__} of dtype {array.dtype}; pass a numpy array or a dense "
+            "tensor of numbers"
+        )
+    return array
 
-    parts = (torch.from_numpy(part) for part in (csr.indptr, csr.indices, csr.data))
-    return torch.sparse_csr_tensor(*parts, size=csr.shape, check_invariants=False)
+
+def _combine(result: Any, out: Any, alpha: float, beta: float) -> Any:
+    """Compute `alpha * result + beta * out`, into `out` if there is one."""
+    if out is None:
+        return result * alpha
+    if is_tensor(out) != is_tensor(result) or not hasattr(result, "ndim") or not hasattr(out, "ndim"):
+        raise InputError(f"`out` is a {type(out).__name__}; it must be of the type of the result")
+    if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
+        raise InputError(
+            f"`out` has shape {tuple(out.shape)} and dtype {out.dtype}; the result has {tuple(result.shape)} "
+            f"and {result.dtype}"
+        )
+    if beta == 0.0:
+        out[...] = result if alpha == 1.0 else result * alpha
+    else:
+        out *= beta
+        out += result if alpha == 1.0 else result * alpha
+    return out

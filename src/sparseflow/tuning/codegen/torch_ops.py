@@ -1,0 +1,263 @@
+"""Kernels as operators of torch, with gradients: `sparseflow::spmm` and `sparseflow::sddmm`.
+
+For C = A B, the gradient of B is Aᵀ times that of C, and the gradient of the values of A are products of rows
+of C's gradient and of B at the elements of A, which is SDDMM. The gradients of SDDMM are two SpMM. So
+gradients have gradients, too. Values of A are in the order of the matrix that was tuned, for kernels of its
+transpose, too.
+"""
+
+# torch declares the methods of autograd functions with `*args`.
+# pyright: reportIncompatibleMethodOverride=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.codegen.kernel import Kernel, get_kernel
+
+
+def call_kernel(kernel: Kernel, inputs: list[Any]) -> Tensor:
+    """Run a kernel on tensors; see `Kernel.__call__`."""
+    tensors = [
+        _check_tensor(name, value) for name, value in zip(kernel.problem.input_shapes, inputs, strict=True)
+    ]
+    dtype = getattr(torch, kernel._key.dtype)
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if dtype.is_complex:
+        if kernel.problem.operator.sparse_output:
+            raise InputError("sddmm does not take complex numbers")
+        return _multiply_complex(kernel, tensors[0].to(dtype))
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    values = kernel._value_tensor
+    multiply: Callable[..., Tensor] = _Product.apply
+    sample: Callable[..., Tensor] = _Samples.apply
+    if torch.compiler.is_compiling():
+        multiply, sample = _multiply_by_number, _sample_by_number
+    elif not _is_recorded(*tensors, *(() if values is None else (values,))):
+        multiply, sample = _compute_product, _compute_samples
+    if not kernel.problem.operator.sparse_output:
+        return multiply(tensors[0], values, kernel)
+    base = kernel.T if kernel._key.transposed else kernel
+    pair = reversed(tensors) if kernel._key.transposed else tensors
+    sums = sample(*pair, base)
+    factors = torch.tensor(base.problem.matrix.values) if values is None else values
+    products = sums * factors.to(dtype)
+    if kernel._key.transposed:
+        products = products[torch.from_numpy(kernel._family.transposition)]
+    return _build_sparse_output(kernel, products)
+
+
+def _is_recorded(*tensors: Tensor) -> bool:
+    """Return whether torch records or transforms operations on some tensors."""
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _check_tensor(name: str, value: Any) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.ascontiguousarray(value))
+    if tensor.device.type != "cpu":
+        raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
+    return tensor
+
+
+def _multiply_complex(kernel: Kernel, dense: Tensor) -> Tensor:
+    """Multiply real and imaginary parts as neighboring columns."""
+    columns = torch.view_as_real(dense.unsqueeze(-1) if dense.dim() == 1 else dense).flatten(-2)
+    product = call_kernel(kernel, [columns]).unflatten(-1, (-1, 2)).contiguous()
+    result = torch.view_as_complex(product)
+    return result[:, 0] if dense.dim() == 1 else result
+
+
+def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
+    indptr, indices = (torch.from_numpy(part) for part in kernel._csr_indices)
+    return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
+
+
+def _to_array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().resolve_neg().numpy())
+
+
+def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+    array = None if values is None or kernel.holds_values(values) else _to_array(values)
+    return torch.from_numpy(kernel.multiply(_to_array(dense), array))
+
+
+def _compute_samples(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
+    arrays = _to_array(x), _to_array(y)
+    # The operator is SDDMM with the pattern of the kernel's matrix, whatever the kernel computes.
+    ones = kernel._get_variant(operator="sddmm", n_cols=x.shape[1], dtype=arrays[0].dtype.name, ones=True)
+    return torch.from_numpy(ones.compute(*arrays))
+
+
+class _Product(torch.autograd.Function):
+    """Product of a kernel's matrix and a dense tensor; values are None for the kernel's own."""
+
+    @staticmethod
+    def forward(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+        return _compute_product(dense, values, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        dense, values, ctx.kernel = inputs
+        ctx.save_for_backward(dense if ctx.needs_input_grad[1] else None, values)
+        ctx.save_for_forward(dense, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _differentiate_product(ctx, gradient, _Product.apply, _Samples.apply)
+
+    @staticmethod
+    def jvp(ctx: Any, dense_tangent: Tensor | None, values_tangent: Tensor | None, _: None) -> Tensor:
+        dense, values = ctx.saved_tensors
+        terms: list[Tensor] = []
+        if dense_tangent is not None:
+            terms.append(_Product.apply(dense_tangent, values, ctx.kernel))
+        if values_tangent is not None:
+            terms.append(_Product.apply(dense, values_tangent, ctx.kernel))
+        return sum(terms[1:], terms[0])
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], dense: Tensor, values: Tensor | None, kernel: Kernel
+    ) -> Any:
+        pairs = _unbind(info.batch_size, in_dims[:2], (dense, values))
+        return torch.stack([_Product.apply(*pair, kernel) for pair in pairs]), 0
+
+
+class _Samples(torch.autograd.Function):
+    """Products of rows of two matrices at the elements of a kernel's matrix."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
+        return _compute_samples(x, y, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, y, ctx.kernel = inputs
+        ctx.save_for_backward(x, y)
+        ctx.save_for_forward(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _differentiate_samples(ctx, gradient, _Product.apply)
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor | None, y_tangent: Tensor | None, _: None) -> Tensor:
+        x, y = ctx.saved_tensors
+        terms: list[Tensor] = []
+        if x_tangent is not None:
+            terms.append(_Samples.apply(x_tangent, y, ctx.kernel))
+        if y_tangent is not None:
+            terms.append(_Samples.apply(x, y_tangent, ctx.kernel))
+        return sum(terms[1:], terms[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, y: Tensor, kernel: Kernel) -> Any:
+        pairs = _unbind(info.batch_size, in_dims[:2], (x, y))
+        return torch.stack([_Samples.apply(*pair, kernel) for pair in pairs]), 0
+
+
+def _unbind(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> Any:
+    """Split the tensors that have a batch dimension, and repeat the others."""
+    parts = [
+        [tensor] * size if tensor is None or dim is None else tensor.unbind(dim)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    return list(zip(*parts, strict=True))
+
+
+def _differentiate_product(ctx: Any, gradient: Tensor, multiply: Any, sample: Any) -> tuple[Any, Any, None]:
+    """Return the gradients of a product, computed by `multiply` and `sample`."""
+    dense, values = ctx.saved_tensors
+    kernel: Kernel = ctx.kernel
+    dense_gradient = values_gradient = None
+    if ctx.needs_input_grad[0]:
+        dense_gradient = multiply(gradient, values, kernel.T)
+    if ctx.needs_input_grad[1]:
+        pair = (dense, gradient) if kernel._key.transposed else (gradient, dense)
+        if dense.dim() == 1:
+            pair = tuple(part.unsqueeze(-1) for part in pair)
+        base = kernel.T if kernel._key.transposed else kernel
+        batches = [part.flatten(0, -3) if dense.dim() > 2 else part.unsqueeze(0) for part in pair]
+        samples = [sample(x, y, base) for x, y in zip(*batches, strict=True)]
+        values_gradient = sum(samples[1:], samples[0])
+    return dense_gradient, values_gradient, None
+
+
+def _differentiate_samples(ctx: Any, gradient: Tensor, multiply: Any) -> tuple[Any, Any, None]:
+    """Return the gradients of sampled products, computed by `multiply`."""
+    x, y = ctx.saved_tensors
+    dtype = str(x.dtype).removeprefix("torch.")
+    product: Kernel = ctx.kernel._get_variant(operator="spmm", n_cols=x.shape[1], dtype=dtype)
+    x_gradient = multiply(y, gradient, product) if ctx.needs_input_grad[0] else None
+    y_gradient = multiply(x, gradient, product.T) if ctx.needs_input_grad[1] else None
+    return x_gradient, y_gradient, None
+
+
+# torch.compile traces these operators, whose kernel is a number, instead of the functions above.
+
+
+@torch.library.custom_op("sparseflow::spmm", mutates_args=(), device_types="cpu")
+def _spmm(dense: Tensor, values: Tensor | None, kernel: int) -> Tensor:
+    return _compute_product(dense, values, get_kernel(kernel))
+
+
+@torch.library.custom_op("sparseflow::sddmm", mutates_args=(), device_types="cpu")
+def _sddmm(x: Tensor, y: Tensor, kernel: int) -> Tensor:
+    return _compute_samples(x, y, get_kernel(kernel))
+
+
+@_spmm.register_fake
+def _(dense: Tensor, values: Tensor | None, kernel: int) -> Tensor:
+    rows, cols = get_kernel(kernel).shape
+    size = list(dense.shape)
+    axis = 0 if dense.dim() == 1 else dense.dim() - 2
+    torch._check(dense.dim() > 0 and size[axis] == cols, lambda: f"expected {cols} rows, got shape {size}")
+    size[axis] = rows
+    return dense.new_empty(size)
+
+
+@_sddmm.register_fake
+def _(x: Tensor, y: Tensor, kernel: int) -> Tensor:
+    return x.new_empty(get_kernel(kernel).problem.matrix.nnz)
+
+
+def _setup_spmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dense, values, number = inputs
+    ctx.kernel = get_kernel(number)
+    ctx.save_for_backward(dense if ctx.needs_input_grad[1] else None, values)
+
+
+def _setup_sddmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, y, number = inputs
+    ctx.kernel = get_kernel(number)
+    ctx.save_for_backward(x, y)
+
+
+def _multiply_by_number(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+    return torch.ops.sparseflow.spmm(dense, values, kernel._number)
+
+
+def _sample_by_number(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
+    return torch.ops.sparseflow.sddmm(x, y, kernel._number)
+
+
+_spmm.register_autograd(
+    lambda ctx, gradient: _differentiate_product(ctx, gradient, _multiply_by_number, _sample_by_number),
+    setup_context=_setup_spmm,
+)
+_sddmm.register_autograd(
+    lambda ctx, gradient: _differentiate_samples(ctx, gradient, _multiply_by_number),
+    setup_context=_setup_sddmm,
+)
