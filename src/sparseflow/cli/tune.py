@@ -104,6 +104,9 @@ def tune(
         f"{len(result.trials)} schedules, {num_failed} of them failed, {num_disturbed} disturbed; "
         + ", ".join(f"{phase} {duration_s:.1f} s" for phase, duration_s in result.seconds.items()),
         f"speedup over the best baseline: {result.kernel.speedup or 1.0:.2f}x",
+        "scipy is as fast"
+        if result.break_even is None
+        else f"break-even against scipy, with the time of this run: {result.break_even:,} calls",
         f"schedule: {result.kernel.schedule or 'none, scipy computes'}",
         *([] if kernel is None else [f"kernel: {kernel}"]),
     )

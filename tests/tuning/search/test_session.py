@@ -348,8 +348,15 @@ def test_session_library_can_win(options: dict[str, Any], created: Made) -> None
     tuned = search("spmm", samples(), max_trials=1, **options)
     assert isinstance(tuned.kernel, LibraryKernel) and tuned.kernel.speedup == 1.0
     assert tuned.best_ratio == tuned.baselines[LIBRARY] == min(tuned.baselines.values())
-    assert math.isclose(tuned.best_ratio, 1e-3)
+    assert math.isclose(tuned.best_ratio, 1e-3) and tuned.break_even is None
     check(tuned)
+
+
+def test_session_states_when_the_kernel_pays(options: dict[str, Any], created: Made) -> None:
+    created.library = 10.0
+    tuned = search("spmm", samples(), max_trials=1, **options)
+    assert tuned.break_even == math.ceil(1e3 * sum(tuned.seconds.values()) / 9.0)  # it takes 1 of 10 ms
+    assert tuned.to_dict()["break_even"] == tuned.break_even
 
 
 def test_session_one_thread_can_win_short_calls(options: dict[str, Any], created: Made) -> None:

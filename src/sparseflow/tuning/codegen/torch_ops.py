@@ -80,7 +80,7 @@ def _multiply_complex(kernel: Kernel, dense: Tensor) -> Tensor:
 
 
 def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
-    indptr, indices = (torch.from_numpy(part) for part in kernel._csr_indices)
+    indptr, indices = (torch.tensor(part) for part in kernel._csr_indices)
     return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
 
 

@@ -53,12 +53,16 @@ class RerankResult:
         kernel: Fastest kernel.
         best_ratio: Its time over the reference's.
         baselines: Baseline name -> time over the reference's.
+        kernel_ms: Time of a call of the kernel in this process, milliseconds.
+        library_ms: Time of a call of the library in this process, milliseconds.
         warnings: Why the ratios are unreliable, as sentences.
     """
 
     kernel: Kernel
     best_ratio: float
     baselines: Mapping[str, float]
+    kernel_ms: float
+    library_ms: float
     warnings: tuple[str, ...]
 
 
@@ -113,12 +117,15 @@ def rerank_schedules(
     baseline_ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()}
     baseline_ratios[LIBRARY] = ratios[-1]
     best = min(ratios)
-    kernel = kernels[-1] if best == ratios[-1] else kernels[ratios.index(best)]
+    index = len(kernels) - 1 if best == ratios[-1] else ratios.index(best)
+    kernel = kernels[index]
     kernel.speedup = 1.0 if kernel is kernels[-1] else min(baseline_ratios.values()) / best
     return RerankResult(
         kernel=kernel,
         best_ratio=best,
         baselines=baseline_ratios,
+        kernel_ms=times[index],
+        library_ms=times[-1],
         warnings=tuple(_find_disturbances(thorough.values(), thorough[reference].ratio)),
     )
 

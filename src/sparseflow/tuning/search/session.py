@@ -105,6 +105,8 @@ class TuneResult:
         seconds: Phase ("propose", "build", "compile", "measure", "rerank", "other") -> duration of this run,
             seconds.
         warnings: Why the ratios are unreliable, as sentences; they are also logged.
+        break_even: Calls after which the kernel has saved the seconds of this run against scipy; None if it
+            is not faster.
     """
 
     kernel: Kernel
@@ -113,6 +115,7 @@ class TuneResult:
     best_ratio: float
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
+    break_even: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -124,6 +127,7 @@ class TuneResult:
             "baselines": dict(self.baselines),
             "trials": [trial.to_dict() for trial in self.trials],
             "seconds": dict(self.seconds),
+            "break_even": self.break_even,
             "warnings": list(self.warnings),
         }
 
@@ -236,13 +240,16 @@ class TuningSession:
             rerank_s = time.monotonic() - rerank_start_s
         for warning in final.warnings:
             _LOGGER.warning(warning)
+        seconds = self._sum_phases(rerank_s)
+        saved_ms = final.library_ms - final.kernel_ms
         return TuneResult(
             kernel=final.kernel,
             trials=tuple(self._trials.values()),
             baselines=final.baselines,
             best_ratio=final.best_ratio,
-            seconds=self._sum_phases(rerank_s),
+            seconds=seconds,
             warnings=final.warnings,
+            break_even=math.ceil(1e3 * sum(seconds.values()) / saved_ms) if saved_ms > 0 else None,
         )
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
