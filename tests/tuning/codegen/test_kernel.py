@@ -320,10 +320,13 @@ def test_call_with_names_factors_and_an_output(make: Make) -> None:
     tensor = torch.ones(ROWS, WIDTH)
     kernel(torch.from_numpy(dense), out=tensor, beta=1.0)
     np.testing.assert_allclose(tensor.numpy(), expected + 1, rtol=1e-6, atol=1e-6)
-    for other in (out[:-1], out.astype(np.float64), tensor, None):
-        if other is not None:
-            with pytest.raises(InputError, match="`out`"):
-                kernel(dense, out=other)
+    for other in (out[:-1], out.astype(np.float64), tensor, out.tolist()):
+        with pytest.raises(InputError, match="`out`"):
+            kernel(dense, out=other)
+    with pytest.raises(InputError, match="pass `out`, too"):
+        kernel(dense, beta=2.0)
+    with pytest.raises(InputError, match="`out` is a csr_array"):
+        sampled(x, y, out=sampled(x, y))
 
 
 @pytest.mark.parametrize("library", [False, True])

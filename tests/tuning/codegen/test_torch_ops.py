@@ -142,12 +142,19 @@ def test_transformations_of_torch_func(make: Make) -> None:
         torch.testing.assert_close(result.tangent, 2 * result.primal)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_values_that_change_in_place(make: Make) -> None:
     values, dense = VALUES.detach().clone(), sample(COLS, 3).detach()
     kernel = make("spmm", 3).with_values(values)
-    expected = kernel(dense)
+    sampled = make("sddmm", 3).with_values(values)
+    expected, x = kernel(dense), sample(ROWS, 3).detach()
+    samples = sampled(x, dense).to_dense()
     values *= 2
     torch.testing.assert_close(kernel(dense), 2 * expected)
+    np.testing.assert_allclose(kernel(dense.numpy()), 2 * expected)
+    np.testing.assert_allclose(kernel(1j * dense.numpy()), 2j * expected)
+    np.testing.assert_allclose(sampled(x.numpy(), dense.numpy()).toarray(), 2 * samples)
+    np.testing.assert_allclose(sampled.T(dense.numpy(), x.numpy()).toarray(), 2 * samples.T)
     torch.testing.assert_close(kernel.T(expected), 2 * make("spmm", 3).with_values(VALUES).T(expected))
 
 

@@ -239,8 +239,9 @@ class FusionMatcher:
         if addition in inner or not _is_addition(addition) or len(addition.all_input_nodes) != 2:
             return group
         (addend,) = (node for node in addition.all_input_nodes if node is not output)
-        shape, addend_shape = (self._graph.values[node.name].shape for node in (output, addend))
-        if shape is None or shape != addend_shape:
+        values = [self._graph.values.get(node.name) for node in (output, addend)]
+        shapes = {None if value is None else value.shape for value in values}
+        if None in shapes or len(shapes) > 1:
             return group
         if find_written_node(addition, self._modules) not in (None, output):
             return group

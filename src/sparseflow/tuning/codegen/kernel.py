@@ -224,7 +224,13 @@ class Kernel(ABC):
         Raises:
             InputError: The number, a shape or a dtype of the inputs is wrong.
         """
-        if len(inputs) == 1 and out is None and not named_inputs and alpha == 1.0 and len(self._shapes) == 1:
+        plain = out is None and alpha == 1.0 and beta == 0.0
+        if (
+            plain
+            and len(inputs) == len(self._shapes) == 1
+            and not named_inputs
+            and self._value_tensor is None
+        ):
             value = inputs[0]
             if (
                 type(value) is np.ndarray
@@ -241,7 +247,7 @@ class Kernel(ABC):
         else:
             arrays = [_read_array(name, value) for name, value in zip(self._shapes, arguments, strict=True)]
             result = self._apply(arrays)
-        return result if out is None and alpha == 1.0 else _combine(result, out, alpha, beta)
+        return result if plain else _combine(result, out, alpha, beta)
 
     def __matmul__(self, other: Any) -> Any:
         return NotImplemented if self.problem.operator.sparse_output else self(other)
@@ -293,14 +299,15 @@ class Kernel(ABC):
             )
         if self.problem.operator.sparse_output:
             kernel = self.get_fitting_variant(tuple(value.shape for value in inputs), real.name)
-            values = kernel.compute(*(np.ascontiguousarray(value, real) for value in inputs))
-            return kernel.build_sparse_output(values)
+            arrays = (np.ascontiguousarray(value, real) for value in inputs)
+            return kernel.build_sparse_output(kernel.compute(*arrays, values=self._read_new_values(kernel)))
         (dense,) = (np.ascontiguousarray(value, dtype) for value in inputs)
+        values = self._read_new_values()
         if not is_complex:
-            return self.multiply(dense)
+            return self.multiply(dense, values)
         # Real and imaginary parts are neighboring columns.
         columns = dense.reshape(-1, 1) if dense.ndim == 1 else dense
-        result = np.ascontiguousarray(self.multiply(columns.view(real))).view(dtype)
+        result = np.ascontiguousarray(self.multiply(columns.view(real), values)).view(dtype)
         return result[:, 0] if dense.ndim == 1 else result
 
     def multiply(self, dense: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
@@ -350,6 +357,18 @@ class Kernel(ABC):
             return self._get_variant(n_cols=n_cols, dtype=dtype)
         operator = "spmv" if n_cols is None else "spmm"
         return self._get_variant(operator=operator, n_cols=n_cols, dtype=dtype)
+
+    def _read_new_values(self, kernel: Kernel | None = None) -> np.ndarray | None:
+        """Return the values of the tensor of `with_values` if it has changed since.
+
+        Args:
+            kernel: Variant whose dtype and order they get; by default those of the tensor.
+        """
+        tensor = self._value_tensor
+        if tensor is None or self.holds_values(tensor):
+            return None
+        values = _read_tensor("values", tensor.detach())
+        return values if kernel is None else kernel.reorder(values.astype(kernel.dtype))
 
     def reorder(self, values: np.ndarray) -> np.ndarray:
         """Bring values of the matrix that `T` refers to into the order of this kernel's matrix."""
@@ -598,10 +617,15 @@ def _read_array(name: str, value: Any) -> np.ndarray:
 
 def _combine(result: Any, out: Any, alpha: float, beta: float) -> Any:
     """Compute `alpha * result + beta * out`, into `out` if there is one."""
-    if out is None:
+    if out is None and beta == 0.0:
         return result * alpha
-    if is_tensor(out) != is_tensor(result) or not hasattr(result, "ndim") or not hasattr(out, "ndim"):
-        raise InputError(f"`out` is a {type(out).__name__}; it must be of the type of the result")
+    if out is None:
+        raise InputError(f"`beta` (={beta}) is the factor of `out`; pass `out`, too")
+    is_dense = isinstance(out, np.ndarray) and isinstance(result, np.ndarray)
+    if not is_dense and not (is_tensor(out) and is_tensor(result) and result.layout == out.layout):
+        raise InputError(
+            f"`out` is a {type(out).__name__}; it must be a dense {type(result).__name__} as the result"
+        )
     if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
         raise InputError(
             f"`out` has shape {tuple(out.shape)} and dtype {out.dtype}; the result has {tuple(result.shape)} "

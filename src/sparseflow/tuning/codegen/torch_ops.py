@@ -119,13 +119,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dense_tangent: Tensor | None, values_tangent: Tensor | None, _: None) -> Tensor:
-        dense, values = ctx.saved_tensors
-        terms: list[Tensor] = []
-        if dense_tangent is not None:
-            terms.append(_Product.apply(dense_tangent, values, ctx.kernel))
-        if values_tangent is not None:
-            terms.append(_Product.apply(dense, values_tangent, ctx.kernel))
-        return sum(terms[1:], terms[0])
+        return _compute_tangent(ctx, _Product.apply, dense_tangent, values_tangent)
 
     @staticmethod
     def vmap(
@@ -154,18 +148,25 @@ class _Samples(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor | None, y_tangent: Tensor | None, _: None) -> Tensor:
-        x, y = ctx.saved_tensors
-        terms: list[Tensor] = []
-        if x_tangent is not None:
-            terms.append(_Samples.apply(x_tangent, y, ctx.kernel))
-        if y_tangent is not None:
-            terms.append(_Samples.apply(x, y_tangent, ctx.kernel))
-        return sum(terms[1:], terms[0])
+        return _compute_tangent(ctx, _Samples.apply, x_tangent, y_tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, y: Tensor, kernel: Kernel) -> Any:
         pairs = _unbind(info.batch_size, in_dims[:2], (x, y))
         return torch.stack([_Samples.apply(*pair, kernel) for pair in pairs]), 0
+
+
+def _compute_tangent(
+    ctx: Any, apply: Callable[..., Tensor], first_tangent: Tensor | None, second_tangent: Tensor | None
+) -> Tensor:
+    """Compute the tangent of a function that is linear in both of its saved tensors."""
+    first, second = ctx.saved_tensors
+    terms: list[Tensor] = []
+    if first_tangent is not None:
+        terms.append(apply(first_tangent, second, ctx.kernel))
+    if second_tangent is not None:
+        terms.append(apply(first, second_tangent, ctx.kernel))
+    return sum(terms[1:], terms[0])
 
 
 def _unbind(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> Any:

@@ -1,8 +1,9 @@
-"""Fused stem: a convolution of few input channels and the neurons that read it, in one kernel.
+"""Fused stem: a convolution of few input channels and the neurons that read it.
 
 A network's first convolution has few products per output, so that the library's convolution and the neurons
-mostly write and read its output. This kernel keeps that in registers: it gathers the window of each output
-pixel as a row of a matrix product.
+mostly write and read its output. The fused kernel keeps that in registers: the window of each output pixel is
+a row of a matrix product. Another kernel first copies the input to maps with few more channels and a border
+of zeros, in which a row of a window is contiguous.
 """
 
 # Kernels are Triton's subset of Python.
