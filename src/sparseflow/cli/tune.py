@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from sparseflow.cli.options import (
     ThreadsOption,
 )
 from sparseflow.cli.output import emit, make_table
+
+if TYPE_CHECKING:
+    from sparseflow.tuning.search.session import TuneResult
 
 _TRIALS = typer.Option("--trials", min=0, help="Maximum number of schedules to measure.")
 TrialsOption = Annotated[int, _TRIALS]
@@ -97,16 +100,24 @@ def tune(
         as_json,
         make_table(
             ("schedule", ">time / reference"),
-            [(name, f"{ratio:.3f}") for name, ratio in (*baselines, ("tuned", result.best_ratio))],
+            [
+                (name, "not measured" if ratio is None else f"{ratio:.3f}")
+                for name, ratio in (*baselines, ("tuned", result.best_ratio))
+            ],
             title=f"{operator}, {matrix.name}: {rows} x {cols}, {coo.nnz} elements"
             + ("" if n_cols is None else f", {n_cols} columns"),
         ),
         f"{len(result.trials)} schedules, {num_failed} of them failed, {num_disturbed} disturbed; "
         + ", ".join(f"{phase} {duration_s:.1f} s" for phase, duration_s in result.seconds.items()),
-        f"speedup over the best baseline: {result.kernel.speedup or 1.0:.2f}x",
-        "scipy is as fast"
-        if result.break_even is None
-        else f"break-even against scipy, with the time of this run: {result.break_even:,} calls",
+        *([] if result.best_ratio is None else _describe_gain(result)),
         f"schedule: {result.kernel.schedule or 'none, scipy computes'}",
         *([] if kernel is None else [f"kernel: {kernel}"]),
     )
+
+
+def _describe_gain(result: TuneResult) -> list[str]:
+    """Describe the speedup of a tuned kernel and when it has paid for the search."""
+    gain = f"speedup over the best baseline: {result.kernel.speedup or 1.0:.2f}x"
+    if result.break_even is None:
+        return [gain, "break-even: none, scipy is as fast"]
+    return [gain, f"break-even against scipy, with the time of this run: {result.break_even:,} calls"]

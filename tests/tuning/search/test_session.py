@@ -352,6 +352,19 @@ def test_session_library_can_win(options: dict[str, Any], created: Made) -> None
     check(tuned)
 
 
+@pytest.mark.parametrize("name", ["spmm", "spmv", "sddmm"])
+def test_session_without_budget_measures_nothing(name: str, options: dict[str, Any], created: Made) -> None:
+    n_cols = None if name == "spmv" else 8
+    tuned = search(name, samples(), **{**options, "budget_s": 0, "n_cols": n_cols})
+    assert not created.quick and not created.thorough and not tuned.trials
+    assert tuned.kernel.schedule in hand_written(name).values()
+    assert tuned.kernel.speedup is None and tuned.best_ratio is None and tuned.break_even is None
+    assert tuned.kernel.explain().endswith(f"not measured; schedule {tuned.kernel.schedule}")
+    inputs = tuned.kernel.problem.generate_inputs()
+    expected = tuned.kernel.problem.compute_reference(inputs)
+    assert np.abs(tuned.kernel.compute(*inputs) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
 def test_session_states_when_the_kernel_pays(options: dict[str, Any], created: Made) -> None:
     created.library = 10.0
     tuned = search("spmm", samples(), max_trials=1, **options)
@@ -630,7 +643,6 @@ def test_session_missing_cc_warns(options: dict[str, Any], monkeypatch: pytest.M
         ({"operator": "spmv"}, ""),
         ({"n_cols": None}, "`n_cols`"),
         ({"n_cols": 0}, "`n_cols`"),
-        ({"budget_s": 0}, "`budget_s`"),
         ({"budget_s": -1.0}, "`budget_s`"),
         ({"max_trials": -1}, "`max_trials`"),
         ({"threads": 0}, "`threads`"),

@@ -23,8 +23,8 @@ from sparseflow.core.journal import Journal
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
-from sparseflow.tuning.codegen.kernel import Kernel, LibraryKernel
-from sparseflow.tuning.codegen.program import check_threads
+from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
+from sparseflow.tuning.codegen.program import build_program, check_threads, compute_storage_limit
 from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
 from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
 from sparseflow.tuning.model.features import ScheduleFeatures
@@ -101,7 +101,8 @@ class TuneResult:
         kernel: Fastest kernel.
         trials: All measurements in order, baselines first, without the final measurement.
         baselines: Baseline name -> time over the reference's in the final measurement; scipy is `"library"`.
-        best_ratio: Time of the kernel over the reference's in the final measurement.
+        best_ratio: Time of the kernel over the reference's in the final measurement; None if nothing was
+            measured.
         seconds: Phase ("propose", "build", "compile", "measure", "rerank", "other") -> duration of this run,
             seconds.
         warnings: Why the ratios are unreliable, as sentences; they are also logged.
@@ -112,7 +113,7 @@ class TuneResult:
     kernel: Kernel
     trials: tuple[Trial, ...]
     baselines: Mapping[str, float]
-    best_ratio: float
+    best_ratio: float | None
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
     break_even: int | None = None
@@ -141,7 +142,8 @@ class TuningSession:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
         matrix: scipy.sparse matrix, sparse torch tensor or another type that `as_coo` accepts.
         n_cols: Columns of the dense operands; None for SpMV.
-        budget_s: Approximate time budget, seconds.
+        budget_s: Approximate time budget, seconds. With 0, nothing is measured: the cost model selects one of
+            the hand-written schedules.
         max_trials: Maximum number of schedules to measure besides the baselines.
         method: Search method, one of `METHODS`.
         prior: Initial scores of a guided method, such as `pretrained.load_prior(path)`; by default the
@@ -183,10 +185,8 @@ class TuningSession:
         self._start_s = time.monotonic()
         self._threads = len(os.sched_getaffinity(0)) if threads is None else threads
         self._trial_limit = math.inf if max_trials is None else max_trials
-        if not (budget_s > 0 and self._trial_limit >= 0):
-            raise InputError(
-                f"`budget_s` (={budget_s}) must be above 0 and `max_trials` (={max_trials}) at least 0"
-            )
+        if not (budget_s >= 0 and self._trial_limit >= 0):
+            raise InputError(f"`budget_s` (={budget_s}) and `max_trials` (={max_trials}) must be at least 0")
         check_at_least(0, seed=seed)
         check_at_least(1, num_machines=num_machines)
         check_threads(self._threads)
@@ -220,9 +220,11 @@ class TuningSession:
         except DeviceError as error:
             warnings.warn(f"{error}; using the scipy kernel", RuntimeWarning, stacklevel=2)
             return TuneResult(
-                kernel=LibraryKernel(problem), trials=(), baselines={}, best_ratio=1.0, seconds={}
+                kernel=LibraryKernel(problem), trials=(), baselines={}, best_ratio=None, seconds={}
             )
         baselines = self._build_baselines(self._threads)
+        if self._budget_s == 0:
+            return self._select_by_model([*baselines.values(), *self._build_baselines(1).values()])
         self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
         self._trial_limit += len(baselines)
         evaluator = ScheduleEvaluator(problem, self._reference, seed=self._seed, cache_dir=self._cache_dir)
@@ -251,6 +253,30 @@ class TuningSession:
             warnings=final.warnings,
             break_even=math.ceil(1e3 * sum(seconds.values()) / saved_ms) if saved_ms > 0 else None,
         )
+
+    def _select_by_model(self, schedules: Sequence[Schedule]) -> TuneResult:
+        """Compile the schedule that the cost model scores highest."""
+        problem = self.problem
+        schedules = list(dict.fromkeys(schedules))
+        scores = self._make_prior()(problem, self._threads)(schedules)
+        limit = compute_storage_limit(problem)
+        for index in np.argsort(-scores, kind="stable"):
+            try:
+                program = build_program(problem, schedules[int(index)], max_bytes=limit)
+            except InputError:  # its blocks hold too many zeros of this matrix
+                continue
+            kernel = CompiledKernel(program, cache_dir=self._cache_dir)
+            kernel.origin = "selected by the cost model, not measured"
+            seconds = {"other": time.monotonic() - self._start_s}
+            return TuneResult(kernel=kernel, trials=(), baselines={}, best_ratio=None, seconds=seconds)
+        raise RunError("no hand-written schedule can store this matrix; tune with a budget above 0")
+
+    def _make_prior(self) -> Prior:
+        if self._prior is not None:
+            return self._prior
+        from sparseflow.tuning.model.net.pretrained import make_shipped_prior
+
+        return make_shipped_prior
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
         operator, extents = self.problem.operator, self.problem.extents
@@ -300,10 +326,8 @@ class TuningSession:
                     f"method {self._method!r} takes no `prior`; use {GUIDED_PREFIX}{self._method}"
                 )
             return strategy
-        if prior is None:
-            from sparseflow.tuning.model.net.pretrained import make_shipped_prior as prior
         features = ScheduleFeatures(problem, threads)
-        return GuidedSearch(strategy, BoostedTrees(features, prior=prior(problem, threads)))
+        return GuidedSearch(strategy, BoostedTrees(features, prior=self._make_prior()(problem, threads)))
 
     def _measure_baselines(self, baselines: Mapping[str, Schedule]) -> None:
         schedules = list(baselines.values())
