@@ -141,7 +141,7 @@ def optimize(
     if is_nir_graph(model):
         model = import_nir(model)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"`model` must be a torch.nn.Module or a nir.NIRGraph, not {type(model).__name__}")
+        raise ModelError(f"`model` must be a torch.nn.Module, not {type(model).__name__}")
     with install_forward(model, sample, **options) as (forward, inputs):
         if inputs is not None and policy == "measured":
             if compile is None:
