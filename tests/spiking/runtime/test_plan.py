@@ -263,7 +263,8 @@ def test_prepared_group_fits_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             out, v = group(*args, **kwargs)
-            assert tuple(v.shape) == (shape.images, *shape.output) and kwargs["steps"] == shape.steps
+            assert v is not None and tuple(v.shape) == (shape.images, *shape.output)
+            assert kwargs["steps"] == shape.steps
             return out, v
 
         return run

@@ -325,7 +325,7 @@ def test_call_with_names_factors_and_an_output(make: Make) -> None:
             kernel(dense, out=other)
     with pytest.raises(InputError, match="pass `out`, too"):
         kernel(dense, beta=2.0)
-    with pytest.raises(InputError, match="`out` is a csr_array"):
+    with pytest.raises(InputError, match="`out` is for dense results"):
         sampled(x, y, out=sampled(x, y))
 
 

@@ -239,6 +239,8 @@ class Kernel(ABC):
                 and value.flags.c_contiguous
             ):
                 return self.compute(value)
+        if out is not None and self.problem.operator.sparse_output:
+            raise InputError("`out` is for dense results; that of sddmm is sparse")
         arguments = self._bind_inputs(inputs, named_inputs)
         if any(is_tensor(value) for value in arguments):
             from sparseflow.tuning.codegen import torch_ops
@@ -621,11 +623,8 @@ def _combine(result: Any, out: Any, alpha: float, beta: float) -> Any:
         return result * alpha
     if out is None:
         raise InputError(f"`beta` (={beta}) is the factor of `out`; pass `out`, too")
-    is_dense = isinstance(out, np.ndarray) and isinstance(result, np.ndarray)
-    if not is_dense and not (is_tensor(out) and is_tensor(result) and result.layout == out.layout):
-        raise InputError(
-            f"`out` is a {type(out).__name__}; it must be a dense {type(result).__name__} as the result"
-        )
+    if is_tensor(out) != is_tensor(result) or not (is_tensor(out) or isinstance(out, np.ndarray)):
+        raise InputError(f"`out` is a {type(out).__name__}; the result is a {type(result).__name__}")
     if tuple(out.shape) != tuple(result.shape) or out.dtype != result.dtype:
         raise InputError(
             f"`out` has shape {tuple(out.shape)} and dtype {out.dtype}; the result has {tuple(result.shape)} "

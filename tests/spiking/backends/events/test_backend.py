@@ -66,7 +66,7 @@ def test_prepared_group_equals_reference(
             inputs, [backend.encode(skip, 1)], dense, [backend.encode(post, 2)], steps=3, v=v, out=out
         )
         actual = backend.decode(actual) if out == "native" else actual
-        assert torch.equal(actual, expected) and torch.equal(after, membrane)
+        assert after is not None and torch.equal(actual, expected) and torch.equal(after, membrane)
     assert expected.max() > 1
 
 
@@ -78,7 +78,7 @@ def test_stem_has_no_sparse_kernel() -> None:
     expected, v = run_group_reference(spec, [], (), [x], time_steps=2)
     group = EventBackend().prepare(spec, shape, "dense")
     actual, after = group([], [], [x], [], steps=2, v=None, out="dense")
-    assert torch.equal(actual, expected) and torch.equal(after, v)
+    assert after is not None and torch.equal(actual, expected) and torch.equal(after, v)
 
 
 @pytest.mark.parametrize("largest", [1, 7])
