@@ -48,6 +48,12 @@ def test_tune_writes_kernel_and_resumes_trials(
     assert set(result["baselines"]) == {"csr", "tiled_csr", "bcsr4x1", "library"}
 
 
+def test_tune_without_budget_measures_nothing(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "spmv", matrix, "--budget-s", "0"]) == 0
+    output = capsys.readouterr().out
+    assert "not measured" in output and "schedule: " in output and "speedup" not in output
+
+
 def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["tuning", "tune", "spmv", matrix, "--trials", "0", "--threads", "1", "--json"]
     assert run(command) == 0
@@ -62,7 +68,7 @@ def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixt
         (["matmul"], "matmul"),
         (["spmv", "--method", "guess"], "guess"),
         (["spmv", "--dtype", "float16"], "'float16'"),
-        (["spmv", "--budget-s", "0"], "`budget_s` (=0"),
+        (["spmv", "--budget-s", "-1"], "--budget-s"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_show_the_value(
