@@ -420,8 +420,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     rows = [row for row in record["rows"] if "speedup" in row]
     kind = "cpu" if record["arguments"]["device"] == "cpu" else "gpu"
     samples = write_samples(f"spiking/5-zoo-{kind}.json", {"rows": rows})
-    for batch in sorted({int(row["case"].partition(":")[2]) for row in rows}, reverse=True):
-        cases = {row["case"].partition(":")[::2]: row["speedup"]["median"] for row in rows}
+    cases = {row["case"].partition(":")[::2]: row["speedup"]["median"] for row in rows}
+    for batch in sorted({int(size) for _, size in cases}, reverse=True):
         selected = {name: speedup for (name, size), speedup in cases.items() if size == str(batch)}
         common: dict[str, Any] = {
             "unit": "x", "baseline": "fastest of the settings of spikingjelly 2.0", "samples": samples,

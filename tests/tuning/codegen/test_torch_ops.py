@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,40 @@ def test_operators_pass_the_checks_of_torch(make: Make) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     checks(torch.ops.sparseflow.spmm, (sample(COLS, 3), VALUES, kernel._number), test_utils=tests)
     checks(torch.ops.sparseflow.sddmm, (sample(ROWS, 3), sample(COLS, 3), kernel._number), test_utils=tests)
+
+
+def test_kernels_of_one_step_are_freed_without_the_collector(make: Make) -> None:
+    template, dense = make("spmm", 3), sample(COLS, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        kernel = template.with_values(VALUES)
+        kernel(dense).square().sum().backward()
+        assert len(kernel.explain().splitlines()) == 1, "the transposed kernel was used once"
+        transposed, reference = kernel.T, weakref.ref(kernel)
+        del kernel
+        torch.testing.assert_close(transposed.T(dense), template.with_values(VALUES)(dense))
+        del transposed
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_sampled_products_without_gradients_use_the_tuned_kernel(make: Make) -> None:
+    kernel = make("sddmm", 3)
+    kernel(sample(ROWS, 3).detach(), sample(COLS, 3).detach())
+    assert len(kernel.explain().splitlines()) == 1
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_wrong_shapes_of_sampled_products_raise(recorded: bool, make: Make) -> None:
+    kernel, x, y = make("sddmm", 3), sample(ROWS, 3), sample(COLS, 3)
+    with torch.set_grad_enabled(recorded):
+        for arguments, name in (((x, y[:-1]), "Y"), ((x[:-1], y), "X"), ((x, y[:, :-1]), "Y")):
+            with pytest.raises(InputError, match=f"`{name}` has shape"):
+                kernel(*arguments)
+        with pytest.raises(InputError, match="`X` has shape"):
+            kernel.T(x, y)
 
 
 def test_wrong_tensors_raise(make: Make) -> None:

@@ -109,7 +109,8 @@ class Kernel(ABC):
         self._key = VariantKey(
             operator=problem.operator.name, n_cols=problem.n_cols, dtype=problem.dtype.name
         )
-        self._family = KernelFamily(self)
+        self._family = KernelFamily()
+        self._base: Kernel | None = None
         self._number = next(_COUNTER)
         _KERNELS[self._number] = self
         self._value_tensor: Any = None
@@ -173,7 +174,9 @@ class Kernel(ABC):
         Raises:
             InputError: The shape is wrong, or a value is not a finite real number.
         """
-        array = _read_tensor("values", values.detach()) if is_tensor(values) else np.asarray(values)
+        if is_tensor(values):
+            check_tensor("values", values)
+        array = read_tensor(values) if is_tensor(values) else np.asarray(values)
         if array.shape != self.problem.matrix.values.shape:
             raise InputError(
                 f"`values` has shape {array.shape}; the matrix has {self.problem.matrix.nnz} elements"
@@ -182,7 +185,7 @@ class Kernel(ABC):
             raise InputError("`values` must be finite real numbers")
         kernel = self.replace_values(array.astype(self.dtype))
         kernel.speedup, kernel.origin = self.speedup, self.origin
-        kernel._family.template = self
+        kernel._family = KernelFamily(self)
         if is_tensor(values):
             kernel._value_tensor, kernel._value_version = values, values._version
         return kernel
@@ -197,14 +200,19 @@ class Kernel(ABC):
     def explain(self) -> str:
         """Describe this kernel and the variants that were compiled so far, a line each."""
         lines: list[str] = []
-        for kernel in self._family.list_variants():
+        for kernel in self._family.list_variants(self.base):
             name = f"{kernel!r}"[1:-1] + (", transposed" if kernel._key.transposed else "")
             lines.append(f"{name}: {kernel.origin}; schedule {kernel.schedule or 'of the library'}")
         return "\n".join(lines)
 
     def _get_variant(self, **changes: Any) -> Kernel:
         """Return the kernel of the same matrix that differs in some fields of `VariantKey`."""
-        return self._family.get(replace(self._key, **changes))
+        return self._family.get(self.base, replace(self._key, **changes))
+
+    @property
+    def base(self) -> Kernel:
+        """The kernel that this one is a variant of, or itself."""
+        return self if self._base is None else self._base
 
     def __call__(
         self, *inputs: Any, out: Any = None, alpha: float = 1.0, beta: float = 0.0, **named_inputs: Any
@@ -300,9 +308,7 @@ class Kernel(ABC):
                 "numbers of at most 64 bits" + ("" if is_complex else ", or convert the inputs")
             )
         if self.problem.operator.sparse_output:
-            kernel = self.get_fitting_variant(tuple(value.shape for value in inputs), real.name)
-            arrays = (np.ascontiguousarray(value, real) for value in inputs)
-            return kernel.build_sparse_output(kernel.compute(*arrays, values=self._read_new_values(kernel)))
+            return self.build_sparse_output(self.sample(*(np.ascontiguousarray(x, real) for x in inputs)))
         (dense,) = (np.ascontiguousarray(value, dtype) for value in inputs)
         values = self._read_new_values()
         if not is_complex:
@@ -330,12 +336,29 @@ class Kernel(ABC):
             result[index] = kernel.compute(dense[index], values=values)
         return result
 
+    def sample(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Compute the values of D, in the order of the matrix, from contiguous arrays of one dtype."""
+        kernel = self.get_fitting_variant((x.shape, y.shape), x.dtype.name)
+        return kernel.compute(x, y, values=self._read_new_values(kernel))
+
     def get_fitting_variant(self, shapes: tuple[tuple[int, ...], ...], dtype: str) -> Kernel:
         """Return the variant for inputs without batches.
 
         Args:
             shapes: Shape of each input.
             dtype: `"float32"` or `"float64"`.
+
+        Raises:
+            InputError: A shape is wrong.
+        """
+        n_cols = self.check_shapes(shapes)
+        if self.problem.operator.sparse_output:
+            return self._get_variant(n_cols=n_cols, dtype=dtype)
+        operator = "spmv" if n_cols is None else "spmm"
+        return self._get_variant(operator=operator, n_cols=n_cols, dtype=dtype)
+
+    def check_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> int | None:
+        """Check the shapes of inputs without batches; return their number of columns, None for a vector.
 
         Raises:
             InputError: A shape is wrong.
@@ -351,14 +374,11 @@ class Kernel(ABC):
                     f"shape {tuned_shape}"
                 )
         n_cols = shapes[0][1] if len(shapes[0]) == 2 else None
-        if is_sampled:
-            if shapes[1][1] != n_cols:
-                raise InputError(
-                    f"`X` has shape {shapes[0]} and `Y` has shape {shapes[1]}; both need as many columns"
-                )
-            return self._get_variant(n_cols=n_cols, dtype=dtype)
-        operator = "spmv" if n_cols is None else "spmm"
-        return self._get_variant(operator=operator, n_cols=n_cols, dtype=dtype)
+        if is_sampled and shapes[1][1] != n_cols:
+            raise InputError(
+                f"`X` has shape {shapes[0]} and `Y` has shape {shapes[1]}; both need as many columns"
+            )
+        return n_cols
 
     def _read_new_values(self, kernel: Kernel | None = None) -> np.ndarray | None:
         """Return the values of the tensor of `with_values` if it has changed since.
@@ -369,12 +389,17 @@ class Kernel(ABC):
         tensor = self._value_tensor
         if tensor is None or self.holds_values(tensor):
             return None
-        values = _read_tensor("values", tensor.detach())
+        values = read_tensor(tensor)
         return values if kernel is None else kernel.reorder(values.astype(kernel.dtype))
 
     def reorder(self, values: np.ndarray) -> np.ndarray:
         """Bring values of the matrix that `T` refers to into the order of this kernel's matrix."""
-        return values[self._family.transposition] if self._key.transposed else values
+        return values[self.transposition] if self._key.transposed else values
+
+    @property
+    def transposition(self) -> np.ndarray:
+        """Positions of the transposed matrix's elements in the base's matrix, int64 [elements]."""
+        return self._family.get_transposition(self.base)
 
     @cached_property
     def _csr_indices(self) -> tuple[np.ndarray, np.ndarray]:
@@ -588,14 +613,21 @@ def _rebuild_kernel(
     return CompiledKernel(build_program(problem, Schedule.parse(line)), speedup=speedup, cache_dir=cache_dir)
 
 
-def _read_tensor(name: str, tensor: Any) -> np.ndarray:
-    """Return a tensor without gradient as an array that shares its memory."""
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise an InputError if a tensor is not a dense tensor on the CPU."""
     import torch
 
     if tensor.device.type != "cpu":
         raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
     if tensor.layout is not torch.strided:
         raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
+
+
+def read_tensor(tensor: Any) -> np.ndarray:
+    """Return a tensor as an array that shares its memory, or has a copy in float32 for bfloat16."""
+    import torch
+
+    tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     return tensor.resolve_neg().resolve_conj().numpy()

@@ -20,7 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.codegen.kernel import Kernel, get_kernel
+from sparseflow.tuning.codegen.kernel import Kernel, check_tensor, get_kernel, read_tensor
 
 
 def call_kernel(kernel: Kernel, inputs: list[Any]) -> Tensor:
@@ -36,22 +36,25 @@ def call_kernel(kernel: Kernel, inputs: list[Any]) -> Tensor:
             raise InputError("sddmm does not take complex numbers")
         return _multiply_complex(kernel, tensors[0].to(dtype))
     tensors = [tensor.to(dtype) for tensor in tensors]
-    values = kernel._value_tensor
+    values, is_sampled = kernel._value_tensor, kernel.problem.operator.sparse_output
     multiply: Callable[..., Tensor] = _Product.apply
     sample: Callable[..., Tensor] = _Samples.apply
     if torch.compiler.is_compiling():
         multiply, sample = _multiply_by_number, _sample_by_number
     elif not _is_recorded(*tensors, *(() if values is None else (values,))):
-        multiply, sample = _compute_product, _compute_samples
-    if not kernel.problem.operator.sparse_output:
+        if is_sampled:
+            return _build_sparse_output(kernel, torch.from_numpy(kernel.sample(*map(_to_array, tensors))))
+        multiply = _compute_product
+    if not is_sampled:
         return multiply(tensors[0], values, kernel)
+    kernel.check_shapes(tuple(tuple(tensor.shape) for tensor in tensors))
     base = kernel.T if kernel._key.transposed else kernel
     pair = reversed(tensors) if kernel._key.transposed else tensors
     sums = sample(*pair, base)
     factors = torch.tensor(base.problem.matrix.values) if values is None else values
     products = sums * factors.to(dtype)
     if kernel._key.transposed:
-        products = products[torch.from_numpy(kernel._family.transposition)]
+        products = products[torch.from_numpy(kernel.transposition)]
     return _build_sparse_output(kernel, products)
 
 
@@ -64,10 +67,7 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 def _check_tensor(name: str, value: Any) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.ascontiguousarray(value))
-    if tensor.device.type != "cpu":
-        raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
-    if tensor.layout is not torch.strided:
-        raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
+    check_tensor(name, tensor)
     return tensor
 
 
@@ -85,7 +85,7 @@ def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
 
 
 def _to_array(tensor: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(tensor.detach().resolve_neg().numpy())
+    return np.ascontiguousarray(read_tensor(tensor))
 
 
 def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:

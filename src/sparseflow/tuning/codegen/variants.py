@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -44,76 +45,86 @@ class KernelFamily:
     """The kernels of one matrix. They are compiled on first use.
 
     Args:
-        base: The kernel that the others are derived from.
-
-    Attributes:
         template: A kernel of another matrix with the same pattern, whose variants have the code and the
-            storage of this family's; None if there is none.
+            storage of this family's; None if there is none. With a template, variants are cheap to create
+            and live as long as they are used, so that no cycle of references keeps kernels of one step alive.
     """
 
-    def __init__(self, base: Kernel) -> None:
-        self._base = base
-        self._variants: dict[VariantKey, Kernel] = {}
+    def __init__(self, template: Kernel | None = None) -> None:
+        self.template = template
+        self._variants: MutableMapping[VariantKey, Kernel] = {} if template is None else WeakValueDictionary()
         self._lock = threading.RLock()
-        self.template: Kernel | None = None
+        self._transposition: np.ndarray | None = None
 
-    def list_variants(self) -> list[Kernel]:
+    def list_variants(self, base: Kernel) -> list[Kernel]:
         """List the kernels that were compiled so far, the base first."""
-        return [self._base, *self._variants.values()]
+        return [base, *self._variants.values()]
 
-    def get(self, key: VariantKey) -> Kernel:
-        """Return a kernel, compiled on first use."""
-        base = self._base
+    def get(self, base: Kernel, key: VariantKey) -> Kernel:
+        """Return a kernel, compiled on first use.
+
+        Args:
+            base: The kernel that the others are derived from.
+            key: What distinguishes the kernel.
+        """
         if key == base._key:
             return base
+        if key.ones and self.template is not None:
+            return self._get_from(self.template, key)  # it does not depend on the values
         with self._lock:
-            if key not in self._variants:
-                kernel = self._build(key)
-                kernel._key, kernel._family = key, self
+            kernel = self._variants.get(key)
+            if kernel is None:
+                kernel = self._build(base, key)
+                kernel._key, kernel._family, kernel._base = key, self, base
                 if not key.ones:
                     kernel._value_tensor, kernel._value_version = base._value_tensor, base._value_version
                 self._variants[key] = kernel
-            return self._variants[key]
+            return kernel
 
-    @cached_property
-    def transposition(self) -> np.ndarray:
-        """Positions of the transposed matrix's elements in the base's matrix, int64 [elements]."""
-        matrix = self._base.problem.matrix
-        return np.lexsort((matrix.rows, matrix.cols))
+    def get_transposition(self, base: Kernel) -> np.ndarray:
+        """Return the positions of the transposed matrix's elements in the base's matrix, int64 [elements]."""
+        if self._transposition is not None:
+            return self._transposition
+        if self.template is not None and not self.template._key.transposed:
+            result = self.template._family.get_transposition(self.template.base)
+        else:
+            matrix = base.problem.matrix
+            result = np.lexsort((matrix.rows, matrix.cols))
+        self._transposition = result
+        return result
 
-    def _build(self, key: VariantKey) -> Kernel:
+    def _build(self, base: Kernel, key: VariantKey) -> Kernel:
         from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 
-        base = self._base
-        problem = SparseProblem(
-            operator=get_operator(key.operator), matrix=self._make_matrix(key), n_cols=key.n_cols
-        )
+        matrix = self._make_matrix(base, key)
         if self.template is not None:
-            return self._copy_from(self.template, key, problem.matrix.values)
+            similar = self._get_from(self.template, key)
+            kernel = similar.replace_values(matrix.values)
+            kernel.origin = similar.origin
+            return kernel
+        problem = SparseProblem(operator=get_operator(key.operator), matrix=matrix, n_cols=key.n_cols)
         if base.schedule is None:
             return LibraryKernel(problem)
-        program, origin = self._build_program(problem)
+        program, origin = self._build_program(base, problem)
         kernel = CompiledKernel(program, cache_dir=base._cache_dir)
         kernel.origin = origin
         return kernel
 
     @staticmethod
-    def _copy_from(template: Kernel, key: VariantKey, values: np.ndarray) -> Kernel:
+    def _get_from(template: Kernel, key: VariantKey) -> Kernel:
+        """Return the template's kernel of the same pattern."""
         transposed = key.transposed != template._key.transposed
-        kernel = template._get_variant(
+        return template._get_variant(
             operator=key.operator, n_cols=key.n_cols, dtype=key.dtype, transposed=transposed, ones=key.ones
         )
-        duplicate = kernel.replace_values(values)
-        duplicate.origin = kernel.origin
-        return duplicate
 
-    def _make_matrix(self, key: VariantKey) -> CooMatrix:
-        matrix = self._base.problem.matrix
+    def _make_matrix(self, base: Kernel, key: VariantKey) -> CooMatrix:
+        matrix = base.problem.matrix
         values = np.ones(matrix.nnz) if key.ones else matrix.values
         matrix = replace(matrix, values=values.astype(key.dtype))
         if not key.transposed:
             return matrix
-        order = self.transposition
+        order = self.get_transposition(base)
         return CooMatrix(
             rows=matrix.cols[order],
             cols=matrix.rows[order],
@@ -121,11 +132,12 @@ class KernelFamily:
             shape=(matrix.shape[1], matrix.shape[0]),
         )
 
-    def _build_program(self, problem: SparseProblem) -> tuple[KernelProgram, str]:
+    @staticmethod
+    def _build_program(base: Kernel, problem: SparseProblem) -> tuple[KernelProgram, str]:
         """Build a program with the base's schedule, or with a preset if that does not fit; say which."""
-        schedule, limit = self._base.schedule, compute_storage_limit(problem)
+        schedule, limit = base.schedule, compute_storage_limit(problem)
         assert schedule is not None
-        if problem.operator == self._base.problem.operator:
+        if problem.operator == base.problem.operator:
             adapted = adapt_schedule(schedule, problem.operator, problem.extents)
             if adapted is not None:
                 try:
@@ -133,7 +145,7 @@ class KernelFamily:
                 except InputError:  # its blocks hold too many zeros of this matrix
                     pass
                 else:
-                    return program, f"the schedule of {self._base!r}, not tuned"
+                    return program, f"the schedule of {base!r}, not tuned"
         name = REFERENCE_PRESETS[problem.operator.name]
         preset = build_presets(problem.operator, problem.extents, schedule.threads)[name]
         preset = preset.canonicalize(problem.operator, problem.extents)

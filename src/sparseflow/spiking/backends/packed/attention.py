@@ -18,7 +18,7 @@ from torch import Tensor
 from sparseflow.errors import InputError
 from sparseflow.spiking.backends.attention import AttentionShape
 from sparseflow.spiking.backends.packed.neuron import fire, make_rest
-from sparseflow.spiking.backends.packed.words import ceil_div, check_launchable, launch
+from sparseflow.spiking.backends.packed.words import ceil_div, check_launchable, launch, next_power_of_2
 from sparseflow.spiking.backends.spec import NeuronSpec
 
 _MIN_DOT_SIZE = 16
@@ -151,4 +151,4 @@ def run_attention(
 
 def _pad(size: int) -> int:
     """Return the next power of two that `tl.dot` takes."""
-    return max(_MIN_DOT_SIZE, 1 << (size - 1).bit_length())
+    return max(_MIN_DOT_SIZE, next_power_of_2(size))

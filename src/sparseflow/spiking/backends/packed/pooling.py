@@ -21,6 +21,7 @@ from sparseflow.spiking.backends.packed.words import (
     choose_time_chunk,
     get_activity,
     launch,
+    next_power_of_2,
     padded_index,
     record_activity,
     spread_bits,
@@ -113,7 +114,7 @@ def max_pool(
     g = spikes.blocks
     out = allocate_packed(t, n, c, ho, wo, spikes.data.device, tile=tile, zero=False)
     check_step_size(spikes.data, out.data)
-    pixels, blocks_per_program = n * ho * wo, min(8, 1 << (g - 1).bit_length())
+    pixels, blocks_per_program = n * ho * wo, min(8, next_power_of_2(g))
     pixels_per_program = max(32, 128 // blocks_per_program)
     tile, activity = get_activity(out, pixels_per_program)
     time_chunk = choose_time_chunk(t, 2 if kernel <= 3 else 1)
