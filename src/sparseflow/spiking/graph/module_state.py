@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from sparseflow.spiking.graph.forward_reads import EntryTable
 from sparseflow.spiking.graph.neurons.builtin import get_state_names, reset_state
 
+_GET_VERSION = attrgetter("_version")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -219,4 +220,4 @@ class MutationGuard:
         return any(tensor.requires_grad for tensor in self._tensors)
 
     def _read_versions(self) -> list[int]:
-        return [t._version for t in self._tensors] + [t.data_ptr() for t in self._tensors]
+        return [*map(_GET_VERSION, self._tensors), *map(torch.Tensor.data_ptr, self._tensors)]
