@@ -77,6 +77,12 @@ SPMM = {
         "2 i 2 i0 1 i1 64 k 2 k0 1 k1 64 1 A 4 i0 k0 i1 k1 A 4 i0 0 k0 0 i1 0 k1 0 1 j 2 j0 1 j1 64 "
         "6 i0 k0 i1 k1 j0 j1 i0 j1 None 0 2 1"
     ),
+    "diagonals": (
+        "1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 5 i1 0 1 j 2 j0 2 j1 16 5 i0 j0 k i1 j1 i0 j1 None 0 2 2"
+    ),
+    "balanced blocks": (
+        "1 i 2 i0 9 i1 4 1 A 3 i0 k i1 A 3 i0 0 k 1 i1 0 1 j 2 j0 2 j1 16 5 i0 j0 k i1 j1 i0 j1 None 0 3 0"
+    ),
     "few columns": "0 1 A 2 i k A 2 i 0 k 1 1 j 2 j0 64 j1 2 4 i j0 k j1 i j1 None 0 2 16",
 }  # fmt: skip
 
@@ -102,6 +108,10 @@ SPMV = {
         "1 i 2 i0 1 i1 32 1 A 3 i0 i1 j A 3 i0 1 i1 0 j 2 0 3 i0 i1 j i0 i1 None 0 2 1"
     ),
     "three pairs of rows": "1 i 2 i0 7 i1 6 1 A 3 i0 i1 j A 3 i0 0 i1 0 j 1 0 3 i0 i1 j None i1 None 0 1 1",
+    "diagonals": "1 i 2 i0 3 i1 16 1 A 3 i0 j i1 A 3 i0 0 j 5 i1 0 0 3 i0 j i1 i0 i1 None 0 2 1",
+    "diagonals in loops": "1 i 2 i0 9 i1 4 1 A 3 i0 j i1 A 3 i0 0 j 5 i1 0 0 3 i0 j i1 i0 None j 2 2 1",
+    "long diagonals": "1 i 2 i0 1 i1 1024 1 A 3 i0 j i1 A 3 i0 0 j 5 i1 0 0 3 i0 j i1 None i1 None 0 1 1",
+    "balanced": "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i j None 0 3 0",
     "rows side by side in blocks": (
         "2 i 2 i0 9 i1 8 j 2 j0 9 j1 16 1 A 4 i0 j0 i1 j1 A 4 i0 0 j0 1 i1 0 j1 1 0 4 i0 j0 i1 j1 "
         "i0 i1 None 0 2 2"
@@ -120,6 +130,7 @@ SDDMM = {
         "0 2 A 2 i j D 2 i j A 2 i 0 j 1 D 2 i 0 j 1 1 k 2 k0 2 k1 32 4 k0 i j k1 i k1 None 0 2 "
         "16"
     ),
+    "balanced": "0 2 A 2 i j D 2 i j A 2 i 0 j 1 D 2 i 0 j 1 0 3 i j k i k None 0 2 0",
     "elements innermost": "0 2 A 2 i j D 2 i j A 2 i 0 j 1 D 2 i 0 j 1 0 3 k i j i j None 0 2 16",
     "coordinates in parallel": (
         "0 2 A 2 i j D 2 i j A 2 i 2 j 3 D 2 i 2 j 3 1 k 2 k0 2 k1 16 4 i j k0 k1 i k1 None 0 2 "

@@ -56,6 +56,18 @@ def test_program_sparse_output_arguments() -> None:
     assert len(program.packed.values) > program.problem.matrix.nnz, "blocks have zeros"
 
 
+def test_ranges_have_equal_numbers_of_elements() -> None:
+    rows = np.repeat(np.arange(1000), np.where(np.arange(1000) < 10, 990, 10))
+    matrix = CooMatrix(
+        rows=rows, cols=np.arange(len(rows)) % 990, values=np.ones(len(rows)), shape=(1000, 990)
+    )
+    program = program_of("spmm", CSR.replace("2 16", "4 0"), matrix, 7)
+    assert program.leading_arrays[0] is program.ranges
+    assert program.ranges[[0, -1]].tolist() == [0, 1000]
+    shares = np.add.reduceat(np.bincount(rows), program.ranges[:-1])
+    assert shares.max() < 1.1 * shares.mean()
+
+
 def test_program_result_drops_padding() -> None:
     program = program_of("spmm", BLOCKS, samples(10, 12), 7)
     assert program.output_shape == (12, 7)

@@ -56,6 +56,14 @@ def test_count_padded_matches_dense(pattern: CooMatrix, lanes: int, cols: int | 
     assert BlockCounts(pattern).count_padded(lanes, cols) == lanes * sum(longest.values())
 
 
+@settings(max_examples=40)
+@given(patterns(), st.sampled_from([2, 4, 16]))
+def test_count_diagonals_matches_dense(pattern: CooMatrix, rows: int) -> None:
+    pairs = zip(pattern.rows.tolist(), pattern.cols.tolist(), strict=True)
+    diagonals = {(row // rows, col - row) for row, col in pairs}
+    assert BlockCounts(pattern).count_diagonals(rows) == len(diagonals)
+
+
 def test_count_per_line_matches_dense() -> None:
     rows, cols = np.array([0, 0, 2]), np.array([1, 3, 1])
     blocks = BlockCounts(CooMatrix(rows=rows, cols=cols, values=np.ones(3), shape=(4, 4)))

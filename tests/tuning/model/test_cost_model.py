@@ -39,7 +39,7 @@ def samples(count: int, seed: int) -> list[Schedule]:
 def made_up(schedule: Schedule) -> float:
     """A cost that `rough` does not model."""
     cost = 1.0 if schedule.vectorize is None else 3.0
-    cost *= 1.0 + 0.3 * abs(math.log2(schedule.chunk) - 3.0)
+    cost *= 1.0 + 0.3 * abs(math.log2(schedule.chunk or 8) - 3.0)
     return cost * (1.0 + sum(level.mode is LevelMode.DENSE for level in schedule.formats[0].modes))
 
 

@@ -16,7 +16,6 @@ from sparseflow.tuning.schedule.formats import (
     LevelSpec,
     PackedMatrix,
     pack,
-    select_coordinate_dtype,
     select_index_dtype,
 )
 from sparseflow.tuning.schedule.matrices import CooMatrix, as_coo
@@ -135,7 +134,8 @@ def test_pack_storage_limit_raises() -> None:
     ("extent", "kind"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)]
 )
 def test_coordinate_dtype_is_smallest(extent: int, kind: type) -> None:
-    assert select_coordinate_dtype(extent) is kind
+    spec = LevelSpec(axis="k", dim=1, weight=1, extent=extent, mode=LevelMode.COMPRESSED)
+    assert spec.coordinate_dtype is kind
 
 
 def test_index_dtype_is_wide_for_many_elements() -> None:

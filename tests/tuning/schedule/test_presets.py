@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 from sparseflow.tuning.codegen.kernel import CompiledKernel
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_diagonal_presets, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
@@ -50,6 +51,21 @@ def test_presets_are_distinct(name: str, threads: int) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_reference_is_a_preset(name: str) -> None:
     assert REFERENCE_PRESETS[name] in build_presets(OPERATORS[name], extents_of(name, 10, 10, 10), 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (130, 130), (300, 500), (500, 300)])
+def test_diagonal_preset_matches_reference(shape: tuple[int, int], cache: Path) -> None:
+    matrix = sparse.diags_array([1.0, -2.0, 3.0], offsets=[-1, 0, 1], shape=shape, dtype=np.float32)
+    problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix))
+    (schedule,) = build_diagonal_presets(problem, 2).values()
+    inputs = problem.generate_inputs()
+    result = CompiledKernel(build_program(problem, schedule), cache_dir=cache).compute(*inputs)
+    np.testing.assert_allclose(result, problem.compute_reference(inputs), rtol=1e-4, atol=1e-6)
+
+
+def test_diagonal_preset_needs_full_diagonals() -> None:
+    matrix = sparse.random_array((300, 300), density=0.05, rng=np.random.default_rng(0))
+    assert build_diagonal_presets(SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix)), 2) == {}
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 21, 100), (4, 300, 3)])

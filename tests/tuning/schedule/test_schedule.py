@@ -149,7 +149,7 @@ def test_parse_wrong_length_raises(line: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("k 1 1 j", "k 5 1 j", "'5'"),
+        ("k 1 1 j", "k 6 1 j", "'6'"),
         ("0 1 A", "1 1 A", "'1'"),
         ("i k A 2", "i k B 2", "'B'"),
         ("A 2 i 0", "A 3 i 0", "'3'"),
@@ -212,7 +212,9 @@ BROKEN = [
     ("size", SPMM, "j0 4 j1 64", "j0 4 j1 0"),
     ("size", SPMM, "j0 4 j1 64", "j0 2147483648 j1 64"),
     ("threads", SPMM, "0 2 16", "0 0 16"),
-    ("chunk", SPMM, "0 2 16", "0 2 0"),
+    ("balance", SPMM, "i 0 k 1 1 j 2 j0 4 j1 64 4 i j0 k j1 i j1 None 0 2 16",
+     "i 1 k 1 1 j 2 j0 4 j1 64 4 i j0 k j1 i j1 None 0 2 0"),
+    ("diagonal", SPMM, "i 0 k 1", "i 0 k 5"),
     ("chunk", SPMM, "0 2 16", "0 2 48"),
     ("chunk", SPMM, "0 2 16", "0 2 1024"),
     ("unroll-factor", SPMM, "None 0", "None 4"),

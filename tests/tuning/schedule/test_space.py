@@ -18,6 +18,7 @@ from sparseflow.tuning.schedule import choices
 from sparseflow.tuning.schedule.choices import UNROLL_FACTORS
 from sparseflow.tuning.schedule.operators import OPERATORS, SDDMM, SPMM, SPMV, Operator
 from sparseflow.tuning.schedule.parser import FormatLevel, LevelMode, SparseFormat
+from sparseflow.tuning.schedule.rules import BALANCED
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.random_schedules import SPMM_LINE, generators, spaces
@@ -149,7 +150,7 @@ def test_space_has_every_schedule_once(
     operator: Operator, extent: int, threads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short axes cannot be split, so all schedules can be enumerated."""
-    monkeypatch.setattr(choices, "CHUNK_OPTIONS", [(chunk, 1.0) for chunk in FEW_CHUNKS])
+    monkeypatch.setattr(choices, "CHUNK_SIZES", FEW_CHUNKS)
     shape = dict.fromkeys(operator.axes, extent)
     space = ScheduleSpace(operator, shape, threads)
     expected = {
@@ -188,9 +189,11 @@ def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedu
                 for factor, number, chunk in itertools.product(
                     UNROLL_FACTORS if unroll else (0,),
                     threads if parallel else (1,),
-                    FEW_CHUNKS if parallel else (1,),
+                    (BALANCED, *FEW_CHUNKS) if parallel else (1,),
                 ):
-                    yield replace(first, unroll_factor=factor, threads=number, chunk=chunk)
+                    schedule = replace(first, unroll_factor=factor, threads=number, chunk=chunk)
+                    if not schedule.find_violations(operator):
+                        yield schedule
 
 
 def test_count_includes_split_sizes() -> None:
@@ -227,14 +230,14 @@ def test_samples_prefer_fast_schedules() -> None:
 def test_samples_cover_all_kinds() -> None:
     space, rng = ScheduleSpace(SPMM, SHAPE), np.random.default_rng(4)
     samples = [space.sample(rng) for _ in range(3000)]
-    assert {level.mode for sample in samples for level in sample.formats[0].modes} == {0, 1, 2, 3}
+    assert {level.mode for sample in samples for level in sample.formats[0].modes} == {0, 1, 2, 3, 5}
     assert {tuple(len(sample.sub_axes(axis)) for axis in SPMM.axes) for sample in samples} == set(
         itertools.product((1, 2), repeat=3)
     )
     orders = {sample.formats[0].order for sample in samples if len(sample.formats[0].order) == 4}
     assert len(orders) == 6
     assert {sample.unroll_factor for sample in samples} == {0, *UNROLL_FACTORS}
-    assert {sample.chunk for sample in samples} == {2**power for power in range(10)}
+    assert {sample.chunk for sample in samples} == {BALANCED, *(2**power for power in range(10))}
     assert None in {sample.parallel for sample in samples}
 
 

@@ -33,7 +33,7 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
     assert proposals == [("random", None), ("guided-random", prior)]
     assert [item.method for item in result] == ["random", "guided-random"]
     for item in result:
-        assert item.problem == "eye, spmv" and len(item.ratios) == 4 + 3
+        assert item.problem == "eye, spmv" and len(item.ratios) == 5 + 3
         assert {"propose", "build", "compile", "measure", "rerank", "other"} <= set(item.seconds)
         assert len(item.trial_s) == len(item.ratios) and item.seconds["rerank"] > 0.0
     assert compare_searches(*arguments, **options) == result and len(proposals) == 2, (

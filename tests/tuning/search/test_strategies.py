@@ -96,7 +96,7 @@ def made_up(schedule: Schedule) -> float:
     cost *= 1.0 if schedule.vectorize is not None else 2.0
     inner = dict(schedule.sub_axes("j")).get("j1") or 1
     cost *= 1.0 + 0.3 * abs(math.log2(inner) - 5.0)
-    cost *= 1.0 + 0.05 * abs(math.log2(schedule.chunk) - 6.0)
+    cost *= 1.0 + 0.05 * abs(math.log2(schedule.chunk or 64) - 6.0)
     cost *= 1.0 + 0.2 * sum(level.mode is not LevelMode.COMPRESSED for level in schedule.formats[0].modes)
     cost *= 1.0 if schedule.unroll_factor == 4 else 1.1
     rows = dict(schedule.sub_axes("i")).get("i1") or 1

@@ -1,6 +1,7 @@
 """C code of a loop nest, with vector extensions and OpenMP.
 
-The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the arrays of
+The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the first step of
+each thread if the schedule balances elements (int64 [threads + 1]), then the arrays of
 `formats.PackedMatrix.arrays`, then the dense inputs and, for an output stored like the matrix, the number of
 its values as one int64; `out` has the output. Extents are constants in the source, because a schedule is
 tuned for one shape. The content of the matrix is not in the source, so matrices of one shape share the
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sparseflow.tuning.codegen.loop_nest import NUM_CHAINS, Loop, LoopNest
-from sparseflow.tuning.schedule.formats import select_coordinate_dtype
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS
 from sparseflow.tuning.schedule.parser import LevelMode
 
@@ -31,6 +31,14 @@ _MAX_INLINE_VECTORS = 16
 
 _MAX_GATHER_BYTES = 32
 """Widest gathered vector; wider vectors take longer to assemble than they save."""
+
+_DECLARE_MAX_THREADS = (
+    "#ifdef _OPENMP",
+    "int omp_get_max_threads(void);",
+    "#else",
+    "#define omp_get_max_threads() 1",
+    "#endif",
+)
 
 _ZERO_CHUNK_BYTES = 65536
 """Bytes of the output that a thread zeroes at a time."""
@@ -79,6 +87,13 @@ class _SourceWriter:
         self.sums: _Accumulators | None = None
         self.in_array = False
         self.last = nest.loops[-1]
+        self.diagonal = next((loop for loop in nest.loops if loop.mode is LevelMode.DIAGONAL), None)
+        rows = nest.operator.sparse_axes[0]
+        self.last_row = [loop for loop in nest.loops if loop.axis == rows][-1]
+        # The vectors of the innermost loop are adjacent elements of x.
+        self.reads_diagonal = (
+            self.diagonal is not None and nest.vector == "results" and self.last.level is not None
+        )
 
     def source(self) -> str:
         if self.nest.needs_zeroing:
@@ -95,7 +110,9 @@ class _SourceWriter:
                     f"__attribute__((vector_size({width * size}), aligned({size}), may_alias));"
                     for width in sorted(self.widths)
                 ),
+                *(_DECLARE_MAX_THREADS if self.nest.threads > 1 else ()),
                 "static inline long least(long a, long b) { return a < b ? a : b; }",
+                "static inline long clamp(long a, long b) { return a < 0 ? 0 : least(a, b); }",
                 *(
                     f"static inline real sum{width}(v{width} v) "
                     f"{{ return {' + '.join(f'v[{lane}]' for lane in range(width))}; }}"
@@ -111,12 +128,12 @@ class _SourceWriter:
         )
 
     def format_arguments(self) -> Iterator[str]:
-        names = []
+        names = [("ranges", "int64_t")] if self.nest.balanced else []
         for number, spec in enumerate(self.nest.levels):
             if spec.mode.has_loop and spec.mode is not LevelMode.DENSE:
                 names.append((f"pos{number}", "int64_t" if self.wide else "int32_t"))
             if spec.mode is not LevelMode.DENSE:
-                names.append((f"crd{number}", f"{np.dtype(select_coordinate_dtype(spec.extent)).name}_t"))
+                names.append((f"crd{number}", f"{np.dtype(spec.coordinate_dtype).name}_t"))
         names.append(("val", "real"))
         names += [(name, "real") for name, _ in DENSE_INPUTS[self.nest.operator.name]]
         if self.nest.operator.sparse_output:
@@ -124,6 +141,8 @@ class _SourceWriter:
         for index, (name, kind) in enumerate(names):
             yield f"    const {kind} *restrict const {name} = in[{index}];"
         yield "    real *restrict const res = out[0];"
+        if self.nest.threads > 1:
+            yield f"    const int threads = least({self.nest.threads}, omp_get_max_threads());"
 
     def write_zeroing(self) -> None:
         nest = self.nest
@@ -134,7 +153,7 @@ class _SourceWriter:
             self.write(f"const long results = {math.prod(shape)};")
         step = _ZERO_CHUNK_BYTES // nest.dtype.itemsize
         if nest.threads > 1 and any(loop.parallel for loop in nest.loops):
-            self.write(f"#pragma omp parallel for schedule(static) num_threads({nest.threads})")
+            self.write("#pragma omp parallel for schedule(static) num_threads(threads)")
         with self.open_block(f"for (long b = 0; b < results; b += {step})"):
             self.write(f"memset(res + b, 0, least({step}, results - b) * sizeof(real));")
 
@@ -197,7 +216,14 @@ class _SourceWriter:
                         index + 1, env.with_coordinate(loop, f"c{index}").with_extent(inner, tail)
                     )
             return
-        if full_steps:
+        if loop.parallel and self.nest.balanced:
+            pragma = "#pragma omp parallel for schedule(static, 1) num_threads(threads)"
+            with (
+                self.open_block(f"for (long t = 0; t < {self.nest.threads}; t++)", pragma),
+                self.open_block(f"for (long c{index} = ranges[t]; c{index} < ranges[t + 1]; c{index}++)"),
+            ):
+                self.write_loop(index + 1, self.enter_step(index, loop, env, f"c{index}"))
+        elif full_steps:
             with self.open_counted_loop(index, full_steps, self.format_pragma(loop)):
                 self.write_loop(index + 1, self.enter_step(index, loop, env, f"c{index}"))
         if tail:
@@ -222,7 +248,7 @@ class _SourceWriter:
 
     def format_pragma(self, loop: Loop) -> str | None:
         if loop.parallel:
-            shared = f"schedule(dynamic, {self.nest.chunk}) num_threads({self.nest.threads})"
+            shared = f"schedule(dynamic, {self.nest.chunk}) num_threads(threads)"
             return f"#pragma omp parallel for {shared}"
         if loop is self.last and self.nest.vector == "hint" and (loop.mode is None or loop.mode.unique):
             return "#pragma omp simd"
@@ -307,6 +333,20 @@ class _SourceWriter:
         else:
             self.write(f"res[{self.format_result_index(env)}] += {part};")
 
+    def write_diagonal(self, env: _Env) -> None:
+        """Write a pointer to the elements of x on a diagonal, of which those outside of x are zeros."""
+        assert self.diagonal is not None
+        ((name, axes),) = DENSE_INPUTS[self.nest.operator.name]
+        start = env.coordinate[self.diagonal.sub_axis]
+        extent, rows = self.nest.extents[axes[0]], self.last.extent
+        self.write(f"real edge[{rows}];")
+        self.write("const real *diagonal = edge;")
+        with self.open_block(f"if ({start} >= 0 && {start} <= {extent - rows})"):
+            self.write(f"diagonal = {name} + {start};")
+        with self.open_block("else"), self.open_block(f"for (long v = 0; v < {rows}; v++)"):
+            column = f"{start} + v"
+            self.write(f"edge[v] = {column} >= 0 && {column} < {extent} ? {name}[{column}] : 0;")
+
     def write_vectors(self, env: _Env) -> None:
         """Write the innermost loop as full vectors, then as narrower vectors for the remainder."""
         nest, loop = self.nest, self.last
@@ -315,6 +355,8 @@ class _SourceWriter:
         inside = env.with_coordinate(loop, "0")
         if loop.level is not None:
             inside = env.with_coordinate(loop, "0", _format_multiple(env.position, loop.extent))
+        if self.reads_diagonal:
+            self.write_diagonal(env)
         partial_vectors, start = [], num_full * lanes
         while start < extent:
             width = 1 << ((extent - start).bit_length() - 1)
@@ -401,6 +443,9 @@ class _SourceWriter:
             address = _format_sum(env.position, offset) if is_vector else env.position
             terms.append(self.format_access("val", address, width if is_vector else 1))
         for name, axes in DENSE_INPUTS[nest.operator.name]:
+            if self.reads_diagonal:
+                terms.append(self.format_access("diagonal", offset, width))
+                continue
             is_vector = loop.axis in axes and nest.vector in ("results", "sum")
             address = self.format_index(axes, env, nest.padded)
             if is_vector:
@@ -435,6 +480,8 @@ class _SourceWriter:
             if axis in clamped:
                 # Blocks beyond the end of the axis have zeros there, so any element is correct.
                 part = f"least({part}, {extent - 1})"
+            elif self.diagonal is not None and axis == self.diagonal.axis:
+                part = f"clamp({part}, {extent - 1})"  # diagonals have zeros outside of the matrix
             total = _format_sum(_format_multiple(total, extent), part) if total else part
         return total
 
@@ -444,11 +491,14 @@ class _SourceWriter:
         for loop in self.nest.loops:
             if loop.axis != axis:
                 continue
-            coordinate = env.coordinate[loop.sub_axis]
-            if coordinate.isdecimal():
-                fixed += int(coordinate) * loop.weight
-            else:
-                terms.append(coordinate if loop.weight == 1 else f"{coordinate} * {loop.weight}")
+            coordinates = [env.coordinate[loop.sub_axis]]
+            if loop is self.diagonal:  # the column in the first row of the block, and the row in the block
+                coordinates.append(env.coordinate[self.last_row.sub_axis])
+            for coordinate in coordinates:
+                if coordinate.isdecimal():
+                    fixed += int(coordinate) * loop.weight
+                else:
+                    terms.append(coordinate if loop.weight == 1 else f"{coordinate} * {loop.weight}")
         return " + ".join([*terms, *([str(fixed)] if fixed or not terms else [])])
 
     def format_result_index(self, env: _Env) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 from sparseflow.tuning.schedule.formats import LevelSpec
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS, Operator
 from sparseflow.tuning.schedule.parser import LevelMode
+from sparseflow.tuning.schedule.rules import BALANCED
 from sparseflow.tuning.schedule.schedule import Schedule
 
 VectorMode = Literal["results", "sum", "lanes", "hint"]
@@ -97,7 +98,7 @@ class LoopNest:
         needs_zeroing: Whether the output must be zeroed before the loops.
         padded: Axes whose blocks extend beyond the matrix.
         threads: Threads of the parallel loop.
-        chunk: Steps that a thread takes at a time.
+        chunk: Steps that a thread takes at a time; see `rules.BALANCED` for 0.
     """
 
     operator: Operator
@@ -128,6 +129,11 @@ class LoopNest:
     def padded_extent(self, axis: str) -> int:
         """Return the extent of an axis rounded up to full blocks."""
         return math.prod(loop.extent for loop in self.loops if loop.axis == axis)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether each thread takes one range of the outermost loop, with equal numbers of elements."""
+        return self.threads > 1 and self.chunk == BALANCED
 
     @property
     def output_shape(self) -> tuple[int, ...] | None:
@@ -188,6 +194,7 @@ def lower(
                 extent=loop.extent,
                 mode=loop.mode or LevelMode.DENSE,
                 lanes=lanes if loop is stored[-1] else 1,
+                block_rows=stored[-1].extent if loop.mode is LevelMode.DIAGONAL else 1,
             )
             for loop in stored
         ),

@@ -54,8 +54,20 @@ class KernelProgram:
 
     @property
     def leading_arrays(self) -> tuple[np.ndarray, ...]:
-        """Kernel arguments before the dense inputs: the packed matrix."""
-        return self.packed.arrays
+        """Kernel arguments before the dense inputs: the first step of each thread and the packed matrix."""
+        return (*([self.ranges] if self.nest.balanced else []), *self.packed.arrays)
+
+    @cached_property
+    def ranges(self) -> np.ndarray:
+        """First step of the outermost loop for each thread, and the end; int64 [threads + 1].
+
+        The ranges have about equal numbers of elements and rows together, because a row takes time, too.
+        """
+        level, matrix = self.nest.levels[0], self.problem.matrix
+        work = np.bincount((matrix.rows, matrix.cols)[level.dim] // level.weight, minlength=level.extent)
+        ends = np.cumsum(work + level.weight)
+        targets = ends[-1] * np.arange(1, self.nest.threads) / self.nest.threads
+        return np.array([0, *np.searchsorted(ends, targets), level.extent], np.int64)
 
     @cached_property
     def trailing_arrays(self) -> tuple[np.ndarray, ...]:

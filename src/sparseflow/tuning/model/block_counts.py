@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sparseflow.tuning.schedule.formats import count_diagonals
 from sparseflow.tuning.schedule.matrices import CooMatrix
 
 BlockSize = tuple[int | None, int | None]
@@ -23,7 +24,7 @@ class BlockCounts:
     """
 
     def __init__(self, matrix: CooMatrix) -> None:
-        self.nnz = matrix.nnz
+        self._matrix, self.nnz = matrix, matrix.nnz
         self.shape = matrix.shape
         order = np.lexsort((matrix.cols, matrix.rows))
         if (order[1:] > order[:-1]).all():
@@ -33,6 +34,7 @@ class BlockCounts:
         self._counts: dict[BlockSize, int] = {(None, None): min(self.nnz, 1), (1, 1): self.nnz}
         self._max_in_strip: dict[tuple[int, int], int] = {}
         self._padded_counts: dict[tuple[int, int | None], int] = {}
+        self._diagonal_counts: dict[int, int] = {}
         self._ends: list[np.ndarray | None] = [None, None]
 
     def count(self, rows: int | None, cols: int | None) -> int:
@@ -100,6 +102,12 @@ class BlockCounts:
             longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths
             self._padded_counts[lanes, cols] = lanes * int(longest.sum())
         return self._padded_counts[lanes, cols]
+
+    def count_diagonals(self, rows: int) -> int:
+        """Count the diagonals of all blocks of `rows` rows; see `formats.count_diagonals`."""
+        if rows not in self._diagonal_counts:
+            self._diagonal_counts[rows] = count_diagonals(self._matrix, rows)
+        return self._diagonal_counts[rows]
 
     def count_per_line(self, axis: int) -> np.ndarray:
         """Count the elements of each row (0) or column (1), int64."""

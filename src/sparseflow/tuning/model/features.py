@@ -23,7 +23,7 @@ import numpy as np
 
 from sparseflow.tuning.codegen.loop_nest import Loop, LoopNest, lower
 from sparseflow.tuning.model.block_counts import BlockCounts, BlockSize
-from sparseflow.tuning.schedule.formats import select_coordinate_dtype, select_index_dtype
+from sparseflow.tuning.schedule.formats import select_index_dtype
 from sparseflow.tuning.schedule.operators import DENSE_INPUTS
 from sparseflow.tuning.schedule.parser import LevelMode
 from sparseflow.tuning.schedule.problem import SparseProblem
@@ -164,7 +164,9 @@ class ScheduleFeatures:
                 count *= spec.extent
             elif spec.mode.has_loop:
                 single_element = single_element or not spec.mode.unique
-                if spec.lanes == 1:
+                if spec.mode is LevelMode.DIAGONAL:
+                    count = float(self.blocks.count_diagonals(spec.block_rows))
+                elif spec.lanes == 1:
                     count = float(nnz if single_element else self.blocks.count(weights[0], weights[1]))
                 else:
                     count = float(
@@ -172,7 +174,7 @@ class ScheduleFeatures:
                     )
                 total += (above / spec.lanes + 1) * pointer
             if spec.mode is not LevelMode.DENSE:
-                total += count * np.dtype(select_coordinate_dtype(spec.extent)).itemsize
+                total += count * np.dtype(spec.coordinate_dtype).itemsize
             positions.append(count)
         return positions, total + count * item
 
@@ -190,10 +192,11 @@ class ScheduleFeatures:
         loop = loops[index]
         axis = nest.operator.axes.index(loop.axis)
         threads = min(nest.threads, self._threads)
-        chunks = max(steps[index], 1.0) / nest.chunk
+        # Ranges with equal numbers of elements are the work of one step of each thread.
+        chunks = float(threads) if nest.balanced else max(steps[index], 1.0) / nest.chunk
         # Share of the thread with the most work: by the number of chunks, and by the largest chunk.
         share = min(math.ceil(math.ceil(chunks) / threads) / chunks, 1.0)
-        if axis < 2:
+        if axis < 2 and not nest.balanced:
             share = max(
                 share, self.blocks.max_in_strip(axis, nest.chunk * loop.weight) / max(self.blocks.nnz, 1)
             )
@@ -202,7 +205,7 @@ class ScheduleFeatures:
             *(float(axis == candidate) for candidate in range(3)),
             float(len(loops) - 1 - index),
             math.log2(nest.threads),
-            math.log2(nest.chunk),
+            math.log2(nest.chunk) if nest.chunk else -1.0,
             _log2_clamped(chunks / threads),
             _log2_clamped(bodies[index - 1] if index else 1.0),
             _log2_clamped(share * threads),

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import LevelMode, normalize_modes
-from sparseflow.tuning.schedule.rules import CHUNK_SIZES, find_dangling_singletons, select_lane_loop
+from sparseflow.tuning.schedule.parser import FormatLevel, LevelMode, normalize_modes
+from sparseflow.tuning.schedule.rules import (
+    BALANCED,
+    CHUNK_SIZES,
+    DIAGONAL_MODES,
+    allows_balance,
+    allows_diagonals,
+    find_dangling_singletons,
+    select_lane_loop,
+)
 
 Choice = TypeVar("Choice")
 WeightedOptions = Sequence[tuple[Choice, float]]
@@ -27,8 +35,6 @@ SubAxes = tuple[tuple[str, ...], ...]
 UNROLL_FACTORS = (2, 4, 8, 16)
 """Larger factors fill the instruction cache without a benefit."""
 
-CHUNK_OPTIONS = tuple((chunk, 1.0) for chunk in CHUNK_SIZES)
-"""Chunk sizes of the parallel loop, with equal weights."""
 
 _MODE_WEIGHTS = {
     LevelMode.DENSE: 1.0,
@@ -72,23 +78,26 @@ def list_storage_orders(parts: SubAxes) -> WeightedOptions[tuple[str, ...]]:
 
 
 @lru_cache
-def list_mode_sequences(levels: int) -> Sequence[tuple[LevelMode, ...]]:
-    """List the valid modes of `levels` levels, outermost first."""
-    return [
+def list_mode_sequences(operator: Operator, order: tuple[str, ...]) -> Sequence[tuple[LevelMode, ...]]:
+    """List the valid modes of levels in this order, outermost first."""
+    sequences = [
         modes
-        for modes in itertools.product(_MODE_WEIGHTS, repeat=levels)
+        for modes in itertools.product(_MODE_WEIGHTS, repeat=len(order))
         if not find_dangling_singletons(modes) and normalize_modes(modes) == modes
     ]
+    return [*sequences, *([DIAGONAL_MODES] if allows_diagonals(operator, order) else [])]
 
 
 def list_weighted_modes(
-    owners: Sequence[str], sizes: Sequence[int]
+    operator: Operator, order: tuple[str, ...], owners: Sequence[str], sizes: Sequence[int]
 ) -> WeightedOptions[tuple[LevelMode, ...]]:
     """List the valid modes of the levels, outermost first.
 
     A dense level is preferred if it is small or if all levels above belong to the same axis (all rows).
 
     Args:
+        operator: Operator.
+        order: Levels, outermost first.
         owners: Axis of each level.
         sizes: Extent of each level.
     """
@@ -96,10 +105,10 @@ def list_weighted_modes(
     for index, size in enumerate(sizes):
         rows_only = all(owner == owners[0] for owner in owners[: index + 1])
         dense = 2.0 if rows_only else max(min(1.0, _SMALL_BLOCK / size), 1e-4)
-        weights.append({**_MODE_WEIGHTS, LevelMode.DENSE: dense})
+        weights.append({**_MODE_WEIGHTS, LevelMode.DENSE: dense, LevelMode.DIAGONAL: 1.0})
     return [
         (modes, math.prod(weight[mode] for weight, mode in zip(weights, modes, strict=True)))
-        for modes in list_mode_sequences(len(sizes))
+        for modes in list_mode_sequences(operator, order)
     ]
 
 
@@ -128,6 +137,15 @@ def list_parallel_loops(
         ):
             options.append((loop, 30.0 if loop == loops[0] else 2.0))
     return options
+
+
+def list_chunks(
+    loops: Sequence[str], parallel: str, order: Sequence[str], mode: Mapping[str, LevelMode]
+) -> WeightedOptions[int]:
+    """List the chunks of a parallel loop, with equal weights, and a preference for balanced elements."""
+    levels = [FormatLevel(axis=axis, mode=mode[axis]) for axis in order]
+    sizes = [(size, 1.0) for size in CHUNK_SIZES]
+    return [*sizes, (BALANCED, 4.0)] if allows_balance(loops, parallel, levels) else sizes
 
 
 def list_vector_loops(

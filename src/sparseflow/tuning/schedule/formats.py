@@ -12,6 +12,7 @@ dense                     none            `e`, with or without an element
 compressed                `pos`, `crd`    one for each coordinate that occurs
 compressed, not unique    `pos`, `crd`    one for each element
 singleton                 `crd`           one: the position above holds one element
+diagonal                  `pos`, `crd`    one for each diagonal that occurs
 ========================  ==============  ================================================
 
 A compressed level may interleave the groups of several adjacent parent positions, its *lanes*: first the
@@ -19,9 +20,12 @@ first position of each group, then the second, up to the length of the longest g
 padded with their last coordinate (0 for empty groups) and with zero values. `pos` then counts steps; one step
 has one position for each lane.
 
+A diagonal level is between the blocks of rows and the rows of a block. Its coordinate is the column in which
+the diagonal starts, that is, of its element in the first row of the block, which may be outside the matrix.
+
 CSR is dense, compressed. COO is compressed (not unique), singleton. Blocks of 4x1 are dense, compressed,
-dense with the rows split by 4. Sliced ELL is dense, dense, compressed with the rows of the second level as
-lanes. Values, including zeros, are stored by the positions of the last level.
+dense with the rows split by 4. DIA is dense, diagonal, dense. Sliced ELL is dense, dense, compressed with the
+rows of the second level as lanes. Values, including zeros, are stored by the positions of the last level.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class LevelSpec:
         extent: Number of coordinates.
         mode: Storage mode.
         lanes: Interleaved groups; above 1 only for a unique compressed level.
+        block_rows: Rows of a block; above 1 only for a diagonal level.
     """
 
     axis: str
@@ -58,6 +63,22 @@ class LevelSpec:
     extent: int
     mode: LevelMode
     lanes: int = 1
+    block_rows: int = 1
+
+    @property
+    def coordinate_dtype(self) -> type[np.integer]:
+        """The smallest dtype of `crd`."""
+        if self.mode is LevelMode.DIAGONAL:
+            return np.int32  # starts can be negative
+        if self.extent <= 2**8:
+            return np.uint8
+        return np.uint16 if self.extent <= 2**16 else np.int32
+
+    def compute_coordinates(self, matrix: CooMatrix) -> np.ndarray:
+        """Compute the coordinate of each element in this level, int64 [elements]."""
+        if self.mode is LevelMode.DIAGONAL:
+            return matrix.cols - matrix.rows % self.block_rows
+        return (matrix.rows, matrix.cols)[self.dim] // self.weight % self.extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +90,7 @@ class StoredLevel:
         positions: Number of positions.
         pos: Start of the group of each parent position, in steps; shape [parents / lanes + 1]; see
             `select_index_dtype`.
-        crd: Coordinates, shape [positions]; see `select_coordinate_dtype`.
+        crd: Coordinates, shape [positions]; see `LevelSpec.coordinate_dtype`.
     """
 
     spec: LevelSpec
@@ -119,8 +140,7 @@ def pack(
         InputError: The storage exceeds `max_bytes`, or a singleton level has a parent that does not hold
             exactly one element.
     """
-    axes = (matrix.rows, matrix.cols)
-    parts = [axes[spec.dim] // spec.weight % spec.extent for spec in specs]
+    parts = [spec.compute_coordinates(matrix) for spec in specs]
     order = np.lexsort(parts[::-1])
     nnz = len(order)
     parts = [part[order] for part in parts]
@@ -151,7 +171,7 @@ def pack(
             steps = sizes if spec.lanes == 1 else sizes.reshape(-1, spec.lanes).max(axis=1)
             pos = np.zeros(len(steps) + 1, select_index_dtype(nnz))
             np.cumsum(steps, out=pos[1:])
-            crd = coordinate[group_starts].astype(select_coordinate_dtype(spec.extent))
+            crd = coordinate[group_starts].astype(spec.coordinate_dtype)
             group_index = np.cumsum(first) - 1
             if spec.lanes == 1:
                 parent, count = group_index, len(group_starts)
@@ -164,7 +184,7 @@ def pack(
                 raise InputError(
                     f"level {spec.axis} is a singleton, but its parents do not hold one element each"
                 )
-            crd = coordinate.astype(select_coordinate_dtype(spec.extent))
+            crd = coordinate.astype(spec.coordinate_dtype)
         used_bytes += sum(array.nbytes for array in (pos, crd) if array is not None)
         # Positions of a dense level need no storage until a level below stores data for them.
         stored.append(StoredLevel(spec=spec, positions=count, pos=pos, crd=crd))
@@ -198,13 +218,13 @@ def _interleave_lanes(
     return interleaved, positions
 
 
+def count_diagonals(matrix: CooMatrix, block_rows: int) -> int:
+    """Count the diagonals with an element in each block of rows, and sum over the blocks."""
+    blocks, offsets = np.divmod(matrix.rows, block_rows)
+    starts = matrix.cols - offsets + block_rows
+    return len(np.unique(blocks * (matrix.shape[1] + block_rows) + starts))
+
+
 def select_index_dtype(nnz: int) -> type[np.signedinteger]:
     """Return the dtype of `pos` for a matrix with `nnz` elements."""
     return np.int32 if nnz < 2**31 else np.int64
-
-
-def select_coordinate_dtype(extent: int) -> type[np.integer]:
-    """Return the smallest dtype of `crd` for a level of this extent."""
-    if extent <= 2**8:
-        return np.uint8
-    return np.uint16 if extent <= 2**16 else np.int32

@@ -28,6 +28,8 @@ class LevelMode(IntEnum):
     """One coordinate for each parent."""
     SINGLETON_NONUNIQUE = 4
     """One coordinate for each parent; siblings may have equal coordinates."""
+    DIAGONAL = 5
+    """The diagonals of a block of rows that have elements; an addition to AutoSparse's modes."""
 
     @property
     def unique(self) -> bool:
@@ -37,7 +39,7 @@ class LevelMode(IntEnum):
     @property
     def singleton(self) -> bool:
         """Whether each parent has exactly one coordinate."""
-        return self >= LevelMode.SINGLETON
+        return self in (LevelMode.SINGLETON, LevelMode.SINGLETON_NONUNIQUE)
 
     @property
     def has_loop(self) -> bool:
@@ -108,7 +110,7 @@ class ScheduleFields:
         unroll: Loop that is unrolled.
         unroll_factor: Unroll factor; 0 without `unroll`.
         threads: Number of threads.
-        chunk: Iterations of the parallel loop that a thread takes at a time.
+        chunk: Iterations of the parallel loop that a thread takes at a time; see `rules.BALANCED` for 0.
     """
 
     fsplit: tuple[AxisSplit, ...]
@@ -121,6 +123,11 @@ class ScheduleFields:
     unroll_factor: int
     threads: int
     chunk: int
+
+    @property
+    def has_diagonals(self) -> bool:
+        """Whether the storage has a level of diagonals."""
+        return any(level.mode is LevelMode.DIAGONAL for level in self.formats[0].modes)
 
     def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]:
         """Return the parts of an axis and their sizes, outermost first.

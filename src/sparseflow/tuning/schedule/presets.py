@@ -1,11 +1,13 @@
-"""Hand-written schedules that every search measures as baselines."""
+"""Hand-written schedules that searches measure as baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sparseflow.tuning.schedule.formats import count_diagonals
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.rules import CHUNK_SIZES
 from sparseflow.tuning.schedule.schedule import Schedule
 
@@ -21,12 +23,18 @@ _BLOCK_ROWS = 4
 _SLICE_ROWS = 16
 """Rows that are interleaved."""
 
+_DIAGONAL_ROWS = 128
+"""Rows of a block of diagonals; more rows store more zeros."""
+
+_MIN_DIAGONAL_FILL = 0.5
+"""Minimum share of elements in what a format with diagonals stores; CSR stores an index for each element."""
+
 _MIN_CHUNKS_PER_THREAD = 16
 """Minimum number of chunks for each thread, for load balance."""
 
 
 def build_presets(operator: Operator, extents: Mapping[str, int], threads: int) -> dict[str, Schedule]:
-    """Build the presets: CSR, tiled or gathered CSR, blocks of 4 rows, sliced ELL.
+    """Build the presets of all matrices: CSR, tiled or gathered CSR, blocks of 4 rows, sliced ELL.
 
     Sliced ELL (Monakov et al., HiPEAC 2010) interleaves 16 rows; only SpMV benefits from it.
 
@@ -41,32 +49,7 @@ def build_presets(operator: Operator, extents: Mapping[str, int], threads: int) 
     rows, cols = operator.sparse_axes
 
     def make_schedule(*loops: str, vectorize: str | None, block: int = 1, tile: int = 1) -> Schedule:
-        """Build a schedule with dense rows, blocked or not, and compressed columns."""
-        levels = [
-            FormatLevel(axis=loop, mode=LevelMode.COMPRESSED if loop == cols else LevelMode.DENSE)
-            for loop in loops
-            if loop[0] in operator.sparse_axes
-        ]
-        steps = -(-extents[rows] // block)
-        return Schedule(
-            fsplit=(AxisSplit.from_inner_size(rows, extents[rows], block),) if block > 1 else (),
-            formats=tuple(
-                SparseFormat(tensor=name, order=tuple(level.axis for level in levels), modes=tuple(levels))
-                for name in operator.tensors
-            ),
-            lsplit=tuple(
-                AxisSplit.from_inner_size(axis, extents[axis], tile) for axis in operator.dense_axes
-            ),
-            lreorder=loops,
-            parallel=loops[0],
-            vectorize=vectorize,
-            unroll=None,
-            unroll_factor=0,
-            threads=threads,
-            chunk=max(
-                chunk for chunk in CHUNK_SIZES if chunk <= max(steps // (_MIN_CHUNKS_PER_THREAD * threads), 1)
-            ),
-        )
+        return _make_schedule(operator, extents, threads, loops, vectorize, block=block, tile=tile)
 
     first, last = f"{rows}0", f"{rows}1"
     if operator.name == "spmv":
@@ -89,3 +72,64 @@ def build_presets(operator: Operator, extents: Mapping[str, int], threads: int) 
             first, outer, cols, last, inner, block=_BLOCK_ROWS, vectorize=inner, tile=tile
         ),
     }
+
+
+def build_diagonal_presets(problem: SparseProblem, threads: int) -> dict[str, Schedule]:
+    """Build the preset that stores diagonals: `"dia"`, for SpMV with a matrix whose diagonals are full.
+
+    Args:
+        problem: Problem.
+        threads: Number of threads.
+
+    Returns:
+        Preset name -> schedule; empty if another format is better.
+    """
+    operator, matrix = problem.operator, problem.matrix
+    rows = min(_DIAGONAL_ROWS, 1 << (matrix.shape[0].bit_length() - 1))
+    if operator.name != "spmv" or rows == 1:
+        return {}
+    if matrix.nnz < _MIN_DIAGONAL_FILL * rows * count_diagonals(matrix, rows):
+        return {}
+    loops = ("i0", "j", "i1")
+    diagonal = LevelMode.DIAGONAL
+    return {
+        "dia": _make_schedule(operator, problem.extents, threads, loops, "i1", block=rows, columns=diagonal)
+    }
+
+
+def _make_schedule(
+    operator: Operator,
+    extents: Mapping[str, int],
+    threads: int,
+    loops: tuple[str, ...],
+    vectorize: str | None,
+    *,
+    block: int = 1,
+    tile: int = 1,
+    columns: LevelMode = LevelMode.COMPRESSED,
+) -> Schedule:
+    """Build a schedule with dense rows, blocked or not, and a mode of the columns."""
+    rows, cols = operator.sparse_axes
+    levels = [
+        FormatLevel(axis=loop, mode=columns if loop == cols else LevelMode.DENSE)
+        for loop in loops
+        if loop[0] in operator.sparse_axes
+    ]
+    steps = -(-extents[rows] // block)
+    return Schedule(
+        fsplit=(AxisSplit.from_inner_size(rows, extents[rows], block),) if block > 1 else (),
+        formats=tuple(
+            SparseFormat(tensor=name, order=tuple(level.axis for level in levels), modes=tuple(levels))
+            for name in operator.tensors
+        ),
+        lsplit=tuple(AxisSplit.from_inner_size(axis, extents[axis], tile) for axis in operator.dense_axes),
+        lreorder=loops,
+        parallel=loops[0],
+        vectorize=vectorize,
+        unroll=None,
+        unroll_factor=0,
+        threads=threads,
+        chunk=max(
+            chunk for chunk in CHUNK_SIZES if chunk <= max(steps // (_MIN_CHUNKS_PER_THREAD * threads), 1)
+        ),
+    )

@@ -11,13 +11,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import LevelMode, ScheduleFields
+from sparseflow.tuning.schedule.parser import FormatLevel, LevelMode, ScheduleFields
 
 MAX_SIZE = 2**31 - 1
 """Largest size and coordinate: 32 bits."""
 
 CHUNK_SIZES = tuple(2**power for power in range(10))
 """Iterations of the parallel loop that a thread may take at a time."""
+
+BALANCED = 0
+"""Chunk of a schedule whose threads take one range of iterations each, with equal numbers of elements."""
+
+
+DIAGONAL_MODES = (LevelMode.DENSE, LevelMode.DIAGONAL, LevelMode.DENSE)
+"""Modes of a format with diagonals: blocks of rows, their diagonals, the rows of a block."""
 
 
 def find_violations(
@@ -36,6 +43,7 @@ def find_violations(
         *_check_sizes(schedule),
         *_check_order(schedule, operator),
         *_check_singletons(schedule),
+        *_check_diagonals(schedule, operator),
         *_check_parallel(schedule, operator),
         *_check_loops(schedule, operator),
         *_check_dense_parts(schedule, extents),
@@ -112,8 +120,11 @@ def _check_sizes(schedule: ScheduleFields) -> Iterator[str]:
             yield f"size: parts of {split.axis} are {_format_list(sizes)}; expected at most {MAX_SIZE} in all"
     if schedule.threads < 1:
         yield f"threads: {schedule.threads} threads; expected at least 1"
-    if schedule.chunk not in CHUNK_SIZES:
-        yield f"chunk: {schedule.chunk}; expected a power of two from 1 to {CHUNK_SIZES[-1]}"
+    if schedule.chunk not in (BALANCED, *CHUNK_SIZES):
+        yield (
+            f"chunk: {schedule.chunk}; expected a power of two from 1 to {CHUNK_SIZES[-1]}, or {BALANCED} "
+            "for ranges with equal numbers of elements"
+        )
     if (schedule.unroll is None) != (schedule.unroll_factor == 0) or not (
         0 <= schedule.unroll_factor <= MAX_SIZE
     ):
@@ -147,6 +158,24 @@ def _check_singletons(schedule: ScheduleFields) -> Iterator[str]:
         )
 
 
+def _check_diagonals(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:
+    modes = tuple(level.mode for level in schedule.formats[0].levels())
+    order = schedule.formats[0].order
+    if LevelMode.DIAGONAL in modes and not (allows_diagonals(operator, order) and modes == DIAGONAL_MODES):
+        rows, cols = operator.sparse_axes
+        yield (
+            f"diagonal: the levels are {_format_list(order)} with modes {_format_list(modes)}; diagonals "
+            f"need a dense output and the levels {rows}0 {cols} {rows}1 "
+            f"with modes {_format_list(DIAGONAL_MODES)}"
+        )
+
+
+def allows_diagonals(operator: Operator, order: Sequence[str]) -> bool:
+    """Return whether levels in this order, outermost first, can have `DIAGONAL_MODES`."""
+    rows, cols = operator.sparse_axes
+    return not operator.sparse_output and tuple(order) == (f"{rows}0", cols, f"{rows}1")
+
+
 def find_dangling_singletons(modes: tuple[LevelMode, ...]) -> list[int]:
     """Return the singleton levels whose parents may hold several elements.
 
@@ -172,6 +201,17 @@ def _check_parallel(schedule: ScheduleFields, operator: Operator) -> Iterator[st
         for level in schedule.formats[0].levels():
             if level.axis == loop and not level.mode.unique:
                 yield f"parallel-shared: {loop} is not unique; threads would race on results"
+    levels = schedule.formats[0].levels()
+    if schedule.chunk == BALANCED and not allows_balance(schedule.lreorder, loop, levels):
+        yield (
+            f"balance: chunk {BALANCED} divides the elements below {loop}, which must be the outermost loop "
+            "and a dense storage level"
+        )
+
+
+def allows_balance(loops: Sequence[str], parallel: str, levels: Sequence[FormatLevel]) -> bool:
+    """Return whether threads can take ranges of a parallel loop with equal numbers of elements."""
+    return loops[0] == parallel == levels[0].axis and levels[0].mode is LevelMode.DENSE
 
 
 def _check_loops(schedule: ScheduleFields, operator: Operator) -> Iterator[str]:

@@ -25,6 +25,7 @@ from sparseflow.core.checks import check_at_least
 from sparseflow.tuning.schedule import choices
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
+from sparseflow.tuning.schedule.rules import BALANCED
 from sparseflow.tuning.schedule.schedule import Schedule
 
 MAX_SPLIT = 1024
@@ -147,7 +148,11 @@ class ScheduleSpace:
         threads = chunk = 1
         if parallel is not None:
             threads = _keep_number(rng, parents.get("threads"), "threads", self._thread_options)
-            chunk = _keep_number(rng, parents.get("chunk"), "chunk", choices.CHUNK_OPTIONS)
+            options = choices.list_chunks(loops, parallel, order, mode)
+            keep = parents.get("chunk")
+            if keep is not None and keep.chunk == BALANCED and BALANCED not in dict(options):
+                keep = None
+            chunk = _keep_number(rng, keep, "chunk", options)
 
         modes = tuple(FormatLevel(axis=axis, mode=mode[axis]) for axis in order)
         return Schedule(
@@ -191,11 +196,13 @@ class ScheduleSpace:
             parent_modes = tuple(
                 mode_of_axis.get(name, mode_of_axis[keep.sub_axes(owner[name])[0][0]]) for name in order
             )
-            if parent_modes in choices.list_mode_sequences(len(order)):
+            if parent_modes in choices.list_mode_sequences(self.operator, order):
                 return dict(zip(order, parent_modes, strict=True))
         size = {axis: self.shape[axis] for axis in self.operator.sparse_axes}
         size |= {name: size for split in splits.values() if split for name, size in split.parts}
-        legal = choices.list_weighted_modes([owner[name] for name in order], [size[name] for name in order])
+        legal = choices.list_weighted_modes(
+            self.operator, order, [owner[name] for name in order], [size[name] for name in order]
+        )
         return dict(zip(order, choices.sample_option(rng, legal), strict=True))
 
     def _choose_loops(
@@ -233,14 +240,16 @@ class ScheduleSpace:
         op = self.operator
         owner = {name: axis for axis, names in parts.items() for name in names}
         dense = tuple(parts[axis] for axis in op.dense_axes)
-        num_parallel_options = len(self._thread_options) * len(choices.CHUNK_OPTIONS)
         total = 0
         for order, _ in choices.list_storage_orders(tuple(parts[axis] for axis in op.sparse_axes)):
-            for modes in choices.list_mode_sequences(len(order)):
+            for modes in choices.list_mode_sequences(op, order):
                 mode = dict(zip(order, modes, strict=True))
                 for loops, _ in choices.list_loop_orders(order, dense):
                     for parallel, _ in choices.list_parallel_loops(op, loops, owner, mode):
-                        num_thread_options = 1 if parallel is None else num_parallel_options
+                        num_thread_options = 1
+                        if parallel is not None:
+                            num_chunks = len(choices.list_chunks(loops, parallel, order, mode))
+                            num_thread_options = len(self._thread_options) * num_chunks
                         for vectorize, _ in (
                             choices.list_vector_loops(op, loops, owner, mode, parallel)
                             if num_thread_options

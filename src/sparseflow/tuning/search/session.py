@@ -30,7 +30,7 @@ from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_diagonal_presets, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
@@ -257,7 +257,9 @@ class TuningSession:
     def _select_by_model(self, schedules: Sequence[Schedule]) -> TuneResult:
         """Compile the schedule that the cost model scores highest."""
         problem = self.problem
-        schedules = list(dict.fromkeys(schedules))
+        # Models have not seen diagonals, which are faster than other formats if they are full.
+        diagonals = [schedule for schedule in schedules if schedule.has_diagonals]
+        schedules = list(dict.fromkeys(diagonals or schedules))
         scores = self._make_prior()(problem, self._threads)(schedules)
         limit = compute_storage_limit(problem)
         for index in np.argsort(-scores, kind="stable"):
@@ -280,7 +282,7 @@ class TuningSession:
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
         operator, extents = self.problem.operator, self.problem.extents
-        presets = build_presets(operator, extents, threads)
+        presets = build_presets(operator, extents, threads) | build_diagonal_presets(self.problem, threads)
         return {name: schedule.canonicalize(operator, extents) for name, schedule in presets.items()}
 
     @contextmanager

@@ -31,7 +31,7 @@ import numpy as np
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.schedule.operators import Operator
-from sparseflow.tuning.schedule.parser import LEVEL_MODES
+from sparseflow.tuning.schedule.parser import LevelMode
 from sparseflow.tuning.schedule.schedule import Schedule
 
 PRIMITIVES = (
@@ -49,7 +49,7 @@ FIELD_SIZES = (
     len(PRIMITIVES),
     len(ROLES),
     len(PARTS),
-    1 + len(LEVEL_MODES),
+    1 + LevelMode.DIAGONAL,
     2 + MAX_POSITIONS,
     2 + MAX_POSITIONS,
 )
@@ -150,7 +150,11 @@ class ScheduleTokenizer:
             storage = next(
                 sparse_format for sparse_format in schedule.formats if sparse_format.tensor == axes.tensor
             )
-            modes = {level.axis: level.mode + 1 for level in storage.modes}
+            # Networks know AutoSparse's modes; diagonals are compressed for them.
+            modes = {
+                level.axis: 1 + (LevelMode.COMPRESSED if level.mode is LevelMode.DIAGONAL else level.mode)
+                for level in storage.modes
+            }
             for outside, inside, name in _list_positions(storage.order):
                 role, part, size, _ = parts[name]
                 add((_FREORDER, role, part, 0, outside, inside, size, 0))
