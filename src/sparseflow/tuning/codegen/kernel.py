@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,6 +19,7 @@ from sparseflow.core.artifact import Artifact
 from sparseflow.core.device import describe_cpu
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.c_source import SYMBOL
+from sparseflow.tuning.codegen.extrema import Extremum, find_extrema
 from sparseflow.tuning.codegen.program import (
     KernelProgram,
     allocate_aligned,
@@ -33,6 +34,11 @@ from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
 if TYPE_CHECKING:
     import scipy.sparse
+
+Reduction = Literal["sum", "mean", "max", "min"]
+"""How the products of the elements of a row are combined."""
+
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 _ARRAYS = ("rows", "cols", "values")
 
@@ -201,7 +207,9 @@ class Kernel(ABC):
         """Describe this kernel and the variants that were compiled so far, a line each."""
         lines: list[str] = []
         for kernel in self._family.list_variants(self.base):
-            name = f"{kernel!r}"[1:-1] + (", transposed" if kernel._key.transposed else "")
+            key = kernel._key
+            name = f"{kernel!r}"[1:-1] + (", transposed" if key.transposed else "")
+            name += ", mean" if key.values.endswith("means") else ""
             lines.append(f"{name}: {kernel.origin}; schedule {kernel.schedule or 'of the library'}")
         return "\n".join(lines)
 
@@ -215,7 +223,13 @@ class Kernel(ABC):
         return self if self._base is None else self._base
 
     def __call__(
-        self, *inputs: Any, out: Any = None, alpha: float = 1.0, beta: float = 0.0, **named_inputs: Any
+        self,
+        *inputs: Any,
+        reduce: Reduction = "sum",
+        out: Any = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        **named_inputs: Any,
     ) -> Any:
         """Compute `alpha` times the result, plus `beta` times `out`.
 
@@ -224,15 +238,17 @@ class Kernel(ABC):
 
         Args:
             inputs: numpy arrays or CPU tensors.
+            reduce: Combination of the products of a row, `"sum"`, `"mean"`, `"max"` or `"min"`, over all
+                elements that the matrix stores; 0 for rows without elements. SDDMM takes `"sum"` only.
             out: Array or tensor of the shape and dtype of the result, which it is written to; not for SDDMM.
             alpha: Factor of the result.
             beta: Factor of `out`.
             named_inputs: Inputs by name: `B`, `x`, `X` or `Y`.
 
         Raises:
-            InputError: The number, a shape or a dtype of the inputs is wrong.
+            InputError: The number, a shape or a dtype of the inputs is wrong, or `reduce` is not possible.
         """
-        plain = out is None and alpha == 1.0 and beta == 0.0
+        plain = out is None and alpha == 1.0 and beta == 0.0 and reduce == "sum"
         if (
             plain
             and len(inputs) == len(self._shapes) == 1
@@ -249,15 +265,37 @@ class Kernel(ABC):
                 return self.compute(value)
         if out is not None and self.problem.operator.sparse_output:
             raise InputError("`out` is for dense results; that of sddmm is sparse")
+        if reduce not in REDUCTIONS or (reduce != "sum" and self.problem.operator.sparse_output):
+            allowed = "sum" if self.problem.operator.sparse_output else ", ".join(REDUCTIONS)
+            raise InputError(
+                f"`reduce` (={reduce!r}) of {self.problem.operator.name} must be one of: {allowed}"
+            )
+        if not self.problem.matrix.nnz:
+            reduce = "sum"  # all are zeros
+        if reduce == "mean" and self._value_tensor is None:
+            kernel = self._get_variant(values="column_means" if self._key.transposed else "row_means")
+            return kernel(*inputs, out=out, alpha=alpha, beta=beta, **named_inputs)
         arguments = self._bind_inputs(inputs, named_inputs)
         if any(is_tensor(value) for value in arguments):
             from sparseflow.tuning.codegen import torch_ops
 
-            result = torch_ops.call_kernel(self, arguments)
+            result = torch_ops.call_kernel(self, arguments, reduce)
         else:
             arrays = [_read_array(name, value) for name, value in zip(self._shapes, arguments, strict=True)]
-            result = self._apply(arrays)
-        return result if plain else _combine(result, out, alpha, beta)
+            result = self._apply(arrays, reduce)
+        if reduce == "mean":
+            result = self._divide_by_counts(result)
+        return result if out is None and alpha == 1.0 and beta == 0.0 else _combine(result, out, alpha, beta)
+
+    def _divide_by_counts(self, result: Any) -> Any:
+        """Divide the sums of rows by their numbers of elements."""
+        counts = np.maximum(np.diff(self._csr_indices[0]), 1).astype(self.dtype)
+        counts = counts if result.ndim == 1 else counts[:, None]
+        if not is_tensor(result):
+            return result / counts
+        import torch
+
+        return result / torch.from_numpy(counts)
 
     def __matmul__(self, other: Any) -> Any:
         return NotImplemented if self.problem.operator.sparse_output else self(other)
@@ -296,7 +334,7 @@ class Kernel(ABC):
             )
         return [arguments[name] for name in names]
 
-    def _apply(self, inputs: list[np.ndarray]) -> Any:
+    def _apply(self, inputs: list[np.ndarray], reduce: Reduction) -> Any:
         """Compute the result for arrays of any dtype."""
         dtype = np.result_type(self.dtype, *inputs)
         is_complex = dtype.kind == "c"
@@ -310,6 +348,8 @@ class Kernel(ABC):
         if self.problem.operator.sparse_output:
             return self.build_sparse_output(self.sample(*(np.ascontiguousarray(x, real) for x in inputs)))
         (dense,) = (np.ascontiguousarray(value, dtype) for value in inputs)
+        if reduce in ("max", "min"):
+            return self._reduce_rows(dense, reduce)
         values = self._read_new_values()
         if not is_complex:
             return self.multiply(dense, values)
@@ -335,6 +375,39 @@ class Kernel(ABC):
         for index in np.ndindex(dense.shape[:-2]):
             result[index] = kernel.compute(dense[index], values=values)
         return result
+
+    def _reduce_rows(self, dense: np.ndarray, reduce: Extremum) -> np.ndarray:
+        """Compute the largest or smallest products for a vector, a matrix or a batch of matrices."""
+        if dense.dtype.kind == "c":
+            raise InputError(f"`reduce` (={reduce!r}) needs an order, which complex numbers do not have")
+        self.check_shapes((dense.shape[-2:],))
+        columns = dense[:, None] if dense.ndim == 1 else np.moveaxis(dense, -2, 0)
+        values = self._read_new_values()
+        values = None if values is None else self.reorder(values)
+        result, _ = self.find_extrema(columns.reshape(len(columns), -1), reduce, values)
+        result = np.moveaxis(result.reshape(len(result), *columns.shape[1:]), 0, -2)
+        return result[:, 0] if dense.ndim == 1 else result
+
+    def find_extrema(
+        self, dense: np.ndarray, reduce: Extremum, values: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the largest or smallest products of every row and their elements; see `extrema.find_extrema`.
+
+        Args:
+            dense: float32 or float64 array of shape [columns of A, n].
+            reduce: `"max"` or `"min"`.
+            values: Values of A to use instead of its own, in the order of this kernel's matrix.
+        """
+        values = self.problem.matrix.values if values is None else values
+        threads = 1 if self.schedule is None or os.getpid() != _PROCESS_ID else self.schedule.threads
+        return find_extrema(
+            *self._csr_indices,
+            np.ascontiguousarray(values, dense.dtype),
+            np.ascontiguousarray(dense),
+            reduce,
+            threads=threads,
+            cache_dir=self._cache_dir,
+        )
 
     def sample(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Compute the values of D, in the order of the matrix, from contiguous arrays of one dtype."""
@@ -403,6 +476,9 @@ class Kernel(ABC):
 
     @cached_property
     def _csr_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        template = self._family.template
+        if template is not None:
+            return self._family.get_similar(template, self._key)._csr_indices
         csr = self.problem.matrix.to_scipy()
         return csr.indptr, csr.indices
 
@@ -552,7 +628,7 @@ def get_kernel(number: int) -> Kernel:
     Raises:
         RunError: It does not exist any more.
     """
-    kernel = _KERNELS.get(number)
+    kernel = _KERNELS.get(int(number))  # torch.compile passes a symbol for the second kernel of the same code
     if kernel is None:
         raise RunError("the kernel of this operation was deleted; keep a reference to it")
     return kernel

@@ -20,10 +20,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from sparseflow.errors import InputError
-from sparseflow.tuning.codegen.kernel import Kernel, check_tensor, get_kernel, read_tensor
+from sparseflow.tuning.codegen.extrema import Extremum
+from sparseflow.tuning.codegen.kernel import Kernel, Reduction, check_tensor, get_kernel, read_tensor
 
 
-def call_kernel(kernel: Kernel, inputs: list[Any]) -> Tensor:
+def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") -> Tensor:
     """Run a kernel on tensors; see `Kernel.__call__`."""
     tensors = [
         _check_tensor(name, value) for name, value in zip(kernel.problem.input_shapes, inputs, strict=True)
@@ -34,8 +35,12 @@ def call_kernel(kernel: Kernel, inputs: list[Any]) -> Tensor:
     if dtype.is_complex:
         if kernel.problem.operator.sparse_output:
             raise InputError("sddmm does not take complex numbers")
+        if reduce in ("max", "min"):
+            raise InputError(f"`reduce` (={reduce!r}) needs an order, which complex numbers do not have")
         return _multiply_complex(kernel, tensors[0].to(dtype))
     tensors = [tensor.to(dtype) for tensor in tensors]
+    if reduce in ("max", "min"):
+        return _reduce_rows(kernel, tensors[0], reduce)
     values, is_sampled = kernel._value_tensor, kernel.problem.operator.sparse_output
     multiply: Callable[..., Tensor] = _Product.apply
     sample: Callable[..., Tensor] = _Samples.apply
@@ -79,6 +84,22 @@ def _multiply_complex(kernel: Kernel, dense: Tensor) -> Tensor:
     return result[:, 0] if dense.dim() == 1 else result
 
 
+def _reduce_rows(kernel: Kernel, dense: Tensor, reduce: Extremum) -> Tensor:
+    """Compute the largest or smallest products; see `Kernel.find_extrema`."""
+    kernel.check_shapes((tuple(dense.shape[-2:]),))
+    columns = dense.unsqueeze(1) if dense.dim() == 1 else dense.movedim(-2, 0)
+    values = kernel._value_tensor
+    if values is not None:
+        values = values.to(dense.dtype)
+        values = values[torch.from_numpy(kernel.transposition)] if kernel._key.transposed else values
+    if torch.compiler.is_compiling() or _is_recorded(dense, *(() if values is None else (values,))):
+        result, _ = torch.ops.sparseflow.spmm_extrema(columns.flatten(1), values, reduce, kernel._number)
+    else:
+        result, _ = _find_extrema(columns.flatten(1), values, reduce, kernel)
+    result = result.unflatten(1, columns.shape[1:]).movedim(0, -2)
+    return result[..., 0] if dense.dim() == 1 else result
+
+
 def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
     indptr, indices = (torch.tensor(part) for part in kernel._csr_indices)
     return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
@@ -96,8 +117,16 @@ def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Te
 def _compute_samples(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
     arrays = _to_array(x), _to_array(y)
     # The operator is SDDMM with the pattern of the kernel's matrix, whatever the kernel computes.
-    ones = kernel._get_variant(operator="sddmm", n_cols=x.shape[1], dtype=arrays[0].dtype.name, ones=True)
+    ones = kernel._get_variant(operator="sddmm", n_cols=x.shape[1], dtype=arrays[0].dtype.name, values="ones")
     return torch.from_numpy(ones.compute(*arrays))
+
+
+def _find_extrema(
+    dense: Tensor, values: Tensor | None, reduce: Extremum, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    array = None if values is None else _to_array(values)
+    result, elements = kernel.find_extrema(_to_array(dense), reduce, array)
+    return torch.from_numpy(result), torch.from_numpy(elements)
 
 
 class _Product(torch.autograd.Function):
@@ -262,3 +291,58 @@ _sddmm.register_autograd(
     lambda ctx, gradient: _differentiate_samples(ctx, gradient, _multiply_by_number),
     setup_context=_setup_sddmm,
 )
+
+
+@torch.library.custom_op("sparseflow::spmm_extrema", mutates_args=(), device_types="cpu")
+def _spmm_extrema(dense: Tensor, values: Tensor | None, reduce: str, kernel: int) -> tuple[Tensor, Tensor]:
+    return _find_extrema(dense, values, "max" if reduce == "max" else "min", get_kernel(kernel))
+
+
+@_spmm_extrema.register_fake
+def _(dense: Tensor, values: Tensor | None, reduce: str, kernel: int) -> tuple[Tensor, Tensor]:
+    result = dense.new_empty(get_kernel(kernel).shape[0], dense.shape[1])
+    return result, torch.empty_like(result, dtype=torch.int64 if dense.itemsize == 8 else torch.int32)
+
+
+@_spmm_extrema.register_vmap
+def _(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    dense: Tensor,
+    values: Tensor | None,
+    reduce: str,
+    kernel: int,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    pairs = _unbind(info.batch_size, in_dims[:2], (dense, values))
+    results = [torch.ops.sparseflow.spmm_extrema(*pair, reduce, kernel) for pair in pairs]
+    return (torch.stack([result for result, _ in results]), torch.stack([part for _, part in results])), (
+        0,
+        0,
+    )
+
+
+def _setup_spmm_extrema(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    dense, values, _, number = inputs
+    ctx.kernel = get_kernel(number)
+    ctx.save_for_backward(dense, values, output[1])
+
+
+def _differentiate_extrema(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients: a result depends on one element of its row only."""
+    dense, values, elements = ctx.saved_tensors
+    gradient = gradient.masked_fill(elements < 0, 0)
+    indptr, indices = map(torch.from_numpy, ctx.kernel._csr_indices)
+    elements = indptr[:-1, None] + elements.clamp(min=0).long()
+    elements = elements.clamp(max=len(indices) - 1)  # of rows without elements
+    columns = indices[elements].long()
+    dense_gradient = values_gradient = None
+    if ctx.needs_input_grad[0]:
+        factors = torch.tensor(ctx.kernel.problem.matrix.values).to(dense) if values is None else values
+        dense_gradient = torch.zeros_like(dense).scatter_add(0, columns, gradient * factors[elements])
+    if values is not None and ctx.needs_input_grad[1]:
+        products = gradient * dense.gather(0, columns)
+        values_gradient = torch.zeros_like(values).index_add(0, elements.flatten(), products.flatten())
+    return dense_gradient, values_gradient, None, None
+
+
+_spmm_extrema.register_autograd(_differentiate_extrema, setup_context=_setup_spmm_extrema)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -31,14 +31,15 @@ class VariantKey:
         n_cols: Columns of the dense operands; None for SpMV.
         dtype: `"float32"` or `"float64"`.
         transposed: Whether the kernel computes with the transposed matrix.
-        ones: Whether it computes with ones instead of the matrix's values.
+        values: Values: the matrix's own, ones, or its own divided by the number of elements in their row or
+            column, for means.
     """
 
     operator: str
     n_cols: int | None
     dtype: str
     transposed: bool = False
-    ones: bool = False
+    values: Literal["own", "ones", "row_means", "column_means"] = "own"
 
 
 class KernelFamily:
@@ -69,14 +70,17 @@ class KernelFamily:
         """
         if key == base._key:
             return base
-        if key.ones and self.template is not None:
-            return self._get_from(self.template, key)  # it does not depend on the values
+        if key.values == "ones" and self.template is not None:
+            return self.get_similar(self.template, key)  # it does not depend on the values
+        kernel = self._variants.get(key)
+        if kernel is not None:
+            return kernel
         with self._lock:
             kernel = self._variants.get(key)
             if kernel is None:
                 kernel = self._build(base, key)
                 kernel._key, kernel._family, kernel._base = key, self, base
-                if not key.ones:
+                if key.values == "own":
                     kernel._value_tensor, kernel._value_version = base._value_tensor, base._value_version
                 self._variants[key] = kernel
             return kernel
@@ -97,8 +101,14 @@ class KernelFamily:
         from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
 
         matrix = self._make_matrix(base, key)
-        if self.template is not None:
-            similar = self._get_from(self.template, key)
+        is_mean = key.values.endswith("means")
+        if self.template is not None or is_mean:
+            same_code = replace(key, values="own") if is_mean else key
+            similar = (
+                self.get(base, same_code)
+                if self.template is None
+                else self.get_similar(self.template, same_code)
+            )
             kernel = similar.replace_values(matrix.values)
             kernel.origin = similar.origin
             return kernel
@@ -111,16 +121,23 @@ class KernelFamily:
         return kernel
 
     @staticmethod
-    def _get_from(template: Kernel, key: VariantKey) -> Kernel:
+    def get_similar(template: Kernel, key: VariantKey) -> Kernel:
         """Return the template's kernel of the same pattern."""
         transposed = key.transposed != template._key.transposed
         return template._get_variant(
-            operator=key.operator, n_cols=key.n_cols, dtype=key.dtype, transposed=transposed, ones=key.ones
+            operator=key.operator,
+            n_cols=key.n_cols,
+            dtype=key.dtype,
+            transposed=transposed,
+            values=key.values,
         )
 
     def _make_matrix(self, base: Kernel, key: VariantKey) -> CooMatrix:
         matrix = base.problem.matrix
-        values = np.ones(matrix.nnz) if key.ones else matrix.values
+        values = np.ones(matrix.nnz) if key.values == "ones" else matrix.values
+        if key.values.endswith("means"):
+            axis = matrix.rows if key.values == "row_means" else matrix.cols
+            values = values / np.bincount(axis)[axis]
         matrix = replace(matrix, values=values.astype(key.dtype))
         if not key.transposed:
             return matrix
