@@ -9,7 +9,7 @@
 
 `schedule` describes operators, matrices and schedules, `codegen` compiles a schedule to a kernel, `measure`
 times schedules and collects labels, `model` learns to rank schedules, and `search` searches. `evaluation`
-compares cost models and searches.
+compares cost models and searches, and `gnn` aggregates neighbors in graph neural networks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
+    from sparseflow.tuning import gnn
     from sparseflow.tuning.api import tune
     from sparseflow.tuning.codegen.kernel import Kernel, load
     from sparseflow.tuning.measure.collection import collect
@@ -36,6 +37,7 @@ __all__ = [
     "TuneResult",
     "TuningSession",
     "collect",
+    "gnn",
     "import_labels",
     "load",
     "train",
@@ -54,4 +56,5 @@ __getattr__, __dir__ = attach(
         "schedule.schedule": ["Schedule"],
         "search.session": ["TuneResult", "TuningSession"],
     },
+    submodules=["gnn"],
 )
