@@ -329,6 +329,33 @@ def test_call_with_names_factors_and_an_output(make: Make) -> None:
         sampled(x, y, out=sampled(x, y))
 
 
+def test_call_with_bias_and_activation(make: Make) -> None:
+    kernel = make("spmm", np.float64)
+    (dense,), bias = kernel.problem.generate_inputs(1), np.linspace(-1, 1, WIDTH)
+    expected, out = compute_expected(kernel, (dense,)), np.ones((ROWS, WIDTH))
+    activated = np.maximum(expected + bias, 0)
+    np.testing.assert_allclose(kernel(dense, bias=bias, activation="relu"), activated)
+    np.testing.assert_allclose(kernel(dense, bias=bias), expected + bias)
+    result = kernel(torch.from_numpy(dense), bias=torch.from_numpy(bias), activation="relu")
+    np.testing.assert_allclose(result, activated)
+    kernel(dense, out=out, alpha=2.0, beta=3.0, bias=bias, activation="relu")
+    np.testing.assert_allclose(out, np.maximum(2 * expected + 3 + bias, 0))
+    vector = make("spmv", np.float64)
+    (x,) = vector.problem.generate_inputs(1)
+    np.testing.assert_allclose(vector(x, activation="relu"), np.maximum(vector(x), 0))
+    for wrong in (bias[:-1], bias[0], torch.from_numpy(bias)):
+        with pytest.raises(InputError, match="`bias`"):
+            kernel(dense, bias=wrong)
+    with pytest.raises(InputError, match="`bias`"):
+        vector(x, bias=bias)
+    with pytest.raises(InputError, match="'tanh'"):
+        kernel(dense, activation="tanh")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="complex"):
+        kernel(1j * dense, activation="relu")
+    with pytest.raises(InputError, match="sddmm"):
+        make("sddmm")(*make("sddmm").problem.generate_inputs(1), activation="relu")
+
+
 @pytest.mark.parametrize("library", [False, True])
 @pytest.mark.parametrize("name", ["spmm", "spmv"])
 def test_other_columns_vectors_and_batches(name: str, library: bool, make: Make) -> None:

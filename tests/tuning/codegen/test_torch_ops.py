@@ -103,6 +103,19 @@ def test_gradients_of_sampled_products(transposed: bool, make: Make) -> None:
         torch.testing.assert_close(multiply(VALUES, x, y), expected.T if transposed else expected)
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_gradients_of_bias_and_activation(reduce: Any, make: Make) -> None:
+    kernel = make("spmm", 3, "bcsr4x1")
+
+    def apply_layer(values: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return kernel.with_values(values)(dense, reduce=reduce, bias=bias, activation="relu")
+
+    values, dense, bias = VALUES, sample(2, COLS, 4), sample(4)
+    check_gradients(apply_layer, values, dense, bias)
+    expected = torch.relu(kernel.with_values(values)(dense, reduce=reduce) + bias)
+    torch.testing.assert_close(apply_layer(values, dense, bias), expected)
+
+
 def test_complex_gradients(make: Make) -> None:
     dense = torch.complex(sample(COLS, 2), sample(COLS, 2)).detach().requires_grad_()
     assert torch.autograd.gradcheck(make("spmm", 2), (dense,))

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.device import describe_cpu
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.c_source import SYMBOL
@@ -229,9 +230,11 @@ class Kernel(ABC):
         out: Any = None,
         alpha: float = 1.0,
         beta: float = 0.0,
+        bias: Any = None,
+        activation: Literal["relu"] | None = None,
         **named_inputs: Any,
     ) -> Any:
-        """Compute `alpha` times the result, plus `beta` times `out`.
+        """Compute `alpha` times the result, plus `beta` times `out`, plus `bias`, and apply the activation.
 
         Inputs of another dtype than the matrix are promoted as numpy does for arrays and torch for tensors.
         SpMM and SpMV take matrices and vectors; more dimensions than two are batches.
@@ -243,14 +246,18 @@ class Kernel(ABC):
             out: Array or tensor of the shape and dtype of the result, which it is written to; not for SDDMM.
             alpha: Factor of the result.
             beta: Factor of `out`.
+            bias: Array or tensor of shape [n_cols] that is added to each row, without a copy of the result.
+            activation: `"relu"`, which is applied without a copy of the result; None for none. SDDMM takes
+                neither a bias nor an activation.
             named_inputs: Inputs by name: `B`, `x`, `X` or `Y`.
 
         Raises:
             InputError: The number, a shape or a dtype of the inputs is wrong, or `reduce` is not possible.
         """
-        plain = out is None and alpha == 1.0 and beta == 0.0 and reduce == "sum"
+        plain = out is None and alpha == 1.0 and beta == 0.0
+        is_product = plain and reduce == "sum" and bias is None and activation is None
         if (
-            plain
+            is_product
             and len(inputs) == len(self._shapes) == 1
             and not named_inputs
             and self._value_tensor is None
@@ -265,6 +272,8 @@ class Kernel(ABC):
                 return self.compute(value)
         if out is not None and self.problem.operator.sparse_output:
             raise InputError("`out` is for dense results; that of sddmm is sparse")
+        if not (bias is None and activation is None) and self.problem.operator.sparse_output:
+            raise InputError("`bias` and `activation` are for dense results; that of sddmm is sparse")
         if reduce not in REDUCTIONS or (reduce != "sum" and self.problem.operator.sparse_output):
             allowed = "sum" if self.problem.operator.sparse_output else ", ".join(REDUCTIONS)
             raise InputError(
@@ -274,7 +283,9 @@ class Kernel(ABC):
             reduce = "sum"  # all are zeros
         if reduce == "mean" and self._value_tensor is None:
             kernel = self._get_variant(values="column_means" if self._key.transposed else "row_means")
-            return kernel(*inputs, out=out, alpha=alpha, beta=beta, **named_inputs)
+            return kernel(
+                *inputs, out=out, alpha=alpha, beta=beta, bias=bias, activation=activation, **named_inputs
+            )
         arguments = self._bind_inputs(inputs, named_inputs)
         if any(is_tensor(value) for value in arguments):
             from sparseflow.tuning.codegen import torch_ops
@@ -285,7 +296,10 @@ class Kernel(ABC):
             result = self._apply(arrays, reduce)
         if reduce == "mean":
             result = self._divide_by_counts(result)
-        return result if out is None and alpha == 1.0 and beta == 0.0 else _combine(result, out, alpha, beta)
+        result = result if plain else _combine(result, out, alpha, beta)
+        if bias is None and activation is None:
+            return result
+        return _add_bias_and_activate(result, bias, activation)
 
     def _divide_by_counts(self, result: Any) -> Any:
         """Divide the sums of rows by their numbers of elements."""
@@ -744,3 +758,25 @@ def _combine(result: Any, out: Any, alpha: float, beta: float) -> Any:
         out *= beta
         out += result if alpha == 1.0 else result * alpha
     return out
+
+
+def _add_bias_and_activate(result: Any, bias: Any, activation: str | None) -> Any:
+    """Add a bias to each row and apply an activation, in place."""
+    if bias is not None:
+        if is_tensor(bias) != is_tensor(result):
+            raise InputError(f"`bias` is a {type(bias).__name__}; the result is a {type(result).__name__}")
+        bias = bias if is_tensor(bias) else _read_array("bias", bias)
+        if result.ndim < 2 or tuple(bias.shape) != tuple(result.shape[-1:]):
+            raise InputError(
+                f"`bias` has shape {tuple(bias.shape)}; the result has shape {tuple(result.shape)} and takes "
+                "one element for each column of a matrix"
+            )
+        result += bias
+    if activation is None:
+        return result
+    check_one_of(("relu",), activation=activation)
+    if "complex" in str(result.dtype):
+        raise InputError(f"`activation` (={activation!r}) needs an order, which complex numbers do not have")
+    if not is_tensor(result):
+        return np.maximum(result, 0, out=result)
+    return result.relu_()
