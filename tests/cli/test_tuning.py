@@ -7,15 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("scipy")
 
 from sparseflow.cli.root import run
+from sparseflow.tuning.codegen.kernel import LibraryKernel
 from sparseflow.tuning.measure import collection as collecting
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.measure.labels import LabelSet
 from sparseflow.tuning.model.net.pretrained import load_network
+from sparseflow.tuning.schedule.matrices import as_coo
+from sparseflow.tuning.schedule.operators import OPERATORS
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.synthetic_labels import SMALL, on_disk
 
@@ -164,6 +169,32 @@ def test_train_eval_and_plot(
     for bad, value in ((["--suite", "all"], "'all'"), (["--config", "none.json"], "none.json")):
         assert run([*command, *bad]) == 2
         assert value in capsys.readouterr().err
+
+
+def test_export_writes_c_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(np.eye(5)))
+    LibraryKernel(problem).save("kernel.sfk")
+    command = ["tuning", "export", "kernel.sfk"]
+    assert run([*command, "c"]) == 0
+    output = capsys.readouterr().out
+    assert "preset csr" in output and "files: c" in output
+    assert run([*command, "json", "--name", "eye", "--json"]) == 0
+    result = read_json(capsys)
+    assert (result["folder"], result["preset"]) == ("json", "csr")
+    assert sorted(result["files"]) == sorted(path.name for path in Path("json").iterdir())
+    assert "int eye_spmv(" in Path("json/eye_kernel.h").read_text()
+    for arguments, value in (
+        ([*command, "c"], "c is not an empty directory"),
+        ([*command, "d", "--name", "1d"], "'1d'"),
+        (["tuning", "export", "none.sfk", "d"], "none.sfk"),
+        (["tuning", "export", "c/README.md", "d"], "README.md"),
+    ):
+        assert run(arguments) == 2
+        assert value in capsys.readouterr().err
+    assert not Path("d").exists()
 
 
 @pytest.mark.parametrize(

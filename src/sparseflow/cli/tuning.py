@@ -65,6 +65,33 @@ app.command("tune")(tune)
 
 
 @app.command()
+def export(
+    kernel: Annotated[Path, typer.Argument(help="Kernel, as written by `tune`: kernel.sfk.")],
+    folder: Annotated[Path, typer.Argument(help="Directory to create.")],
+    name: Annotated[str, typer.Option(help="Prefix of files and C symbols.")] = "sparseflow",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a kernel as C code and data, with a test program, for C and C++ programs.
+
+    The kernel may have been tuned on another CPU.
+    """
+    from sparseflow.tuning.codegen.kernel import load
+
+    result = load(kernel, any_cpu=True).export_c(folder, name=name)
+    emit(
+        result.to_dict(),
+        as_json,
+        f"schedule: {result.schedule}",
+        *(
+            []
+            if result.preset is None
+            else [f"in Python, scipy computes this kernel; the C code is the preset {result.preset}"]
+        ),
+        f"files: {folder}; README.md says how to build them",
+    )
+
+
+@app.command()
 def collect(
     out: OutDirOption,
     matrices: Annotated[
