@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against import checker, slower
+from paired_times import checker, slower
 
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
