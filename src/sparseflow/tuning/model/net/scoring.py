@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -33,14 +34,27 @@ def make_scorer(
         A function from schedules to scores, float32, shape [schedules]; higher is faster. It raises
         InputError for a schedule that does not fit the operator.
     """
-    context, encoder = embed_problem(net, problem, threads), ScheduleTokenizer()
+    with _use_one_thread():
+        context, encoder = embed_problem(net, problem, threads), ScheduleTokenizer()
     operator, extents = problem.operator, problem.extents
 
     def score(schedules: Sequence[Schedule]) -> np.ndarray:
         ids = encoder.encode(schedules, operator, extents)
-        return score_token_ids(net, ids, encoder.table, context)
+        with _use_one_thread():
+            return score_token_ids(net, ids, encoder.table, context)
 
     return score
+
+
+@contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Run torch in one thread: on busy CPUs several threads wait for each other for seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def embed_problem(net: AutoSparseNet, problem: SparseProblem, threads: int) -> Tensor:
