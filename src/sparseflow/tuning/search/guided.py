@@ -54,16 +54,19 @@ class GuidedSearch(Strategy):
         self._batch_size, self._exploration = batch_size, exploration
         self._visited: set[Schedule] = set()
         self._queue: list[Schedule] = []
+        self._is_exhausted = False
         self._reserve: list[Schedule] = []
 
     def propose(self) -> Schedule:
-        if not self._queue:
+        if not self._queue and not self._is_exhausted:
             self._queue = self._screen()
+            self._is_exhausted = not self._queue
         # Without new schedules the other strategy may repeat itself.
         return self._queue.pop(0) if self._queue else self._strategy.propose()
 
     def observe(self, trial: Trial) -> None:
         self._visited.add(trial.schedule)
+        self._is_exhausted = False
         self._model.observe([trial])
         self._strategy.observe(trial)
 
