@@ -66,7 +66,7 @@ def tune(
     kind, _, width = label.partition(":")
     session = TuningSession(
         kind, matrix.make(np.dtype(dtype)), n_cols=int(width) if width else None, budget_s=args.budget_s,
-        method=args.method, threads=args.threads, seed=args.seed,
+        method=args.method, threads=args.threads, seed=args.seed, warm_start=False,
     )  # fmt: skip
     result = session.run()
     if isinstance(result.kernel, CompiledKernel):

@@ -223,6 +223,7 @@ def compare(
         result = TuningSession(
             kind, matrix, n_cols=problem.n_cols, budget_s=math.inf, max_trials=count - len(by_hand),
             method=method, threads=args.threads, seed=seed, out_dir=folder,
+            warm_start=False,
             prior=load_prior(args.net) if args.net and method.startswith(GUIDED_PREFIX) else None,
         ).run()  # fmt: skip
         row = {"matrix": name, "problem": label, "nnz": matrix.nnz, "shape": matrix.shape}

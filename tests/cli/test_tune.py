@@ -12,8 +12,12 @@ pytest.importorskip("scipy")
 
 from sparseflow import tuning
 from sparseflow.cli.root import run
-from sparseflow.tuning.measure import evaluator
+from sparseflow.tuning.schedule.matrix_files import read_matrix
+from sparseflow.tuning.schedule.operators import get_operator
+from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search import rerank
+from sparseflow.tuning.search.winners import WinnerCache
 
 MATRIX = "%%MatrixMarket matrix coordinate real general\n4 3 4\n1 2 5\n2 1 1\n2 3 2\n4 3 -1\n"
 
@@ -23,7 +27,7 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(rerank, "_TURN_S", 0.0)
     monkeypatch.setattr(rerank, "_NUM_TURNS", 1)
-    monkeypatch.setattr(evaluator, "_THOROUGH_PROCESSES", 1)
+    monkeypatch.setattr(rerank, "_NUM_PROCESSES", 1)
     path = tmp_path / "a.mtx"
     path.write_text(MATRIX)
     return str(path)
@@ -34,6 +38,7 @@ def test_tune_writes_kernel_and_resumes_trials(
 ) -> None:
     out = tmp_path / "run"
     command = ["tune", "spmm", matrix, "--n-cols", "8", "--trials", "2", "--threads", "1", "--out", str(out)]
+    command += ["--budget-s", "inf"]  # a short call would end the search
     assert run(command) == 0
     output = capsys.readouterr().out
     kernel_file = out / "kernel.sfk"
@@ -52,6 +57,18 @@ def test_tune_without_budget_measures_nothing(matrix: str, capsys: pytest.Captur
     assert run(["tune", "spmv", matrix, "--budget-s", "0"]) == 0
     output = capsys.readouterr().out
     assert "not measured" in output and "schedule: " in output and "speedup" not in output
+
+
+def test_tune_again_starts_from_winner(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", "spmm", matrix, "--n-cols", "8", "--threads", "1", "--trials", "1"]
+    command += ["--budget-s", "inf"]
+    problem = SparseProblem(
+        operator=get_operator("spmm"), matrix=read_matrix(matrix, dtype=np.float32), n_cols=8
+    )
+    WinnerCache().add(problem, 1, build_presets(problem.operator, problem.extents, 1)["csr"])
+    for arguments, expected in (([], 1), (["--no-warm-start"], 0)):
+        assert run([*command, *arguments]) == 0
+        assert capsys.readouterr().out.count("started from the schedule of a similar matrix") == expected
 
 
 def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,15 +114,18 @@ def _tuning(folder: Path) -> dict[str, bytes]:
 
     from sparseflow.cli.root import run
     from sparseflow.tuning.measure.labels import write_pattern
+    from sparseflow.tuning.search.winners import Winner, WinnerFile
 
     (folder / "a.mtx").write_text(MATRIX)
     command = ["tune", "spmv", str(folder / "a.mtx"), "--trials", "3", "--method", "random", "--threads", "1"]
+    command += ["--budget-s", "inf", "--no-warm-start"]
     assert run([*command, "--out", str(folder / "tune")]) == 0
     assert run(["tuning", "collect", str(folder / "a.mtx"), "--workloads", "spmv", "--schedules", "2",
                 "--threads", "1", "--out", str(folder / "collect")]) == 0  # fmt: skip
     trials = (folder / "tune" / "trials.jsonl").read_bytes()
     schedules = [json.loads(line)["schedule"] for line in trials.splitlines()[1:]]
     digest = write_pattern(folder, make_pattern())
+    winner = Winner(settings="spmv", statistics={"rows": 2.0}, schedule=schedules[0])
     npz = io.BytesIO()
     scipy.sparse.save_npz(npz, scipy.sparse.eye_array(4).tocsr())
     return {
@@ -135,6 +138,7 @@ def _tuning(folder: Path) -> dict[str, bytes]:
         "tuning-import": "".join(f"{line} {index + 1.5}\n" for index, line in enumerate(schedules)).encode(),
         "tuning-families": b'{"net100": "net", "Trec5": "Trec"}',
         "tuning-trials": trials,
+        "tuning-winners": json.dumps(WinnerFile(winners=(winner,)).to_dict()).encode(),
         "tuning-collection": (folder / "collect" / "measured.jsonl").read_bytes(),
         "tuning-config": _read_shipped("tuning/configs/autosparse.yaml"),
     }

@@ -217,6 +217,13 @@ def _(path: Path) -> None:
     read_journal(path, Trial, header_type=TrialHeader)
 
 
+@_add("tuning-winners", "winners.json", mutate_json)
+def _(path: Path) -> None:
+    from sparseflow.tuning.search.winners import WinnerFile
+
+    WinnerFile.load(path)
+
+
 @_add("tuning-collection", "measured.jsonl", mutate_json_lines)
 def _(path: Path) -> None:
     from sparseflow.tuning.measure.collection_log import CollectionLog

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sparseflow.tuning.measure import evaluator
 from sparseflow.tuning.search import rerank
 
 
@@ -29,4 +28,4 @@ def default_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def short_finals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "_TURN_S", 0.0)
     monkeypatch.setattr(rerank, "_NUM_TURNS", 1)
-    monkeypatch.setattr(evaluator, "_THOROUGH_PROCESSES", 1)
+    monkeypatch.setattr(rerank, "_NUM_PROCESSES", 1)

@@ -53,6 +53,12 @@ def tune(
     threads: ThreadsOption = None,
     cluster: ClusterOption = None,
     machines: Annotated[int, typer.Option(min=1, help="Machines of the cluster to measure on.")] = 1,
+    warm_start: Annotated[
+        bool,
+        typer.Option(
+            "--warm-start/--no-warm-start", help="Start from the fastest schedules of similar matrices."
+        ),
+    ] = True,
     seed: SeedOption = 0,
     out: OptionalOutDirOption = None,
     as_json: JsonOption = False,
@@ -85,6 +91,7 @@ def tune(
             out_dir=out,
             cluster=cluster,
             num_machines=machines,
+            warm_start=warm_start,
             progress=progress,
         )
         result = session.run()
@@ -110,6 +117,7 @@ def tune(
         f"{len(result.trials)} schedules, {num_failed} of them failed, {num_disturbed} disturbed; "
         + ", ".join(f"{phase} {duration_s:.1f} s" for phase, duration_s in result.seconds.items()),
         *([] if result.best_ratio is None else _describe_gain(result)),
+        *(f"started from the schedule of a similar matrix: {schedule}" for schedule in result.similar),
         f"schedule: {result.kernel.schedule or 'none, scipy computes'}",
         *([] if kernel is None else [f"kernel: {kernel}"]),
     )

@@ -29,6 +29,7 @@ def tune(
     cache_dir: Path | None = None,
     cluster: str | None = None,
     num_machines: int = 1,
+    warm_start: bool = True,
     progress: Progress | None = None,
 ) -> Kernel:
     """Search for the fastest kernel of a sparse operator on one matrix.
@@ -45,7 +46,7 @@ def tune(
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
         matrix: scipy.sparse matrix, sparse torch tensor or 2-D numpy array.
         n_cols: Columns of the dense operands; None for SpMV.
-        budget_s: Approximate time budget, seconds. With 0, nothing is measured: the cost model selects one of
+        budget_s: Time budget, seconds. With 0, nothing is measured: the cost model selects one of
             the hand-written schedules.
         max_trials: Maximum number of schedules to measure besides the baselines.
         method: Search method.
@@ -57,6 +58,7 @@ def tune(
         cache_dir: Directory of compiled code.
         cluster: Address of a Ray cluster that measures.
         num_machines: Machines of the cluster to use.
+        warm_start: Whether to start from the fastest schedules of similar matrices.
         progress: Progress callback.
     """
     session = TuningSession(
@@ -74,6 +76,7 @@ def tune(
         cache_dir=cache_dir,
         cluster=cluster,
         num_machines=num_machines,
+        warm_start=warm_start,
         progress=progress,
     )
     return session.run().kernel

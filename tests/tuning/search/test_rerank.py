@@ -37,6 +37,6 @@ def test_call_times_use_best_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "_NUM_TURNS", 3)
     monkeypatch.setattr(rerank, "_TURN_S", 0.1)
     kernels = [Pretended(clock, 2e-4), Pretended(clock, 1e-4, slowly=50), Pretended(clock, 4e-4)]
-    result = rerank.measure_call_times(cast(list[Kernel], kernels), ())
+    result, _ = rerank.measure_call_times(cast(list[Kernel], kernels), ())
     assert result == pytest.approx([0.2, 0.1, 0.4])
     assert clock.current_s == pytest.approx(0.9, rel=0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +35,11 @@ _THOROUGH_SETTINGS = {"repeats": 30, "min_time_s": 0.1, "max_time_s": 0.6}
 """Settings of measurements. The first run of the reference is slow, too: 10 times its first run is at least
 20 times its warm time, and slower candidates need no exact time."""
 
-_THOROUGH_PROCESSES = 3
-"""Processes of a thorough measurement."""
+_SAMPLE_S = 2e-3
+"""Shortest time of a sample of candidate and reference."""
+
+_MAX_PROGRAM_BYTES = 256 << 20
+"""Size of the packed matrices that are stored for later measurements of the same schedules."""
 
 _Time = Annotated[
     float,
@@ -55,7 +57,8 @@ class Trial:
     Attributes:
         schedule: Schedule.
         latency_ms: Fastest sample, milliseconds; infinite if it failed.
-        ratio: Median of schedule time / reference time over paired samples; infinite if it failed.
+        ratio: Median of schedule time / reference time over paired samples; if disturbed, fastest sample /
+            fastest sample of the reference in the session; infinite if it failed.
         error: Error message; None if it succeeded.
         disturbed: Whether other processes used the CPUs or the speed of the machine changed.
         seconds: Phase ("build", "compile", "measure") -> duration, seconds.
@@ -85,6 +88,16 @@ class Trial:
 
 
 _TRIAL_TYPE = TypeAdapter(Trial)
+
+
+def estimate_thorough_s(trial: Trial) -> float:
+    """Estimate the duration of a thorough measurement from a quick one, seconds."""
+    pair_s = 2 * max(1e-3 * (trial.latency_ms + trial.latency_ms / trial.ratio), _SAMPLE_S)
+    quick_s, thorough_s = (
+        min(max(settings["repeats"] * pair_s, settings["min_time_s"]), settings["max_time_s"])
+        for settings in (_QUICK_SETTINGS, _THOROUGH_SETTINGS)
+    )
+    return trial.seconds.get("measure", 0.0) / trial.times + thorough_s - quick_s
 
 
 def make_job(
@@ -128,12 +141,16 @@ class ScheduleEvaluator:
         self._scale = float(np.abs(self._expected).max(initial=0.0)) or 1.0
         self._limit_bytes = compute_storage_limit(problem)
         self._session: MeasurementSession | None = None
+        self._reference_ms = math.inf
+        self._programs: dict[Schedule, KernelProgram] = {}
+        self._ratios: dict[Schedule, float] = {}
 
     def __enter__(self) -> ScheduleEvaluator:
         program = build_program(self.problem, self._reference)
         job = make_job(program, self.inputs, cache_dir=self._cache_dir)
         session = MeasurementSession(job, shared_arrays=self.inputs, cache_dir=self._cache_dir)
         self._session = session.__enter__()
+        self._cache_program(program, 0.0)
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -142,12 +159,16 @@ class ScheduleEvaluator:
             self._session = None
 
     def measure(self, schedule: Schedule, *, thorough: bool = False) -> Trial:
-        """Measure one schedule; its errors are part of the trial.
+        """Measure one schedule in one process; its errors are part of the trial.
+
+        A disturbed sample is too slow, never too fast, but the median ratio of disturbed samples can be
+        anything. The fastest samples are compared instead, so that a disturbed schedule looks slower than it
+        is.
 
         Args:
             schedule: Schedule.
-            thorough: Take many samples in several processes, to compare the best schedules. The memory layout
-                of a process changes the time of a kernel by some percent.
+            thorough: Take many samples, to compare the best schedules. The memory layout of a process changes
+                the time of a kernel by some percent, so several processes are better than one.
 
         Raises:
             InputError: The evaluator is not open.
@@ -157,34 +178,49 @@ class ScheduleEvaluator:
         seconds: dict[str, float] = {}
         try:
             with _time_phase(seconds, "build"):
-                program = build_program(self.problem, schedule, max_bytes=self._limit_bytes)
+                program = self.build(schedule)
             with _time_phase(seconds, "compile"):
                 job = make_job(program, self.inputs, cache_dir=self._cache_dir)
         except (InputError, RunError) as error:
             return Trial(schedule=schedule, error=str(error), seconds=seconds)
         with _time_phase(seconds, "measure"):
             settings = _THOROUGH_SETTINGS if thorough else _QUICK_SETTINGS
-            timings = []
-            for _ in range(_THOROUGH_PROCESSES if thorough else 1):
+            timing = self._session.measure(job, **settings)
+            if timing.too_slow:  # repeated, because a disturbance can have the same effect
                 timing = self._session.measure(job, **settings)
-                if timing.too_slow:  # repeated, because a disturbance can have the same effect
-                    timing = self._session.measure(job, **settings)
-                wrong = timing.error or self._check_output(program, timing.output)
-                if wrong is not None:
-                    return Trial(schedule=schedule, error=wrong, seconds=seconds)
-                timings.append(timing)
+            wrong = timing.error or self._check_output(program, timing.output)
+        if wrong is not None:
+            return Trial(schedule=schedule, error=wrong, seconds=seconds)
+        self._reference_ms = min(self._reference_ms, *timing.reference_ms)
+        disturbed = timing.contended or timing.drifted
+        ratio = timing.min_ms / self._reference_ms if disturbed else timing.ratio
+        self._cache_program(program, ratio)
         return Trial(
-            schedule=schedule,
-            latency_ms=min(timing.min_ms for timing in timings),
-            ratio=statistics.median(timing.ratio for timing in timings),
-            disturbed=any(timing.contended or timing.drifted for timing in timings),
-            seconds=seconds,
+            schedule=schedule, latency_ms=timing.min_ms, ratio=ratio, disturbed=disturbed, seconds=seconds
         )
+
+    def build(self, schedule: Schedule) -> KernelProgram:
+        """Build the program of a schedule, or return that of an earlier measurement.
+
+        Raises:
+            InputError: The schedule cannot run, or exceeds the storage limit.
+        """
+        program = self._programs.get(schedule)
+        return program or build_program(self.problem, schedule, max_bytes=self._limit_bytes)
+
+    def _cache_program(self, program: KernelProgram, ratio: float) -> None:
+        """Store a program for later measurements, and drop the slowest beyond the memory limit."""
+        self._programs[program.schedule], self._ratios[program.schedule] = program, ratio
+        total = sum(array.nbytes for other in self._programs.values() for array in other.leading_arrays)
+        while total > _MAX_PROGRAM_BYTES:
+            slowest = max(self._programs, key=lambda schedule: self._ratios[schedule])
+            total -= sum(array.nbytes for array in self._programs.pop(slowest).leading_arrays)
 
     def confirm(self, trial: Trial) -> Trial:
         """Measure the best schedule again, because the best of many measurements is biased.
 
-        Returns the undisturbed trial, or the slower one if both or none are disturbed.
+        Returns the undisturbed trial, the slower one of two undisturbed trials, or the faster one of two
+        disturbed trials.
 
         Raises:
             InputError: The evaluator is not open.
@@ -196,7 +232,11 @@ class ScheduleEvaluator:
         selected = max(
             trial,
             repeat,
-            key=lambda candidate: (candidate.error is not None, not candidate.disturbed, candidate.ratio),
+            key=lambda candidate: (
+                candidate.error is not None,
+                not candidate.disturbed,
+                -candidate.ratio if candidate.disturbed else candidate.ratio,
+            ),
         )
         return replace(selected, seconds=seconds, times=trial.times + repeat.times)
 

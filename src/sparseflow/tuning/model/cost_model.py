@@ -129,6 +129,23 @@ class BoostedTrees:
         )
 
 
+class CountModel:
+    """Ranks schedules by `score_by_counts` and learns nothing; it is ready without imports or a network.
+
+    Args:
+        features: Features of the problem.
+    """
+
+    def __init__(self, features: ScheduleFeatures) -> None:
+        self._features = features
+
+    def score(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        return score_by_counts(self._features.compute(schedules))
+
+    def observe(self, trials: Sequence[Trial]) -> None:
+        pass
+
+
 def score_by_counts(features: np.ndarray) -> np.ndarray:
     """Score schedules by counts of steps and bytes, for searches without another prior.
 

@@ -111,6 +111,7 @@ def compare_searches(
                 prior=prior if method.startswith(GUIDED_PREFIX) else None,
                 threads=threads,
                 seed=seed,
+                warm_start=False,
             )
             result = session.run()
             SearchRecord(

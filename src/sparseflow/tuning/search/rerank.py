@@ -1,21 +1,24 @@
-"""Final measurement: the best schedules are measured thoroughly and called in this process."""
+"""Final measurement: the best schedules are measured in rounds and called in this process."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from sparseflow.core.telemetry.cpu_contention import MAX_OTHER_SHARE, CpuUsageMonitor
 from sparseflow.errors import RunError
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program
-from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial
+from sparseflow.tuning.measure.evaluator import ScheduleEvaluator, Trial, estimate_thorough_s
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
+from sparseflow.tuning.search.deadline import Deadline
 
 LIBRARY = "library"
 """Name of the scipy baseline."""
@@ -28,11 +31,23 @@ _NUM_BY_LATENCY = 2
 good.
 """
 
+_NUM_PROCESSES = 3
+"""Undisturbed measurements of each finalist, in a process each."""
+
+_ROUNDS_PER_PROCESS = 2
+"""Maximum number of measurements of a finalist over `_NUM_PROCESSES`, if some are disturbed."""
+
+_CLOSE = 1.15
+"""Finalists within this factor of the best are measured in every round, others once."""
+
 _MIN_GAIN = 0.02
 """Minimum gain over the best baseline, because the best of many measurements is biased."""
 
 _SHORT_CALL_MS = 0.2
 """Below this latency waking threads may take longer than they save."""
+
+CALL_OVERHEAD_MS = 3e-3
+"""Time of a call from Python besides the kernel."""
 
 _NUM_TURNS = 3
 _TURN_S = 0.3
@@ -40,6 +55,12 @@ _TURN_S = 0.3
 """
 
 _SAMPLE_S = 2e-3
+
+_NUM_CALLS = 20
+"""Calls of the reference that take as long as the shortest measurement of all kernels in this process."""
+
+_LONG_CALL_S = 0.1
+"""A first call that takes longer is not repeated to get its exact time."""
 
 _MAX_REFERENCE_ERROR = 0.1
 """Largest deviation from 1 of the reference's time over its own time."""
@@ -73,48 +94,65 @@ def rerank_schedules(
     baselines: Mapping[str, Schedule],
     reference: Schedule,
     *,
+    deadline: Deadline,
     cache_dir: Path | None = None,
 ) -> RerankResult:
     """Measure the best schedules and the baselines again, and select the fastest kernel.
 
+    Finalists are measured in rounds, the most promising first, and those that are not much slower than the
+    best up to three times. A disturbed measurement is repeated, and counts only if all of a schedule are
+    disturbed. If the reference takes longer or shorter than its own time, everything is measured once more.
+    All of this ends with the deadline. A baseline or a confirmed trial without a final measurement counts
+    with the ratio of the search.
+
     In the harness a kernel has the CPUs for itself; in this process its threads may have to be woken. The
     fastest schedule, the fastest with one thread if calls are short, and the library are therefore also timed
-    in this process.
+    in this process. If other processes use the CPUs, a call takes at most the time of the harness and the
+    overhead of a call.
 
     Args:
         problem: Problem.
         evaluator: Open evaluator of the problem.
         trials: Trials of the search.
-        baselines: Baseline name -> schedule; all are in `trials`.
-        reference: Schedule that the ratios are relative to; one of the baselines.
+        baselines: Baseline name -> schedule; those without a trial are ignored.
+        reference: Schedule that the ratios are relative to; one of the baselines, in `trials`.
+        deadline: Time limit.
         cache_dir: Directory of compiled code; see `compile_source`.
 
     Raises:
         RunError: No schedule runs.
     """
-    preferred = set(baselines.values())
-    candidates = _select_candidates(trials, preferred)
-    thorough = {
-        schedule: evaluator.measure(schedule, thorough=True)
-        for schedule in dict.fromkeys((*baselines.values(), *candidates))
-    }
+    measured = {name: schedule for name, schedule in baselines.items() if schedule in trials}
+    preferred = set(measured.values())
+    rounds = _FinalRounds(evaluator, trials, preferred, reference, deadline)
+    final = rounds.measure()
+    pool = {
+        schedule: trial for schedule, trial in trials.items() if schedule in preferred or trial.times > 1
+    } | final
     winner = min(
-        thorough.values(),
+        pool.values(),
         key=lambda trial: trial.ratio * (1.0 - _MIN_GAIN if trial.schedule in preferred else 1.0),
     )
     if winner.error is not None:
         raise RunError(f"no schedule ran in the final measurement: {winner.error}")
     finalists = [winner]
     if winner.latency_ms < _SHORT_CALL_MS and winner.schedule.threads > 1:
-        single = [trial for trial in thorough.values() if not trial.error and trial.schedule.threads == 1]
+        single = [trial for trial in pool.values() if not trial.error and trial.schedule.threads == 1]
         finalists += sorted(single, key=lambda trial: trial.ratio)[:1]
-    kernels: list[Kernel] = [
-        *(CompiledKernel(build_program(problem, trial.schedule), cache_dir=cache_dir) for trial in finalists),
-        LibraryKernel(problem),
-    ]
-    times = measure_call_times(kernels, evaluator.inputs)
+    kernels: list[Kernel] = []
+    for trial in finalists:
+        # The evaluator computes with other values if all values are equal.
+        is_same = evaluator.problem is problem
+        program = evaluator.build(trial.schedule) if is_same else build_program(problem, trial.schedule)
+        kernels.append(CompiledKernel(program, cache_dir=cache_dir))
+    kernels.append(LibraryKernel(problem))
+    times, is_disturbed = measure_call_times(kernels, evaluator.inputs, max_s=deadline.remaining_s)
+    if is_disturbed:
+        # All threads are rarely undisturbed in the same call; the library has only one.
+        for index, trial in enumerate(finalists):
+            times[index] = min(times[index], trial.latency_ms + CALL_OVERHEAD_MS)
     ratios = [winner.ratio * (time_ms / times[0]) for time_ms in times]
-    baseline_ratios = {name: thorough[schedule].ratio for name, schedule in baselines.items()}
+    baseline_ratios = {name: pool[schedule].ratio for name, schedule in measured.items()}
     baseline_ratios[LIBRARY] = ratios[-1]
     best = min(ratios)
     index = len(kernels) - 1 if best == ratios[-1] else ratios.index(best)
@@ -126,7 +164,119 @@ def rerank_schedules(
         baselines=baseline_ratios,
         kernel_ms=times[index],
         library_ms=times[-1],
-        warnings=tuple(_find_disturbances(thorough.values(), thorough[reference].ratio)),
+        warnings=tuple(_find_disturbances(final.values() or pool.values(), pool[reference].ratio)),
+    )
+
+
+def estimate_rerank_s(
+    trials: Mapping[Schedule, Trial], baselines: Iterable[Schedule], reference: Schedule, max_s: float
+) -> float:
+    """Estimate the seconds that a session should reserve for `rerank_schedules`.
+
+    They allow all rounds, but are at most `max_s`, and at least what one measurement of the best schedule and
+    the reference and some calls in this process take.
+
+    Args:
+        trials: Trials so far; with the reference.
+        baselines: Schedules of the baselines.
+        reference: Reference schedule.
+        max_s: Limit beyond that minimum, seconds.
+    """
+    preferred = {schedule for schedule in baselines if schedule in trials}
+    costs_s = [
+        estimate_thorough_s(trials[schedule]) for schedule in _select_finalists(trials, preferred, reference)
+    ]
+    full_s = _NUM_PROCESSES * sum(costs_s) + 3 * _NUM_TURNS * _TURN_S
+    return max(sum(costs_s[:2]) + _estimate_calls_s(trials[reference]), min(full_s, max_s))
+
+
+def _estimate_calls_s(trial: Trial) -> float:
+    """Estimate the time of the shortest measurement in this process from the reference's trial, seconds."""
+    return 1e-3 * _NUM_CALLS * trial.latency_ms
+
+
+class _FinalRounds:
+    """Measurements of the finalists in turns.
+
+    Args:
+        evaluator: Open evaluator.
+        trials: Trials of the search.
+        baselines: Baselines with a trial.
+        reference: Reference schedule.
+        deadline: Time limit.
+    """
+
+    def __init__(
+        self,
+        evaluator: ScheduleEvaluator,
+        trials: Mapping[Schedule, Trial],
+        baselines: Collection[Schedule],
+        reference: Schedule,
+        deadline: Deadline,
+    ) -> None:
+        self._evaluator, self._deadline = evaluator, deadline
+        self._baselines, self._reference = baselines, reference
+        self._finalists = _select_finalists(trials, baselines, reference)
+        self._costs_s = {schedule: estimate_thorough_s(trials[schedule]) for schedule in self._finalists}
+        self._reserve_s = _estimate_calls_s(trials[reference])
+
+    def measure(self) -> dict[Schedule, Trial]:
+        """Measure the finalists; a second time if the reference's ratio to itself is wrong."""
+        start_s = self._deadline.elapsed_s
+        final = self._measure_once()
+        duration_s = self._deadline.elapsed_s - start_s
+        if self._reference not in final:
+            return final
+        error = abs(final[self._reference].ratio - 1.0)
+        if error > _MAX_REFERENCE_ERROR and self._deadline.allows(duration_s + self._reserve_s):
+            repeated = self._measure_once()
+            if self._reference in repeated and abs(repeated[self._reference].ratio - 1.0) <= error:
+                final |= repeated
+        return final
+
+    def _measure_once(self) -> dict[Schedule, Trial]:
+        measurements: dict[Schedule, list[Trial]] = {}
+        merged: dict[Schedule, Trial] = {}
+        for _ in range(_ROUNDS_PER_PROCESS * _NUM_PROCESSES):
+            pending = self._select_unfinished(measurements, merged)
+            for schedule in pending:
+                if self._deadline.allows(self._costs_s[schedule] + self._reserve_s):
+                    trial = self._evaluator.measure(schedule, thorough=True)
+                    measurements.setdefault(schedule, []).append(trial)
+                    self._costs_s[schedule] = sum(trial.seconds.values())
+            merged = {schedule: _merge(trials) for schedule, trials in measurements.items()}
+        return merged
+
+    def _select_unfinished(
+        self, measurements: Mapping[Schedule, Sequence[Trial]], merged: Mapping[Schedule, Trial]
+    ) -> list[Schedule]:
+        """Select the finalists to measure in the next round."""
+        if not merged:
+            return self._finalists
+        limit = _CLOSE * min(trial.ratio for trial in merged.values())
+        baselines = [schedule for schedule in merged if schedule in self._baselines]
+        precise = {self._reference, *sorted(baselines, key=lambda schedule: merged[schedule].ratio)[:1]}
+        return [
+            schedule
+            for schedule, trial in merged.items()
+            if trial.error is None
+            and (trial.ratio <= limit or schedule in precise)
+            and sum(not other.disturbed for other in measurements[schedule]) < _NUM_PROCESSES
+        ]
+
+
+def _merge(trials: Sequence[Trial]) -> Trial:
+    """Merge measurements of one schedule: disturbed ones count only if all are disturbed."""
+    failed = next((trial for trial in trials if trial.error is not None), None)
+    if failed is not None:
+        return failed
+    ratios = [trial.ratio for trial in trials if not trial.disturbed]
+    return replace(
+        trials[0],
+        latency_ms=min(trial.latency_ms for trial in trials),
+        ratio=statistics.median(ratios) if ratios else min(trial.ratio for trial in trials),
+        disturbed=not ratios,
+        times=len(trials),
     )
 
 
@@ -135,8 +285,8 @@ def _find_disturbances(trials: Collection[Trial], reference_ratio: float) -> Ite
     num_disturbed = sum(trial.disturbed for trial in trials)
     if num_disturbed:
         yield (
-            f"other processes disturbed {num_disturbed} of {len(trials)} final measurements; tune again on "
-            "an idle machine"
+            f"other processes disturbed {num_disturbed} of {len(trials)} final measurements, whose ratios "
+            "compare the fastest samples; tune again on an idle machine"
         )
     if not abs(reference_ratio - 1.0) <= _MAX_REFERENCE_ERROR:
         yield (
@@ -145,8 +295,14 @@ def _find_disturbances(trials: Collection[Trial], reference_ratio: float) -> Ite
         )
 
 
-def _select_candidates(trials: Mapping[Schedule, Trial], baselines: Collection[Schedule]) -> list[Schedule]:
-    """Select schedules with the best ratios, with the lowest latencies, and the best with one thread."""
+def _select_finalists(
+    trials: Mapping[Schedule, Trial], baselines: Collection[Schedule], reference: Schedule
+) -> list[Schedule]:
+    """Select what is measured again: the reference, then the others by ratio.
+
+    These are the baselines that ran and the schedules with the best ratios, with the lowest latencies, and
+    the best with one thread.
+    """
     ranked = sorted((trial for trial in trials.values() if not trial.error), key=lambda trial: trial.ratio)
     by_latency = sorted(ranked, key=lambda trial: trial.latency_ms)
     candidates = [trial.schedule for trial in ranked if trial.schedule not in baselines][:NUM_BY_RATIO]
@@ -155,27 +311,53 @@ def _select_candidates(trials: Mapping[Schedule, Trial], baselines: Collection[S
     ]
     if ranked and ranked[0].latency_ms < _SHORT_CALL_MS:
         candidates += [trial.schedule for trial in ranked if trial.schedule.threads == 1][:1]
-    return candidates
+    finalists = dict.fromkeys((reference, *baselines, *candidates))
+    return sorted(
+        (schedule for schedule in finalists if trials[schedule].error is None),
+        key=lambda schedule: (schedule != reference, trials[schedule].ratio),
+    )
 
 
-def measure_call_times(kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...]) -> list[float]:
+def measure_call_times(
+    kernels: Sequence[Kernel], inputs: tuple[np.ndarray, ...], *, max_s: float = math.inf
+) -> tuple[list[float], bool]:
     """Measure the time of a call of each kernel in this process, milliseconds.
 
-    Kernels take turns; the result is the best turn, by the lower quartile of its samples.
+    Kernels take turns; the result is the best turn, by the lower quartile of its samples. If other processes
+    use the CPUs, it is the fastest sample.
+
+    Args:
+        kernels: Kernels.
+        inputs: Dense inputs.
+        max_s: Approximate time limit, seconds; each kernel has at least one sample.
+
+    Returns:
+        Time of each kernel, and whether other processes used the CPUs.
     """
+    monitor, start_s = CpuUsageMonitor(), time.perf_counter()
     counts = []
     for kernel in kernels:
-        kernel.compute(*inputs)
-        counts.append(max(1, int(_SAMPLE_S / max(_time_call(kernel, inputs, 1), 1e-7))))
-    best = [math.inf] * len(kernels)
+        duration_s = _time_call(kernel, inputs, 1)
+        if duration_s < _LONG_CALL_S:
+            duration_s = _time_call(kernel, inputs, 1)
+        counts.append(max(1, int(_SAMPLE_S / max(duration_s, 1e-7))))
+    turn_s = min(_TURN_S, max_s / (_NUM_TURNS * len(kernels)))
+    turns: list[list[list[float]]] = [[] for _ in kernels]
     for _ in range(_NUM_TURNS):
-        for index, (kernel, count) in enumerate(zip(kernels, counts, strict=True)):
-            samples = []
-            start = time.perf_counter()
-            while not samples or time.perf_counter() - start < _TURN_S:
+        for kernel, count, finished in zip(kernels, counts, turns, strict=True):
+            samples: list[float] = []
+            turn_start_s = time.perf_counter()
+            while not samples or time.perf_counter() - turn_start_s < turn_s:
                 samples.append(1e3 * _time_call(kernel, inputs, count))
-            best[index] = min(best[index], sorted(samples)[len(samples) // 4])
-    return best
+            finished.append(sorted(samples))
+        if time.perf_counter() - start_s > max_s:
+            break
+    other_share = monitor.measure_other_share()
+    is_disturbed = other_share is not None and other_share > MAX_OTHER_SHARE
+    times = [
+        min(samples[0 if is_disturbed else len(samples) // 4] for samples in finished) for finished in turns
+    ]
+    return times, is_disturbed
 
 
 def _time_call(kernel: Kernel, inputs: tuple[np.ndarray, ...], count: int) -> float:

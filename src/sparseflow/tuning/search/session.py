@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program, check_threads, compute_storage_limit
 from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
-from sparseflow.tuning.model.cost_model import BoostedTrees, ScheduleScorer
+from sparseflow.tuning.model.cost_model import BoostedTrees, CostModel, CountModel, ScheduleScorer
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import get_operator
@@ -36,10 +37,12 @@ from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.schedule.space import ScheduleSpace
 from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import RandomSearch, Strategy
+from sparseflow.tuning.search.deadline import Deadline
 from sparseflow.tuning.search.evolutionary import EvolutionarySearch
 from sparseflow.tuning.search.guided import GuidedSearch
 from sparseflow.tuning.search.qlearning import QLearningSearch
-from sparseflow.tuning.search.rerank import rerank_schedules
+from sparseflow.tuning.search.rerank import CALL_OVERHEAD_MS, estimate_rerank_s, rerank_schedules
+from sparseflow.tuning.search.winners import WinnerCache
 
 Prior = Callable[[SparseProblem, int], ScheduleScorer]
 """(problem, threads) -> scorer of its schedules before anything is measured."""
@@ -65,8 +68,36 @@ DEFAULT_METHOD = "guided-evolutionary"
 TRIALS_FILE = "trials.jsonl"
 """Trial log in the output directory."""
 
-_RERANK_SHARE = 0.15
-"""Share of the budget that is reserved for the final measurement."""
+_NEGLIGIBLE_MS = CALL_OVERHEAD_MS / 3
+"""Latency below which a search with a budget ends: even a kernel that takes no time would shorten a call by a
+quarter at most.
+"""
+
+_RERANK_SHARE = 0.25
+"""Largest share of the budget that a search reserves for the final measurement, unless its minimum takes
+longer. The baselines only leave the time of the minimum.
+"""
+
+_NEGLIGIBLE_RERANK_S = 0.1
+"""Time of the final measurement of kernels with a negligible latency, seconds."""
+
+_NUM_RECENT = 4
+"""Measurements and proposals that the time of the next one is estimated from."""
+
+_MODEL_MODULES = ("torch", "xgboost")
+"""Modules of the cost model; importing them takes longer than some measurements."""
+
+_IMPORT_S = 1.2
+"""Assumed time of the first import of each of these modules, seconds."""
+
+_DISTURBED_FACTOR = 3.0
+"""Assumed slowdown of the start of the cost model on busy CPUs."""
+
+_MODEL_BUILDS = 1.5
+"""Time to read the pattern for the cost model, over the longest time to build a baseline."""
+
+_MODEL_SHARE = 0.3
+"""Largest share of the search time that the start of the cost model may take."""
 
 _DISTURBED_TOLERANCE = 1.1
 """A disturbed trial is confirmed if its ratio is at most this many times the best."""
@@ -100,12 +131,14 @@ class TuneResult:
     Attributes:
         kernel: Fastest kernel.
         trials: All measurements in order, baselines first, without the final measurement.
-        baselines: Baseline name -> time over the reference's in the final measurement; scipy is `"library"`.
+        baselines: Baseline name -> time over the reference's in the final measurement, or in the search if
+            that was too short; scipy is `"library"`. Those that the budget did not allow are missing.
         best_ratio: Time of the kernel over the reference's in the final measurement; None if nothing was
             measured.
+        similar: Schedules that were fastest on similar matrices, and were measured first.
         seconds: Phase ("propose", "build", "compile", "measure", "rerank", "other") -> duration of this run,
             seconds.
-        warnings: Why the ratios are unreliable, as sentences; they are also logged.
+        warnings: Why the ratios are unreliable or baselines are missing, as sentences; they are also logged.
         break_even: Calls after which the kernel has saved the seconds of this run against scipy; None if it
             is not faster.
     """
@@ -117,6 +150,7 @@ class TuneResult:
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
     break_even: int | None = None
+    similar: tuple[Schedule, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -130,24 +164,34 @@ class TuneResult:
             "seconds": dict(self.seconds),
             "break_even": self.break_even,
             "warnings": list(self.warnings),
+            "similar": [str(schedule) for schedule in self.similar],
         }
 
 
 class TuningSession:
     """Search for the fastest schedule of an operator on one matrix.
 
-    Hand-written schedules are always measured as baselines. The time budget starts with the creation.
+    The time budget starts with the creation. The reference is always measured. The fastest schedules of
+    similar matrices follow, then the other hand-written schedules as baselines, the search, and the final
+    measurement, as far as the budget allows: every step is preceded by an estimate of its time, and the time
+    of the final measurement is reserved. A budget that is too short for all baselines is spent on those that
+    the cost model ranks highest.
+
+    A search ends early if it only repeats its proposals, or if the fastest schedule takes less than a
+    microsecond: a call from Python takes longer, so no search could pay. The latter only if the budget is
+    finite.
 
     Args:
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
         matrix: scipy.sparse matrix, sparse torch tensor or another type that `as_coo` accepts.
         n_cols: Columns of the dense operands; None for SpMV.
-        budget_s: Approximate time budget, seconds. With 0, nothing is measured: the cost model selects one of
-            the hand-written schedules.
+        budget_s: Time budget, seconds; exceeded only by work that no budget avoids, such as measuring the
+            reference. With 0, nothing is measured: the cost model selects one of the hand-written schedules.
         max_trials: Maximum number of schedules to measure besides the baselines.
         method: Search method, one of `METHODS`.
         prior: Initial scores of a guided method, such as `pretrained.load_prior(path)`; by default the
-            shipped network. Boosted trees learn corrections to it during the search.
+            shipped network. Boosted trees learn corrections to it during the search. A budget that is too
+            short to load them is spent with scores from counts of steps and bytes.
         threads: Number of threads; by default all CPUs that this process may use.
         dtype: float32 or float64; by default the dtype of the matrix.
         seed: Random seed of the search and the dense inputs.
@@ -156,10 +200,12 @@ class TuningSession:
         cluster: Address of a Ray cluster that measures the proposals, `"auto"` for the cluster of this
             machine. Baselines and the final measurement run on this machine.
         num_machines: Machines of the cluster to use at the same time.
+        warm_start: Whether to start from the fastest schedules of similar matrices, and to store the result
+            for later sessions, in `cache_dir`.
         progress: Progress callback.
 
     Raises:
-        InputError: An argument is out of range or the matrix is unsupported.
+        InputError: An argument is out of range, `method` takes no `prior`, or the matrix is unsupported.
         OutputError: `out_dir` cannot be written.
     """
 
@@ -180,19 +226,22 @@ class TuningSession:
         cache_dir: Path | None = None,
         cluster: str | None = None,
         num_machines: int = 1,
+        warm_start: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self._start_s = time.monotonic()
         self._threads = len(os.sched_getaffinity(0)) if threads is None else threads
         self._trial_limit = math.inf if max_trials is None else max_trials
         if not (budget_s >= 0 and self._trial_limit >= 0):
             raise InputError(f"`budget_s` (={budget_s}) and `max_trials` (={max_trials}) must be at least 0")
+        self._deadline = Deadline(budget_s)
         check_at_least(0, seed=seed)
         check_at_least(1, num_machines=num_machines)
         check_threads(self._threads)
         if out_dir is not None:
             check_output(out_dir, directory=True)
         check_one_of(METHODS, method=method)
+        if prior is not None and not method.startswith(GUIDED_PREFIX):
+            raise InputError(f"method {method!r} takes no `prior`; use {GUIDED_PREFIX}{method}")
         self._method = method
         self.problem = SparseProblem(
             operator=get_operator(operator), matrix=as_coo(matrix, dtype=dtype), n_cols=n_cols
@@ -200,16 +249,19 @@ class TuningSession:
         self._budget_s, self._prior, self._seed = budget_s, prior, seed
         self._out_dir, self._cache_dir = out_dir, cache_dir
         self._cluster, self._num_machines = cluster, num_machines
+        self._winners = WinnerCache(cache_dir) if warm_start else None
         self._progress = progress
         self._trials: dict[Schedule, Trial] = {}
         self._new_trials: list[Trial] = []
+        self._strategy: Strategy | None = None
         self._propose_s = 0.0
+        self._recent_propose_s: list[float] = [0.0]
 
     def run(self) -> TuneResult:
         """Run the search. Without a C compiler the result is the library's kernel, with a warning.
 
         Raises:
-            InputError: `out_dir` has the trials of another problem, or `method` takes no `prior`.
+            InputError: `out_dir` has the trials of another problem.
             RunError: The reference schedule fails, or another process writes to `out_dir`.
             DeviceError: No cluster is at the address, or its machines have other processors.
             FileFormatError: The trial log is damaged.
@@ -225,23 +277,38 @@ class TuningSession:
         baselines = self._build_baselines(self._threads)
         if self._budget_s == 0:
             return self._select_by_model([*baselines.values(), *self._build_baselines(1).values()])
-        self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
+        reference = self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
+        self._baselines = baselines
         self._trial_limit += len(baselines)
-        evaluator = ScheduleEvaluator(problem, self._reference, seed=self._seed, cache_dir=self._cache_dir)
+        evaluator = ScheduleEvaluator(problem, reference, seed=self._seed, cache_dir=self._cache_dir)
+        start_s = self._deadline.elapsed_s
         with self._open_log() as log, evaluator:
+            self._setup_s = self._deadline.elapsed_s - start_s
             self._log, self._evaluator = log, evaluator
-            self._strategy = self._resume([] if log is None else log.rows)
-            self._measure_baselines(baselines)
+            self._trials |= {} if log is None else {trial.schedule: trial for trial in log.rows}
+            self._num_resumed = len(self._trials)
+            similar = self._measure_baselines()
             self._search()
+            if self._is_negligible():
+                self._deadline.shorten(_NEGLIGIBLE_RERANK_S)
             if self._progress is not None:
                 self._progress("measuring the best schedules again", 1.0)
-            rerank_start_s = time.monotonic()
+            start_s = self._deadline.elapsed_s
             final = rerank_schedules(
-                problem, evaluator, self._trials, baselines, self._reference, cache_dir=self._cache_dir
+                problem,
+                evaluator,
+                self._trials,
+                baselines,
+                reference,
+                deadline=self._deadline,
+                cache_dir=self._cache_dir,
             )
-            rerank_s = time.monotonic() - rerank_start_s
-        for warning in final.warnings:
-            _LOGGER.warning(warning)
+            rerank_s = self._deadline.elapsed_s - start_s
+        if self._winners is not None and final.kernel.schedule is not None:
+            self._winners.add(problem, self._threads, final.kernel.schedule)
+        messages = (*final.warnings, *self._find_missing_baselines())
+        for message in messages:
+            _LOGGER.warning(message)
         seconds = self._sum_phases(rerank_s)
         saved_ms = final.library_ms - final.kernel_ms
         return TuneResult(
@@ -250,8 +317,9 @@ class TuningSession:
             baselines=final.baselines,
             best_ratio=final.best_ratio,
             seconds=seconds,
-            warnings=final.warnings,
+            warnings=messages,
             break_even=math.ceil(1e3 * sum(seconds.values()) / saved_ms) if saved_ms > 0 else None,
+            similar=tuple(similar),
         )
 
     def _select_by_model(self, schedules: Sequence[Schedule]) -> TuneResult:
@@ -269,7 +337,7 @@ class TuningSession:
                 continue
             kernel = CompiledKernel(program, cache_dir=self._cache_dir)
             kernel.origin = "selected by the cost model, not measured"
-            seconds = {"other": time.monotonic() - self._start_s}
+            seconds = {"other": self._deadline.elapsed_s}
             return TuneResult(kernel=kernel, trials=(), baselines={}, best_ratio=None, seconds=seconds)
         raise RunError("no hand-written schedule can store this matrix; tune with a budget above 0")
 
@@ -309,39 +377,82 @@ class TuningSession:
                     raise FileFormatError(f"{log.locate(index)}: {error}; remove the line") from error
             yield log
 
-    def _resume(self, trials: Sequence[Trial]) -> Strategy:
-        """Create the strategy and replay the trials of an earlier run."""
+    def _start_strategy(self) -> Strategy:
+        """Create the strategy and replay the trials, also those of an earlier run."""
+        start_s = time.monotonic()
+        problem, threads = self.problem, self._threads
+        space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
         # A resumed search gets another random stream, so that it does not repeat its proposals.
-        strategy = self._create_strategy(np.random.default_rng([self._seed, len(trials)]))
-        for trial in trials:
-            self._trials[trial.schedule] = trial
+        rng = np.random.default_rng([self._seed, self._num_resumed])
+        strategy = STRATEGIES[self._method.removeprefix(GUIDED_PREFIX)](space, rng)
+        if self._method.startswith(GUIDED_PREFIX):
+            strategy = GuidedSearch(strategy, self._create_model())
+        for trial in self._trials.values():
             strategy.observe(trial)
+        self._propose_s += time.monotonic() - start_s
         return strategy
 
-    def _create_strategy(self, rng: np.random.Generator) -> Strategy:
-        problem, threads, prior = self.problem, self._threads, self._prior
-        space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
-        strategy = STRATEGIES[self._method.removeprefix(GUIDED_PREFIX)](space, rng)
-        if not self._method.startswith(GUIDED_PREFIX):
-            if prior is not None:
-                raise InputError(
-                    f"method {self._method!r} takes no `prior`; use {GUIDED_PREFIX}{self._method}"
-                )
-            return strategy
-        features = ScheduleFeatures(problem, threads)
-        return GuidedSearch(strategy, BoostedTrees(features, prior=self._make_prior()(problem, threads)))
+    def _create_model(self) -> CostModel:
+        """Create the cost model; a simple one if boosted trees and their prior take too long to start."""
+        features = ScheduleFeatures(self.problem, self._threads)
+        search_s = self._deadline.remaining_s - self._estimate_rerank_s(max_share=_RERANK_SHARE)
+        build_s = max(trial.seconds.get("build", 0.0) for trial in self._trials.values())
+        num_imports = sum(module not in sys.modules for module in _MODEL_MODULES)
+        start_s = _IMPORT_S * num_imports + _MODEL_BUILDS * build_s
+        if self._trials[self._reference].disturbed:
+            start_s *= _DISTURBED_FACTOR
+        if start_s > _MODEL_SHARE * search_s:
+            return CountModel(features)
+        return BoostedTrees(features, prior=self._make_prior()(self.problem, self._threads))
 
-    def _measure_baselines(self, baselines: Mapping[str, Schedule]) -> None:
-        schedules = list(baselines.values())
+    def _measure_baselines(self) -> list[Schedule]:
+        """Measure the reference, then the schedules of similar matrices and the other baselines.
+
+        Returns the schedules of similar matrices.
+        """
+        single: dict[str, Schedule] = {}
         if self._threads > 1 and self.problem.matrix.nnz * (self.problem.n_cols or 1) < _SMALL_PRODUCTS:
-            schedules += self._build_baselines(1).values()
-        for schedule in [schedule for schedule in schedules if schedule not in self._trials]:
-            self._record(self._measure(schedule))
+            single = self._build_baselines(1)
+        if self._reference not in self._trials:
+            self._record(self._measure(self._reference))
+        for name, schedule in single.items():
+            # Waking threads takes longer than small products, which only calls in this process show.
+            if self._baselines[name] == self._reference and schedule not in self._trials:
+                self._record(self._measure(schedule))
+        similar = [] if self._winners is None else self._find_similar(self._winners)
+        self._measure_new(similar)
+        baselines = [*self._baselines.values(), *single.values()]
+        baselines = [schedule for schedule in dict.fromkeys(baselines) if schedule not in self._trials]
+        trial_s = self._estimate_trial_s()
+        if self._fits(2 * trial_s) and not self._fits(len(baselines) * trial_s):
+            scores = CountModel(ScheduleFeatures(self.problem, self._threads)).score(baselines)
+            baselines = [baselines[int(index)] for index in np.argsort(-scores, kind="stable")]
+        self._measure_new(baselines)
+        return [schedule for schedule in similar if schedule in self._trials]
+
+    def _find_similar(self, winners: WinnerCache) -> list[Schedule]:
+        """Find the fastest schedules of similar matrices, as many as the limit of trials allows."""
+        if self._is_negligible():
+            return []
+        baselines = self._baselines.values()
+        num_others = sum(schedule not in baselines for schedule in self._trials)
+        num_allowed = self._trial_limit - len(baselines) - num_others
+        similar = winners.find(self.problem, self._threads)
+        return [schedule for index, schedule in enumerate(similar) if index < num_allowed]
+
+    def _measure_new(self, schedules: Sequence[Schedule]) -> None:
+        """Measure the schedules that have no trial, as far as the budget allows and pays."""
+        for schedule in schedules:
+            is_known = schedule in self._trials
+            if not is_known and not self._is_negligible() and self._fits(self._estimate_trial_s()):
+                self._record(self._measure(schedule))
 
     def _search(self) -> None:
-        deadline = self._start_s + self._budget_s * (1.0 - _RERANK_SHARE)
         batch_size = 1 if self._cluster is None else BATCH_SIZE * self._num_machines
-        while time.monotonic() < deadline and len(self._trials) < self._trial_limit:
+        while len(self._trials) < self._trial_limit and not self._is_negligible():
+            cost_s = max(self._recent_propose_s) + self._estimate_trial_s() * batch_size / self._num_machines
+            if not self._fits(cost_s, max_share=_RERANK_SHARE):
+                break
             schedules = self._propose(min(batch_size, self._trial_limit - len(self._trials)))
             if not schedules:
                 break
@@ -358,8 +469,39 @@ class TuningSession:
             ):
                 self._record(trial)
 
+    def _is_negligible(self) -> bool:
+        """Return whether a call takes much longer than the fastest schedule, so that no search pays."""
+        best_ms = min(trial.latency_ms for trial in self._trials.values())
+        return math.isfinite(self._budget_s) and best_ms < _NEGLIGIBLE_MS
+
+    def _fits(self, cost_s: float, *, max_share: float = 0.0) -> bool:
+        """Return whether there is time for work and the final measurement."""
+        return self._deadline.allows(cost_s + self._estimate_rerank_s(max_share=max_share))
+
+    def _estimate_rerank_s(self, *, max_share: float = 0.0) -> float:
+        max_s = max_share * self._budget_s if max_share else 0.0  # an infinite budget times 0 is NaN
+        return estimate_rerank_s(self._trials, self._baselines.values(), self._reference, max_s)
+
+    def _estimate_trial_s(self) -> float:
+        """Estimate the time of the next trial by the slowest of the recent ones, seconds."""
+        recent = [trial for trial in self._new_trials if trial.schedule != self._reference][-_NUM_RECENT:]
+        if not recent:  # the reference is built and compiled before its trial
+            return sum(self._trials[self._reference].seconds.values()) + self._setup_s
+        return max(sum(trial.seconds.values()) for trial in recent)
+
+    def _find_missing_baselines(self) -> Iterator[str]:
+        """Yield a sentence if the budget was too short for all baselines."""
+        missing = [name for name, schedule in self._baselines.items() if schedule not in self._trials]
+        if missing and not self._is_negligible():
+            yield (
+                f"`budget_s` (={self._budget_s:g}) is too short to measure {', '.join(missing)}; the speedup "
+                "is over the other baselines"
+            )
+
     def _propose(self, count: float) -> list[Schedule]:
         """Propose up to `count` new schedules; fewer if the strategy only repeats itself."""
+        if self._strategy is None:
+            self._strategy = self._start_strategy()
         start_s = time.monotonic()
         schedules: dict[Schedule, None] = {}
         num_repeats = 0
@@ -369,7 +511,9 @@ class TuningSession:
             num_repeats = num_repeats + 1 if is_known or schedule in schedules else 0
             if not is_known:
                 schedules[schedule] = None
-        self._propose_s += time.monotonic() - start_s
+        duration_s = time.monotonic() - start_s
+        self._propose_s += duration_s
+        self._recent_propose_s = [*self._recent_propose_s[1 - _NUM_RECENT :], duration_s]
         return list(schedules)
 
     def _measure(self, schedule: Schedule) -> Trial:
@@ -387,15 +531,14 @@ class TuningSession:
             self._log.append(trial)
         self._trials[trial.schedule] = trial
         self._new_trials.append(trial)
-        start_s = time.monotonic()
-        self._strategy.observe(trial)
-        self._propose_s += time.monotonic() - start_s
+        if self._strategy is not None:
+            start_s = time.monotonic()
+            self._strategy.observe(trial)
+            self._propose_s += time.monotonic() - start_s
         if self._progress is not None:
             count, limit = len(self._trials), self._trial_limit
             best_ms = min(trial.latency_ms for trial in self._trials.values())
-            fraction = max(
-                (time.monotonic() - self._start_s) / self._budget_s, count / limit if limit else 0.0
-            )
+            fraction = max(self._deadline.elapsed_s / self._budget_s, count / limit if limit else 0.0)
             self._progress(f"{count} schedules, best {best_ms:.3f} ms", min(fraction, 1.0))
 
     def _sum_phases(self, rerank_s: float) -> dict[str, float]:
@@ -404,5 +547,5 @@ class TuningSession:
             for phase, elapsed_s in trial.seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + elapsed_s
         seconds["rerank"] = rerank_s
-        seconds["other"] = time.monotonic() - self._start_s - sum(seconds.values())
+        seconds["other"] = self._deadline.elapsed_s - sum(seconds.values())
         return seconds
