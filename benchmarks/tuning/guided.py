@@ -43,7 +43,8 @@ from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.search.session import GUIDED_PREFIX, TuneResult, TuningSession
+from sparseflow.tuning.search.methods import GUIDED_PREFIX
+from sparseflow.tuning.search.session import TuneResult, TuningSession
 
 WITHIN = 1.05
 """Largest time relative to the schedule of the long search that counts as equally fast."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.progress import Progress
 from sparseflow.tuning.codegen.kernel import Kernel
-from sparseflow.tuning.search.session import DEFAULT_METHOD, Prior, TuningSession
+from sparseflow.tuning.search.methods import DEFAULT_METHOD, Prior
+from sparseflow.tuning.search.session import TuningSession
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +52,7 @@ def tune(
         max_trials: Maximum number of schedules to measure besides the baselines.
         method: Search method.
         prior: Initial scores of a guided method.
-        threads: Number of threads; by default all CPUs.
+        threads: Number of threads; by default all CPUs, or one for tiny products.
         dtype: float32 or float64; by default the dtype of the matrix.
         seed: Random seed.
         out_dir: Directory of the trial log; an existing log is resumed.

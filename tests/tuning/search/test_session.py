@@ -30,8 +30,9 @@ from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search import deadline, guided, rerank
+from sparseflow.tuning.search.methods import METHODS
 from sparseflow.tuning.search.rerank import LIBRARY
-from sparseflow.tuning.search.session import METHODS, TRIALS_FILE
+from sparseflow.tuning.search.session import TRIALS_FILE
 from tests.tuning.random_schedules import SPMV_LINE
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}

@@ -24,8 +24,8 @@ from sparseflow.tuning.search.annealing import SimulatedAnnealing
 from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.evolutionary import EvolutionarySearch
 from sparseflow.tuning.search.guided import GuidedSearch
+from sparseflow.tuning.search.methods import GUIDED_PREFIX, METHODS, STRATEGIES
 from sparseflow.tuning.search.qlearning import QLearningSearch, compute_state, find_first_change
-from sparseflow.tuning.search.session import GUIDED_PREFIX, METHODS, STRATEGIES
 
 EXTENTS = {"spmm": {"i": 1000, "k": 700, "j": 100}, "spmv": {"i": 1000, "j": 700}}
 EXTENTS["sddmm"] = {"i": 1000, "j": 700, "k": 100}

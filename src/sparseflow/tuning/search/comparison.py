@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
 from sparseflow.core.report import Page, plot_before_after, plot_stacked_bars
-from sparseflow.tuning.search.session import GUIDED_PREFIX, Prior, TuningSession
+from sparseflow.tuning.search.methods import GUIDED_PREFIX, Prior
+from sparseflow.tuning.search.session import TuningSession
 
 COMPARED_METHODS = ("evolutionary", "random", "annealing", "qlearning")
 """The method of the default search, and the search methods of AutoSparse."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,43 +26,27 @@ from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program, check_threads, compute_storage_limit
 from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
-from sparseflow.tuning.model.cost_model import BoostedTrees, CostModel, CountModel, ScheduleScorer
+from sparseflow.tuning.model.cost_model import CountModel
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_diagonal_presets, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import ScheduleSpace
-from sparseflow.tuning.search.annealing import SimulatedAnnealing
-from sparseflow.tuning.search.base import RandomSearch, Strategy
+from sparseflow.tuning.search.base import Strategy
 from sparseflow.tuning.search.deadline import Deadline
-from sparseflow.tuning.search.evolutionary import EvolutionarySearch
-from sparseflow.tuning.search.guided import GuidedSearch
-from sparseflow.tuning.search.qlearning import QLearningSearch
+from sparseflow.tuning.search.methods import (
+    DEFAULT_METHOD,
+    GUIDED_PREFIX,
+    METHODS,
+    Prior,
+    create_strategy,
+    load_default_prior,
+)
 from sparseflow.tuning.search.rerank import CALL_OVERHEAD_MS, estimate_rerank_s, rerank_schedules
 from sparseflow.tuning.search.winners import WinnerCache
 
-Prior = Callable[[SparseProblem, int], ScheduleScorer]
-"""(problem, threads) -> scorer of its schedules before anything is measured."""
-
-STRATEGIES: Mapping[str, type[Strategy]] = {
-    "random": RandomSearch,
-    "evolutionary": EvolutionarySearch,
-    "annealing": SimulatedAnnealing,
-    "qlearning": QLearningSearch,
-}
-"""Name -> search method without a cost model."""
-
-GUIDED_PREFIX = "guided-"
-"""Prefix of the name of a method that is guided by a cost model."""
-
-METHODS = (*STRATEGIES, *(GUIDED_PREFIX + name for name in STRATEGIES))
-"""Names of all search methods."""
-
 _LOGGER = logging.getLogger(__name__)
-
-DEFAULT_METHOD = "guided-evolutionary"
 
 TRIALS_FILE = "trials.jsonl"
 """Trial log in the output directory."""
@@ -84,23 +67,17 @@ _NEGLIGIBLE_RERANK_S = 0.1
 _NUM_RECENT = 4
 """Measurements and proposals that the time of the next one is estimated from."""
 
-_MODEL_MODULES = ("torch", "xgboost")
-"""Modules of the cost model; importing them takes longer than some measurements."""
-
-_IMPORT_S = 1.2
-"""Assumed time of the first import of each of these modules, seconds."""
-
 _DISTURBED_FACTOR = 3.0
 """Assumed slowdown of the start of the cost model on busy CPUs."""
-
-_MODEL_BUILDS = 1.5
-"""Time to read the pattern for the cost model, over the longest time to build a baseline."""
 
 _MODEL_SHARE = 0.3
 """Largest share of the search time that the start of the cost model may take."""
 
 _DISTURBED_TOLERANCE = 1.1
 """A disturbed trial is confirmed if its ratio is at most this many times the best."""
+
+_TINY_PRODUCTS = 4096
+"""Number of products below which threads are not used by default: starting them takes longer."""
 
 _SMALL_PRODUCTS = 2_000_000
 """Number of products below which one thread may be faster than several."""
@@ -192,7 +169,8 @@ class TuningSession:
         prior: Initial scores of a guided method, such as `pretrained.load_prior(path)`; by default the
             shipped network. Boosted trees learn corrections to it during the search. A budget that is too
             short to load them is spent with scores from counts of steps and bytes.
-        threads: Number of threads; by default all CPUs that this process may use.
+        threads: Number of threads; by default all CPUs that this process may use, or one for less than 4096
+            products.
         dtype: float32 or float64; by default the dtype of the matrix.
         seed: Random seed of the search and the dense inputs.
         out_dir: Directory of the trial log; an existing log is resumed.
@@ -229,14 +207,14 @@ class TuningSession:
         warm_start: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self._threads = len(os.sched_getaffinity(0)) if threads is None else threads
         self._trial_limit = math.inf if max_trials is None else max_trials
         if not (budget_s >= 0 and self._trial_limit >= 0):
             raise InputError(f"`budget_s` (={budget_s}) and `max_trials` (={max_trials}) must be at least 0")
         self._deadline = Deadline(budget_s)
         check_at_least(0, seed=seed)
         check_at_least(1, num_machines=num_machines)
-        check_threads(self._threads)
+        if threads is not None:
+            check_threads(threads)
         if out_dir is not None:
             check_output(out_dir, directory=True)
         check_one_of(METHODS, method=method)
@@ -246,6 +224,10 @@ class TuningSession:
         self.problem = SparseProblem(
             operator=get_operator(operator), matrix=as_coo(matrix, dtype=dtype), n_cols=n_cols
         )
+        num_products = self.problem.matrix.nnz * (self.problem.n_cols or 1)
+        default_threads = 1 if num_products < _TINY_PRODUCTS else len(os.sched_getaffinity(0))
+        self._threads = default_threads if threads is None else threads
+        self._is_small = num_products < _SMALL_PRODUCTS
         self._budget_s, self._prior, self._seed = budget_s, prior, seed
         self._out_dir, self._cache_dir = out_dir, cache_dir
         self._cluster, self._num_machines = cluster, num_machines
@@ -328,7 +310,7 @@ class TuningSession:
         # Models have not seen diagonals, which are faster than other formats if they are full.
         diagonals = [schedule for schedule in schedules if schedule.has_diagonals]
         schedules = list(dict.fromkeys(diagonals or schedules))
-        scores = self._make_prior()(problem, self._threads)(schedules)
+        scores = (self._prior or load_default_prior())(problem, self._threads)(schedules)
         limit = compute_storage_limit(problem)
         for index in np.argsort(-scores, kind="stable"):
             try:
@@ -340,13 +322,6 @@ class TuningSession:
             seconds = {"other": self._deadline.elapsed_s}
             return TuneResult(kernel=kernel, trials=(), baselines={}, best_ratio=None, seconds=seconds)
         raise RunError("no hand-written schedule can store this matrix; tune with a budget above 0")
-
-    def _make_prior(self) -> Prior:
-        if self._prior is not None:
-            return self._prior
-        from sparseflow.tuning.model.net.pretrained import make_shipped_prior
-
-        return make_shipped_prior
 
     def _build_baselines(self, threads: int) -> dict[str, Schedule]:
         operator, extents = self.problem.operator, self.problem.extents
@@ -380,30 +355,22 @@ class TuningSession:
     def _start_strategy(self) -> Strategy:
         """Create the strategy and replay the trials, also those of an earlier run."""
         start_s = time.monotonic()
-        problem, threads = self.problem, self._threads
-        space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
-        # A resumed search gets another random stream, so that it does not repeat its proposals.
-        rng = np.random.default_rng([self._seed, self._num_resumed])
-        strategy = STRATEGIES[self._method.removeprefix(GUIDED_PREFIX)](space, rng)
-        if self._method.startswith(GUIDED_PREFIX):
-            strategy = GuidedSearch(strategy, self._create_model())
+        search_s = self._deadline.remaining_s - self._estimate_rerank_s(max_share=_RERANK_SHARE)
+        is_disturbed = self._trials[self._reference].disturbed
+        strategy = create_strategy(
+            self._method,
+            self.problem,
+            self._threads,
+            # A resumed search gets another random stream, so that it does not repeat its proposals.
+            np.random.default_rng([self._seed, self._num_resumed]),
+            prior=self._prior,
+            max_start_s=_MODEL_SHARE * search_s / (_DISTURBED_FACTOR if is_disturbed else 1.0),
+            build_s=max(trial.seconds.get("build", 0.0) for trial in self._trials.values()),
+        )
         for trial in self._trials.values():
             strategy.observe(trial)
         self._propose_s += time.monotonic() - start_s
         return strategy
-
-    def _create_model(self) -> CostModel:
-        """Create the cost model; a simple one if boosted trees and their prior take too long to start."""
-        features = ScheduleFeatures(self.problem, self._threads)
-        search_s = self._deadline.remaining_s - self._estimate_rerank_s(max_share=_RERANK_SHARE)
-        build_s = max(trial.seconds.get("build", 0.0) for trial in self._trials.values())
-        num_imports = sum(module not in sys.modules for module in _MODEL_MODULES)
-        start_s = _IMPORT_S * num_imports + _MODEL_BUILDS * build_s
-        if self._trials[self._reference].disturbed:
-            start_s *= _DISTURBED_FACTOR
-        if start_s > _MODEL_SHARE * search_s:
-            return CountModel(features)
-        return BoostedTrees(features, prior=self._make_prior()(self.problem, self._threads))
 
     def _measure_baselines(self) -> list[Schedule]:
         """Measure the reference, then the schedules of similar matrices and the other baselines.
@@ -411,7 +378,7 @@ class TuningSession:
         Returns the schedules of similar matrices.
         """
         single: dict[str, Schedule] = {}
-        if self._threads > 1 and self.problem.matrix.nnz * (self.problem.n_cols or 1) < _SMALL_PRODUCTS:
+        if self._threads > 1 and self._is_small:
             single = self._build_baselines(1)
         if self._reference not in self._trials:
             self._record(self._measure(self._reference))
@@ -476,6 +443,8 @@ class TuningSession:
 
     def _fits(self, cost_s: float, *, max_share: float = 0.0) -> bool:
         """Return whether there is time for work and the final measurement."""
+        if math.isinf(self._budget_s):
+            return True
         return self._deadline.allows(cost_s + self._estimate_rerank_s(max_share=max_share))
 
     def _estimate_rerank_s(self, *, max_share: float = 0.0) -> float:
