@@ -68,7 +68,8 @@ def create_strategy(
             longer, scores are computed from counts of steps and bytes.
         build_s: Longest time to build a baseline, seconds.
     """
-    space = ScheduleSpace(problem.operator, problem.extents, threads=sorted({1, threads}))
+    counts = {threads, *(1 << power for power in range(threads.bit_length()))}
+    space = ScheduleSpace(problem.operator, problem.extents, threads=counts)
     strategy = STRATEGIES[method.removeprefix(GUIDED_PREFIX)](space, rng)
     if not method.startswith(GUIDED_PREFIX):
         return strategy
