@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparseflow.core.progress import Progress
 from sparseflow.tuning.codegen.kernel import Kernel
+from sparseflow.tuning.schedule.matrices import is_tensor
 from sparseflow.tuning.search.methods import DEFAULT_METHOD, Prior
 from sparseflow.tuning.search.session import TuningSession
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def tune(
@@ -24,7 +22,8 @@ def tune(
     method: str = DEFAULT_METHOD,
     prior: Prior | None = None,
     threads: int | None = None,
-    dtype: np.dtype | type | None = None,
+    dtype: Any = None,
+    device: str | None = None,
     seed: int = 0,
     out_dir: Path | str | None = None,
     cache_dir: Path | None = None,
@@ -53,7 +52,11 @@ def tune(
         method: Search method.
         prior: Initial scores of a guided method.
         threads: Number of threads; by default all CPUs, or one for tiny products.
-        dtype: float32 or float64; by default the dtype of the matrix.
+        dtype: float32 or float64, on a GPU also torch.float16 or torch.bfloat16; by default the dtype of the
+            matrix.
+        device: `"cpu"`, or a GPU such as `"cuda"`; by default that of a tensor, or the CPU. SpMM and SDDMM
+            have GPU kernels, which take half precision with float32 sums. Of the other arguments, only
+            `n_cols`, `budget_s`, `max_trials`, `dtype`, `seed` and `progress` apply to a GPU.
         seed: Random seed.
         out_dir: Directory of the trial log; an existing log is resumed.
         cache_dir: Directory of compiled code.
@@ -62,6 +65,22 @@ def tune(
         warm_start: Whether to start from the fastest schedules of similar matrices.
         progress: Progress callback.
     """
+    device = device or (str(matrix.device) if is_tensor(matrix) else "cpu")
+    if device != "cpu":
+        from sparseflow.tuning.search.gpu_session import read_dtype, tune_on_gpu
+
+        result = tune_on_gpu(
+            operator,
+            matrix,
+            device,
+            n_cols=n_cols,
+            dtype=read_dtype(matrix, dtype),
+            budget_s=budget_s,
+            max_trials=max_trials,
+            seed=seed,
+            progress=progress,
+        )
+        return result.kernel
     session = TuningSession(
         operator,
         matrix,

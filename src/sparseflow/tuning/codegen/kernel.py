@@ -28,7 +28,7 @@ from sparseflow.tuning.codegen.program import (
     build_program,
     compute_storage_limit,
 )
-from sparseflow.tuning.codegen.variants import KernelFamily, VariantKey
+from sparseflow.tuning.codegen.variants import KernelFamily, VariantKey, adapt_program
 from sparseflow.tuning.schedule.matrices import FLOAT_DTYPES, CooMatrix, as_coo, is_tensor
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.schedule.problem import SparseProblem
@@ -36,6 +36,7 @@ from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
 if TYPE_CHECKING:
     import scipy.sparse
+    from torch import Tensor
 
 Reduction = Literal["sum", "mean", "max", "min"]
 """How the products of the elements of a row are combined."""
@@ -107,6 +108,7 @@ class Kernel(ABC):
     """
 
     __array_ufunc__ = None  # numpy leaves `array @ kernel` to the kernel
+    device = "cpu"
 
     def __init__(self, problem: SparseProblem, speedup: float | None, cache_dir: Path | None = None) -> None:
         self.problem = problem
@@ -167,6 +169,13 @@ class Kernel(ABC):
         return self.problem.dtype
 
     @property
+    def torch_dtype(self) -> Any:
+        """`dtype` as a dtype of torch, which inputs of other dtypes are promoted with."""
+        import torch
+
+        return getattr(torch, self._key.dtype)
+
+    @property
     def T(self) -> Kernel:
         """The same operator with Aᵀ; inputs of SDDMM swap their places, too."""
         return self._get_variant(transposed=not self._key.transposed)
@@ -183,7 +192,7 @@ class Kernel(ABC):
             InputError: The shape is wrong, or a value is not a finite real number.
         """
         if is_tensor(values):
-            check_tensor("values", values)
+            self.check_tensor("values", values)
         array = read_tensor(values) if is_tensor(values) else np.asarray(values)
         if array.shape != self.problem.matrix.values.shape:
             raise InputError(
@@ -204,6 +213,46 @@ class Kernel(ABC):
         if tensor is None or tensor.data_ptr() != values.data_ptr() or tensor.stride() != values.stride():
             return False
         return values._version == self._value_version
+
+    def check_tensor(self, name: str, tensor: Any) -> None:
+        """Raise an InputError if a tensor is not a dense tensor on the kernel's device."""
+        import torch
+
+        if tensor.device != torch.device(self.device):
+            device = "CPU tensor" if self.device == "cpu" else f"tensor on {self.device}"
+            raise InputError(f"`{name}` is on {tensor.device}; pass a {device}")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
+
+    def multiply_tensor(self, dense: Tensor, values: Tensor | None) -> Tensor:
+        """Compute A times a vector, a matrix or a batch of matrices; see `multiply`."""
+        import torch
+
+        array = None if values is None or self.holds_values(values) else to_array(values)
+        return torch.from_numpy(self.multiply(to_array(dense), array))
+
+    def sample_tensors(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute the values of D, in the order of the matrix; see `sample`."""
+        import torch
+
+        return torch.from_numpy(self.sample(to_array(x), to_array(y)))
+
+    def sample_products(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute products of rows of `x` and `y` at the elements of A, in the order of the matrix.
+
+        The operator is SDDMM with the pattern of A, whatever the kernel computes.
+        """
+        import torch
+
+        arrays = to_array(x), to_array(y)
+        ones = self._get_variant(
+            operator="sddmm", n_cols=x.shape[1], dtype=arrays[0].dtype.name, values="ones"
+        )
+        return torch.from_numpy(ones.compute(*arrays))
+
+    @abstractmethod
+    def build_variant(self, problem: SparseProblem) -> Kernel:
+        """Build a kernel of a similar problem; its `origin` says what its schedule is derived from."""
 
     def explain(self) -> str:
         """Describe this kernel and the variants that were compiled so far, a line each."""
@@ -310,7 +359,7 @@ class Kernel(ABC):
             return result / counts
         import torch
 
-        return result / torch.from_numpy(counts)
+        return result / torch.from_numpy(counts).to(result.device)
 
     def __matmul__(self, other: Any) -> Any:
         return NotImplemented if self.problem.operator.sparse_output else self(other)
@@ -490,6 +539,13 @@ class Kernel(ABC):
         return self._family.get_transposition(self.base)
 
     @cached_property
+    def transposition_tensor(self) -> Tensor:
+        """`transposition` as a tensor on the kernel's device."""
+        import torch
+
+        return torch.from_numpy(self.transposition).to(self.device)
+
+    @cached_property
     def _csr_indices(self) -> tuple[np.ndarray, np.ndarray]:
         template = self._family.template
         if template is not None:
@@ -584,6 +640,12 @@ class CompiledKernel(Kernel):
     def schedule(self) -> Schedule:
         return self.program.schedule
 
+    def build_variant(self, problem: SparseProblem) -> CompiledKernel:
+        program, origin = adapt_program(self, problem)
+        kernel = CompiledKernel(program, cache_dir=self._cache_dir)
+        kernel.origin = origin
+        return kernel
+
     def replace_values(self, values: np.ndarray) -> CompiledKernel:
         problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
         packed = replace(self.program.packed, values=self._pack_values(values))
@@ -641,6 +703,9 @@ class LibraryKernel(Kernel):
     @property
     def schedule(self) -> None:
         return None
+
+    def build_variant(self, problem: SparseProblem) -> LibraryKernel:
+        return LibraryKernel(problem)
 
     def replace_values(self, values: np.ndarray) -> LibraryKernel:
         problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
@@ -719,16 +784,6 @@ def _rebuild_kernel(
     return CompiledKernel(build_program(problem, Schedule.parse(line)), speedup=speedup, cache_dir=cache_dir)
 
 
-def check_tensor(name: str, tensor: Any) -> None:
-    """Raise an InputError if a tensor is not a dense tensor on the CPU."""
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise InputError(f"`{name}` is on {tensor.device}; pass a CPU tensor")
-    if tensor.layout is not torch.strided:
-        raise InputError(f"`{name}` is sparse ({tensor.layout}); pass a dense tensor")
-
-
 def read_tensor(tensor: Any) -> np.ndarray:
     """Return a tensor as an array that shares its memory, or has a copy in float32 for bfloat16."""
     import torch
@@ -737,6 +792,11 @@ def read_tensor(tensor: Any) -> np.ndarray:
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     return tensor.resolve_neg().resolve_conj().numpy()
+
+
+def to_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as a contiguous array; see `read_tensor`."""
+    return np.ascontiguousarray(read_tensor(tensor))
 
 
 def _read_array(name: str, value: Any) -> np.ndarray:

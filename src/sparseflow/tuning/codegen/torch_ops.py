@@ -21,15 +21,16 @@ from torch.autograd import forward_ad
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.extrema import Extremum
-from sparseflow.tuning.codegen.kernel import Kernel, Reduction, check_tensor, get_kernel, read_tensor
+from sparseflow.tuning.codegen.kernel import Kernel, Reduction, get_kernel, to_array
 
 
 def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") -> Tensor:
     """Run a kernel on tensors; see `Kernel.__call__`."""
     tensors = [
-        _check_tensor(name, value) for name, value in zip(kernel.problem.input_shapes, inputs, strict=True)
+        _check_tensor(kernel, name, value)
+        for name, value in zip(kernel.problem.input_shapes, inputs, strict=True)
     ]
-    dtype = getattr(torch, kernel._key.dtype)
+    dtype = kernel.torch_dtype
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     if dtype.is_complex:
@@ -48,7 +49,7 @@ def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") ->
         multiply, sample = _multiply_by_number, _sample_by_number
     elif not _is_recorded(*tensors, *(() if values is None else (values,))):
         if is_sampled:
-            return _build_sparse_output(kernel, torch.from_numpy(kernel.sample(*map(_to_array, tensors))))
+            return _build_sparse_output(kernel, kernel.sample_tensors(*tensors))
         multiply = _compute_product
     if not is_sampled:
         return multiply(tensors[0], values, kernel)
@@ -56,10 +57,10 @@ def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") ->
     base = kernel.T if kernel._key.transposed else kernel
     pair = reversed(tensors) if kernel._key.transposed else tensors
     sums = sample(*pair, base)
-    factors = torch.tensor(base.problem.matrix.values) if values is None else values
+    factors = torch.tensor(base.problem.matrix.values, device=sums.device) if values is None else values
     products = sums * factors.to(dtype)
     if kernel._key.transposed:
-        products = products[torch.from_numpy(kernel.transposition)]
+        products = products[kernel.transposition_tensor]
     return _build_sparse_output(kernel, products)
 
 
@@ -70,9 +71,9 @@ def _is_recorded(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _check_tensor(name: str, value: Any) -> Tensor:
+def _check_tensor(kernel: Kernel, name: str, value: Any) -> Tensor:
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.ascontiguousarray(value))
-    check_tensor(name, tensor)
+    kernel.check_tensor(name, tensor)
     return tensor
 
 
@@ -91,7 +92,7 @@ def _reduce_rows(kernel: Kernel, dense: Tensor, reduce: Extremum) -> Tensor:
     values = kernel._value_tensor
     if values is not None:
         values = values.to(dense.dtype)
-        values = values[torch.from_numpy(kernel.transposition)] if kernel._key.transposed else values
+        values = values[kernel.transposition_tensor] if kernel._key.transposed else values
     if torch.compiler.is_compiling() or _is_recorded(dense, *(() if values is None else (values,))):
         result, _ = torch.ops.sparseflow.spmm_extrema(columns.flatten(1), values, reduce, kernel._number)
     else:
@@ -101,31 +102,23 @@ def _reduce_rows(kernel: Kernel, dense: Tensor, reduce: Extremum) -> Tensor:
 
 
 def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
-    indptr, indices = (torch.tensor(part) for part in kernel._csr_indices)
+    indptr, indices = (torch.tensor(part, device=values.device) for part in kernel._csr_indices)
     return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
 
 
-def _to_array(tensor: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(read_tensor(tensor))
-
-
 def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
-    array = None if values is None or kernel.holds_values(values) else _to_array(values)
-    return torch.from_numpy(kernel.multiply(_to_array(dense), array))
+    return kernel.multiply_tensor(dense, values)
 
 
 def _compute_samples(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
-    arrays = _to_array(x), _to_array(y)
-    # The operator is SDDMM with the pattern of the kernel's matrix, whatever the kernel computes.
-    ones = kernel._get_variant(operator="sddmm", n_cols=x.shape[1], dtype=arrays[0].dtype.name, values="ones")
-    return torch.from_numpy(ones.compute(*arrays))
+    return kernel.sample_products(x, y)
 
 
 def _find_extrema(
     dense: Tensor, values: Tensor | None, reduce: Extremum, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    array = None if values is None else _to_array(values)
-    result, elements = kernel.find_extrema(_to_array(dense), reduce, array)
+    array = None if values is None else to_array(values)
+    result, elements = kernel.find_extrema(to_array(dense), reduce, array)
     return torch.from_numpy(result), torch.from_numpy(elements)
 
 
@@ -238,12 +231,12 @@ def _differentiate_samples(ctx: Any, gradient: Tensor, multiply: Any) -> tuple[A
 # torch.compile traces these operators, whose kernel is a number, instead of the functions above.
 
 
-@torch.library.custom_op("sparseflow::spmm", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("sparseflow::spmm", mutates_args=())
 def _spmm(dense: Tensor, values: Tensor | None, kernel: int) -> Tensor:
     return _compute_product(dense, values, get_kernel(kernel))
 
 
-@torch.library.custom_op("sparseflow::sddmm", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("sparseflow::sddmm", mutates_args=())
 def _sddmm(x: Tensor, y: Tensor, kernel: int) -> Tensor:
     return _compute_samples(x, y, get_kernel(kernel))
 

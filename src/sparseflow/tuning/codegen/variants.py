@@ -98,8 +98,6 @@ class KernelFamily:
         return result
 
     def _build(self, base: Kernel, key: VariantKey) -> Kernel:
-        from sparseflow.tuning.codegen.kernel import CompiledKernel, LibraryKernel
-
         matrix = self._make_matrix(base, key)
         is_mean = key.values.endswith("means")
         if self.template is not None or is_mean:
@@ -113,12 +111,7 @@ class KernelFamily:
             kernel.origin = similar.origin
             return kernel
         problem = SparseProblem(operator=get_operator(key.operator), matrix=matrix, n_cols=key.n_cols)
-        if base.schedule is None:
-            return LibraryKernel(problem)
-        program, origin = self._build_program(base, problem)
-        kernel = CompiledKernel(program, cache_dir=base._cache_dir)
-        kernel.origin = origin
-        return kernel
+        return base.build_variant(problem)
 
     @staticmethod
     def get_similar(template: Kernel, key: VariantKey) -> Kernel:
@@ -149,21 +142,21 @@ class KernelFamily:
             shape=(matrix.shape[1], matrix.shape[0]),
         )
 
-    @staticmethod
-    def _build_program(base: Kernel, problem: SparseProblem) -> tuple[KernelProgram, str]:
-        """Build a program with the base's schedule, or with a preset if that does not fit; say which."""
-        schedule, limit = base.schedule, compute_storage_limit(problem)
-        assert schedule is not None
-        if problem.operator == base.problem.operator:
-            adapted = adapt_schedule(schedule, problem.operator, problem.extents)
-            if adapted is not None:
-                try:
-                    program = build_program(problem, adapted, max_bytes=limit)
-                except InputError:  # its blocks hold too many zeros of this matrix
-                    pass
-                else:
-                    return program, f"the schedule of {base!r}, not tuned"
-        name = REFERENCE_PRESETS[problem.operator.name]
-        preset = build_presets(problem.operator, problem.extents, schedule.threads)[name]
-        preset = preset.canonicalize(problem.operator, problem.extents)
-        return build_program(problem, preset), f"the preset {name}, not tuned"
+
+def adapt_program(base: Kernel, problem: SparseProblem) -> tuple[KernelProgram, str]:
+    """Build a program with the base's schedule, or with a preset if that does not fit; say which."""
+    schedule, limit = base.schedule, compute_storage_limit(problem)
+    assert schedule is not None
+    if problem.operator == base.problem.operator:
+        adapted = adapt_schedule(schedule, problem.operator, problem.extents)
+        if adapted is not None:
+            try:
+                program = build_program(problem, adapted, max_bytes=limit)
+            except InputError:  # its blocks hold too many zeros of this matrix
+                pass
+            else:
+                return program, f"the schedule of {base!r}, not tuned"
+    name = REFERENCE_PRESETS[problem.operator.name]
+    preset = build_presets(problem.operator, problem.extents, schedule.threads)[name]
+    preset = preset.canonicalize(problem.operator, problem.extents)
+    return build_program(problem, preset), f"the preset {name}, not tuned"

@@ -38,6 +38,14 @@ _XGBOOST_PARAMS = {
 }  # fmt: skip
 
 
+class FeatureExtractor(Protocol):
+    """Computes features of schedules of one problem; see `ScheduleFeatures`."""
+
+    def compute(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """Compute the features of schedules, float32, shape [schedules, features]."""
+        ...
+
+
 class CostModel(Protocol):
     """Ranks the schedules of one problem and learns from its measurements."""
 
@@ -70,7 +78,7 @@ class BoostedTrees:
     """
 
     def __init__(
-        self, features: ScheduleFeatures, *, prior: ScheduleScorer | None = None, seed: int = 0
+        self, features: FeatureExtractor, *, prior: ScheduleScorer | None = None, seed: int = 0
     ) -> None:
         self._xgboost = require("xgboost", "tuning")
         self._features = features

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import numpy as np
 
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import ScheduleSpace
+
+
+class SearchSpace(Protocol):
+    """Schedules that a strategy proposes; see `ScheduleSpace`."""
+
+    def sample(self, rng: np.random.Generator) -> Schedule:
+        """Sample a schedule."""
+        ...
+
+    def mutate(self, schedule: Schedule, rng: np.random.Generator) -> Schedule:
+        """Change a schedule."""
+        ...
+
+    def crossover(self, a: Schedule, b: Schedule, rng: np.random.Generator) -> Schedule:
+        """Combine two schedules."""
+        ...
 
 
 class Strategy(ABC):
@@ -23,7 +39,7 @@ class Strategy(ABC):
         rng: Random generator, the only source of randomness.
     """
 
-    def __init__(self, space: ScheduleSpace, rng: np.random.Generator) -> None:
+    def __init__(self, space: SearchSpace, rng: np.random.Generator) -> None:
         self.space = space
         self.rng = rng
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from sparseflow.tuning.measure.evaluator import Trial
 from sparseflow.tuning.schedule.schedule import Schedule
-from sparseflow.tuning.schedule.space import ScheduleSpace
-from sparseflow.tuning.search.base import Strategy
+from sparseflow.tuning.search.base import SearchSpace, Strategy
 
 
 class EvolutionarySearch(Strategy):
@@ -25,7 +24,7 @@ class EvolutionarySearch(Strategy):
 
     def __init__(
         self,
-        space: ScheduleSpace,
+        space: SearchSpace,
         rng: np.random.Generator,
         *,
         num_parents: int = 16,

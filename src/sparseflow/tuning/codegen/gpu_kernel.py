@@ -1,0 +1,131 @@
+"""Tuned operators on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflow.errors import InputError
+from sparseflow.tuning.codegen.extrema import Extremum
+from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
+from sparseflow.tuning.codegen.kernel import Kernel
+from sparseflow.tuning.codegen.program import compute_storage_limit
+from sparseflow.tuning.codegen.variants import KernelFamily
+from sparseflow.tuning.schedule.gpu import build_gpu_presets
+from sparseflow.tuning.schedule.problem import SparseProblem
+from sparseflow.tuning.schedule.schedule import Schedule
+
+
+class GpuKernel(Kernel):
+    """SpMM or SDDMM with a matrix on a GPU; see `Kernel`.
+
+    Inputs are tensors on the GPU; half precision, with float32 sums, is possible. The schedule does not
+    depend on the number of columns, which can be any. Maxima and minima are not implemented.
+
+    Args:
+        program: Schedule or library implementation with the matrix on the device.
+        dtype: Dtype of torch that the values of A stand for.
+        speedup: Time of the best baseline over the time of this kernel.
+    """
+
+    def __init__(
+        self,
+        program: GpuProgram | GpuLibraryProgram,
+        dtype: torch.dtype = torch.float32,
+        *,
+        speedup: float | None = None,
+    ) -> None:
+        self.program, self._torch_dtype = program, dtype
+        super().__init__(program.problem, speedup)
+        self.device = str(program.device)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.program.schedule
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self._torch_dtype
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("a kernel on a GPU cannot be pickled; copy the matrix and tune again")
+
+    def save(self, path: Any) -> NoReturn:
+        raise InputError("a kernel on a GPU cannot be saved; save the matrix and tune again")
+
+    def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        tensors = [torch.tensor(value, device=self.device) for value in inputs]
+        packed = None if values is None else self.program.pack_values(torch.tensor(values))
+        return self.program.run(*tensors, values=packed).cpu().numpy()
+
+    def replace_values(self, values: np.ndarray) -> GpuKernel:
+        return GpuKernel(self.program.replace_values(torch.tensor(values)), self._torch_dtype)
+
+    def with_values(self, values: Any) -> GpuKernel:
+        """Create a kernel for the same pattern with other values; see `Kernel.with_values`.
+
+        Values are not checked, because that would wait for the GPU.
+        """
+        values = torch.as_tensor(values, device=self.device)
+        if tuple(values.shape) != self.problem.matrix.values.shape or values.dtype.is_complex:
+            raise InputError(
+                f"`values` has shape {tuple(values.shape)} and dtype {values.dtype}; expected "
+                f"{self.problem.matrix.nnz} real numbers"
+            )
+        kernel = GpuKernel(self.program, self._torch_dtype, speedup=self.speedup)
+        kernel.origin, kernel._family = self.origin, KernelFamily(self)
+        kernel._value_tensor, kernel._value_version = values, values._version
+        return kernel
+
+    def _get_variant(self, **changes: Any) -> Kernel:
+        # The schedule does not depend on the number of columns, and values are converted at the first call.
+        changes = {name: value for name, value in changes.items() if name not in ("n_cols", "dtype")}
+        return self._family.get(self.base, replace(self._key, **changes))
+
+    def build_variant(self, problem: SparseProblem) -> GpuKernel:
+        if isinstance(self.program, GpuLibraryProgram):
+            return GpuKernel(GpuLibraryProgram(problem, self.program.device), self._torch_dtype)
+        mapping, operator, extents = self.program.mapping, problem.operator, problem.extents
+        schedule, origin = mapping.to_schedule(operator, extents), f"the schedule of {self!r}, not tuned"
+        if operator != self.problem.operator and mapping.template != "segments":
+            name, schedule = next(iter(build_gpu_presets(operator, extents).items()))
+            origin = f"the preset {name}, not tuned"
+        limit = compute_storage_limit(problem)
+        try:
+            program = GpuProgram(problem, schedule, self.program.device, max_bytes=limit)
+        except InputError:  # its blocks hold too many zeros of this matrix
+            name, schedule = next(iter(build_gpu_presets(operator, extents).items()))
+            origin = f"the preset {name}, not tuned"
+            program = GpuProgram(problem, schedule, self.program.device, max_bytes=limit)
+        kernel = GpuKernel(program, self._torch_dtype)
+        kernel.origin = origin
+        return kernel
+
+    def multiply_tensor(self, dense: Tensor, values: Tensor | None) -> Tensor:
+        self.check_shapes((tuple(dense.shape[-2:]),))
+        if values is not None:
+            values = values[self.transposition_tensor] if self._key.transposed else values
+            values = self.program.pack_values(values.to(dense.dtype))
+        matrices = dense.unsqueeze(-1) if dense.dim() == 1 else dense
+        batch = matrices.shape[:-2]
+        products = [
+            self.program.run(matrix, values=values)
+            for matrix in matrices.reshape(-1, *matrices.shape[-2:]).contiguous()
+        ]
+        result = products[0] if not batch else torch.stack(products).unflatten(0, batch)
+        return result[:, 0] if dense.dim() == 1 else result
+
+    def sample_tensors(self, x: Tensor, y: Tensor) -> Tensor:
+        self.check_shapes((tuple(x.shape), tuple(y.shape)))
+        return self.program.run(x.contiguous(), y.contiguous())
+
+    def sample_products(self, x: Tensor, y: Tensor) -> Tensor:
+        ones = self._get_variant(operator="sddmm", values="ones")
+        return ones.sample_tensors(x, y)
+
+    def find_extrema(self, dense: np.ndarray, reduce: Extremum, values: np.ndarray | None = None) -> NoReturn:
+        raise InputError(f"`reduce` (={reduce!r}) is not implemented on GPUs; tune on a CPU")

@@ -1,0 +1,239 @@
+"""A schedule of a GPU kernel with its matrix on the device."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseflow.core.extras import require
+from sparseflow.errors import InputError
+from sparseflow.tuning.schedule.formats import LevelSpec, PackedMatrix, pack
+from sparseflow.tuning.schedule.gpu import GpuMapping
+from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.parser import LevelMode
+from sparseflow.tuning.schedule.problem import SparseProblem
+from sparseflow.tuning.schedule.schedule import Schedule
+
+_MAX_POSITIONS = 2**31 - 1
+
+
+class GpuProgram:
+    """A schedule for a problem on a GPU, ready to run.
+
+    Args:
+        problem: SpMM or SDDMM.
+        schedule: Schedule of a GPU kernel.
+        device: The GPU, or the CPU if Triton interprets its kernels (TRITON_INTERPRET=1).
+        max_bytes: Limit of the packed matrix.
+
+    Raises:
+        InputError: The schedule is not one of a GPU kernel, or the packed matrix is too large.
+    """
+
+    def __init__(
+        self, problem: SparseProblem, schedule: Schedule, device: torch.device, *, max_bytes: int
+    ) -> None:
+        self.problem, self.schedule, self.device = problem, schedule, device
+        self.mapping = GpuMapping.from_schedule(schedule, problem.operator, problem.extents)
+        self._storage = _store(problem.matrix, self.mapping, max_bytes)
+        self._arrays = {
+            name: torch.from_numpy(array).to(device) for name, array in self._storage.arrays.items()
+        }
+        self._values = {problem.dtype.name: self.pack_values(torch.tensor(problem.matrix.values))}
+
+    def replace_values(self, values: Tensor) -> GpuProgram:
+        """Create a program with other values, in the order of the matrix, that shares the storage."""
+        program = copy.copy(self)
+        program._values = {str(values.dtype).removeprefix("torch."): self.pack_values(values)}
+        return program
+
+    def pack_values(self, values: Tensor) -> Tensor:
+        """Bring values of the matrix into the order of the storage.
+
+        Args:
+            values: Values in the order of the matrix; shape [elements].
+        """
+        values = values.to(self.device)
+        positions = self._element_positions
+        if positions is None:
+            return values.contiguous()
+        packed = values.new_zeros(self._storage.num_values)
+        packed[positions] = values
+        return packed
+
+    @cached_property
+    def _element_positions(self) -> Tensor | None:
+        positions = self._storage.element_positions
+        return None if positions is None else torch.from_numpy(positions).to(self.device)
+
+    def run(self, *inputs: Tensor, values: Tensor | None = None) -> Tensor:
+        """Compute C, or the values of D in the order of the matrix.
+
+        Args:
+            inputs: Contiguous tensors of one dtype on the device, of the shapes of the problem, except that
+                the number of columns can be another.
+            values: Values of A of the same dtype, in the order of the storage; by default the matrix's.
+        """
+        dtype = inputs[0].dtype
+        if values is None:
+            name = str(dtype).removeprefix("torch.")
+            if name not in self._values:
+                self._values[name] = next(iter(self._values.values())).to(dtype)
+            values = self._values[name]
+        if self.problem.operator.sparse_output:
+            return self._sample(inputs[0], inputs[1], values)
+        return self._multiply(inputs[0], values)
+
+    def _multiply(self, dense: Tensor, values: Tensor) -> Tensor:
+        kernels: Any = import_kernels()
+        mapping, arrays = self.mapping, self._arrays
+        rows, num_cols = self.problem.matrix.shape[0], dense.shape[1]
+        grid_columns = -(-num_cols // mapping.tile)
+        options: dict[str, Any] = {"TILE": mapping.tile, "num_warps": mapping.warps}
+        if mapping.template == "segments":
+            split = mapping.chunk is not None
+            out = dense.new_empty(rows, num_cols)
+            if split:
+                sums = torch.float64 if dense.dtype == torch.float64 else torch.float32
+                out = dense.new_zeros(rows, num_cols, dtype=sums)
+            kernels.spmm_segments[(len(arrays["starts"]), grid_columns)](
+                arrays["rows"], arrays["starts"], arrays["ends"], arrays["shared"], arrays["crd"], values,
+                dense, out, num_cols, STEP=mapping.step, SPLIT=split, **options,
+            )  # fmt: skip
+            return out.to(dense.dtype)
+        out = dense.new_empty(rows, num_cols)
+        grid = -(-rows // mapping.rows), grid_columns
+        if mapping.template == "rows":
+            kernels.spmm_rows[grid](
+                arrays["pos"], arrays["crd"], values, dense, out, rows, num_cols, ROWS=mapping.rows, **options
+            )
+            return out
+        kernels.spmm_blocks[grid](
+            arrays["pos"], arrays["crd"], values, dense, out, rows, dense.shape[0], num_cols,
+            ROWS=mapping.rows, INNER=mapping.inner,
+            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee", **options,
+        )  # fmt: skip
+        return out
+
+    def _sample(self, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+        kernels: Any = import_kernels()
+        mapping, arrays = self.mapping, self._arrays
+        out = torch.empty_like(values)
+        kernels.sddmm_segments[(len(arrays["starts"]),)](
+            arrays["rows"], arrays["starts"], arrays["ends"], arrays["crd"], values, x, y, out, x.shape[1],
+            STEP=mapping.step, SPLIT=mapping.chunk is not None, TILE=mapping.tile, num_warps=mapping.warps,
+        )  # fmt: skip
+        return out
+
+
+class GpuLibraryProgram:
+    """The library's implementation (cuSPARSE, called by torch), with the interface of `GpuProgram`.
+
+    Args:
+        problem: SpMM or SDDMM.
+        device: The GPU.
+    """
+
+    schedule = None
+
+    def __init__(self, problem: SparseProblem, device: torch.device) -> None:
+        self.problem, self.device = problem, device
+        csr = problem.matrix.to_scipy()
+        self._indices = tuple(
+            torch.from_numpy(part.astype(np.int32)).to(device) for part in (csr.indptr, csr.indices)
+        )
+        self._values = torch.tensor(problem.matrix.values, device=device)
+
+    def replace_values(self, values: Tensor) -> GpuLibraryProgram:
+        program = copy.copy(self)
+        program._values = self.pack_values(values)
+        return program
+
+    def pack_values(self, values: Tensor) -> Tensor:
+        return values.to(self.device)
+
+    def run(self, *inputs: Tensor, values: Tensor | None = None) -> Tensor:
+        values = (self._values if values is None else values).to(inputs[0].dtype)
+        if self.problem.operator.sparse_output:
+            zeros, (x, y) = self._build_matrix(torch.zeros_like(values)), inputs
+            return torch.sparse.sampled_addmm(zeros, x, y.t()).values() * values
+        return torch.sparse.mm(self._build_matrix(values), inputs[0])
+
+    def _build_matrix(self, values: Tensor) -> Tensor:
+        indptr, indices = self._indices
+        return torch.sparse_csr_tensor(
+            indptr, indices, values, size=self.problem.matrix.shape, check_invariants=False
+        )
+
+
+def import_kernels() -> Any:
+    """Import the Triton kernels.
+
+    Raises:
+        MissingExtraError: Triton is missing.
+    """
+    require("triton", "tuning")
+    from sparseflow.tuning.codegen import triton_kernels
+
+    return triton_kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Storage:
+    """Index arrays by the names of the kernels' arguments, and the order of the values.
+
+    Attributes:
+        arrays: Name -> array.
+        num_values: Stored values.
+        element_positions: Position of each element of the matrix; None if they have the order of the matrix.
+    """
+
+    arrays: dict[str, np.ndarray]
+    num_values: int
+    element_positions: np.ndarray | None = None
+
+
+def _store(matrix: CooMatrix, mapping: GpuMapping, max_bytes: int) -> _Storage:
+    if matrix.nnz > _MAX_POSITIONS:
+        raise InputError(f"the matrix has {matrix.nnz} elements; GPU kernels take at most {_MAX_POSITIONS}")
+    if mapping.template == "blocks":
+        return _store_blocks(matrix, mapping, max_bytes)
+    pos = np.zeros(matrix.shape[0] + 1, np.int32)
+    np.cumsum(np.bincount(matrix.rows, minlength=matrix.shape[0]), out=pos[1:])
+    crd = matrix.cols.astype(np.int32)
+    if mapping.template == "rows":
+        return _Storage(arrays={"pos": pos, "crd": crd}, num_values=matrix.nnz)
+    starts, ends, rows = pos[:-1], pos[1:], np.arange(matrix.shape[0], dtype=np.int32)
+    shared = np.zeros(1, np.int8)
+    if mapping.chunk is not None:
+        # Empty rows stay zero; the output is zeroed.
+        counts = -(-np.diff(pos) // mapping.chunk)
+        rows = np.repeat(rows, counts)
+        number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = (starts[rows] + mapping.chunk * number).astype(np.int32)
+        ends = np.minimum(starts + mapping.chunk, ends[rows])
+        shared = (counts[rows] > 1).astype(np.int8)
+    arrays = {"rows": rows, "starts": starts.copy(), "ends": ends.copy(), "shared": shared, "crd": crd}
+    return _Storage(arrays=arrays, num_values=matrix.nnz)
+
+
+def _store_blocks(matrix: CooMatrix, mapping: GpuMapping, max_bytes: int) -> _Storage:
+    sizes, dense = (mapping.rows, mapping.inner), LevelMode.DENSE
+    outer = [-(-extent // size) for extent, size in zip(matrix.shape, sizes, strict=True)]
+    specs = [
+        LevelSpec(axis="i0", dim=0, weight=sizes[0], extent=outer[0], mode=dense),
+        LevelSpec(axis="k0", dim=1, weight=sizes[1], extent=outer[1], mode=LevelMode.COMPRESSED),
+        LevelSpec(axis="i1", dim=0, weight=1, extent=sizes[0], mode=dense),
+        LevelSpec(axis="k1", dim=1, weight=1, extent=sizes[1], mode=dense),
+    ]
+    packed: PackedMatrix = pack(matrix, specs, max_bytes=max_bytes)
+    level = packed.levels[1]
+    assert level.pos is not None and level.crd is not None
+    arrays = {"pos": level.pos.astype(np.int32), "crd": level.crd.astype(np.int32)}
+    return _Storage(arrays=arrays, num_values=len(packed.values), element_positions=packed.element_positions)

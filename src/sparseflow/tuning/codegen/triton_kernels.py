@@ -1,0 +1,184 @@
+"""Triton kernels of SpMM and SDDMM for GPUs.
+
+Sums are float32, or float64 for float64 inputs. A program computes a tile of the output or of the elements:
+
+================  ==========================================================================================
+`spmm_segments`   one segment of a row, several elements at a time; long rows have several segments
+`spmm_rows`       several rows, one element of each at a time; for short rows of similar lengths
+`spmm_blocks`     one row of dense blocks, on tensor cores
+`sddmm_segments`  the elements of one segment of a row
+================  ==========================================================================================
+"""
+
+# Triton compiles the functions; to pyright its operators have no types.
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spmm_segments(
+    rows, starts, ends, shared, crd, val, dense, out, num_cols,
+    STEP: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Compute C = A B by segments of rows.
+
+    Args:
+        rows: Row of each segment, int32; unused if each row is one segment.
+        starts, ends: First element of each segment, and the end, int32.
+        shared: Whether the row has other segments, int8; unused if each row is one segment.
+        crd, val: Columns (int32) and values of A.
+        dense: B, row-major.
+        out: C, row-major; float32 zeros if rows are split, because segments add to them.
+        num_cols: Columns of B and C.
+        STEP: Elements of one step.
+        TILE: Columns of the tile.
+        SPLIT: Whether long rows have several segments.
+    """
+    segment = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.load(rows + segment).to(tl.int64) if SPLIT else segment
+    first, end = tl.load(starts + segment), tl.load(ends + segment)
+    lanes = tl.arange(0, STEP)
+    inside = columns < num_cols
+    sums = tl.zeros([STEP, TILE], tl.float64 if val.dtype.element_ty == tl.float64 else tl.float32)
+    for position in range(first, end, STEP):
+        elements = position + lanes
+        present = elements < end
+        k = tl.load(crd + elements, mask=present, other=0).to(tl.int64)
+        a = tl.load(val + elements, mask=present, other=0.0)
+        b = tl.load(
+            dense + k[:, None] * num_cols + columns[None, :],
+            mask=present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += a.to(sums.dtype)[:, None] * b.to(sums.dtype)
+    total = tl.sum(sums, 0)
+    target = out + row * num_cols + columns
+    if SPLIT:
+        if tl.load(shared + segment) != 0:
+            tl.atomic_add(target, total, mask=inside, sem="relaxed")
+        else:
+            tl.store(target, total, mask=inside)
+    else:
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def spmm_rows(
+    pos, crd, val, dense, out, num_rows, num_cols, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Compute C = A B by tiles of rows and columns.
+
+    Args:
+        pos: First element of each row, and the end, int32 [num_rows + 1].
+        crd, val, dense, out, num_cols: As in `spmm_segments`.
+        num_rows: Rows of A.
+        ROWS: Rows of the tile.
+        TILE: Columns of the tile.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_row, inside = rows < num_rows, columns < num_cols
+    first = tl.load(pos + rows, mask=is_row, other=0)
+    length = tl.load(pos + rows + 1, mask=is_row, other=0) - first
+    sums = tl.zeros([ROWS, TILE], tl.float64 if val.dtype.element_ty == tl.float64 else tl.float32)
+    for step in range(0, tl.max(length, 0)):
+        present = step < length
+        k = tl.load(crd + first + step, mask=present, other=0).to(tl.int64)
+        a = tl.load(val + first + step, mask=present, other=0.0)
+        b = tl.load(
+            dense + k[:, None] * num_cols + columns[None, :],
+            mask=present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += a.to(sums.dtype)[:, None] * b.to(sums.dtype)
+    tl.store(
+        out + rows.to(tl.int64)[:, None] * num_cols + columns[None, :],
+        sums.to(out.dtype.element_ty),
+        mask=is_row[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def spmm_blocks(
+    pos, crd, val, dense, out, num_rows, num_inner, num_cols,
+    ROWS: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute C = A B from dense blocks of A [ROWS, INNER].
+
+    Args:
+        pos: First block of each row of blocks, and the end, int32.
+        crd: Column of each block, in blocks, int32.
+        val: Blocks, row-major.
+        dense, out, num_cols: As in `spmm_segments`.
+        num_rows: Rows of A.
+        num_inner: Columns of A.
+        ROWS, INNER, TILE: Extents of the product of two tiles.
+        PRECISION: Precision of products of float32: `"ieee"` or `"tf32"`.
+    """
+    block_row = tl.program_id(0)
+    rows = block_row * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inner = tl.arange(0, INNER)
+    inside = columns < num_cols
+    first, end = tl.load(pos + block_row), tl.load(pos + block_row + 1)
+    block = val + first.to(tl.int64) * ROWS * INNER + tl.arange(0, ROWS)[:, None] * INNER + inner[None, :]
+    sums = tl.zeros([ROWS, TILE], tl.float32)
+    for position in range(first, end):
+        k = tl.load(crd + position).to(tl.int64) * INNER + inner
+        a = tl.load(block)
+        b = tl.load(
+            dense + k[:, None] * num_cols + columns[None, :],
+            mask=(k < num_inner)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums = tl.dot(a, b, sums, input_precision=PRECISION)
+        block += ROWS * INNER
+    tl.store(
+        out + rows.to(tl.int64)[:, None] * num_cols + columns[None, :],
+        sums.to(out.dtype.element_ty),
+        mask=(rows < num_rows)[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def sddmm_segments(
+    rows, starts, ends, crd, val, x, y, out, num_cols,
+    STEP: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Compute D = A * (X Yᵀ) at the elements of A, by segments of rows.
+
+    Args:
+        rows, starts, ends, crd, val: As in `spmm_segments`.
+        x, y: Dense matrices of `num_cols` columns, row-major.
+        out: Values of D, in the order of those of A.
+        num_cols: Columns of X and Y.
+        STEP: Elements of one step.
+        TILE: Columns of one step.
+        SPLIT: Whether long rows have several segments.
+    """
+    segment = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + segment).to(tl.int64) if SPLIT else segment
+    first, end = tl.load(starts + segment), tl.load(ends + segment)
+    lanes, tile = tl.arange(0, STEP), tl.arange(0, TILE)
+    for position in range(first, end, STEP):
+        elements = position + lanes
+        present = elements < end
+        j = tl.load(crd + elements, mask=present, other=0).to(tl.int64)
+        sums = tl.zeros([STEP, TILE], tl.float64 if val.dtype.element_ty == tl.float64 else tl.float32)
+        for start in range(0, num_cols, TILE):
+            columns = start + tile
+            inside = columns < num_cols
+            x_row = tl.load(x + row * num_cols + columns, mask=inside, other=0.0)
+            y_rows = tl.load(
+                y + j[:, None] * num_cols + columns[None, :],
+                mask=present[:, None] & inside[None, :],
+                other=0.0,
+            )
+            sums += x_row.to(sums.dtype)[None, :] * y_rows.to(sums.dtype)
+        a = tl.load(val + elements, mask=present, other=0.0)
+        total = tl.sum(sums, 1) * a.to(sums.dtype)
+        tl.store(out + elements, total.to(out.dtype.element_ty), mask=present)
