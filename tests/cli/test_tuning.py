@@ -181,14 +181,14 @@ def test_export_writes_c_code(
     assert run([*command, "c"]) == 0
     output = capsys.readouterr().out
     assert "preset csr" in output and "files: c" in output
-    assert run([*command, "json", "--name", "eye", "--json"]) == 0
+    assert run([*command, "json", "--prefix", "eye", "--json"]) == 0
     result = read_json(capsys)
     assert (result["folder"], result["preset"]) == ("json", "csr")
     assert sorted(result["files"]) == sorted(path.name for path in Path("json").iterdir())
     assert "int eye_spmv(" in Path("json/eye_kernel.h").read_text()
     for arguments, value in (
         ([*command, "c"], "c is not an empty directory"),
-        ([*command, "d", "--name", "1d"], "'1d'"),
+        ([*command, "d", "--prefix", "1d"], "'1d'"),
         (["tuning", "export", "none.sfk", "d"], "none.sfk"),
         (["tuning", "export", "c/README.md", "d"], "README.md"),
     ):

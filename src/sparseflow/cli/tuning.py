@@ -68,7 +68,7 @@ app.command("tune")(tune)
 def export(
     kernel: Annotated[Path, typer.Argument(help="Kernel, as written by `tune`: kernel.sfk.")],
     folder: Annotated[Path, typer.Argument(help="Directory to create.")],
-    name: Annotated[str, typer.Option(help="Prefix of files and C symbols.")] = "sparseflow",
+    prefix: Annotated[str, typer.Option(help="Start of the names of files and C symbols.")] = "sparseflow",
     as_json: JsonOption = False,
 ) -> None:
     """Write a kernel as C code and data, with a test program, for C and C++ programs.
@@ -77,7 +77,7 @@ def export(
     """
     from sparseflow.tuning.codegen.kernel import load
 
-    result = load(kernel, any_cpu=True).export_c(folder, name=name)
+    result = load(kernel, any_cpu=True).export_c(folder, prefix=prefix)
     emit(
         result.to_dict(),
         as_json,

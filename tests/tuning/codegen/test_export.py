@@ -36,6 +36,9 @@ LINES = {
 }
 """Schedules with padded rows, interleaved rows, and elements in another order than the matrix."""
 
+BALANCED = "0 1 A 2 i j A 2 i 0 j 1 0 2 i j i j None 0 2 0"
+DIAGONALS = "1 i 2 i0 1 i1 1024 1 A 3 i0 j i1 A 3 i0 0 j 5 i1 0 0 3 i0 j i1 None i1 None 0 1 1"
+
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
 SANITIZERS = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fopenmp")
 
@@ -80,13 +83,21 @@ def check_export(problem: SparseProblem, schedule: Schedule, folder: Path, compi
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.parametrize(
-    ("operator", "dtype"), [("spmm", np.float32), ("spmv", np.float64), ("sddmm", np.float32)]
+    ("operator", "line", "dtype"),
+    [
+        ("spmm", LINES["spmm"], np.float32),
+        ("spmv", LINES["spmv"], np.float64),
+        ("spmv", BALANCED, np.float32),
+        ("spmv", DIAGONALS, np.float64),
+        ("sddmm", LINES["sddmm"], np.float32),
+    ],
+    ids=["spmm", "spmv", "spmv balanced", "spmv diagonals", "sddmm"],
 )
 def test_export_passes_its_test_under_sanitizers(
-    operator: str, dtype: type, compiler: str, tmp_path: Path
+    operator: str, line: str, dtype: type, compiler: str, tmp_path: Path
 ) -> None:
     path = get_sanitizing_compiler(compiler, tmp_path)
-    check_export(make_problem(operator, dtype), Schedule.parse(LINES[operator]), tmp_path / "c", path)
+    check_export(make_problem(operator, dtype), Schedule.parse(line), tmp_path / "c", path)
 
 
 @pytest.mark.slow
@@ -117,10 +128,10 @@ def check_results(library: ctypes.CDLL, name: str, handle: int, problem: SparseP
     assert np.abs(result - expected).max() <= TOLERANCE[problem.dtype] * np.abs(expected).max()
 
 
-def test_exports_with_two_names_link_into_one_library(tmp_path: Path) -> None:
+def test_exports_with_two_prefixes_link_into_one_library(tmp_path: Path) -> None:
     problems = {"first": make_problem("spmm", np.float32), "second": make_problem("sddmm", np.float64)}
     for name, problem in problems.items():
-        export_schedule(problem, Schedule.parse(LINES[problem.operator.name]), tmp_path / name, name=name)
+        export_schedule(problem, Schedule.parse(LINES[problem.operator.name]), tmp_path / name, prefix=name)
     sources = [f"{name}/{name}_kernel.c" for name in problems]
     library_flags = ["-std=c11", "-O2", "-shared", "-fPIC", "-fopenmp"]
     build(["cc", *library_flags, *WARNINGS, *sources, "-o", "libkernels.so"], tmp_path)
@@ -144,7 +155,7 @@ def test_exports_with_two_names_link_into_one_library(tmp_path: Path) -> None:
 def test_export_is_usable_from_cpp(tmp_path: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("needs c++")
-    export_schedule(make_problem("spmm"), None, tmp_path / "c", name="graph")
+    export_schedule(make_problem("spmm"), None, tmp_path / "c", prefix="graph")
     build(["cc", "-std=c11", "-c", "graph_kernel.c"], tmp_path / "c")
     command = ["c++", "-std=c++17", *WARNINGS, "-x", "c++", "graph_kernel_test.c", "-x", "none"]
     build([*command, "graph_kernel.o", "-o", "run_test"], tmp_path / "c")
@@ -153,7 +164,7 @@ def test_export_is_usable_from_cpp(tmp_path: Path) -> None:
 
 def test_export_test_program_detects_damage(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    export_schedule(make_problem("spmv"), None, folder, name="a")
+    export_schedule(make_problem("spmv"), None, folder, prefix="a")
     build(["cc", "-std=c11", "a_kernel.c", "a_kernel_test.c", "-o", "run_test", "-lm"], folder)
     data = (folder / "a_kernel.bin").read_bytes()
     codes = {}
@@ -176,7 +187,7 @@ def test_export_test_program_detects_damage(tmp_path: Path) -> None:
 def test_export_builds_and_installs_with_cmake(tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")
-    export_schedule(make_problem("spmm"), Schedule.parse(LINES["spmm"]), tmp_path / "c", name="graph")
+    export_schedule(make_problem("spmm"), Schedule.parse(LINES["spmm"]), tmp_path / "c", prefix="graph")
     build(["cmake", "-S", "c", "-B", "build", f"-DCMAKE_INSTALL_PREFIX={tmp_path / 'usr'}"], tmp_path)
     build(["cmake", "--build", "build"], tmp_path)
     build(["ctest", "--test-dir", "build", "--no-tests=error"], tmp_path)
@@ -190,7 +201,7 @@ def test_export_c_of_kernels(tmp_path: Path, cache: Path) -> None:
     kernel = CompiledKernel(build_program(problem, Schedule.parse(LINES["spmm"])), cache_dir=cache)
     empty = tmp_path / "empty"
     empty.mkdir()
-    result = kernel.export_c(empty, name="graph")
+    result = kernel.export_c(empty, prefix="graph")
     assert (result.schedule, result.preset) == (kernel.schedule, None)
     assert set(result.files) == {path.name for path in empty.iterdir()} and len(result.files) == 7
     transposed = kernel.T.export_c(tmp_path / "T")
@@ -201,10 +212,10 @@ def test_export_c_of_kernels(tmp_path: Path, cache: Path) -> None:
     assert result.to_dict()["schedule"] == str(result.schedule)
 
 
-@pytest.mark.parametrize("name", ["", "1a", "_a", "a-b", "a b", "é", "a\n"])
-def test_export_invalid_name_raises(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="name"):
-        export_schedule(make_problem("spmv"), None, tmp_path / "c", name=name)
+@pytest.mark.parametrize("prefix", ["", "1a", "_a", "a-b", "a b", "é", "a\n"])
+def test_export_invalid_prefix_raises(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="prefix"):
+        export_schedule(make_problem("spmv"), None, tmp_path / "c", prefix=prefix)
 
 
 def test_export_into_occupied_folder_raises(tmp_path: Path) -> None:

@@ -1,19 +1,19 @@
 """Export of a kernel as C code and data, for programs without Python.
 
-The folder of a kernel called `name` has these files:
+The folder of a kernel has these files:
 
 =========================  ============================================================
 file                       content
 =========================  ============================================================
-`<name>_kernel.h`, `.c`    interface for C and C++; generated code and loader
-`<name>_kernel.bin`        packed matrix; its layout is described in the C file
-`<name>_kernel_test.c`     test program
-`<name>_kernel_test.bin`   expected results of the test program
+`<prefix>_kernel.h`, `.c`  interface for C and C++; generated code and loader
+`<prefix>_kernel.bin`      packed matrix; its layout is described in the C file
+`<prefix>_kernel_test.c`   test program
+`<prefix>_kernel_test.bin` expected results of the test program
 `CMakeLists.txt`           library, test and installation
 `README.md`                how to build and call the kernel
 =========================  ============================================================
 
-The matrix is not part of the source, because compilers need minutes for arrays of millions of elements.
+The matrix is not part of the source, because gcc takes seconds for each million elements of an array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import hashlib
 import math
 import re
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,12 +39,14 @@ from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
-DEFAULT_NAME = "sparseflow"
+DEFAULT_PREFIX = "sparseflow"
 
 _FORMULAS = {"spmm": "C = A B", "spmv": "y = A x", "sddmm": "D = A * (X Y^T), elementwise"}
 
 _TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
 """Allowed error relative to the sum of the absolute values of the products."""
+
+_CHUNK_WORDS = 2**20
 
 _MAX_EXPECTED = 2**19
 """Results that the test program compares; 16 MiB of expected results."""
@@ -73,7 +74,7 @@ class ExportResult:
 
 
 def export_schedule(
-    problem: SparseProblem, schedule: Schedule | None, folder: Path, *, name: str = DEFAULT_NAME
+    problem: SparseProblem, schedule: Schedule | None, folder: Path, *, prefix: str = DEFAULT_PREFIX
 ) -> ExportResult:
     """Write the C code of a schedule and the packed matrix to a folder.
 
@@ -81,15 +82,15 @@ def export_schedule(
         problem: Problem.
         schedule: Schedule; None for the reference preset on one thread.
         folder: Directory to create; it may exist if it is empty.
-        name: Prefix of files and symbols.
+        prefix: Start of the names of files and symbols.
 
     Raises:
-        InputError: `name` is no C identifier, `folder` is not empty, or the schedule cannot run.
+        InputError: `prefix` is no C identifier, `folder` is not empty, or the schedule cannot run.
         OutputError: The folder cannot be written.
     """
-    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", prefix):
         raise InputError(
-            f"`name` (={name!r}) must be a C identifier that starts with a letter, such as my_matrix"
+            f"`prefix` (={prefix!r}) must be a C identifier that starts with a letter, such as my_matrix"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} is not an empty directory; name a new or an empty directory")
@@ -100,10 +101,10 @@ def export_schedule(
         presets = build_presets(problem.operator, problem.extents, threads=1)
         schedule = presets[preset].canonicalize(problem.operator, problem.extents)
     program = build_program(problem, schedule)
-    files = _Exporter(program, name, preset).list_files()
+    files = _Exporter(program, prefix, preset).list_files()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{name}-") as temporary:
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".sparseflow-") as temporary:
             draft = Path(temporary) / "export"
             draft.mkdir()
             names = []
@@ -123,8 +124,8 @@ def export_schedule(
 
 
 class _Exporter:
-    def __init__(self, program: KernelProgram, name: str, preset: str | None) -> None:
-        self.program, self.name, self.preset = program, name, preset
+    def __init__(self, program: KernelProgram, prefix: str, preset: str | None) -> None:
+        self.program, self.prefix, self.preset = program, prefix, preset
         digest = hashlib.sha256(program.source.encode()).digest()
         self.fingerprint = int.from_bytes(digest[:8], "little")
         problem = program.problem
@@ -138,7 +139,7 @@ class _Exporter:
 
     def list_files(self) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
         """Yield the name and the content of each file."""
-        stem = f"{self.name}_kernel"
+        stem = f"{self.prefix}_kernel"
         texts = {
             f"{stem}.h": "kernel.h",
             f"{stem}.c": "kernel.c",
@@ -154,22 +155,17 @@ class _Exporter:
 
     def make_variables(self) -> dict[str, Any]:
         """Return the variables of the templates."""
-        program, name = self.program, self.name
+        program, prefix = self.program, self.prefix
         problem = program.problem
         operator, (rows, cols) = problem.operator, problem.matrix.shape
         real = "float" if problem.dtype == np.float32 else "double"
         output = "D" if operator.sparse_output else "C" if problem.n_cols else "y"
         inputs = [f"const {real} *{value}" for value in problem.input_shapes]
-        arguments = [f"{name}_kernel *kernel", *inputs, f"{real} *{output}"]
-        names = [
-            f"{array}{index}"
-            for index, level in enumerate(program.packed.levels)
-            for array in ("pos", "crd")
-            if getattr(level, array) is not None
-        ]
+        arguments = [f"{prefix}_kernel *kernel", *inputs, f"{real} *{output}"]
+        names = re.findall(r"restrict const (\w+) = in\[", program.source)
         return {
-            "name": name,
-            "macro": name.upper(),
+            "prefix": prefix,
+            "macro": prefix.upper(),
             "version": sparseflow.__version__,
             "operator": operator.name,
             "formula": _FORMULAS[operator.name],
@@ -182,11 +178,11 @@ class _Exporter:
             "output": output,
             "output_shape": self.result_shape,
             "sparse_output": operator.sparse_output,
-            "signature": f"{name}_{operator.name}({', '.join(arguments)})",
+            "signature": f"{prefix}_{operator.name}({', '.join(arguments)})",
             "output_size": math.prod(self.result_shape),
             "padded_size": math.prod(program.output_shape),
             "source": program.source.replace(f"void {SYMBOL}(", "static void compute("),
-            "array_names": [*names, "val"],
+            "array_names": names[: len(program.leading_arrays)],
             "fingerprint": self.fingerprint,
             "schedule": program.schedule,
             "preset": self.preset,
@@ -198,20 +194,15 @@ class _Exporter:
     def pack_arrays(self) -> Iterator[bytes | memoryview]:
         """Yield the parts of the data file."""
         packed = self.program.packed
-        nnz = len(packed.element_positions)
-        positions = packed.element_positions
+        positions, nnz = packed.element_positions, len(packed.element_positions)
         if len(packed.values) == nnz and np.array_equal(positions, np.arange(nnz)):
             positions = positions[:0]
-        arrays = [np.ascontiguousarray(array) for array in (*packed.arrays, positions)]
-        facts = np.array([self.fingerprint, nnz, *(array.nbytes for array in arrays)], "<u8").tobytes()
-        crc = zlib.crc32(facts)
-        parts = []
-        for array in arrays:
-            parts += [array.reshape(-1).view(np.uint8).data, bytes(-array.nbytes % ALIGNMENT)]
+        arrays = (*self.program.leading_arrays, positions)
+        header = np.array([self.fingerprint, nnz, *(array.nbytes for array in arrays)], np.uint64)
+        parts = [header, *map(_pad_array, arrays)]
+        yield b"SFKDATA1" + np.array(_sum_words(parts), np.uint64).tobytes()
         for part in parts:
-            crc = zlib.crc32(part, crc)
-        yield b"SFKDATA1" + np.array([crc], "<u8").tobytes() + facts
-        yield from parts
+            yield part.data
 
     def compute_expected(self) -> Iterator[bytes]:
         """Yield the expected results with the values of the matrix, and with other values.
@@ -228,9 +219,28 @@ class _Exporter:
             results = replace(problem, matrix=matrix).compute_reference(tuple(inputs))
             matrix = replace(matrix, values=np.abs(matrix.values))
             scales = replace(problem, matrix=matrix).compute_reference(tuple(map(np.abs, inputs)))
-            limits = _TOLERANCE[problem.dtype] * scales + np.finfo(problem.dtype).tiny
-            pairs = np.stack([results.reshape(-1), limits.reshape(-1)], axis=1)
-            yield pairs[:: self.step].astype("<f8").tobytes()
+            pairs = np.stack([array.reshape(-1)[:: self.step] for array in (results, scales)], axis=1)
+            pairs[:, 1] = _TOLERANCE[problem.dtype] * pairs[:, 1] + np.finfo(problem.dtype).tiny
+            yield pairs.tobytes()
+
+
+def _pad_array(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array as words of 64 bits, padded with zeros to a multiple of `ALIGNMENT`."""
+    padded = np.zeros(-(-array.nbytes // ALIGNMENT) * (ALIGNMENT // 8), np.uint64)
+    padded.view(np.uint8)[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return padded
+
+
+def _sum_words(parts: Iterable[np.ndarray]) -> tuple[int, int]:
+    """Return the sum of all words and the sum of its intermediate values, both modulo 2^64."""
+    first = second = 0
+    for part in parts:
+        for start in range(0, len(part), _CHUNK_WORDS):
+            words = part[start : start + _CHUNK_WORDS]
+            weights = np.arange(len(words), 0, -1, dtype=np.uint64)
+            second += len(words) * first + int(np.sum(words * weights))
+            first += int(np.sum(words))
+    return first % 2**64, second % 2**64
 
 
 def _fill(shape: tuple[int, ...], start: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from sparseflow.core.checks import check_one_of
 from sparseflow.core.device import describe_cpu
 from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.c_source import SYMBOL
-from sparseflow.tuning.codegen.export import DEFAULT_NAME, ExportResult, export_schedule
+from sparseflow.tuning.codegen.export import DEFAULT_PREFIX, ExportResult, export_schedule
 from sparseflow.tuning.codegen.extrema import Extremum, find_extrema
 from sparseflow.tuning.codegen.program import (
     KernelProgram,
@@ -581,20 +581,21 @@ class Kernel(ABC):
         # `from_numpy` warns of read-only arrays.
         file.save_tensors(path, {name: torch.tensor(getattr(matrix, name)) for name in _ARRAYS})
 
-    def export_c(self, folder: Path | str, *, name: str = DEFAULT_NAME) -> ExportResult:
+    def export_c(self, folder: Path | str, *, prefix: str = DEFAULT_PREFIX) -> ExportResult:
         """Write C code, the packed matrix and a test program, for C and C++ programs without Python.
 
         A library kernel is exported as the reference preset, on one thread.
 
         Args:
             folder: Directory to create; it may exist if it is empty.
-            name: Prefix of files and symbols; kernels with different names can be linked into one program.
+            prefix: Start of the names of files and symbols. Kernels with different prefixes can be linked
+                into one program.
 
         Raises:
-            InputError: `name` is no C identifier, or `folder` is not empty.
+            InputError: `prefix` is no C identifier, or `folder` is not empty.
             OutputError: The folder cannot be written.
         """
-        return export_schedule(self.problem, self.schedule, Path(folder), name=name)
+        return export_schedule(self.problem, self.schedule, Path(folder), prefix=prefix)
 
 
 class CompiledKernel(Kernel):
