@@ -11,6 +11,7 @@ in pairs with each baseline: the libraries of the command line, torch, scipy, an
 on one thread or on as many as the kernel, in each of its forms; the fastest counts. Its preparation, such as
 MKL's inspector or the tuning of librsb, is timed separately. Results are compared with scipy's in float64.
 scipy and torch are called from Python, as is the kernel that is compared with them; scipy has one thread.
+Libraries that allocate results reuse freed memory with huge pages.
 
 The same command resumes an interrupted run and may select other matrices, families, problems or dtypes.
 `python -m benchmarks.claims record` makes the claims.
@@ -41,7 +42,7 @@ from typing import Any
 import numpy as np
 from libraries import CALLED, COMPILED, TITLES, MakeJobs, register_jobs
 from matrix_suite import SuiteMatrix, list_matrices
-from paired_times import checker, strongest, strongest_call
+from paired_times import MALLOC_ENVIRONMENT, checker, strongest, strongest_call
 
 from benchmarks.claims import Claim, slugify, write_samples
 from sparseflow.core.environment import collect_environment
@@ -296,6 +297,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
     args = parser.parse_args()
+    os.environ.update(MALLOC_ENVIRONMENT)
     deadline_s = time.monotonic() + args.time_limit_s
     paths = {name: path for name in COMPILED if (path := getattr(args, name)) is not None}
     baselines: dict[str, MakeJobs] = {name: COMPILED[name](path) for name, path in paths.items()}

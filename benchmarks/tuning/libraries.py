@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from paired_times import Inputs, LibraryJob
 
 from sparseflow.errors import RunError
@@ -35,8 +36,8 @@ SHIMS = Path(__file__).parent / "shims"
 REGISTERS = {"spmm": ("tiled_csr", "csr"), "spmv": ("csr", "csr_gathered")}
 """Operator -> presets of CSR."""
 
-BLOCKS = (2, 4, 8)
-"""Rows and columns of a block in MKL's BSR."""
+BLOCKS = (2, 3, 4, 8, 16)
+"""Rows and columns of a block in BSR."""
 
 MIN_FILL = 0.4
 """Smallest share of nonzeros in the blocks of BSR; with more zeros CSR is faster."""
@@ -51,16 +52,27 @@ def register_jobs(problem: SparseProblem, inputs: Inputs, threads: int) -> dict[
     }
 
 
+def list_blocks(problem: SparseProblem) -> list[int]:
+    """List the sizes of blocks that have few zeros."""
+    pattern = problem.matrix.pattern
+    rows, cols = pattern.rows.astype(np.int64), pattern.cols
+    return [
+        block
+        for block in BLOCKS
+        if pattern.nnz
+        >= MIN_FILL * block**2 * len(np.unique(rows // block * pattern.shape[1] + cols // block))
+    ]
+
+
 def mkl_jobs(problem: SparseProblem, inputs: Inputs, threads: int, *, library: Path) -> dict[str, LibraryJob]:
     """Create jobs of Intel MKL: CSR, and BSR if its blocks have few zeros."""
     shim = _compile_shim("mkl", problem.dtype, library)
-    pattern = problem.matrix.pattern
-    jobs = {"csr": make_library_job(shim, problem, inputs, threads, form=1)}
-    for block in BLOCKS:
-        keys = pattern.rows.astype(np.int64) // block * pattern.shape[1] + pattern.cols // block
-        if pattern.nnz >= MIN_FILL * block * block * len(np.unique(keys)):
-            jobs[f"bsr{block}"] = make_library_job(shim, problem, inputs, threads, form=block, block=block)
-    return jobs
+    return {
+        f"bsr{block}" if block > 1 else "csr": make_library_job(
+            shim, problem, inputs, threads, form=block, block=block
+        )
+        for block in (1, *list_blocks(problem))
+    }
 
 
 def graphblas_jobs(
@@ -90,22 +102,23 @@ def eigen_jobs(
 
 
 def scipy_calls(problem: SparseProblem, threads: int) -> dict[str, Callable[..., Any]]:
-    """Create the function of scipy, which has one thread."""
-    return {"csr": problem.get_library_function()} if threads == 1 else {}
+    """Create functions of scipy, which has one thread: CSR, and BSR if its blocks have few zeros."""
+    if threads > 1:
+        return {}
+    return {form: matrix.__matmul__ for form, matrix in _list_matrices(problem).items()}
 
 
 def torch_calls(problem: SparseProblem, threads: int) -> dict[str, Callable[..., Any]]:
-    """Create functions of torch: a product of MKL, and for matrices a sum of torch's own."""
-    import torch
-
+    """Create functions of torch: products of its MKL, and for matrices a sum of torch's own."""
     torch.set_num_threads(threads)
-    csr = problem.matrix.to_scipy()
-    csr.sort_indices()
-    with warnings.catch_warnings(action="ignore"):
-        matrix = torch.sparse_csr_tensor(*map(torch.from_numpy, _list_arrays(csr)), size=csr.shape)
-    calls: dict[str, Callable[..., Any]] = {"mkl": lambda dense: matrix @ torch.from_numpy(dense)}
-    if problem.n_cols is not None:
-        calls["sum"] = lambda dense: torch.sparse.mm(matrix, torch.from_numpy(dense), "sum")
+    calls: dict[str, Callable[..., Any]] = {}
+    for form, sparse in _list_matrices(problem).items():
+        create = torch.sparse_csr_tensor if form == "csr" else torch.sparse_bsr_tensor
+        with warnings.catch_warnings(action="ignore"):
+            matrix = create(*map(torch.from_numpy, _list_arrays(sparse)), size=sparse.shape)
+        calls[form] = lambda dense, matrix=matrix: matrix @ torch.from_numpy(dense)
+        if form == "csr" and problem.n_cols is not None:
+            calls["sum"] = lambda dense, csr=matrix: torch.sparse.mm(csr, torch.from_numpy(dense), "sum")
     return calls
 
 
@@ -152,6 +165,17 @@ def make_library_job(
         output_shape=(height + 1, *dense.shape[1:]),
         output_dtype=problem.dtype,
     )
+
+
+def _list_matrices(problem: SparseProblem) -> dict[str, Any]:
+    """List CSR, and BSR with blocks that have few zeros and divide the extents."""
+    csr: Any = problem.matrix.to_scipy()
+    csr.sort_indices()
+    return {"csr": csr} | {
+        f"bsr{block}": csr.tobsr((block, block))
+        for block in list_blocks(problem)
+        if not any(extent % block for extent in csr.shape)
+    }
 
 
 def _list_arrays(sparse: Any) -> tuple[np.ndarray, ...]:

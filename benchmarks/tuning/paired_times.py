@@ -48,6 +48,12 @@ SAMPLE_S = 1e-3
 MAX_CALLS_S = 3.0
 """Maximum time of a comparison of calls from Python."""
 
+MALLOC_ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967295"
+}
+"""Settings of the allocator for libraries that allocate results: huge pages, as the runner's arrays have, and
+reuse of freed memory. By default every call touches the pages of a large result for the first time."""
+
 Inputs = tuple[np.ndarray, ...]
 Check = Callable[[np.ndarray], bool]
 MakeCalls = Callable[[SparseProblem, int], Mapping[str, Callable[..., Any]]]
