@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
-from against import PROCESSES, checker, slower
+from paired_times import PROCESSES, checker, slower
 
 from benchmarks.claims import Claim, write_samples
 from sparseflow.core.environment import collect_environment
