@@ -1,4 +1,4 @@
-"""Time budgets, busy machines and similar matrices in searches (line 5).
+"""Time budgets, busy machines and similar matrices in searches (line 7).
 
 ::
 
@@ -221,7 +221,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     }
     overruns = [compute_overrun(row) for row in rows]
     yield Claim(
-        id="tuning/5-budget",
+        id="tuning/7-budget",
         claim=f"Longest wall time over the budget of {len(rows)} searches, without the compile time of the "
         f"winner; 3 to {max(SIZES)} elements.",
         value=round(max(overruns), 2),
@@ -235,7 +235,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         **conditions,
     )
     yield Claim(
-        id="tuning/5-tiny",
+        id="tuning/7-tiny",
         claim="Longest search on a 3x3 matrix with an empty cache, without imports.",
         value=max(row["wall_s"] for row in rows if row["nnz"] == 3),
         unit="s",
@@ -244,7 +244,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
     for row in record["busy"]:
         yield Claim(
-            id=f"tuning/5-busy-{row['operator']}",
+            id=f"tuning/7-busy-{row['operator']}",
             claim=f"Time of the {row['operator']} kernel of a search on busy CPUs over that of a search "
             "without the load.",
             value=round(row["against"]["ratio"], 3),
@@ -261,7 +261,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
         )
     for row in record["family"]:
         yield Claim(
-            id=f"tuning/5-family-{row['operator']}",
+            id=f"tuning/7-family-{row['operator']}",
             claim=f"Time of the {row['operator']} kernel of a {SHORT_BUDGET_S:g} s search from a similar "
             f"matrix's winner over that of a {LONG_BUDGET_S:g} s search.",
             value=round(row["against"]["warm"]["ratio"], 3),

@@ -121,6 +121,9 @@ class ScheduleEvaluator:
         seed: Random seed of the dense inputs.
         cache_dir: Directory of compiled code; see `compile_source`.
 
+    Attributes:
+        library_s: Time of one call of the library in float64, seconds.
+
     Raises:
         DeviceError, RunError: On entry: there is no C compiler, or the reference does not run.
     """
@@ -137,7 +140,9 @@ class ScheduleEvaluator:
         self.inputs = problem.generate_inputs(seed)
         self._cache_dir = cache_dir
         self._reference = reference
+        start_s = time.perf_counter()
         self._expected = problem.compute_reference(self.inputs)
+        self.library_s = time.perf_counter() - start_s
         self._scale = float(np.abs(self._expected).max(initial=0.0)) or 1.0
         self._limit_bytes = compute_storage_limit(problem)
         self._session: MeasurementSession | None = None

@@ -56,11 +56,11 @@ _TURN_S = 0.3
 
 _SAMPLE_S = 2e-3
 
-_NUM_CALLS = 20
-"""Calls of the reference that take as long as the shortest measurement of all kernels in this process."""
+_NUM_CALLS = 3
+"""Calls of each kernel in the shortest measurement in this process."""
 
 _LONG_CALL_S = 0.1
-"""A first call that takes longer is not repeated to get its exact time."""
+"""A first call that takes longer is a sample."""
 
 _MAX_REFERENCE_ERROR = 0.1
 """Largest deviation from 1 of the reference's time over its own time."""
@@ -169,7 +169,12 @@ def rerank_schedules(
 
 
 def estimate_rerank_s(
-    trials: Mapping[Schedule, Trial], baselines: Iterable[Schedule], reference: Schedule, max_s: float
+    trials: Mapping[Schedule, Trial],
+    baselines: Iterable[Schedule],
+    reference: Schedule,
+    *,
+    library_s: float,
+    max_s: float,
 ) -> float:
     """Estimate the seconds that a session should reserve for `rerank_schedules`.
 
@@ -180,6 +185,7 @@ def estimate_rerank_s(
         trials: Trials so far; with the reference.
         baselines: Schedules of the baselines.
         reference: Reference schedule.
+        library_s: Time of one call of the library, seconds.
         max_s: Limit beyond that minimum, seconds.
     """
     preferred = {schedule for schedule in baselines if schedule in trials}
@@ -187,12 +193,12 @@ def estimate_rerank_s(
         estimate_thorough_s(trials[schedule]) for schedule in _select_finalists(trials, preferred, reference)
     ]
     full_s = _NUM_PROCESSES * sum(costs_s) + 3 * _NUM_TURNS * _TURN_S
-    return max(sum(costs_s[:2]) + _estimate_calls_s(trials[reference]), min(full_s, max_s))
+    return max(sum(costs_s[:2]) + _estimate_calls_s(trials[reference], library_s), min(full_s, max_s))
 
 
-def _estimate_calls_s(trial: Trial) -> float:
+def _estimate_calls_s(trial: Trial, library_s: float) -> float:
     """Estimate the time of the shortest measurement in this process from the reference's trial, seconds."""
-    return 1e-3 * _NUM_CALLS * trial.latency_ms
+    return _NUM_CALLS * (2e-3 * trial.latency_ms + library_s)
 
 
 class _FinalRounds:
@@ -218,7 +224,7 @@ class _FinalRounds:
         self._baselines, self._reference = baselines, reference
         self._finalists = _select_finalists(trials, baselines, reference)
         self._costs_s = {schedule: estimate_thorough_s(trials[schedule]) for schedule in self._finalists}
-        self._reserve_s = _estimate_calls_s(trials[reference])
+        self._reserve_s = _estimate_calls_s(trials[reference], evaluator.library_s)
 
     def measure(self) -> dict[Schedule, Trial]:
         """Measure the finalists; a second time if the reference's ratio to itself is wrong."""
@@ -335,23 +341,25 @@ def measure_call_times(
         Time of each kernel, and whether other processes used the CPUs.
     """
     monitor, start_s = CpuUsageMonitor(), time.perf_counter()
-    counts = []
-    for kernel in kernels:
+    counts: list[int] = []
+    turns: list[list[list[float]]] = [[] for _ in kernels]
+    for kernel, finished in zip(kernels, turns, strict=True):
         duration_s = _time_call(kernel, inputs, 1)
         if duration_s < _LONG_CALL_S:
             duration_s = _time_call(kernel, inputs, 1)
+        else:
+            finished.append([1e3 * duration_s])
         counts.append(max(1, int(_SAMPLE_S / max(duration_s, 1e-7))))
     turn_s = min(_TURN_S, max_s / (_NUM_TURNS * len(kernels)))
-    turns: list[list[list[float]]] = [[] for _ in kernels]
     for _ in range(_NUM_TURNS):
+        if all(turns) and time.perf_counter() - start_s > max_s:
+            break
         for kernel, count, finished in zip(kernels, counts, turns, strict=True):
             samples: list[float] = []
             turn_start_s = time.perf_counter()
             while not samples or time.perf_counter() - turn_start_s < turn_s:
                 samples.append(1e3 * _time_call(kernel, inputs, count))
             finished.append(sorted(samples))
-        if time.perf_counter() - start_s > max_s:
-            break
     other_share = monitor.measure_other_share()
     is_disturbed = other_share is not None and other_share > MAX_OTHER_SHARE
     times = [

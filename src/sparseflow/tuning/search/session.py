@@ -384,7 +384,8 @@ class TuningSession:
             self._record(self._measure(self._reference))
         for name, schedule in single.items():
             # Waking threads takes longer than small products, which only calls in this process show.
-            if self._baselines[name] == self._reference and schedule not in self._trials:
+            is_new = self._baselines[name] == self._reference and schedule not in self._trials
+            if is_new and (self._is_negligible() or self._fits(self._estimate_trial_s())):
                 self._record(self._measure(schedule))
         similar = [] if self._winners is None else self._find_similar(self._winners)
         self._measure_new(similar)
@@ -449,7 +450,13 @@ class TuningSession:
 
     def _estimate_rerank_s(self, *, max_share: float = 0.0) -> float:
         max_s = max_share * self._budget_s if max_share else 0.0  # an infinite budget times 0 is NaN
-        return estimate_rerank_s(self._trials, self._baselines.values(), self._reference, max_s)
+        return estimate_rerank_s(
+            self._trials,
+            self._baselines.values(),
+            self._reference,
+            library_s=self._evaluator.library_s,
+            max_s=max_s,
+        )
 
     def _estimate_trial_s(self) -> float:
         """Estimate the time of the next trial by the slowest of the recent ones, seconds."""
