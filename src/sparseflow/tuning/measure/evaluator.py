@@ -240,10 +240,19 @@ class ScheduleEvaluator:
             key=lambda candidate: (
                 candidate.error is not None,
                 not candidate.disturbed,
-                -candidate.ratio if candidate.disturbed else candidate.ratio,
+                -candidate.latency_ms if candidate.disturbed else candidate.ratio,
             ),
         )
-        return replace(selected, seconds=seconds, times=trial.times + repeat.times)
+        return replace(self.update_ratio(selected), seconds=seconds, times=trial.times + repeat.times)
+
+    def update_ratio(self, trial: Trial) -> Trial:
+        """Return a disturbed trial with its ratio to the fastest sample of the reference so far.
+
+        Other trials are returned as they are.
+        """
+        if not trial.disturbed or trial.error is not None or math.isinf(self._reference_ms):
+            return trial
+        return replace(trial, ratio=trial.latency_ms / self._reference_ms)
 
     def _check_output(self, program: KernelProgram, output: np.ndarray) -> str | None:
         """Compare the output with the library's result in float64; return an error message or None."""

@@ -126,9 +126,10 @@ def rerank_schedules(
     preferred = set(measured.values())
     rounds = _FinalRounds(evaluator, trials, preferred, reference, deadline)
     final = rounds.measure()
-    pool = {
+    confirmed = {
         schedule: trial for schedule, trial in trials.items() if schedule in preferred or trial.times > 1
-    } | final
+    }
+    pool = {schedule: evaluator.update_ratio(trial) for schedule, trial in (confirmed | final).items()}
     winner = min(
         pool.values(),
         key=lambda trial: trial.ratio * (1.0 - _MIN_GAIN if trial.schedule in preferred else 1.0),
@@ -237,7 +238,8 @@ class _FinalRounds:
         if error > _MAX_REFERENCE_ERROR and self._deadline.allows(duration_s + self._reserve_s):
             repeated = self._measure_once()
             if self._reference in repeated and abs(repeated[self._reference].ratio - 1.0) <= error:
-                final |= repeated
+                failed = {schedule: trial for schedule, trial in final.items() if trial.error is not None}
+                final = repeated | failed
         return final
 
     def _measure_once(self) -> dict[Schedule, Trial]:
@@ -250,7 +252,10 @@ class _FinalRounds:
                     trial = self._evaluator.measure(schedule, thorough=True)
                     measurements.setdefault(schedule, []).append(trial)
                     self._costs_s[schedule] = sum(trial.seconds.values())
-            merged = {schedule: _merge(trials) for schedule, trials in measurements.items()}
+            merged = {
+                schedule: self._evaluator.update_ratio(_merge(trials))
+                for schedule, trials in measurements.items()
+            }
         return merged
 
     def _select_unfinished(
