@@ -36,6 +36,7 @@ from sparseflow.tuning.schedule.schedule import Schedule, ScheduleLine
 
 if TYPE_CHECKING:
     import scipy.sparse
+    import torch
     from torch import Tensor
 
 Reduction = Literal["sum", "mean", "max", "min"]
@@ -169,7 +170,7 @@ class Kernel(ABC):
         return self.problem.dtype
 
     @property
-    def torch_dtype(self) -> Any:
+    def torch_dtype(self) -> torch.dtype:
         """`dtype` as a dtype of torch, which inputs of other dtypes are promoted with."""
         import torch
 

@@ -129,10 +129,10 @@ def read_dtype(matrix: Any, dtype: Any = None) -> torch.dtype:
         InputError: `dtype` is no dtype.
     """
     if dtype is None:
-        own = getattr(matrix, "dtype", None)
-        if isinstance(own, torch.dtype):
-            return own if own in TOLERANCE else torch.float32
-        return torch.float64 if own == np.float64 else torch.float32
+        matrix_dtype = getattr(matrix, "dtype", None)
+        if isinstance(matrix_dtype, torch.dtype):
+            return matrix_dtype if matrix_dtype in TOLERANCE else torch.float32
+        return torch.float64 if matrix_dtype == np.float64 else torch.float32
     if isinstance(dtype, torch.dtype):
         return dtype
     try:
