@@ -234,6 +234,19 @@ def test_wrong_shapes_of_sampled_products_raise(recorded: bool, make: Make) -> N
             kernel.T(x, y)
 
 
+def test_kinds_of_tensors_give_the_same_product(make: Make) -> None:
+    kernel, dense = make("spmm", 3), sample(COLS, 3).detach()
+    negated = torch.complex(dense, -dense).conj().imag
+    views = (torch.nn.Parameter(dense), dense.T.contiguous().T, negated, dense.expand(1, COLS, 3)[0])
+    for view in views:
+        torch.testing.assert_close(kernel(view), DENSE @ dense)
+        recorded = view.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(kernel(recorded).sum(), recorded)
+        torch.testing.assert_close(gradient, DENSE.T @ torch.ones(ROWS, 3, dtype=torch.float64))
+    first, second = kernel(dense), kernel(2 * dense)
+    torch.testing.assert_close(2 * first, second)
+
+
 def test_wrong_tensors_raise(make: Make) -> None:
     kernel = make("spmm", 3)
     for tensor in (torch.ones(COLS, 3).to_sparse(), torch.ones(COLS, 3, device="meta")):

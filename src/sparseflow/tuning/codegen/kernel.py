@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,11 @@ _KERNELS: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
 
 _PROCESS_ID = os.getpid()
 """Process that imported this module. Another one is a fork of it, in which OpenMP may have dead threads."""
+
+_OutputArray = ctypes.c_void_p * 1
+
+_Buffer = tuple[np.ndarray, Any, Any]
+"""Output of a call, and the addresses of its output and inputs, which only one call at a time uses."""
 
 _EXCLUSIVE_REFERENCES = 2
 """References to a buffer that is used by one view only: the view's and the one of `sys.getrefcount`."""
@@ -117,11 +123,14 @@ class Kernel(ABC):
         self.origin = "library" if self.schedule is None else "tuned"
         self._cache_dir = cache_dir
         self._shapes, self._dtype = problem.input_shapes, problem.dtype
+        # The shape of the only input; sampled products have two.
+        self._input_shape = next(iter(self._shapes.values())) if len(self._shapes) == 1 else None
         self._key = VariantKey(
             operator=problem.operator.name, n_cols=problem.n_cols, dtype=problem.dtype.name
         )
         self._family = KernelFamily()
         self._base: Kernel | None = None
+        self._transpose: Kernel | None = None
         self._number = next(_COUNTER)
         _KERNELS[self._number] = self
         self._value_tensor: Any = None
@@ -179,7 +188,14 @@ class Kernel(ABC):
     @property
     def T(self) -> Kernel:
         """The same operator with Aᵀ; inputs of SDDMM swap their places, too."""
-        return self._get_variant(transposed=not self._key.transposed)
+        if self._transpose is not None:
+            return self._transpose
+        kernel = self._get_variant(transposed=not self._key.transposed)
+        if (
+            self._family.template is None
+        ):  # otherwise a cycle of references would keep kernels of one step alive
+            self._transpose = kernel
+        return kernel
 
     def with_values(self, values: Any) -> Kernel:
         """Create a kernel for the same pattern with other values, without compiling.
@@ -309,7 +325,8 @@ class Kernel(ABC):
         is_product = plain and reduce == "sum" and bias is None and activation is None
         if (
             is_product
-            and len(inputs) == len(self._shapes) == 1
+            and len(inputs) == 1
+            and self._input_shape is not None
             and not named_inputs
             and self._value_tensor is None
         ):
@@ -321,6 +338,12 @@ class Kernel(ABC):
                 and value.flags.c_contiguous
             ):
                 return self.compute(value)
+            if is_tensor(value):
+                from sparseflow.tuning.codegen.torch_ops import multiply_directly
+
+                result = multiply_directly(self, inputs[0])
+                if result is not None:
+                    return result
         if out is not None and self.problem.operator.sparse_output:
             raise InputError("`out` is for dense results; that of sddmm is sparse")
         if not (bias is None and activation is None) and self.problem.operator.sparse_output:
@@ -382,10 +405,6 @@ class Kernel(ABC):
         return self.T @ x
 
     matmat, rmatmat = matvec, rmatvec
-
-    @property
-    def _input_shape(self) -> tuple[int, ...]:
-        return next(iter(self._shapes.values()))
 
     def _bind_inputs(self, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> list[Any]:
         """Return the inputs in order."""
@@ -606,6 +625,7 @@ class CompiledKernel(Kernel):
         program: Program.
         speedup: Time of the best baseline over the time of this kernel.
         cache_dir: Directory of compiled code; see `compile_source`.
+        library: The compiled code, if it is loaded already.
 
     Raises:
         DeviceError: There is no C compiler.
@@ -613,30 +633,29 @@ class CompiledKernel(Kernel):
     """
 
     def __init__(
-        self, program: KernelProgram, *, speedup: float | None = None, cache_dir: Path | None = None
+        self,
+        program: KernelProgram,
+        *,
+        speedup: float | None = None,
+        cache_dir: Path | None = None,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         self.program = program
         super().__init__(program.problem, speedup, cache_dir)
-        path = program.compile(cache_dir=cache_dir)
-        try:
-            self._library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise RunError(
-                f"cannot load the compiled kernel: {error}; set SPARSEFLOW_CACHE to a directory that allows "
-                "execution"
-            ) from error
+        self._library = _load_library(program, cache_dir) if library is None else library
         self._function = getattr(self._library, SYMBOL)
         self._function.restype = None
         self._is_parallel = program.nest.threads > 1
         for array in program.leading_arrays:
             array.flags.writeable = False  # as the matrix, which `save` writes
-        self._leading_addresses = [array.ctypes.data for array in program.leading_arrays]
-        self._trailing_addresses = [array.ctypes.data for array in program.trailing_arrays]
-        count = len(self._leading_addresses) + len(self.problem.input_shapes) + len(self._trailing_addresses)
-        self._input_array_type = ctypes.c_void_p * count
+        addresses = [array.ctypes.data for array in program.leading_arrays]
+        self._num_leading = len(addresses)
+        addresses += [0] * len(self.problem.input_shapes)
+        addresses += [array.ctypes.data for array in program.trailing_arrays]
+        self._input_array = (ctypes.c_void_p * len(addresses))(*addresses)
         self._shape = program.output_shape
         self._rows = None if program.problem.operator.sparse_output else program.problem.matrix.shape[0]
-        self._free_buffers: list[tuple[np.ndarray, Any]] = []
+        self._free_buffers: list[_Buffer] = []
 
     @property
     def schedule(self) -> Schedule:
@@ -652,7 +671,7 @@ class CompiledKernel(Kernel):
         problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
         packed = replace(self.program.packed, values=self._pack_values(values))
         program = replace(self.program, problem=problem, packed=packed)
-        return CompiledKernel(program, cache_dir=self._cache_dir)
+        return CompiledKernel(program, cache_dir=self._cache_dir, library=self._library)
 
     def _pack_values(self, values: np.ndarray) -> np.ndarray:
         packed = self.program.packed
@@ -661,26 +680,33 @@ class CompiledKernel(Kernel):
         return result
 
     def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        return self.compute_at([array.ctypes.data for array in inputs], values)
+
+    def compute_at(self, addresses: Sequence[int], values: np.ndarray | None = None) -> np.ndarray:
+        """Compute the result of inputs at some addresses; see `compute`."""
         # Calls often take microseconds, so everything that does not change is prepared in advance.
         if self._is_parallel and os.getpid() != _PROCESS_ID:
             # libgomp waits forever for threads that exist in the parent only. Without active parallel regions
             # it needs none.
             self._library.omp_set_max_active_levels(0)
         buffer = self._acquire_buffer()
-        output, pointer = buffer
-        addresses = [array.ctypes.data for array in inputs]
-        leading = self._leading_addresses
-        if values is not None:
-            packed = self._pack_values(values)  # the last of the leading arrays
-            leading = [*leading[:-1], packed.ctypes.data]
-        self._function(self._input_array_type(*leading, *addresses, *self._trailing_addresses), pointer)
+        output, output_array, input_array = buffer
+        for index, address in enumerate(addresses, self._num_leading):
+            input_array[index] = address
+        if values is None:
+            self._function(input_array, output_array)
+        else:
+            index, packed = self._num_leading - 1, self._pack_values(values)
+            input_array[index] = packed.ctypes.data
+            self._function(input_array, output_array)
+            input_array[index] = self._input_array[index]
         result = self.program.extract_result(output) if self._rows is None else output[: self._rows]
         # Returned after use: another thread that takes the buffer checks for views of it.
         self._free_buffers.append(buffer)
         return result
 
-    def _acquire_buffer(self) -> tuple[np.ndarray, Any]:
-        """Return an output buffer and its pointer, reusing the last one if no view of it exists.
+    def _acquire_buffer(self) -> _Buffer:
+        """Return an output buffer and the arguments of a call, reusing the last ones if no view exists.
 
         Touching the pages of a new large array can take longer than the computation.
         """
@@ -691,8 +717,20 @@ class CompiledKernel(Kernel):
         else:
             if sys.getrefcount(buffer[0].base) == _EXCLUSIVE_REFERENCES:
                 return buffer
-        output = allocate_aligned(self._shape, self.problem.dtype)
-        return output, (ctypes.c_void_p * 1)(output.ctypes.data)
+        output = allocate_aligned(self._shape, self._dtype)
+        input_array = type(self._input_array).from_buffer_copy(self._input_array)
+        return output, _OutputArray(output.ctypes.data), input_array
+
+
+def _load_library(program: KernelProgram, cache_dir: Path | None) -> ctypes.CDLL:
+    path = program.compile(cache_dir=cache_dir)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RunError(
+            f"cannot load the compiled kernel: {error}; set SPARSEFLOW_CACHE to a directory that allows "
+            "execution"
+        ) from error
 
 
 class LibraryKernel(Kernel):

@@ -141,7 +141,7 @@ def compute_storage_limit(problem: SparseProblem) -> int:
 
 def allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Allocate an uninitialized array that is aligned to a cache line."""
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

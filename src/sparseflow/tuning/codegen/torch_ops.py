@@ -21,7 +21,21 @@ from torch.autograd import forward_ad
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.extrema import Extremum
-from sparseflow.tuning.codegen.kernel import Kernel, Reduction, get_kernel, to_array
+from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, Reduction, get_kernel, to_array
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def multiply_directly(kernel: Kernel, dense: Tensor) -> Tensor | None:
+    """Multiply by a kernel's own values if a tensor needs no conversion; None if it does.
+
+    Small products take microseconds, so this path has few checks.
+    """
+    if torch.compiler.is_compiling() or _is_transformed() or not _is_plain(kernel, dense):
+        return None
+    return _multiply(dense, None, kernel)
 
 
 def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") -> Tensor:
@@ -43,7 +57,7 @@ def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") ->
     if reduce in ("max", "min"):
         return _reduce_rows(kernel, tensors[0], reduce)
     values, is_sampled = kernel._value_tensor, kernel.problem.operator.sparse_output
-    multiply: Callable[..., Tensor] = _Product.apply
+    multiply: Callable[..., Tensor] = _multiply
     sample: Callable[..., Tensor] = _Samples.apply
     if torch.compiler.is_compiling():
         multiply, sample = _multiply_by_number, _sample_by_number
@@ -66,9 +80,27 @@ def call_kernel(kernel: Kernel, inputs: list[Any], reduce: Reduction = "sum") ->
 
 def _is_recorded(*tensors: Tensor) -> bool:
     """Return whether torch records or transforms operations on some tensors."""
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if _is_transformed():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_transformed() -> bool:
+    """Return whether `torch.func` or forward mode transforms operations."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _is_plain(kernel: Kernel, dense: Tensor) -> bool:
+    """Return whether a kernel can read a tensor in place."""
+    return (
+        type(dense) in _PLAIN_TYPES
+        and dense.dtype is _DTYPES[kernel._key.dtype]
+        and dense.shape == kernel._input_shape
+        and dense.is_cpu
+        and dense.layout is torch.strided
+        and dense.is_contiguous()
+        and not dense.is_neg()
+    )
 
 
 def _check_tensor(kernel: Kernel, name: str, value: Any) -> Tensor:
@@ -106,7 +138,18 @@ def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
 
 
+def _multiply(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+    """Compute a product, and record it if necessary."""
+    if _is_transformed():
+        return _Product.apply(dense, values, kernel)
+    if torch.is_grad_enabled() and (dense.requires_grad or (values is not None and values.requires_grad)):
+        return _RecordedProduct.apply(dense, values, kernel)
+    return _compute_product(dense, values, kernel)
+
+
 def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+    if values is None and isinstance(kernel, CompiledKernel) and _is_plain(kernel, dense):
+        return torch.from_numpy(kernel.compute_at((dense.data_ptr(),)))
     return kernel.multiply_tensor(dense, values)
 
 
@@ -137,7 +180,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _differentiate_product(ctx, gradient, _Product.apply, _Samples.apply)
+        return _differentiate_product(ctx, gradient, _multiply, _Samples.apply)
 
     @staticmethod
     def jvp(ctx: Any, dense_tangent: Tensor | None, values_tangent: Tensor | None, _: None) -> Tensor:
@@ -149,6 +192,20 @@ class _Product(torch.autograd.Function):
     ) -> Any:
         pairs = _unbind(info.batch_size, in_dims[:2], (dense, values))
         return torch.stack([_Product.apply(*pair, kernel) for pair in pairs]), 0
+
+
+class _RecordedProduct(torch.autograd.Function):
+    """`_Product` without transformations; their protocol takes longer than small products."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
+        ctx.kernel = kernel
+        ctx.save_for_backward(dense if ctx.needs_input_grad[1] else None, values)
+        return _compute_product(dense, values, kernel)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _differentiate_product(ctx, gradient, _multiply, _Samples.apply)
 
 
 class _Samples(torch.autograd.Function):
@@ -166,7 +223,7 @@ class _Samples(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _differentiate_samples(ctx, gradient, _Product.apply)
+        return _differentiate_samples(ctx, gradient, _multiply)
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor | None, y_tangent: Tensor | None, _: None) -> Tensor:
