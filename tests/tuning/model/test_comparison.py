@@ -25,6 +25,7 @@ from sparseflow.tuning.model.dataset import BatchSampling, RankingDataset
 from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
 from sparseflow.tuning.model.training import TrainConfig
 from sparseflow.tuning.search.comparison import SearchRecord
+from sparseflow.tuning.search.methods import DEFAULT_METHOD
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, change, on_disk
 
 QUICK = TrainConfig(
@@ -155,22 +156,24 @@ def test_invalid_comparison_raises(labels: Path, tmp_path: Path) -> None:
 
 def test_page_shows_searches(labels: Path, tmp_path: Path) -> None:
     compare_networks(FEW[2:], [labels], tmp_path, folds=3)
-    for method, ratios in (("annealing", (None, 2.0, 1.0, 0.5)), ("guided-annealing", (0.52, 0.6))):
+    for method, ratios in (("evolutionary", (None, 2.0, 1.0, 0.5)), (DEFAULT_METHOD, (0.52, 0.6))):
         item = SearchRecord(
-            problem="cca spmv", method=method, ratios=ratios, trial_s=(0.5,) * len(ratios),
-            seconds={"measure": 2.0, "other": 0.5},
+            problem="cca spmv", method=method, ratios=ratios, elapsed_s=(0.5, 1.0, 1.5, 2.0)[: len(ratios)],
+            seconds={"measure": 2.0, "rerank": 1.0, "other": 0.5},
         )  # fmt: skip
         assert SearchRecord.load(item.save(tmp_path / SEARCHES_DIR / f"{method}.json")) == item
     assert item.count_until(0.5) == 1 and item.count_until(0.1) is None
     page = write_page(tmp_path)
     assert page == tmp_path / PAGE_FILE
     assert "2 s without the model and 0.5 s with the model in total" in page.read_text()
-    assert 'data-key="4.0"' in page.read_text(), "4 times fewer measurements"
     for text in (
         "Searches: cca spmv",
-        "without the model",
-        "Best schedule so far",
-        "Time of each search phase",
+        "1 measurements with the model are as good as 4 without it, 4.0 times fewer",
+        "4×",
+        "Time until as good",
+        "Best schedule so far, by measurements",
+        "Best schedule so far, by time",
+        "evolutionary: measure 3, other 0.5; guided-evolutionary: measure 3",
     ):
         assert text in page.read_text()
     write_json(tmp_path / SCORES_FILE, {"environment": {"python": "3.99"}, "command": "evaluate 17"})

@@ -11,7 +11,7 @@ import pytest
 from sparseflow.tuning.model.cost_model import ScheduleScorer
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.search import comparison
-from sparseflow.tuning.search.comparison import SearchRecord, compare_searches
+from sparseflow.tuning.search.comparison import SearchRecord, compare_searches, compute_gains
 from tests.conformance import check_artifact_file
 
 
@@ -35,7 +35,10 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
     for item in result:
         assert item.problem == "eye, spmv" and len(item.ratios) == 5 + 3
         assert {"propose", "build", "compile", "measure", "rerank", "other"} <= set(item.seconds)
-        assert len(item.trial_s) == len(item.ratios) and item.seconds["rerank"] > 0.0
+        assert len(item.elapsed_s) == len(item.ratios) and list(item.elapsed_s) == sorted(item.elapsed_s)
+        phases = item.sum_phases()
+        assert phases["measure"] == item.seconds["measure"] + item.seconds["rerank"] > item.seconds["measure"]
+        assert sum(phases.values()) == pytest.approx(sum(item.seconds.values())) and "rerank" not in phases
     assert compare_searches(*arguments, **options) == result and len(proposals) == 2, (
         "what is done is not done again"
     )
@@ -43,14 +46,33 @@ def test_compare_each_method_with_and_without_model(tmp_path: Path, monkeypatch:
     check_artifact_file(SearchRecord.load, path, hint="search again")
 
 
+def make_record(method: str, *ratios: float | None) -> SearchRecord:
+    elapsed_s = tuple(float(count) for count in range(1, len(ratios) + 1))
+    return SearchRecord(problem="p", method=method, ratios=ratios, elapsed_s=elapsed_s, seconds={})
+
+
 def test_count_until_goal() -> None:
-    item = SearchRecord(
-        problem="p",
-        method="m",
-        ratios=(None, 2.0, 1.04, 1.0),
-        trial_s=(4.0, 3.0, 2.0, 1.0),
-        seconds={"propose": 8.0},
-    )
+    item = make_record("m", None, 2.0, 1.04, 1.0)
     assert item.best_ratios() == [float("inf"), 2.0, 1.04, 1.0]
     assert (item.count_until(1.0), item.count_until(0.5), item.count_until(2.0)) == (3, None, 2)
-    assert (item.compute_time_until(1.0), item.compute_time_until(0.5)) == (9.0 + 6.0, None)
+    assert (item.compute_time_until(1.0), item.compute_time_until(0.5)) == (3.0, None)
+
+
+def test_gain_goal_is_reached_with_and_without_model() -> None:
+    records = [
+        make_record("random", 2.0, 1.5, 1.0, 0.9),
+        make_record("guided-random", 2.0, 0.8, 0.4),
+        make_record("annealing", 2.0, 0.5),
+        make_record("guided-annealing", 2.0, 2.0, 1.0),
+        make_record("qlearning", None),
+        make_record("guided-qlearning", 1.0),
+        make_record("evolutionary", 1.0),
+    ]
+    better, worse = compute_gains(records)
+    assert (better.method, better.counts, better.seconds, better.factor) == (
+        "random",
+        (4, 2),
+        (4.0, 2.0),
+        2.0,
+    )
+    assert (worse.method, worse.counts) == ("annealing", (2, 3)), "a model that misleads is shown, too"

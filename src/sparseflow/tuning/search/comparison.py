@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import geometric_mean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
 from sparseflow.core.report import Page, plot_before_after, plot_stacked_bars
-from sparseflow.tuning.search.methods import GUIDED_PREFIX, Prior
+from sparseflow.tuning.search.methods import DEFAULT_METHOD, GUIDED_PREFIX, Prior
 from sparseflow.tuning.search.session import TuningSession
 
 COMPARED_METHODS = ("evolutionary", "random", "annealing", "qlearning")
 """The method of the default search, and the search methods of AutoSparse."""
 
 _GOAL_TOLERANCE = 1.05
-"""A search reaches its goal within 5 % of the best ratio of all searches of the problem."""
+"""A ratio within 5 % of another one is as good."""
+
+_MEASURE_PHASES = ("measure", "rerank")
+"""Phases of a session that measure: the search, and the final measurement of the best schedules."""
 
 
 class SearchRecord(Artifact):
@@ -28,18 +35,18 @@ class SearchRecord(Artifact):
         problem: Name of matrix, operator and columns.
         method: Search method.
         ratios: Time over the reference's of every schedule in order; None for failures.
-        trial_s: Duration of each measurement, with building and compiling, seconds.
+        elapsed_s: Seconds from the start of the session to the end of each measurement.
         seconds: Phase -> duration, seconds: "propose", "build", "compile", "measure", "rerank", "other".
     """
 
     FORMAT: ClassVar[str] = "sparseflow.tuning.search"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     HINT: ClassVar[str] = "remove the file to search again"
 
     problem: str
     method: str
     ratios: tuple[float | None, ...]
-    trial_s: tuple[float, ...]
+    elapsed_s: tuple[float, ...]
     seconds: Mapping[str, float]
 
     def best_ratios(self) -> list[float]:
@@ -47,19 +54,57 @@ class SearchRecord(Artifact):
         return list(accumulate((math.inf if ratio is None else ratio for ratio in self.ratios), min))
 
     def count_until(self, goal: float) -> int | None:
-        """Count the measurements until the best ratio is within 5 % of `goal`; None if it never is."""
+        """Count the measurements until a ratio is as good as `goal`; None if none is."""
         reached = (best <= _GOAL_TOLERANCE * goal for best in self.best_ratios())
         return next((count for count, is_reached in enumerate(reached, start=1) if is_reached), None)
 
     def compute_time_until(self, goal: float) -> float | None:
-        """Return the seconds until the best ratio is within 5 % of `goal`; None if it never is.
-
-        Proposals count with the mean time of a proposal.
-        """
+        """Return the seconds until a ratio is as good as `goal`; None if none is."""
         count = self.count_until(goal)
-        if count is None:
-            return None
-        return sum(self.trial_s[:count]) + self.seconds.get("propose", 0.0) * count / len(self.ratios)
+        return None if count is None else self.elapsed_s[count - 1]
+
+    def sum_phases(self) -> dict[str, float]:
+        """Return the duration of each phase; the final measurement is part of "measure"."""
+        phases = {phase: duration_s for phase, duration_s in self.seconds.items() if phase != "rerank"}
+        return phases | {"measure": sum(self.seconds.get(phase, 0.0) for phase in _MEASURE_PHASES)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGain:
+    """Cost of a search method with and without a cost model, until both are as good.
+
+    The goal is the worse of the two best ratios, so both searches reach it.
+
+    Attributes:
+        method: Search method without a cost model.
+        counts: Measurements without and with the model, including the hand-written schedules.
+        seconds: Seconds without and with the model.
+    """
+
+    method: str
+    counts: tuple[int, int]
+    seconds: tuple[float, float]
+
+    @property
+    def factor(self) -> float:
+        """How many times fewer measurements the model needs."""
+        return self.counts[0] / self.counts[1]
+
+
+def compute_gains(records: Sequence[SearchRecord]) -> list[ModelGain]:
+    """Compare the searches of one problem with and without a model; methods with only one are left out."""
+    methods = {record.method: record for record in records}
+    gains = []
+    for method, plain in methods.items():
+        guided = methods.get(GUIDED_PREFIX + method)
+        if guided is None:
+            continue
+        goal = max(plain.best_ratios()[-1], guided.best_ratios()[-1])
+        counts = plain.count_until(goal), guided.count_until(goal)
+        if math.isfinite(goal) and counts[0] is not None and counts[1] is not None:
+            seconds = plain.elapsed_s[counts[0] - 1], guided.elapsed_s[counts[1] - 1]
+            gains.append(ModelGain(method=method, counts=(counts[0], counts[1]), seconds=seconds))
+    return gains
 
 
 def compare_searches(
@@ -102,85 +147,120 @@ def compare_searches(
     for number, method in enumerate(all_methods, start=1):
         path = root / f"{name} {operator} {n_cols or ''} {method} {max_trials}.json"
         if not path.is_file():
-            session = TuningSession(
-                operator,
-                matrix,
-                n_cols=n_cols,
-                max_trials=max_trials,
-                budget_s=math.inf,
-                method=method,
-                prior=prior if method.startswith(GUIDED_PREFIX) else None,
-                threads=threads,
-                seed=seed,
-                warm_start=False,
-            )
-            result = session.run()
-            SearchRecord(
-                problem=problem,
-                method=method,
-                ratios=tuple(None if trial.error else trial.ratio for trial in result.trials),
-                trial_s=tuple(sum(trial.seconds.values()) for trial in result.trials),
-                seconds=result.seconds,
-            ).save(path)
+            prior_of_method = prior if method.startswith(GUIDED_PREFIX) else None
+            options = {"n_cols": n_cols, "max_trials": max_trials, "threads": threads, "seed": seed}
+            _run_search(problem, operator, matrix, method=method, prior=prior_of_method, **options).save(path)
         records.append(SearchRecord.load(path))
         if progress is not None:
             progress(f"{problem}: {method}", number / len(all_methods))
     return records
 
 
+def _run_search(problem: str, operator: str, matrix: Any, **options: Any) -> SearchRecord:
+    elapsed_s: list[float] = []
+    start_s = time.monotonic()
+    # Code that another search has compiled would make this one faster.
+    with TemporaryDirectory() as cache_dir:
+        session = TuningSession(
+            operator,
+            matrix,
+            budget_s=math.inf,
+            cache_dir=Path(cache_dir),
+            warm_start=False,
+            # Called after each measurement, and once before the final measurement.
+            progress=lambda *_: elapsed_s.append(time.monotonic() - start_s),
+            **options,
+        )
+        result = session.run()
+    return SearchRecord(
+        problem=problem,
+        method=options["method"],
+        ratios=tuple(None if trial.error else trial.ratio for trial in result.trials),
+        elapsed_s=tuple(elapsed_s[: len(result.trials)]),
+        seconds=result.seconds,
+    )
+
+
 def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
-    """Add a section for each problem: search time, convergence and time of each phase."""
+    """Add a section for each problem: time until as good, convergence and time of each phase."""
+    factors = []
     for problem in dict.fromkeys(record.problem for record in records):
-        page.section(f"Searches: {problem}")
-        _add_problem(page, [record for record in records if record.problem == problem])
+        searches = [record for record in records if record.problem == problem]
+        gains = compute_gains(searches)
+        factors += [gain.factor for gain in gains if GUIDED_PREFIX + gain.method == DEFAULT_METHOD]
+        page.section(f"Searches: {problem}", *map(_describe_gain, gains))
+        _add_problem(page, searches, gains)
+    if factors:
+        factor = geometric_mean(factors)
+        page.headline(
+            f"{factor:.2g}×",
+            "fewer measurements with the model",
+            note=f"{DEFAULT_METHOD}, geometric mean over {len(factors)} problems",
+            tone="good" if factor > 1.0 else "bad",
+        )
 
 
-def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
-    methods = {record.method: record for record in searches}
-    goal = min(record.best_ratios()[-1] for record in searches)
-    until_s = {method: record.compute_time_until(goal) for method, record in methods.items()}
-    pairs = {
-        method: (plain_s, guided_s)
-        for method, plain_s in until_s.items()
-        if plain_s is not None and (guided_s := until_s.get(GUIDED_PREFIX + method)) is not None
-    }
-    if pairs:
+def _describe_gain(gain: ModelGain) -> str:
+    (before, after), (before_s, after_s) = gain.counts, gain.seconds
+    return (
+        f"{gain.method}: {after} measurements with the model are as good as {before} without it, "
+        f"{gain.factor:.1f} times fewer; they take {after_s:.1f} s instead of {before_s:.1f} s."
+    )
+
+
+def _add_problem(page: Page, searches: Sequence[SearchRecord], gains: Sequence[ModelGain]) -> None:
+    if gains:
         page.figure(
             plot_before_after(
-                "Time until within 5 % of the best schedule",
-                list(pairs),
-                [plain_s for plain_s, _ in pairs.values()],
-                [guided_s for _, guided_s in pairs.values()],
+                "Time until as good",
+                [gain.method for gain in gains],
+                [gain.seconds[0] for gain in gains],
+                [gain.seconds[1] for gain in gains],
                 unit="s",
                 names=("without the model", "with the model"),
-                caption="Methods that reach it both with and without the model.",
+                caption="Seconds until within 5 % of the best schedule that the method finds both with and "
+                "without the model.",
             )
         )
-    curves = {}
+    by_count, by_time = {}, {}
     for record in searches:
-        ratios = record.best_ratios()
-        counts = [count for count, ratio in enumerate(ratios, start=1) if math.isfinite(ratio)]
-        curves[record.method] = (list(map(float, counts)), [ratios[count - 1] for count in counts])
-    page.curves("Best schedule so far", curves, x="measured schedules", y="time / reference", log_x=True)
-    phases = dict.fromkeys(phase for record in searches for phase in record.seconds)
-    times = {phase: [record.seconds.get(phase, 0.0) for record in searches] for phase in phases}
+        points = [
+            (float(count), elapsed_s, ratio)
+            for count, (elapsed_s, ratio) in enumerate(
+                zip(record.elapsed_s, record.best_ratios(), strict=True), start=1
+            )
+            if math.isfinite(ratio)
+        ]
+        ratios = [ratio for _, _, ratio in points]
+        by_count[record.method] = ([count for count, _, _ in points], ratios)
+        by_time[record.method] = ([elapsed_s for _, elapsed_s, _ in points], ratios)
+    for title, curves, x in (
+        ("Best schedule so far, by measurements", by_count, "measured schedules"),
+        ("Best schedule so far, by time", by_time, "seconds"),
+    ):
+        page.curves(title, curves, x=x, y="time / reference", log_x=True)
+    phases = [record.sum_phases() for record in searches]
+    names = dict.fromkeys(name for durations in phases for name in durations)
     page.figure(
         plot_stacked_bars(
             "Time of each search phase",
-            list(methods),
-            times,
+            [record.method for record in searches],
+            {name: [durations.get(name, 0.0) for durations in phases] for name in names},
             unit="s",
             remainder="other",
-            caption="'rerank' measures the best schedules again, in turns.",
+            caption="All searches measure equally many schedules. 'measure' includes the final measurement "
+            "of the best schedules.",
         )
     )
+    goal = min(record.best_ratios()[-1] for record in searches)
+    factors = {GUIDED_PREFIX + gain.method: gain.factor for gain in gains}
     rows = [
         {
             "method": record.method,
             "measured": len(record.ratios),
+            "factor": factors.get(record.method),
             "until_goal": record.count_until(goal),
-            "factor": _compute_factor(methods, record, goal),
-            "until_s": until_s[record.method],
+            "until_s": record.compute_time_until(goal),
             "best": record.best_ratios()[-1],
             "seconds": sum(record.seconds.values()),
         }
@@ -189,19 +269,10 @@ def _add_problem(page: Page, searches: Sequence[SearchRecord]) -> None:
     columns = {
         "method": "method",
         "measured": "schedules measured",
-        "until_goal": "measured until within 5 % of the best",
-        "factor": "times fewer than without the model",
+        "factor": "times fewer than without the model until as good",
+        "until_goal": "measured until within 5 % of the best of all",
         "until_s": "seconds until then",
         "best": "best time / reference",
         "seconds": "seconds",
     }
     page.table("Searches", rows, columns=columns, digits={"factor": 1, "until_s": 1, "best": 3, "seconds": 1})
-
-
-def _compute_factor(methods: Mapping[str, SearchRecord], record: SearchRecord, goal: float) -> float | None:
-    """Return how many times fewer measurements a guided search needs; None if one of the two misses."""
-    plain = methods.get(record.method.removeprefix(GUIDED_PREFIX))
-    if plain is None or plain is record:
-        return None
-    before, after = plain.count_until(goal), record.count_until(goal)
-    return None if before is None or after is None else before / after
