@@ -210,9 +210,12 @@ def train(
     config: OptionalConfigOption = None,
     overrides: SetOption = None,
     device: DeviceOption = "cpu",
+    remarks: Annotated[str, typer.Option(help="Remarks in the log.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Train AutoSparse Net on labels; with torchrun on several GPUs.
+
+    `sparseflow tuning plot` shows the log and the losses of all trainings in a directory.
 
     Shipped configuration: autosparse, the default. `--set init=shipped` fine-tunes the shipped network.
     """
@@ -228,7 +231,13 @@ def train(
             label_sets, operators=split_list(operators), hold_out=split_list(hold_out), progress=progress
         )
         result = training.train(
-            settings, data, out, held_out=held_out, device=torch_device, progress=progress
+            settings,
+            data,
+            out,
+            held_out=held_out,
+            device=torch_device,
+            remarks=remarks,
+            progress=progress,
         )
     scores = summarize_scores(result.scores) if result.scores else None
     net = out / training.NETWORK_FILE
@@ -307,10 +316,10 @@ def evaluate(
 
 @app.command()
 def plot(
-    evaluation: Annotated[Path, typer.Argument(help="Directory of an evaluation.")],
+    evaluation: Annotated[Path, typer.Argument(help="Directory of an evaluation, or of trainings.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report of an evaluation again."""
+    """Write the report of an evaluation again, or a report of trainings."""
     from sparseflow.tuning.evaluation import write_page
 
     emit({"page": str(write_page(evaluation))}, as_json)

@@ -18,16 +18,17 @@ from sparseflow.errors import FileFormatError
 from sparseflow.tuning.measure.labels import LabelSet
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
+    ROWS_FILE,
     ComparisonRow,
     build_ablation_entries,
     build_named_entries,
     compare_networks,
-    get_training_dir,
     read_comparison,
 )
 from sparseflow.tuning.model.net.pretrained import load_prior
 from sparseflow.tuning.model.ranking import TOP_K, summarize_scores
 from sparseflow.tuning.model.training import TrainConfig
+from sparseflow.tuning.model.training_log import TrainingRecord, read_training_log
 from sparseflow.tuning.schedule.matrix_files import parse_matrix_name, read_matrix
 from sparseflow.tuning.schedule.operators import get_operator
 from sparseflow.tuning.search.comparison import SearchRecord, add_searches, compare_searches
@@ -37,6 +38,7 @@ SCORES_FILE = "scores.json"
 SEARCHES_DIR = "searches"
 
 Models = Literal["named", "ablation", "both"]
+Curve = tuple[list[float], list[float]]
 
 _ENTRY_BUILDERS = {
     "named": (build_named_entries,),
@@ -196,27 +198,36 @@ def compute_scores(rows: Sequence[ComparisonRow], *, known: bool = False) -> lis
 
 
 def write_page(out_dir: Path | str) -> Path:
-    """Write the report page of an evaluation and return its path.
+    """Write the report page of an evaluation, or of trainings without one, and return its path.
 
     The environment and the command are those of its scores; an interrupted evaluation has none yet.
 
+    Args:
+        out_dir: Directory of an evaluation, of a training, or of several trainings.
+
     Raises:
-        InputError: The directory has no comparison.
+        InputError: The directory has neither a comparison nor a finished training.
         FileFormatError: A file is damaged.
     """
     root = Path(out_dir)
-    rows = read_comparison(root)
+    trainings = read_training_log(root)
+    # Without trainings, the error of a missing comparison is raised.
+    rows = read_comparison(root) if (root / ROWS_FILE).is_file() or not trainings else []
     environment, command = _read_circumstances(root / SCORES_FILE)
     searches = [SearchRecord.load(path) for path in sorted((root / SEARCHES_DIR).glob("*.json"))]
     page = Page(
         "AutoSparse Net: ranking quality and search time",
         f"{len({row.entry for row in rows})} models, evaluated on families of matrices that they were not "
-        "trained on.",
+        "trained on."
+        if rows
+        else f"{len(trainings)} trainings.",
         environment=environment,
         reproduce=command,
     )
-    _add_rankings(page, rows)
-    _add_losses(page, root, rows)
+    if rows:
+        _add_rankings(page, rows)
+    if trainings:
+        _add_trainings(page, trainings)
     add_searches(page, searches)
     return page.write(root / PAGE_FILE)
 
@@ -286,35 +297,44 @@ def _add_table(page: Page, title: str, records: Sequence[Mapping[str, Any]]) -> 
     page.table(title, rows, columns=columns, digits=digits)
 
 
-def _add_losses(page: Page, out_dir: Path, rows: Sequence[ComparisonRow]) -> None:
-    """Add the loss curves of the first fold and seed of every network."""
-    titles = {"train": "Training loss", "held_out": "Loss on held-out matrices"}
-    curves: dict[str, dict[str, tuple[list[float], list[float]]]] = {kind: {} for kind in titles}
-    for entry in dict.fromkeys(row.entry for row in rows):
-        train_dir = get_training_dir(out_dir, entry, 0, 0)
-        history = list(read_history(train_dir)) if train_dir.is_dir() else []
-        for kind in titles:
-            curves[kind][entry] = smooth_curve((row for row in history if row.get("kind") == kind), "loss")
-    if not any(xs for group in curves.values() for xs, _ in group.values()):
-        return
-    page.section("Losses")
-    for kind, title in titles.items():
+def _add_trainings(page: Page, trainings: Sequence[tuple[Path, TrainingRecord]]) -> None:
+    """Add the mean loss curves of each model over its trainings, and the log of all trainings."""
+    page.section("Trainings")
+    histories = [(record.model, list(read_history(train_dir))) for train_dir, record in trainings]
+    for kind, title in {"train": "Training loss", "held_out": "Loss on held-out matrices"}.items():
+        curves: dict[str, list[Curve]] = {}
+        for model, history in histories:
+            curve = smooth_curve((row for row in history if row.get("kind") == kind), "loss")
+            curves.setdefault(model, []).append(curve)
         page.curves(
             title,
-            curves[kind],
+            {model: _average_curves(model_curves) for model, model_curves in curves.items()},
             x="step",
             y="loss",
-            caption="Margin, rank and LambdaRank losses have different scales.",
+            caption="Mean over the trainings of a model: all folds and seeds. Margin, rank and LambdaRank "
+            "losses have different scales.",
         )
-    losses = [
-        {
-            "model": entry,
-            "steps": int(xs[-1]),
-            "training loss": ys[-1],
-            "held-out loss": curves["held_out"][entry][1][-1] if curves["held_out"][entry][1] else None,
-        }
-        for entry, (xs, ys) in curves["train"].items()
-        if xs
-    ]
-    if losses:
-        page.table("Last losses", losses, caption="First fold, first seed.")
+    columns = {
+        "date": "date",
+        "model": "model",
+        "structure": "structure",
+        "dataset": "data set",
+        "steps": "steps",
+        "train_loss": "training loss",
+        "validation_loss": "validation loss",
+        "top1": "top-1",
+        "top5": "top-5",
+        "remarks": "remarks",
+    }
+    rows = [vars(record) | {"date": f"{record.date:%Y-%m-%d %H:%M}"} for _, record in trainings]
+    page.table("Training log", rows, columns=columns, digits=3)
+
+
+def _average_curves(curves: Sequence[Curve]) -> Curve:
+    """Average curves at the steps that all of them have."""
+    values: dict[float, list[float]] = {}
+    for xs, ys in curves:
+        for x, y in zip(xs, ys, strict=True):
+            values.setdefault(x, []).append(y)
+    steps = sorted(x for x, ys in values.items() if len(ys) == len(curves))
+    return steps, [mean(values[x]) for x in steps]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from sparseflow.core.costmodel import trees
 from sparseflow.core.files import write_json
+from sparseflow.core.report.figures import format_value
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.tuning.evaluation import PAGE_FILE, SCORES_FILE, SEARCHES_DIR, compute_scores, write_page
 from sparseflow.tuning.model import comparison as module
@@ -24,6 +27,7 @@ from sparseflow.tuning.model.comparison import (
 from sparseflow.tuning.model.dataset import BatchSampling, RankingDataset
 from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
 from sparseflow.tuning.model.training import TrainConfig
+from sparseflow.tuning.model.training_log import read_training_log
 from sparseflow.tuning.search.comparison import SearchRecord
 from sparseflow.tuning.search.methods import DEFAULT_METHOD
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, change, on_disk
@@ -69,6 +73,14 @@ def test_compare_evaluates_every_held_out_family(labels: Path, tmp_path: Path) -
         compare_networks(FEW, [labels], tmp_path, folds=2)
     page = write_page(tmp_path).read_text()
     assert "Training loss" in page and "spmv_alone" in page and "random pick" in page
+    records = [record for _, record in read_training_log(tmp_path)]
+    assert sorted((record.model, record.remarks) for record in records) == [
+        (name, f"fold {fold + 1} of 3, seed 0") for name in ("spmv_alone", "without") for fold in range(3)
+    ]
+    assert "fold 3 of 3, seed 0" in page
+    # The curve is the mean over the folds.
+    last = mean(record.validation_loss or 0.0 for record in records if record.model == "without")
+    assert f"<td>{format_value(last)}</td>" in re.sub(r"<td[^>]*>", "<td>", page)
     lines = compute_scores(rows)
     assert {(line["model"], line["operator"]) for line in lines} == {
         ("without", "spmm"), ("without", "spmv"), ("spmv_alone", "spmv"), (f"{BOOSTED}_spmm", "spmm"),

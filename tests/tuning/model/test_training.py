@@ -16,6 +16,7 @@ import torch
 from sparseflow.core.training.checkpoint import CHECKPOINT_FILE
 from sparseflow.core.training.history import read_history
 from sparseflow.errors import FileFormatError, InputError, RunError
+from sparseflow.tuning.evaluation import write_page
 from sparseflow.tuning.model import dataset
 from sparseflow.tuning.model import training as module
 from sparseflow.tuning.model.dataset import BatchSampling
@@ -24,6 +25,8 @@ from sparseflow.tuning.model.net.network import AutoSparseNet
 from sparseflow.tuning.model.net.pretrained import SHIPPED, load_network, load_shipped_network
 from sparseflow.tuning.model.ranking import evaluate_ranking, make_network_scorer, summarize_scores
 from sparseflow.tuning.model.training import NETWORK_FILE, TrainConfig, train
+from sparseflow.tuning.model.training_log import RECORD_FILE, TrainingRecord, read_training_log
+from tests.conformance import check_artifact_file
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, change, made_up
 
 ROOT = Path(__file__).parents[3]
@@ -72,6 +75,25 @@ def test_train_writes_history(tmp_path: Path) -> None:
     torch.testing.assert_close(
         load_network(tmp_path / NETWORK_FILE).state_dict(), trained.net.state_dict(), rtol=1e-3, atol=1e-4
     )
+
+
+def test_train_writes_record_once(tmp_path: Path) -> None:
+    train_data, held_out = made_up().hold_out(["f1"])
+    result = train(QUICK, train_data, tmp_path / "first", held_out=held_out, remarks="a trial")
+    train(QUICK, train_data, tmp_path / "first", held_out=held_out, remarks="repeated")
+    train(change(QUICK, steps=1), train_data, tmp_path / "second", name="other")
+    (first_dir, first), (_, second) = read_training_log(tmp_path)
+    rows = [row for row in read_history(first_dir) if row["kind"] == "held_out"]
+    summary = summarize_scores(result.scores)
+    assert (first.model, first.remarks, first.steps) == ("first", "a trial", 6)
+    assert first.validation_loss == pytest.approx(rows[-1]["loss"])
+    assert (first.top1, first.top5) == (summary["top1"]["mean"], summary["top5"]["mean"])
+    assert first.structure == "hdc, concat; input, 1 layers, width 16; rank loss, mix"
+    assert first.dataset == "spmm, spmv: 48 labels of 4 tasks, 2 matrices; held out: f1"
+    assert (second.model, second.validation_loss, second.top1, second.remarks) == ("other", None, None, "")
+    page = write_page(tmp_path).read_text()
+    assert all(text in page for text in ("2 trainings.", "Training log", "a trial", "Training loss"))
+    check_artifact_file(TrainingRecord.load, first_dir / RECORD_FILE, hint="remove the file")
 
 
 def test_train_finished_is_not_repeated(tmp_path: Path) -> None:

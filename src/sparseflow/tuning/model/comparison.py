@@ -240,11 +240,6 @@ def read_comparison(out_dir: Path | str) -> list[ComparisonRow]:
     return [_parse_row(record, path) for record in read_journal(path, dict)[1]]
 
 
-def get_training_dir(out_dir: Path, name: str, fold: int, seed: int) -> Path:
-    """Return the directory of one training of a comparison."""
-    return out_dir / name / f"fold-{fold}-seed-{seed}"
-
-
 def _parse_row(record: Mapping[str, Any], path: Path) -> ComparisonRow:
     try:
         return TypeAdapter(ComparisonRow).validate_python(record)
@@ -281,6 +276,13 @@ def _train_cell(
         scores = evaluate_ranking(held_out.groups, lambda group: trees.score(group, data.encoder.table))
     else:
         config = _change(entry.config, seed=cell.seed)
-        train_dir = get_training_dir(out_dir, entry.name, cell.fold, cell.seed)
-        scores = train(config, train_data, train_dir, held_out=held_out, device=device).scores
+        scores = train(
+            config,
+            train_data,
+            out_dir / entry.name / f"fold-{cell.fold}-seed-{cell.seed}",
+            held_out=held_out,
+            device=device,
+            name=entry.name,
+            remarks=f"fold {cell.fold + 1} of {len(fold_families)}, seed {cell.seed}",
+        ).scores
     return {"families": families, "scores": [asdict(score) for score in scores]}

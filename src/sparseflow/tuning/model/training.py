@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.core.progress import Progress
 from sparseflow.core.training.distributed import DistributedContext
+from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.core.training.loop import fit
 from sparseflow.core.training.optimizer import check_finite, lr_factor, set_learning_rate, split_weight_decay
 from sparseflow.errors import InputError, RunError
@@ -27,6 +29,12 @@ from sparseflow.tuning.model.ranking import (
     evaluate_ranking,
     make_network_scorer,
     summarize_scores,
+)
+from sparseflow.tuning.model.training_log import (
+    RECORD_FILE,
+    TrainingRecord,
+    describe_data,
+    describe_network,
 )
 
 NETWORK_FILE = "net.safetensors"
@@ -117,11 +125,14 @@ def train(
     *,
     held_out: RankingDataset | None = None,
     device: torch.device | str = "cpu",
+    name: str | None = None,
+    remarks: str = "",
     progress: Progress | None = None,
 ) -> TrainResult:
     """Train a network, or resume an interrupted training of the same directory.
 
-    The directory gets `net.safetensors`, `losses.jsonl` (see `core.training.history`) and a checkpoint. A
+    The directory gets `net.safetensors`, `losses.jsonl` (see `core.training.history`), a checkpoint, and
+    `training.json`, the record of the training for the log (see `training_log`). A
     resumed training gives the same weights as an uninterrupted one: bitwise on a CPU, up to the summation
     order on a GPU. Processes of torchrun share the directory and sample different batches.
 
@@ -131,6 +142,8 @@ def train(
         out_dir: Output directory; an existing training is resumed.
         held_out: Data for evaluation only.
         device: Device; `"cuda"` under torchrun is the GPU of the local rank.
+        name: Name of the model in the log; by default the name of the directory.
+        remarks: Remarks in the log.
         progress: Progress callback.
 
     Raises:
@@ -141,7 +154,9 @@ def train(
             process trains in the directory.
     """
     trainer = fit(
-        lambda context: _Trainer(config, data, held_out, context),
+        lambda context: _Trainer(
+            config, data, held_out, context, name=name or Path(out_dir).resolve().name, remarks=remarks
+        ),
         out_dir,
         device=device,
         checkpoint_every=config.checkpoint_every,
@@ -159,8 +174,12 @@ class _Trainer:
         data: RankingDataset,
         held_out: RankingDataset | None,
         context: DistributedContext,
+        *,
+        name: str,
+        remarks: str,
     ) -> None:
         self.config, self.data, self._held_out, self._context = config, data, held_out, context
+        self._name, self._remarks = name, remarks
         self.num_steps = config.steps
         self.eval_every = None if held_out is None else config.validate_every
         self.fingerprint = config.model_dump(mode="json") | {
@@ -203,6 +222,35 @@ class _Trainer:
         if self._held_out is not None:
             scorer = make_network_scorer(self.net, self._held_out, self._held_out_limits)
             self.scores = evaluate_ranking(self._held_out.groups, scorer)
+        # A repeated call of a finished training keeps its record.
+        if not (out_dir / RECORD_FILE).exists():
+            self._make_record(out_dir).save(out_dir / RECORD_FILE)
+
+    def _make_record(self, out_dir: Path) -> TrainingRecord:
+        config, rows = self.config, list(read_history(out_dir))
+        losses = {
+            kind: smooth_curve((row for row in rows if row.get("kind") == kind), "loss")[1]
+            for kind in ("train", "held_out")
+        }
+        scores = summarize_scores(self.scores) if self.scores else None
+        num_limited = len(self.limits.limits)
+        remarks = [
+            self._remarks,
+            "" if config.init is None else f"starts from {config.init}",
+            f"{num_limited} patterns did not fit into memory" if num_limited else "",
+        ]
+        return TrainingRecord(
+            date=datetime.now().astimezone().replace(microsecond=0),
+            model=self._name,
+            structure=f"{describe_network(config.net)}; {config.loss} loss, {config.sampling.mode}",
+            dataset=describe_data(self.data, self._held_out),
+            steps=self.step,
+            train_loss=losses["train"][-1],
+            validation_loss=losses["held_out"][-1] if losses["held_out"] else None,
+            top1=None if scores is None else scores["top1"]["mean"],
+            top5=None if scores is None else scores["top5"]["mean"],
+            remarks="; ".join(filter(None, remarks)),
+        )
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
         return f"step {self.step}, loss {metrics['loss']:.4f}"
