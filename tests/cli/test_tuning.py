@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
+import scipy.sparse as sp
+
 from sparseflow.cli.root import run
 from sparseflow.tuning.codegen.kernel import LibraryKernel
 from sparseflow.tuning.measure import collection as collecting
@@ -169,6 +171,26 @@ def test_train_eval_and_plot(
     for bad, value in ((["--suite", "all"], "'all'"), (["--config", "none.json"], "none.json")):
         assert run([*command, *bad]) == 2
         assert value in capsys.readouterr().err
+
+
+def test_screen_writes_the_list_that_train_excludes(
+    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sp.save_npz("m0.npz", sp.eye_array(9))
+    Path("m1.mtx").write_text("no matrix")
+    command = ["tuning", "screen", "m0.npz", "m1.mtx", "--config", "small.json", "--out", "screening"]
+    assert run([*command, "--json"]) == 0
+    result = read_json(capsys)
+    assert [(row["matrix"], row["fits"]) for row in result["rows"]] == [("m0", True), ("m1", False)]
+    assert run(command) == 0
+    out = capsys.readouterr().out
+    assert "1 of 2 matrices fit" in out and "m1" in out
+    train = ["tuning", "train", "labels", "--config", "small.json", "--set", "steps=1", "--operators", "spmv"]
+    assert run([*train, "--exclude", result["excluded"], "--out", "net", "--json"]) == 0
+    assert read_json(capsys)["tasks"] == 2
+    assert run([*train, "--exclude", "none.txt", "--out", "net"]) == 2
+    assert "none.txt" in capsys.readouterr().err
 
 
 def test_export_writes_c_code(

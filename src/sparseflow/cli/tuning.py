@@ -200,12 +200,68 @@ def import_labels(
 
 
 @app.command()
+def screen(
+    matrices: Annotated[list[Path], typer.Argument(help="Matrix files, or directories of them.")],
+    out: OutDirOption,
+    config: OptionalConfigOption = None,
+    overrides: SetOption = None,
+    device: DeviceOption = "cpu",
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Memory limit, GiB; by default 0.8 times the free memory of the machine, or the full GPU.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the matrices that do not fit into memory when a network is trained on them.
+
+    One training step of the configuration runs for each matrix, in a child process. The list is the file
+    excluded.txt, for `sparseflow tuning train --exclude`.
+    """
+    from sparseflow.core.config import parse_overrides
+    from sparseflow.tuning.model.screening import screen_matrices
+    from sparseflow.tuning.model.training import TrainConfig
+
+    with progress_bar() as progress:
+        result = screen_matrices(
+            matrices,
+            TrainConfig.read(config, parse_overrides(overrides or [], extra="tuning")),
+            out,
+            device=str(open_device(device)),
+            memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+            progress=progress,
+        )
+    failed = [row for row in result.rows if not row.fits]
+    table = make_table(
+        ("matrix", ">elements", "error"),
+        [
+            (row.matrix, "unknown" if row.elements is None else str(row.elements), str(row.error))
+            for row in failed
+        ],
+        title="Matrices that do not fit or cannot be read",
+        no_wrap=("matrix",),
+    )
+    emit(
+        result.to_dict(),
+        as_json,
+        *([table] if failed else []),
+        f"{len(result.rows) - len(failed)} of {len(result.rows)} matrices fit",
+        f"list: {result.excluded}",
+    )
+
+
+@app.command()
 def train(
     label_sets: LabelSetsArgument,
     out: OutDirOption,
     operators: OperatorsOption = None,
     hold_out: Annotated[
         str | None, typer.Option(help="Matrix families to evaluate on instead of training, e.g. Trec,net.")
+    ] = None,
+    exclude: Annotated[
+        Path | None, typer.Option(help="List of matrices to leave out, as written by `screen`.")
     ] = None,
     config: OptionalConfigOption = None,
     overrides: SetOption = None,
@@ -223,12 +279,17 @@ def train(
     from sparseflow.tuning.model import training
     from sparseflow.tuning.model.dataset import load_dataset
     from sparseflow.tuning.model.ranking import summarize_scores
+    from sparseflow.tuning.model.screening import read_excluded
 
     settings = training.TrainConfig.read(config, parse_overrides(overrides or [], extra="tuning"))
     torch_device = open_device(device)
     with progress_bar() as progress:
         data, held_out = load_dataset(
-            label_sets, operators=split_list(operators), hold_out=split_list(hold_out), progress=progress
+            label_sets,
+            operators=split_list(operators),
+            hold_out=split_list(hold_out),
+            exclude=() if exclude is None else read_excluded(exclude),
+            progress=progress,
         )
         result = training.train(
             settings,

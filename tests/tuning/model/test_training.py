@@ -184,15 +184,19 @@ def test_train_depends_on_seed_only(tmp_path: Path) -> None:
     assert not torch.equal(result.net.head, other.net.head)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
 def test_train_oversized_patterns_are_coarsened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dataset, "_MIN_CELLS", 4)
     embed = AutoSparseNet.embed_patterns
 
     def little_memory(self, cells):
         if any(len(cell.coords) > 20 for cell in cells):
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         return embed(self, cells)
 
     monkeypatch.setattr(AutoSparseNet, "embed_patterns", little_memory)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from sparseflow.core.config import StrictModel
@@ -40,6 +41,7 @@ def load_dataset(
     *,
     operators: Sequence[str] | None = None,
     hold_out: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[RankingDataset, RankingDataset | None]:
     """Load label sets as training data and held-out data.
@@ -48,6 +50,7 @@ def load_dataset(
         label_sets: Directories of label sets.
         operators: Operators to learn; by default all with labels.
         hold_out: Families of matrices to hold out; None holds out nothing.
+        exclude: Names of matrices to leave out.
         progress: Callback that takes a message and the fraction done.
 
     Raises:
@@ -58,6 +61,8 @@ def load_dataset(
     if operators is not None:
         names = {get_operator(name).name for name in operators}
         data = data.filter(lambda task: task.operator in names)
+    if exclude:
+        data = data.filter(lambda task: task.matrix not in exclude)
     return (data, None) if hold_out is None else data.hold_out(hold_out)
 
 
@@ -348,6 +353,17 @@ def _sample_weighted(weights: np.ndarray, count: int, rng: np.random.Generator) 
         return np.arange(len(weights))
     keys = rng.standard_exponential(len(weights)) / weights
     return np.sort(np.argpartition(keys, count)[:count])
+
+
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+"""Parts of the messages of torch's RuntimeError: of allocations on a CPU, of CUDA and of its libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a tensor or an array did not fit into the memory of a CPU or a GPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 _MIN_CELLS = 2**8

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.errors import InputError
-from sparseflow.tuning.model.dataset import CellLimits, RankingDataset, TaskGroup
+from sparseflow.tuning.model.dataset import CellLimits, RankingDataset, TaskGroup, is_out_of_memory
 from sparseflow.tuning.model.net.network import AutoSparseNet
 from sparseflow.tuning.model.net.scoring import score_token_ids
 
@@ -192,7 +192,9 @@ def make_network_scorer(
         while (cells := limits.get_cells(digest)) is not None:
             try:
                 return net.embed_patterns([cells])
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 limits.shrink([digest])
         return None
 

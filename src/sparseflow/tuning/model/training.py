@@ -20,7 +20,13 @@ from sparseflow.core.training.history import read_history, smooth_curve
 from sparseflow.core.training.loop import fit
 from sparseflow.core.training.optimizer import check_finite, lr_factor, set_learning_rate, split_weight_decay
 from sparseflow.errors import InputError, RunError
-from sparseflow.tuning.model.dataset import BatchSampling, CellLimits, RankingDataset, TrainingBatch
+from sparseflow.tuning.model.dataset import (
+    BatchSampling,
+    CellLimits,
+    RankingDataset,
+    TrainingBatch,
+    is_out_of_memory,
+)
 from sparseflow.tuning.model.net.losses import LossKind, expected_pick, ranking_loss
 from sparseflow.tuning.model.net.network import AutoSparseNet, NetConfig, TokenBatch
 from sparseflow.tuning.model.net.pretrained import resolve_network, save_network
@@ -308,7 +314,9 @@ class _Trainer:
         while True:
             try:
                 return self._try_backward(batch)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 if self.config.net.pattern is None or not self.limits.shrink(batch.patterns):
                     raise RunError(
                         f"a batch of {self.config.sampling.max_schedules} schedules does not fit into memory "
