@@ -151,7 +151,7 @@ def test_named_and_ablation_entries() -> None:
     assert started is not None and started.init == SHIPPED and started.steps < QUICK.steps
     assert started.net == change(load_shipped_network().config, dropout=SMALL.dropout)
     table = {entry.name: entry.config for entry in build_ablation_entries(QUICK, ["spmm"])}
-    assert len(table) == len(build_ablation_entries(QUICK, ["spmm"])) == 5 * 3 + 3
+    assert len(table) == len(build_ablation_entries(QUICK, ["spmm"])) == 5 * 3 + 5
     config = table["hdc_concat_no_pick"]
     assert config is not None and config.pick_weight == 0.0 and config.loss == QUICK.loss
 

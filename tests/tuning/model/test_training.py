@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,24 @@ def test_train_every_loss_learns(loss: LossKind, tmp_path: Path) -> None:
     after = summarize_scores(evaluate_ranking(data.groups, make_network_scorer(trained.net, data)))
     assert after["pair_accuracy"]["mean"] > 0.85 > before["pair_accuracy"]["mean"]
     assert trained.scores == () and trained.limits == {}
+
+
+@pytest.mark.parametrize("context_mode", ["input", "concat", "cross", "mlp"])
+def test_train_every_context_mode_learns(context_mode: str, tmp_path: Path) -> None:
+    data = made_up()
+    config = change(
+        QUICK, net=SMALL.model_dump() | {"context_mode": context_mode, "layers": 2, "dropout": 0.0}, steps=40,
+        learning_rate=1e-2, sampling=change(MIX, hidden_fraction=0.0),
+    )  # fmt: skip
+    net = train(config, data, tmp_path).net
+    losses = [row["loss"] for row in read_history(tmp_path)]
+    assert sum(losses[-8:]) < sum(losses[:8])
+    assert load_network(tmp_path / NETWORK_FILE).config == config.net
+    # The pattern of a task changes the order of its schedules, not only the sum of all scores.
+    group = next(group for group in data.groups if group.task.pattern is not None)
+    score = make_network_scorer(net, data)
+    known, unknown = score(group), score(replace(group, task=replace(group.task, pattern=None)))
+    assert (known - unknown).std() > 1e-4
 
 
 def test_train_writes_history(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[Net
 def build_ablation_entries(base: TrainConfig, operators: Sequence[str]) -> list[NetworkEntry]:
     """Build all combinations of pattern branch (dilated, strided, none), pooling and loss.
 
-    The dilated branch is also trained without the pick term of the loss, without dropout, and without hidden
-    matrices.
+    The dilated branch is also trained without the pick term of the loss, without dropout, without hidden
+    matrices, and with the other uses of the context by a transformer.
     """
     pattern = base.net.pattern or PatternConfig()
     patterns = {
@@ -120,6 +120,8 @@ def build_ablation_entries(base: TrainConfig, operators: Sequence[str]) -> list[
     configs |= {
         "hdc_concat_no_pick": _change(full, pick_weight=0.0),
         "hdc_concat_no_dropout": _change_net(full, dropout=0.0),
+        "hdc_concat_context_concat": _change_net(full, context_mode="concat", layers=max(2, full.net.layers)),
+        "hdc_concat_context_cross": _change_net(full, context_mode="cross"),
         "hdc_concat_none_hidden": _change(full, sampling=_change(full.sampling, hidden_fraction=0.0)),
     }
     return [

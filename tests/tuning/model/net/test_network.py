@@ -19,11 +19,13 @@ from sparseflow.tuning.schedule.space import ScheduleSpace
 from tests.tuning.synthetic_labels import NO_PATTERN, SMALL, pattern_of
 
 CONFIGS = [
-    item_value.model_copy(update={"context_mode": joined, "layers": 2 if joined == "cross" else 1})
+    item_value.model_copy(
+        update={"context_mode": joined, "layers": 2 if joined in ("concat", "cross") else 1}
+    )
     for item_value in (SMALL, NO_PATTERN)
-    for joined in ("input", "cross", "mlp")
+    for joined in ("input", "concat", "cross", "mlp")
 ]
-IDS = [f"{joined}{bare}" for bare in ("", "-bare") for joined in ("input", "cross", "mlp")]
+IDS = [f"{joined}{bare}" for bare in ("", "-bare") for joined in ("input", "concat", "cross", "mlp")]
 
 
 def network(config: NetConfig) -> AutoSparseNet:
@@ -149,3 +151,9 @@ def test_token_batch_has_used_tokens_only() -> None:
 def test_config_invalid_value_raises(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
         NetConfig.model_validate({name: value})
+
+
+def test_concat_needs_a_second_layer() -> None:
+    assert NetConfig(context_mode="concat", layers=2).layers == 2
+    with pytest.raises(ValidationError, match="layers"):
+        NetConfig(context_mode="concat", layers=1)

@@ -5,8 +5,8 @@ Notation: n schedules of t tasks with p patterns, w the width.
 1. Context of a task, [t, c, w]: one token from its features and, if the network uses patterns, one token from
    the embedding of its pattern. A pattern is embedded once for all its schedules.
 2. Tokens of a schedule, [n, length, w]: the sum of symbol embeddings and a projection of the numbers.
-3. A pre-norm transformer. The context is prepended to the tokens of each schedule (`"input"`), or each layer
-   attends to it by cross-attention (`"cross"`).
+3. A pre-norm transformer. The context is prepended to the tokens of each schedule (`"input"`) or to the
+   output of the first layer (`"concat"`), or each layer attends to it by cross-attention (`"cross"`).
 4. The score is the sum over all tokens of a projection. Higher is faster; only the order within a task is
    meaningful.
 
@@ -41,8 +41,8 @@ class NetConfig(StrictModel):
 
     Attributes:
         pattern: Pattern branch; None uses the task features only.
-        context_mode: How the context is used: `"input"`, `"cross"` or `"mlp"`.
-        layers: Transformer layers; no effect without a transformer.
+        context_mode: How the context is used: `"input"`, `"concat"`, `"cross"` or `"mlp"`.
+        layers: Transformer layers, at least 2 for `"concat"`; no effect without a transformer.
         width: Width of a token.
         heads: Attention heads; a divisor of the width.
         feed_forward: Hidden width of the MLPs.
@@ -50,7 +50,7 @@ class NetConfig(StrictModel):
     """
 
     pattern: PatternConfig | None = PatternConfig()
-    context_mode: Literal["input", "cross", "mlp"] = "input"
+    context_mode: Literal["input", "concat", "cross", "mlp"] = "input"
     layers: int = Field(default=2, ge=1, le=8)
     width: int = Field(default=64, ge=1, le=1024)
     heads: int = Field(default=2, ge=1, le=64)
@@ -58,9 +58,12 @@ class NetConfig(StrictModel):
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
 
     @model_validator(mode="after")
-    def _check_heads(self) -> Self:
+    def _check_layers(self) -> Self:
         if self.width % self.heads:
             raise ValueError(f"`width` (={self.width}) must be divisible by `heads` (={self.heads})")
+        # Without a layer behind it, the context would change the scores of all schedules equally.
+        if self.context_mode == "concat" and self.layers < 2:
+            raise ValueError(f"`context_mode` 'concat' needs `layers` of at least 2, got {self.layers}")
         return self
 
 
@@ -213,13 +216,14 @@ class AutoSparseNet(nn.Module):
             hidden = self.mlp(torch.cat([(x * mask[..., None]).sum(1), context_vector], 1))
             return (self.norm(hidden) * self.head).sum(1)
         memory = None
-        if self.config.context_mode == "input":
-            context_tokens = context[tokens.task].to(x.dtype)
-            x = torch.cat([context_tokens, x], 1)
-            mask = torch.cat([mask.new_ones(context_tokens.shape[:2]), mask], 1)
-        else:
+        if self.config.context_mode == "cross":
             memory = functional.layer_norm(context, context.shape[-1:]).to(x.dtype)
-        for layer in self.layers:
+        join_index = {"input": 0, "concat": 1}.get(self.config.context_mode)
+        for index, layer in enumerate(self.layers):
+            if index == join_index:
+                context_tokens = context[tokens.task].to(x.dtype)
+                x = torch.cat([context_tokens, x], 1)
+                mask = torch.cat([mask.new_ones(context_tokens.shape[:2]), mask], 1)
             x = layer(x, mask, memory, tokens.task)
         # The tokens are summed first; autocast keeps both sums of products in float32.
         summed = (self.norm(x) * mask[..., None]).sum(1)
