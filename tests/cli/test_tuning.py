@@ -160,7 +160,7 @@ def test_train_eval_and_plot(
     assert "AutoSparseNet_Full" in capsys.readouterr().out
     page = Path(result["page"]).read_text()
     facts = [
-        "--suite named --folds 2",
+        "sparseflow tuning eval labels --out study --operators spmv --folds 2 --config small.json",
         json.loads(Path("study/scores.json").read_text())["environment"]["platform"],
     ]
     assert all(fact in page for fact in facts)

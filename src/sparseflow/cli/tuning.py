@@ -21,6 +21,7 @@ from sparseflow.cli.options import (
     SetOption,
     ThreadsOption,
     WorkersOption,
+    get_command_line,
     open_device,
     split_list,
 )
@@ -323,6 +324,7 @@ def train(
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     label_sets: LabelSetsArgument,
     out: OutDirOption,
     suite: Annotated[
@@ -370,6 +372,7 @@ def evaluate(
             workloads=parse_workloads(workloads),
             max_trials=trials,
             net=net,
+            command=get_command_line(context),
             progress=progress,
         )
     emit(result.to_dict(), as_json, _score_table(result.scores), f"report: {result.page}")

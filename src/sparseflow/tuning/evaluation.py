@@ -53,7 +53,7 @@ class EvaluationResult:
 
     Attributes:
         environment: Hardware and software, as `core.environment` collects it.
-        command: Command line that repeats the evaluation.
+        command: Command line that repeats the evaluation; may be empty.
         training: Settings shared by all trainings.
         scores: One record for each model and operator; see `compute_scores`.
         scores_known: The same over matrices with a known pattern.
@@ -87,6 +87,7 @@ def evaluate_models(
     workloads: Sequence[tuple[str, int | None]] = (),
     max_trials: int = 100,
     net: Path | None = None,
+    command: str = "",
     progress: Progress | None = None,
 ) -> EvaluationResult:
     """Cross-validate cost models over matrix families, compare searches, and write the report.
@@ -105,6 +106,7 @@ def evaluate_models(
         workloads: Operators and columns to search on each matrix.
         max_trials: Schedules that each search measures.
         net: Network that guided searches start from; by default the shipped one.
+        command: Command line of this evaluation, for the report.
         progress: Progress callback.
 
     Raises:
@@ -142,7 +144,7 @@ def evaluate_models(
             )
     record = {
         "environment": collect_environment(device),
-        "command": f"sparseflow tuning eval … --suite {models} --folds {folds} --seeds {seeds}",
+        "command": command,
         "training": base.model_dump(mode="json"),
         "scores": compute_scores(rows),
         "scores_known": compute_scores(rows, known=True),

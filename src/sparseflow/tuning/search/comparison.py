@@ -185,7 +185,7 @@ def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
     """Add a section for each problem: time until as good, convergence and time of each phase."""
     factors = []
     for problem in dict.fromkeys(record.problem for record in records):
-        searches = [record for record in records if record.problem == problem]
+        searches = sorted((record for record in records if record.problem == problem), key=_sort_key)
         gains = compute_gains(searches)
         factors += [gain.factor for gain in gains if GUIDED_PREFIX + gain.method == DEFAULT_METHOD]
         page.section(f"Searches: {problem}", *map(_describe_gain, gains))
@@ -198,6 +198,12 @@ def add_searches(page: Page, records: Sequence[SearchRecord]) -> None:
             note=f"{DEFAULT_METHOD}, geometric mean over {len(factors)} problems",
             tone="good" if factor > 1.0 else "bad",
         )
+
+
+def _sort_key(record: SearchRecord) -> tuple[bool, str, bool]:
+    """Sort the method of the default search first, and the two searches of a method together."""
+    method = record.method.removeprefix(GUIDED_PREFIX)
+    return GUIDED_PREFIX + method != DEFAULT_METHOD, method, record.method != method
 
 
 def _describe_gain(gain: ModelGain) -> str:
