@@ -159,7 +159,9 @@ def _select(
     library = GpuLibraryProgram(problem, evaluator.device)
     try:
         library_error = evaluator.check(library)
-    except RuntimeError as error:  # torch has no such operator for the dtype
+        if library_error is None:
+            evaluator.compare({LIBRARY: library})
+    except RuntimeError as error:  # torch has no operator for the dtype, or none that a graph can capture
         library_error = str(error).splitlines()[0]
     if library_error is None:
         programs[LIBRARY] = library
