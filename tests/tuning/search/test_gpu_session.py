@@ -44,6 +44,7 @@ def test_session_selects_a_right_kernel(operator: str, monkeypatch: pytest.Monke
     assert all(trial.error is None for trial in result.trials)
     assert {"csr", "library"} <= set(result.baselines)
     assert result.kernel.speedup is not None and result.best_ratio is not None
+    assert result.kernel.speedup * result.best_ratio == pytest.approx(min(result.baselines.values()))
     full = torch.from_numpy(MATRIX.toarray()).float().to(DEVICE)
     if operator == "spmm":
         dense = torch.randn(12, 5, device=DEVICE)

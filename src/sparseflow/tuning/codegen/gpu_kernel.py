@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -89,18 +90,7 @@ class GpuKernel(Kernel):
     def build_variant(self, problem: SparseProblem) -> GpuKernel:
         if isinstance(self.program, GpuLibraryProgram):
             return GpuKernel(GpuLibraryProgram(problem, self.program.device), self._torch_dtype)
-        mapping, operator, extents = self.program.mapping, problem.operator, problem.extents
-        schedule, origin = mapping.to_schedule(operator, extents), f"the schedule of {self!r}, not tuned"
-        if operator != self.problem.operator and mapping.template != "segments":
-            name, schedule = next(iter(build_gpu_presets(operator, extents).items()))
-            origin = f"the preset {name}, not tuned"
-        limit = compute_storage_limit(problem)
-        try:
-            program = GpuProgram(problem, schedule, self.program.device, max_bytes=limit)
-        except InputError:  # its blocks hold too many zeros of this matrix
-            name, schedule = next(iter(build_gpu_presets(operator, extents).items()))
-            origin = f"the preset {name}, not tuned"
-            program = GpuProgram(problem, schedule, self.program.device, max_bytes=limit)
+        program, origin = _adapt_program(self.program, problem)
         kernel = GpuKernel(program, self._torch_dtype)
         kernel.origin = origin
         return kernel
@@ -129,3 +119,15 @@ class GpuKernel(Kernel):
 
     def find_extrema(self, dense: np.ndarray, reduce: Extremum, values: np.ndarray | None = None) -> NoReturn:
         raise InputError(f"`reduce` (={reduce!r}) is not implemented on GPUs; tune on a CPU")
+
+
+def _adapt_program(base: GpuProgram, problem: SparseProblem) -> tuple[GpuProgram, str]:
+    """Build a program with the base's schedule, or with a preset if that does not fit; say which."""
+    operator, extents, limit = problem.operator, problem.extents, compute_storage_limit(problem)
+    if operator == base.problem.operator or base.mapping.template == "segments":
+        schedule = base.mapping.to_schedule(operator, extents)
+        with suppress(InputError):  # its blocks hold too many zeros of this matrix
+            program = GpuProgram(problem, schedule, base.device, max_bytes=limit)
+            return program, f"the schedule {base.schedule}, not tuned"
+    name, schedule = next(iter(build_gpu_presets(operator, extents).items()))
+    return GpuProgram(problem, schedule, base.device, max_bytes=limit), f"the preset {name}, not tuned"

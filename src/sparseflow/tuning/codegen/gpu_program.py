@@ -204,9 +204,7 @@ def _store(matrix: CooMatrix, mapping: GpuMapping, max_bytes: int) -> _Storage:
         raise InputError(f"the matrix has {matrix.nnz} elements; GPU kernels take at most {_MAX_POSITIONS}")
     if mapping.template == "blocks":
         return _store_blocks(matrix, mapping, max_bytes)
-    pos = np.zeros(matrix.shape[0] + 1, np.int32)
-    np.cumsum(np.bincount(matrix.rows, minlength=matrix.shape[0]), out=pos[1:])
-    crd = matrix.cols.astype(np.int32)
+    pos, crd = matrix.to_scipy().indptr.astype(np.int32), matrix.cols.astype(np.int32)
     if mapping.template == "rows":
         return _Storage(arrays={"pos": pos, "crd": crd}, num_values=matrix.nnz)
     starts, ends, rows = pos[:-1], pos[1:], np.arange(matrix.shape[0], dtype=np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,6 +88,15 @@ class Trial:
 
 
 _TRIAL_TYPE = TypeAdapter(Trial)
+
+
+def sum_phases(trials: Iterable[Trial]) -> dict[str, float]:
+    """Sum the durations of each phase of some trials, seconds."""
+    seconds: dict[str, float] = {}
+    for trial in trials:
+        for phase, elapsed_s in trial.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + elapsed_s
+    return seconds
 
 
 def estimate_thorough_s(trial: Trial) -> float:

@@ -12,7 +12,8 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, InputError
 from sparseflow.tuning.codegen.gpu_kernel import GpuKernel
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
-from sparseflow.tuning.measure.evaluator import Trial
+from sparseflow.tuning.codegen.program import compute_storage_limit
+from sparseflow.tuning.measure.evaluator import Trial, sum_phases
 from sparseflow.tuning.measure.gpu_evaluator import TOLERANCE, GpuEvaluator
 from sparseflow.tuning.model.cost_model import BoostedTrees
 from sparseflow.tuning.model.gpu_features import GpuScheduleFeatures
@@ -87,8 +88,8 @@ def tune_on_gpu(
     if budget_s == 0:
         schedules = list(presets.values())
         schedule = schedules[int(np.argmax(features.score(schedules)))]
-        evaluator = GpuEvaluator(problem, device, dtype, seed=seed)
-        kernel = GpuKernel(evaluator.build(schedule), dtype)
+        program = GpuProgram(problem, schedule, device, max_bytes=compute_storage_limit(problem))
+        kernel = GpuKernel(program, dtype)
         kernel.origin = "selected by counts of steps, not measured"
         return TuneResult(
             kernel=kernel, trials=(), baselines={}, best_ratio=None, seconds={"other": deadline.elapsed_s}
@@ -175,10 +176,7 @@ def _select(
     baselines = {name: time_ms / reference_ms for name, time_ms in times_ms.items() if not name.isdigit()}
     kernel = GpuKernel(programs[best], evaluator.dtype)
     kernel.speedup = min(baselines.values()) / (times_ms[best] / reference_ms)
-    seconds = {"rerank": rerank_s}
-    for trial in trials.values():
-        for phase, elapsed_s in trial.seconds.items():
-            seconds[phase] = seconds.get(phase, 0.0) + elapsed_s
+    seconds = sum_phases(trials.values()) | {"rerank": rerank_s}
     seconds["other"] = deadline.elapsed_s - sum(seconds.values())
     saved_ms = times_ms.get(LIBRARY, math.inf) - times_ms[best]
     return TuneResult(

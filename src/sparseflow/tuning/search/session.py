@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,13 @@ from sparseflow.errors import DeviceError, FileFormatError, InputError, RunError
 from sparseflow.tuning.codegen.compile import find_compiler
 from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, LibraryKernel
 from sparseflow.tuning.codegen.program import build_program, check_threads, compute_storage_limit
-from sparseflow.tuning.measure.evaluator import BATCH_SIZE, ScheduleEvaluator, Trial, measure_on_cluster
+from sparseflow.tuning.measure.evaluator import (
+    BATCH_SIZE,
+    ScheduleEvaluator,
+    Trial,
+    measure_on_cluster,
+    sum_phases,
+)
 from sparseflow.tuning.model.cost_model import CountModel
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
@@ -256,9 +262,9 @@ class TuningSession:
             return TuneResult(
                 kernel=LibraryKernel(problem), trials=(), baselines={}, best_ratio=None, seconds={}
             )
-        baselines = self._build_baselines(self._threads)
+        baselines = self._build_baselines()
         if self._budget_s == 0:
-            return self._select_by_model([*baselines.values(), *self._build_baselines(1).values()])
+            return self._select_by_model([*baselines.values(), *self._use_one_thread(baselines).values()])
         reference = self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
         self._baselines = baselines
         self._trial_limit += len(baselines)
@@ -323,10 +329,17 @@ class TuningSession:
             return TuneResult(kernel=kernel, trials=(), baselines={}, best_ratio=None, seconds=seconds)
         raise RunError("no hand-written schedule can store this matrix; tune with a budget above 0")
 
-    def _build_baselines(self, threads: int) -> dict[str, Schedule]:
-        operator, extents = self.problem.operator, self.problem.extents
+    def _build_baselines(self) -> dict[str, Schedule]:
+        operator, extents, threads = self.problem.operator, self.problem.extents, self._threads
         presets = build_presets(operator, extents, threads) | build_diagonal_presets(self.problem, threads)
         return {name: schedule.canonicalize(operator, extents) for name, schedule in presets.items()}
+
+    def _use_one_thread(self, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:
+        operator, extents = self.problem.operator, self.problem.extents
+        return {
+            name: replace(schedule, threads=1).canonicalize(operator, extents)
+            for name, schedule in schedules.items()
+        }
 
     @contextmanager
     def _open_log(self) -> Iterator[Journal[Trial] | None]:
@@ -379,7 +392,7 @@ class TuningSession:
         """
         single: dict[str, Schedule] = {}
         if self._threads > 1 and self._is_small:
-            single = self._build_baselines(1)
+            single = self._use_one_thread(self._baselines)
         if self._reference not in self._trials:
             self._record(self._measure(self._reference))
         for name, schedule in single.items():
@@ -518,10 +531,6 @@ class TuningSession:
             self._progress(f"{count} schedules, best {best_ms:.3f} ms", min(fraction, 1.0))
 
     def _sum_phases(self, rerank_s: float) -> dict[str, float]:
-        seconds: dict[str, float] = {"propose": self._propose_s}
-        for trial in self._new_trials:
-            for phase, elapsed_s in trial.seconds.items():
-                seconds[phase] = seconds.get(phase, 0.0) + elapsed_s
-        seconds["rerank"] = rerank_s
+        seconds = {"propose": self._propose_s} | sum_phases(self._new_trials) | {"rerank": rerank_s}
         seconds["other"] = self._deadline.elapsed_s - sum(seconds.values())
         return seconds
