@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -33,9 +34,16 @@ def test_peak_counts_memory_that_a_call_frees() -> None:
 
 
 def test_resident_memory_falls_when_an_array_is_deleted() -> None:
-    arrays = [np.ones(SIZE // 64, dtype=np.uint8) for _ in range(64)]
-    before = read_resident_bytes()
-    arrays.clear()
-    gc.collect()
-    release_free_memory()
-    assert before - read_resident_bytes() > 0.8 * SIZE
+    # Other threads of this process allocate, too, so a process of its own is measured.
+    code = f"""
+import numpy as np
+from sparseflow.core.telemetry.process_memory import read_resident_bytes, release_free_memory
+
+arrays = [np.ones({SIZE} // 64, dtype=np.uint8) for _ in range(64)]
+before = read_resident_bytes()
+arrays.clear()
+release_free_memory()
+print(before - read_resident_bytes())
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(result.stdout) > 0.9 * SIZE
