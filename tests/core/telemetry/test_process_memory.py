@@ -10,8 +10,6 @@ import pytest
 
 from sparseflow.core.telemetry.process_memory import (
     measure_peak_bytes,
-    read_resident_bytes,
-    release_free_memory,
 )
 
 SIZE = 64 * 2**20
