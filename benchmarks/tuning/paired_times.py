@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import statistics
@@ -184,8 +185,8 @@ def strongest_call(
 ) -> dict[str, Any]:
     """Measure the fastest form of a baseline against the tuned kernel, both called from Python.
 
-    A new process for each number of threads makes all calls. Its OpenMP settings are those of the runner. One
-    OpenMP runtime serves both sides.
+    A new process for each number of the baseline's threads makes all calls. Its OpenMP settings are those of
+    the runner. One OpenMP runtime serves both sides; the kernel always has `threads`.
 
     Returns:
         As `strongest`; the forms have their ratios.
@@ -199,7 +200,7 @@ def strongest_call(
             context = get_context("spawn")
             with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
                 try:
-                    calls = pool.submit(_compare_calls, make_calls, kernel, inputs, count).result()
+                    calls = pool.submit(_compare_calls, make_calls, kernel, inputs, count, threads).result()
                 except BrokenProcessPool as error:
                     raise RunError("the process of a library died") from error
         results |= {f"{form}, {count} threads": result for form, result in calls.items()}
@@ -222,10 +223,11 @@ def _openmp_environment(threads: int) -> Iterator[None]:
 
 
 def _compare_calls(
-    make_calls: MakeCalls, kernel: CompiledKernel, inputs: Inputs, threads: int
+    make_calls: MakeCalls, kernel: CompiledKernel, inputs: Inputs, threads: int, kernel_threads: int
 ) -> dict[str, dict[str, Any]]:
     """Compare each form of a baseline with the kernel in this process."""
     right = checker(kernel.problem, inputs)
+    set_threads = ctypes.CDLL("libgomp.so.1").omp_set_num_threads
     start_s = time.perf_counter()
     forms = make_calls(kernel.problem, threads)
     setup_s = time.perf_counter() - start_s
@@ -233,7 +235,10 @@ def _compare_calls(
     for form, call in forms.items():
         if not (right(np.asarray(call(*inputs))) and right(kernel.compute(*inputs))):
             raise RunError(f"the result of {form} is wrong")
-        sides = [(function, _count_calls(function, inputs)) for function in (call, kernel.compute)]
+        sides: list[tuple[Callable[..., Any], int, int]] = []
+        for function, count in ((call, threads), (kernel.compute, kernel_threads)):
+            set_threads(count)
+            sides.append((function, count, _count_calls(function, inputs)))
         samples: list[list[float]] = []
         contended, attempts = True, 0
         while contended and attempts < TRIES:
@@ -242,8 +247,9 @@ def _compare_calls(
             cpus = CpuUsageMonitor()
             start_s = time.perf_counter()
             while len(samples[1]) < PROCESSES * PAIRS and time.perf_counter() - start_s < MAX_CALLS_S:
-                for (function, count), times_ms in zip(sides, samples, strict=True):
-                    times_ms.append(1e3 * _time_calls(function, inputs, count) / count)
+                for (function, count, calls), times_ms in zip(sides, samples, strict=True):
+                    set_threads(count)
+                    times_ms.append(1e3 * _time_calls(function, inputs, calls) / calls)
             contended = (cpus.measure_other_share() or 0.0) > MAX_OTHER_SHARE
         pairs = [a / b for a, b in zip(*samples, strict=True)]
         results[form] = {
