@@ -12,7 +12,7 @@ from sparseflow.tuning.codegen.kernel import CompiledKernel
 from sparseflow.tuning.codegen.program import build_program
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import OPERATORS
-from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_diagonal_presets, build_presets
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_matrix_presets, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float64): 1e-10}
@@ -57,7 +57,7 @@ def test_reference_is_a_preset(name: str) -> None:
 def test_diagonal_preset_matches_reference(shape: tuple[int, int], cache: Path) -> None:
     matrix = sum(value * np.eye(*shape, offset) for offset, value in ((-1, 1.0), (0, -2.0), (1, 3.0)))
     problem = SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix, dtype=np.float32))
-    (schedule,) = build_diagonal_presets(problem, 2).values()
+    (schedule,) = build_matrix_presets(problem, 2).values()
     inputs = problem.generate_inputs()
     result = CompiledKernel(build_program(problem, schedule), cache_dir=cache).compute(*inputs)
     np.testing.assert_allclose(result, problem.compute_reference(inputs), rtol=1e-4, atol=1e-6)
@@ -65,7 +65,7 @@ def test_diagonal_preset_matches_reference(shape: tuple[int, int], cache: Path) 
 
 def test_diagonal_preset_needs_full_diagonals() -> None:
     matrix = sparse.random_array((300, 300), density=0.05, rng=np.random.default_rng(0))
-    assert build_diagonal_presets(SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix)), 2) == {}
+    assert build_matrix_presets(SparseProblem(operator=OPERATORS["spmv"], matrix=as_coo(matrix)), 2) == {}
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (37, 21, 100), (4, 300, 3)])

@@ -149,7 +149,7 @@ def test_parse_wrong_length_raises(line: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("k 1 1 j", "k 6 1 j", "'6'"),
+        ("k 1 1 j", "k 7 1 j", "'7'"),
         ("0 1 A", "1 1 A", "'1'"),
         ("i k A 2", "i k B 2", "'B'"),
         ("A 2 i 0", "A 3 i 0", "'3'"),

@@ -171,7 +171,7 @@ def test_count_is_exact_with_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedule]:
-    """List every valid schedule without splits."""
+    """List every valid schedule without splits that suits matrices which are not symmetric."""
     roles = [None, *operator.axes]
     for order, loops in itertools.product(
         itertools.permutations(operator.sparse_axes), itertools.permutations(operator.axes)
@@ -192,7 +192,7 @@ def unsplit_schedules(operator: Operator, threads: list[int]) -> Iterator[Schedu
                     (BALANCED, *FEW_CHUNKS) if parallel else (1,),
                 ):
                     schedule = replace(first, unroll_factor=factor, threads=number, chunk=chunk)
-                    if not schedule.find_violations(operator):
+                    if not schedule.find_violations(operator) and not schedule.is_symmetric:
                         yield schedule
 
 

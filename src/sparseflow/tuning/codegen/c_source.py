@@ -96,9 +96,12 @@ class _SourceWriter:
         )
 
     def source(self) -> str:
-        if self.nest.needs_zeroing:
-            self.write_zeroing()
-        self.write_loop(0, _Env({}, {}, "0"))
+        if self.nest.levels[-1].mode is LevelMode.SYMMETRIC:
+            self.write_symmetric()
+        else:
+            if self.nest.needs_zeroing:
+                self.write_zeroing()
+            self.write_loop(0, _Env({}, {}, "0"))
         size = self.nest.dtype.itemsize
         return "\n".join(
             [
@@ -332,6 +335,56 @@ class _SourceWriter:
             self.write(f"sums[{self.format_sum_index(env)}] += {part};")
         else:
             self.write(f"res[{self.format_result_index(env)}] += {part};")
+
+    def write_symmetric(self) -> None:
+        """Write the product with a symmetric matrix, of which the elements up to the diagonal are stored.
+
+        Each element also adds to the result of its column. Columns before the range of a thread belong to
+        other threads, so their sums follow the results in the output, and are added in the end.
+        """
+        threads = self.nest.threads
+        extent = self.nest.extents[self.nest.operator.output_axes[0]]
+        ((x, _),) = DENSE_INPUTS[self.nest.operator.name]
+        if threads == 1:
+            self.write("const long first = 0;")
+            self.write(f"memset(res, 0, {extent} * sizeof(real));")
+            self.write_triangle(x, f"{extent}", shared=False)
+            return
+        loop = f"for (long t = 0; t < {threads}; t++)"
+        self.write("#pragma omp parallel num_threads(threads)")
+        with self.open_block(""):
+            with self.open_block(loop, "#pragma omp for schedule(static, 1)"):
+                self.write("const long first = ranges[t], last = ranges[t + 1];")
+                self.write(f"const long lowest = ranges[{threads + 1} + t];")
+                self.write(f"real *const sums = res + ranges[{2 * threads + 1} + t] - lowest;")
+                self.write("memset(res + first, 0, (last - first) * sizeof(real));")
+                self.write("memset(sums + lowest, 0, (first - lowest) * sizeof(real));")
+                self.write_triangle(x, "last", shared=True)
+            with (
+                self.open_block(loop, "#pragma omp for schedule(static, 1)"),
+                self.open_block(f"for (long u = t + 1; u < {threads}; u++)"),
+            ):
+                self.write(f"const long lowest = ranges[{threads + 1} + u];")
+                self.write(f"const real *const sums = res + ranges[{2 * threads + 1} + u] - lowest;")
+                self.write("const long first = ranges[t], end = least(ranges[u], ranges[t + 1]);")
+                with self.open_block("for (long i = lowest > first ? lowest : first; i < end; i++)"):
+                    self.write("res[i] += sums[i];")
+
+    def write_triangle(self, x: str, last: str, *, shared: bool) -> None:
+        """Write the loops over the rows from `first` and their elements up to the diagonal."""
+        with self.open_block(f"for (long i = first; i < {last}; i++)"):
+            self.write(f"const real value = {x}[i];")
+            self.write("real sum = 0;")
+            self.write("long p = pos1[i], end = pos1[i + 1];")
+            self.write("if (p < end && crd1[end - 1] == i)")
+            self.write("    sum = val[--end] * value;")
+            conditions = {"sums": " && crd1[p] < first", "res": ""} if shared else {"res": ""}
+            for array, condition in conditions.items():
+                with self.open_block(f"for (; p < end{condition}; p++)"):
+                    self.write("const long j = crd1[p];")
+                    self.write(f"sum += val[p] * {x}[j];")
+                    self.write(f"{array}[j] += val[p] * value;")
+            self.write("res[i] += sum;")
 
     def write_diagonal(self, env: _Env) -> None:
         """Write a pointer to the elements of x on a diagonal, of which those outside of x are zeros."""

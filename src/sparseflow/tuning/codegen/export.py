@@ -214,7 +214,10 @@ class _Exporter:
         for shape in problem.input_shapes.values():
             inputs.append(_fill(shape, start))
             start += inputs[-1].size
-        for values in (problem.matrix.values, _fill(problem.matrix.values.shape, start)):
+        packed, positions = np.zeros(len(self.program.packed.values)), self.program.packed.element_positions
+        packed[positions] = _fill(problem.matrix.values.shape, start)
+        # With symmetric storage, elements below the diagonal replace those above it.
+        for values in (problem.matrix.values, packed[positions]):
             matrix = replace(problem.matrix, values=values.astype(problem.dtype))
             results = replace(problem, matrix=matrix).compute_reference(tuple(inputs))
             matrix = replace(matrix, values=np.abs(matrix.values))

@@ -669,14 +669,20 @@ class CompiledKernel(Kernel):
 
     def replace_values(self, values: np.ndarray) -> CompiledKernel:
         problem = replace(self.problem, matrix=replace(self.problem.matrix, values=values))
-        packed = replace(self.program.packed, values=self._pack_values(values))
+        packed_values = self._pack_values(values)
+        if packed_values is None:
+            return self.build_variant(problem)
+        packed = replace(self.program.packed, values=packed_values)
         program = replace(self.program, problem=problem, packed=packed)
         return CompiledKernel(program, cache_dir=self._cache_dir, library=self._library)
 
-    def _pack_values(self, values: np.ndarray) -> np.ndarray:
+    def _pack_values(self, values: np.ndarray) -> np.ndarray | None:
+        """Return the packed values; None if the storage is symmetric and the values are not."""
         packed = self.program.packed
         result = np.zeros_like(packed.values)
         result[packed.element_positions] = values
+        if self.schedule.is_symmetric and not np.array_equal(result[packed.element_positions], values):
+            return None
         return result
 
     def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
@@ -689,14 +695,19 @@ class CompiledKernel(Kernel):
             # libgomp waits forever for threads that exist in the parent only. Without active parallel regions
             # it needs none.
             self._library.omp_set_max_active_levels(0)
+        packed = None if values is None else self._pack_values(values)
+        if values is not None and packed is None:
+            kernel = self.replace_values(values)
+            assert isinstance(kernel, CompiledKernel)
+            return kernel.compute_at(addresses)
         buffer = self._acquire_buffer()
         output, output_array, input_array = buffer
         for index, address in enumerate(addresses, self._num_leading):
             input_array[index] = address
-        if values is None:
+        if packed is None:
             self._function(input_array, output_array)
         else:
-            index, packed = self._num_leading - 1, self._pack_values(values)
+            index = self._num_leading - 1
             input_array[index] = packed.ctypes.data
             self._function(input_array, output_array)
             input_array[index] = self._input_array[index]

@@ -62,12 +62,25 @@ class KernelProgram:
         """First step of the outermost loop for each thread, and the end; int64 [threads + 1].
 
         The ranges have about equal numbers of elements and rows together, because a row takes time, too.
+
+        With symmetric storage, the first column of each thread's elements and the index of its sums of rows
+        above its range follow, both [threads].
         """
         level, matrix = self.nest.levels[0], self.problem.matrix
-        work = np.bincount((matrix.rows, matrix.cols)[level.dim] // level.weight, minlength=level.extent)
+        coordinates = (matrix.rows, matrix.cols)[level.dim]
+        if self.schedule.is_symmetric:
+            coordinates = coordinates[matrix.rows >= matrix.cols]
+        work = np.bincount(coordinates // level.weight, minlength=level.extent)
         ends = np.cumsum(work + level.weight)
         targets = ends[-1] * np.arange(1, self.nest.threads) / self.nest.threads
-        return np.array([0, *np.searchsorted(ends, targets), level.extent], np.int64)
+        bounds = np.array([0, *np.searchsorted(ends, targets), level.extent], np.int64)
+        if not self.schedule.is_symmetric:
+            return bounds
+        starts = bounds[:-1]
+        lowest = starts.copy()
+        np.minimum.at(lowest, np.searchsorted(bounds, matrix.rows, side="right") - 1, matrix.cols)
+        sums = level.extent + np.cumsum(starts - lowest)
+        return np.concatenate([bounds, lowest, [level.extent], sums[:-1]])
 
     @cached_property
     def trailing_arrays(self) -> tuple[np.ndarray, ...]:
@@ -81,7 +94,11 @@ class KernelProgram:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of the output, including padded rows."""
+        """Shape of the output, including padded rows, and sums of each thread with symmetric storage."""
+        if self.nest.balanced and self.schedule.is_symmetric:
+            threads, last = self.nest.threads, self.nest.threads - 1
+            bounds, lowest, sums = np.split(self.ranges, (threads + 1, 2 * threads + 1))
+            return (int(sums[last] + bounds[last] - lowest[last]),)
         return self.nest.output_shape or self.packed.values.shape
 
     def extract_result(self, output: np.ndarray) -> np.ndarray:

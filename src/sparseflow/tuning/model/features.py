@@ -164,7 +164,9 @@ class ScheduleFeatures:
                 count *= spec.extent
             elif spec.mode.has_loop:
                 single_element = single_element or not spec.mode.unique
-                if spec.mode is LevelMode.DIAGONAL:
+                if spec.mode is LevelMode.SYMMETRIC:
+                    count = float((self.problem.matrix.rows >= self.problem.matrix.cols).sum())
+                elif spec.mode is LevelMode.DIAGONAL:
                     count = float(self.blocks.count_diagonals(spec.block_rows))
                 elif spec.lanes == 1:
                     count = float(nnz if single_element else self.blocks.count(weights[0], weights[1]))

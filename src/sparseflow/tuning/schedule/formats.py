@@ -13,6 +13,7 @@ compressed                `pos`, `crd`    one for each coordinate that occurs
 compressed, not unique    `pos`, `crd`    one for each element
 singleton                 `crd`           one: the position above holds one element
 diagonal                  `pos`, `crd`    one for each diagonal that occurs
+symmetric                 `pos`, `crd`    one for each column up to the diagonal that occurs
 ========================  ==============  ================================================
 
 A compressed level may interleave the groups of several adjacent parent positions, its *lanes*: first the
@@ -23,6 +24,9 @@ has one position for each lane.
 A diagonal level is between the blocks of rows and the rows of a block. Its coordinate is the column in which
 the diagonal starts, that is, of its element in the first row of the block, which may be outside the matrix.
 
+A symmetric level stores half of a symmetric matrix. The elements above the diagonal have the positions of
+their mirror images.
+
 CSR is dense, compressed. COO is compressed (not unique), singleton. Blocks of 4x1 are dense, compressed,
 dense with the rows split by 4. DIA is dense, diagonal, dense. Sliced ELL is dense, dense, compressed with the
 rows of the second level as lanes. Values, including zeros, are stored by the positions of the last level.
@@ -31,7 +35,7 @@ rows of the second level as lanes. Values, including zeros, are stored by the po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -137,9 +141,11 @@ def pack(
         max_bytes: Storage limit.
 
     Raises:
-        InputError: The storage exceeds `max_bytes`, or a singleton level has a parent that does not hold
-            exactly one element.
+        InputError: The storage exceeds `max_bytes`, a singleton level has a parent that does not hold exactly
+            one element, or a level is symmetric and the matrix is not.
     """
+    if any(spec.mode is LevelMode.SYMMETRIC for spec in specs):
+        return _pack_triangle(matrix, specs, max_bytes)
     parts = [spec.compute_coordinates(matrix) for spec in specs]
     order = np.lexsort(parts[::-1])
     nnz = len(order)
@@ -194,6 +200,41 @@ def pack(
     leaf = np.empty(nnz, np.int64)
     leaf[order] = parent
     return PackedMatrix(levels=tuple(stored), values=values, element_positions=leaf)
+
+
+def _pack_triangle(matrix: CooMatrix, specs: Sequence[LevelSpec], max_bytes: int) -> PackedMatrix:
+    """Store the elements up to the diagonal of a symmetric matrix."""
+    mirror = find_mirror_elements(matrix)
+    if mirror is None or not np.array_equal(matrix.values, matrix.values[mirror]):
+        raise InputError("the matrix is not symmetric; use a compressed level for the columns")
+    stored = np.flatnonzero(matrix.rows >= matrix.cols)
+    triangle = replace(
+        matrix, rows=matrix.rows[stored], cols=matrix.cols[stored], values=matrix.values[stored]
+    )
+    compressed = [
+        replace(spec, mode=LevelMode.COMPRESSED) if spec.mode is LevelMode.SYMMETRIC else spec
+        for spec in specs
+    ]
+    packed = pack(triangle, compressed, max_bytes=max_bytes)
+    positions = np.empty(matrix.nnz, np.int64)
+    positions[stored] = packed.element_positions
+    positions[mirror[stored]] = packed.element_positions
+    return replace(packed, element_positions=positions)
+
+
+def find_mirror_elements(matrix: CooMatrix) -> np.ndarray | None:
+    """Find the element at (column, row) of each element, int64 [nnz]; None if one has no such element."""
+    if matrix.shape[0] != matrix.shape[1]:
+        return None
+    by_row, by_column = (
+        np.lexsort((matrix.cols, matrix.rows)), np.lexsort((matrix.rows, matrix.cols))
+    )  # fmt: skip
+    same_rows = np.array_equal(matrix.rows[by_row], matrix.cols[by_column])
+    if not same_rows or not np.array_equal(matrix.cols[by_row], matrix.rows[by_column]):
+        return None
+    mirror = np.empty(matrix.nnz, np.int64)
+    mirror[by_row] = by_column
+    return mirror
 
 
 def _interleave_lanes(

@@ -72,11 +72,15 @@ class SparsityPattern:
         return digest.hexdigest()
 
     def to_matrix(self, dtype: np.dtype | type = np.float32) -> CooMatrix:
-        """Create a matrix with this pattern and deterministic values from 0.5 to 1.5."""
+        """Create a matrix with this pattern and deterministic values from 0.5 to 1.5.
+
+        Elements at (i, j) and (j, i) have equal values, so that the matrix of a symmetric pattern is
+        symmetric.
+        """
         return CooMatrix(
             rows=self.rows.astype(np.int64),
             cols=self.cols.astype(np.int64),
-            values=_generate_values(self.nnz, np.dtype(dtype)),
+            values=_generate_values(self.rows, self.cols).astype(dtype),
             shape=self.shape,
         )
 
@@ -147,7 +151,11 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> CooMatrix:
     rows, cols, values, shape = _extract_coo(matrix)
     shape = _validate_extents(shape)
     if values.dtype.kind not in "fiub":
-        raise InputError(f"the matrix has dtype {values.dtype}; expected real numbers")
+        advice = "; tune its real part and use `with_values` for the imaginary one"
+        raise InputError(
+            f"the matrix has dtype {values.dtype}; expected real numbers"
+            + (advice if values.dtype.kind == "c" else "")
+        )
     target_dtype = None if dtype is None else np.dtype(dtype)
     if target_dtype not in (None, *FLOAT_DTYPES):
         raise InputError(f"`dtype` (={target_dtype}) must be float32 or float64")
@@ -205,9 +213,12 @@ def _convert_values(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return result
 
 
-def _generate_values(count: int, dtype: np.dtype) -> np.ndarray:
-    """Generate values for elements that have none."""
-    return np.random.default_rng(0).uniform(0.5, 1.5, count).astype(dtype)
+def _generate_values(rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """Generate values of elements by a hash of their coordinates in any order, float64 [nnz]."""
+    low, high = np.minimum(rows, cols).astype(np.uint64), np.maximum(rows, cols).astype(np.uint64)
+    bits = low * np.uint64(0x9E3779B97F4A7C15) + high * np.uint64(0xC2B2AE3D27D4EB4F)
+    bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return 0.5 + (bits >> np.uint64(40)) / 2.0**24
 
 
 def _validate_extents(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -30,6 +30,8 @@ class LevelMode(IntEnum):
     """One coordinate for each parent; siblings may have equal coordinates."""
     DIAGONAL = 5
     """The diagonals of a block of rows that have elements; an addition to AutoSparse's modes."""
+    SYMMETRIC = 6
+    """The columns up to the diagonal that occur, of a symmetric matrix; an addition to AutoSparse's modes."""
 
     @property
     def unique(self) -> bool:
@@ -128,6 +130,11 @@ class ScheduleFields:
     def has_diagonals(self) -> bool:
         """Whether the storage has a level of diagonals."""
         return any(level.mode is LevelMode.DIAGONAL for level in self.formats[0].modes)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether only the elements up to the diagonal are stored."""
+        return any(level.mode is LevelMode.SYMMETRIC for level in self.formats[0].modes)
 
     def sub_axes(self, axis: str) -> tuple[tuple[str, int | None], ...]:
         """Return the parts of an axis and their sizes, outermost first.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from sparseflow.tuning.schedule.formats import count_diagonals
+import numpy as np
+
+from sparseflow.tuning.schedule.formats import count_diagonals, find_mirror_elements
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
 from sparseflow.tuning.schedule.problem import SparseProblem
-from sparseflow.tuning.schedule.rules import CHUNK_SIZES
+from sparseflow.tuning.schedule.rules import BALANCED, CHUNK_SIZES
 from sparseflow.tuning.schedule.schedule import Schedule
 
 REFERENCE_PRESETS: Mapping[str, str] = {"spmm": "tiled_csr", "spmv": "csr", "sddmm": "csr"}
@@ -28,6 +31,10 @@ _DIAGONAL_ROWS = 128
 
 _MIN_DIAGONAL_FILL = 0.5
 """Minimum share of elements in what a format with diagonals stores; CSR stores an index for each element."""
+
+_MIN_SYMMETRIC_BYTES = 8 << 20
+"""Minimum size of a symmetric matrix in CSR, bytes. Half of the elements are faster to read if they come from
+memory, but take longer to multiply."""
 
 _MIN_CHUNKS_PER_THREAD = 16
 """Minimum number of chunks for each thread, for load balance."""
@@ -74,27 +81,39 @@ def build_presets(operator: Operator, extents: Mapping[str, int], threads: int) 
     }
 
 
-def build_diagonal_presets(problem: SparseProblem, threads: int) -> dict[str, Schedule]:
-    """Build the preset that stores diagonals: `"dia"`, for SpMV with a matrix whose diagonals are full.
+def build_matrix_presets(problem: SparseProblem, threads: int) -> dict[str, Schedule]:
+    """Build the presets of SpMV with special matrices.
+
+    `"dia"` stores diagonals, if they are full. Otherwise `"symmetric"` stores half of a large symmetric
+    matrix.
 
     Args:
         problem: Problem.
         threads: Number of threads.
 
     Returns:
-        Preset name -> schedule; empty if another format is better.
+        Preset name -> schedule; empty if other formats are better.
     """
     operator, matrix = problem.operator, problem.matrix
+    if operator.name != "spmv":
+        return {}
     rows = min(_DIAGONAL_ROWS, 1 << (matrix.shape[0].bit_length() - 1))
-    if operator.name != "spmv" or rows == 1:
+    if rows > 1 and matrix.nnz >= _MIN_DIAGONAL_FILL * rows * count_diagonals(matrix, rows):
+        return {
+            "dia": _make_schedule(
+                operator, problem.extents, threads, ("i0", "j", "i1"), "i1", block=rows,
+                columns=LevelMode.DIAGONAL,
+            )
+        }  # fmt: skip
+    if matrix.nnz * (4 + problem.dtype.itemsize) < _MIN_SYMMETRIC_BYTES:
         return {}
-    if matrix.nnz < _MIN_DIAGONAL_FILL * rows * count_diagonals(matrix, rows):
+    mirror = find_mirror_elements(matrix)
+    if mirror is None or not np.array_equal(matrix.values, matrix.values[mirror]):
         return {}
-    loops = ("i0", "j", "i1")
-    diagonal = LevelMode.DIAGONAL
-    return {
-        "dia": _make_schedule(operator, problem.extents, threads, loops, "i1", block=rows, columns=diagonal)
-    }
+    schedule = _make_schedule(
+        operator, problem.extents, threads, ("i", "j"), None, columns=LevelMode.SYMMETRIC
+    )
+    return {"symmetric": replace(schedule, chunk=BALANCED)}
 
 
 def _make_schedule(

@@ -26,6 +26,9 @@ BALANCED = 0
 DIAGONAL_MODES = (LevelMode.DENSE, LevelMode.DIAGONAL, LevelMode.DENSE)
 """Modes of a format with diagonals: blocks of rows, their diagonals, the rows of a block."""
 
+SYMMETRIC_MODES = (LevelMode.DENSE, LevelMode.SYMMETRIC)
+"""Modes of the format of symmetric matrices: rows, and their columns up to the diagonal."""
+
 
 def find_violations(
     schedule: ScheduleFields, operator: Operator, shape: Mapping[str, int] | None = None
@@ -44,6 +47,7 @@ def find_violations(
         *_check_order(schedule, operator),
         *_check_singletons(schedule),
         *_check_diagonals(schedule, operator),
+        *_check_symmetry(schedule, operator, extents),
         *_check_parallel(schedule, operator),
         *_check_loops(schedule, operator),
         *_check_dense_parts(schedule, extents),
@@ -168,6 +172,29 @@ def _check_diagonals(schedule: ScheduleFields, operator: Operator) -> Iterator[s
             f"need a dense output and the levels {rows}0 {cols} {rows}1 "
             f"with modes {_format_list(DIAGONAL_MODES)}"
         )
+
+
+def _check_symmetry(
+    schedule: ScheduleFields, operator: Operator, extents: Mapping[str, int] | None
+) -> Iterator[str]:
+    if not schedule.is_symmetric:
+        return
+    modes = tuple(level.mode for level in schedule.formats[0].levels())
+    rows, cols = operator.sparse_axes
+    if operator.name != "spmv" or schedule.formats[0].order != (rows, cols) or modes != SYMMETRIC_MODES:
+        yield (
+            f"symmetric: the modes are {_format_list(modes)} in {operator.name}; symmetric storage needs "
+            f"spmv and the levels {rows} {cols} with modes {_format_list(SYMMETRIC_MODES)}"
+        )
+    if schedule.parallel not in (None, rows) or (schedule.parallel and schedule.chunk != BALANCED):
+        yield (
+            f"symmetric-parallel: threads share the loop {schedule.parallel} with chunk {schedule.chunk}; "
+            f"threads that share a symmetric matrix need the loop {rows} with chunk {BALANCED}"
+        )
+    if (schedule.vectorize, schedule.unroll) != (None, None):
+        yield "symmetric-loops: the loops of a symmetric matrix cannot be vectorized or unrolled"
+    if extents is not None and extents[rows] != extents[cols]:
+        yield f"symmetric-shape: the matrix has {extents[rows]} rows and {extents[cols]} columns"
 
 
 def allows_diagonals(operator: Operator, order: Sequence[str]) -> bool:

@@ -10,8 +10,9 @@ A schedule has AutoSparse's eight primitives. Its text form is one line with tok
     <parallel|None> <vectorize|None> <unroll|None> <unroll factor> <threads> <chunk> [latency in ms]
 
 A split axis `i` has the parts `i0`, `i1`, …, outermost first; an axis that is not split keeps its name. The
-size of the outermost part is nominal: the generated loop runs as often as it takes to cover the axis. Mode 5
-(`LevelMode.DIAGONAL`) and chunk 0 (`rules.BALANCED`) are additions to AutoSparse's language.
+size of the outermost part is nominal: the generated loop runs as often as it takes to cover the axis. Modes 5
+and 6 (`LevelMode.DIAGONAL`, `LevelMode.SYMMETRIC`) and chunk 0 (`rules.BALANCED`) are additions to
+AutoSparse's language.
 
 Parsing checks the grammar only. `Schedule.find_violations` checks whether a schedule can run.
 """

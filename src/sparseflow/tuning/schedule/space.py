@@ -3,7 +3,8 @@
 A space contains canonical schedules (`Schedule.canonicalize`), so no two of its schedules run identically.
 Every axis is unsplit or split in two with a power of two as inner size. The space contains every combination
 of storage order, level modes, loop order, parallel loop, vectorized loop and unrolled loop that
-`Schedule.find_violations` accepts. `choices` lists the options.
+`Schedule.find_violations` accepts, without symmetric storage, which few matrices allow. `choices` lists the
+options.
 
 Sampling makes one decision after the other. Each decision is sampled by weight from the options that the
 previous decisions leave. The weights prefer parallel outermost rows, vectorized inner columns of 8 to 64, and

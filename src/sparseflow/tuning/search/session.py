@@ -36,7 +36,7 @@ from sparseflow.tuning.model.cost_model import CountModel
 from sparseflow.tuning.model.features import ScheduleFeatures
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import get_operator
-from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_diagonal_presets, build_presets
+from sparseflow.tuning.schedule.presets import REFERENCE_PRESETS, build_matrix_presets, build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search.base import Strategy
@@ -313,9 +313,9 @@ class TuningSession:
     def _select_by_model(self, schedules: Sequence[Schedule]) -> TuneResult:
         """Compile the schedule that the cost model scores highest."""
         problem = self.problem
-        # Models have not seen diagonals, which are faster than other formats if they are full.
-        diagonals = [schedule for schedule in schedules if schedule.has_diagonals]
-        schedules = list(dict.fromkeys(diagonals or schedules))
+        # Models have not seen these formats, which are faster than others for the matrices that have them.
+        special = [schedule for schedule in schedules if schedule.has_diagonals or schedule.is_symmetric]
+        schedules = list(dict.fromkeys(special or schedules))
         scores = (self._prior or load_default_prior())(problem, self._threads)(schedules)
         limit = compute_storage_limit(problem)
         for index in np.argsort(-scores, kind="stable"):
@@ -331,7 +331,7 @@ class TuningSession:
 
     def _build_baselines(self) -> dict[str, Schedule]:
         operator, extents, threads = self.problem.operator, self.problem.extents, self._threads
-        presets = build_presets(operator, extents, threads) | build_diagonal_presets(self.problem, threads)
+        presets = build_presets(operator, extents, threads) | build_matrix_presets(self.problem, threads)
         return {name: schedule.canonicalize(operator, extents) for name, schedule in presets.items()}
 
     def _use_one_thread(self, schedules: Mapping[str, Schedule]) -> dict[str, Schedule]:

@@ -150,9 +150,9 @@ class ScheduleTokenizer:
             storage = next(
                 sparse_format for sparse_format in schedule.formats if sparse_format.tensor == axes.tensor
             )
-            # Networks know AutoSparse's modes; diagonals are compressed for them.
+            # Networks know AutoSparse's modes; other levels are compressed for them.
             modes = {
-                level.axis: 1 + (LevelMode.COMPRESSED if level.mode is LevelMode.DIAGONAL else level.mode)
+                level.axis: 1 + (level.mode if level.mode < LevelMode.DIAGONAL else LevelMode.COMPRESSED)
                 for level in storage.modes
             }
             for outside, inside, name in _list_positions(storage.order):
