@@ -11,7 +11,8 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from sparseflow.errors import InputError
+from sparseflow.errors import InputError, RunError
+from sparseflow.tuning.codegen.cusparse import ALGORITHMS
 from sparseflow.tuning.codegen.gpu_kernel import GpuKernel
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
 from sparseflow.tuning.schedule.gpu import GpuMapping, build_gpu_presets
@@ -143,3 +144,25 @@ def test_presets_are_read_back() -> None:
         for schedule in build_gpu_presets(get_operator(operator), extents).values():
             mapping = GpuMapping.from_schedule(schedule, get_operator(operator), extents)
             assert mapping.to_schedule(get_operator(operator), extents) == schedule
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(
+    ("operator", "algorithm"), [(name, item) for name in ALGORITHMS for item in ALGORITHMS[name]]
+)
+def test_algorithms_of_cusparse_match_torch(operator: str, algorithm: str, dtype: torch.dtype) -> None:
+    matrix = make_matrix(40, 30)
+    values = np.float64 if dtype == torch.float64 else np.float32
+    problem = SparseProblem(operator=get_operator(operator), matrix=as_coo(matrix, dtype=values), n_cols=16)
+    kernel = GpuKernel(GpuLibraryProgram(problem, DEVICE, algorithm), dtype)
+    full = torch.from_numpy(matrix.toarray()).to(DEVICE, dtype)
+    tolerance = {torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]
+    for _ in range(2):  # the second call has other inputs and the buffer of the first
+        x, y = (torch.randn(size, 16, device=DEVICE, dtype=dtype) for size in matrix.shape)
+        try:
+            result = kernel(y) if operator == "spmm" else kernel(x, y).to_dense()
+        except RunError as error:
+            pytest.skip(f"cuSPARSE lacks {algorithm} for {dtype}: {error}")
+        expected = full @ y if operator == "spmm" else full * (x @ y.mT)
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=10 * tolerance)

@@ -89,7 +89,10 @@ class GpuKernel(Kernel):
 
     def build_variant(self, problem: SparseProblem) -> GpuKernel:
         if isinstance(self.program, GpuLibraryProgram):
-            return GpuKernel(GpuLibraryProgram(problem, self.program.device), self._torch_dtype)
+            program = self.program
+            is_same = problem.operator == program.problem.operator
+            algorithm = program.algorithm if is_same else None
+            return GpuKernel(GpuLibraryProgram(problem, program.device, algorithm), self._torch_dtype)
         program, origin = _adapt_program(self.program, problem)
         kernel = GpuKernel(program, self._torch_dtype)
         kernel.origin = origin

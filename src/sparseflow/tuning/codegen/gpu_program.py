@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
+from sparseflow.tuning.codegen.cusparse import CusparseProduct
 from sparseflow.tuning.schedule.formats import LevelSpec, PackedMatrix, pack
 from sparseflow.tuning.schedule.gpu import GpuMapping
 from sparseflow.tuning.schedule.matrices import CooMatrix
@@ -133,22 +134,34 @@ class GpuProgram:
 
 
 class GpuLibraryProgram:
-    """The library's implementation (cuSPARSE, called by torch), with the interface of `GpuProgram`.
+    """The library's implementation (cuSPARSE), with the interface of `GpuProgram`.
 
     Args:
         problem: SpMM or SDDMM.
         device: The GPU.
+        algorithm: Algorithm of cuSPARSE, of `cusparse.ALGORITHMS`; by default torch calls cuSPARSE.
+
+    Raises:
+        DeviceError: `algorithm` is not None and cuSPARSE cannot be loaded.
     """
 
     schedule = None
 
-    def __init__(self, problem: SparseProblem, device: torch.device) -> None:
-        self.problem, self.device = problem, device
-        csr = problem.matrix.to_scipy()
+    def __init__(self, problem: SparseProblem, device: torch.device, algorithm: str | None = None) -> None:
+        self.problem, self.device, self.algorithm = problem, device, algorithm
+        matrix = problem.matrix
+        csr = matrix.to_scipy()
         self._indices = tuple(
             torch.from_numpy(part.astype(np.int32)).to(device) for part in (csr.indptr, csr.indices)
         )
-        self._values = torch.tensor(problem.matrix.values, device=device)
+        self._values = torch.tensor(matrix.values, device=device)
+        self._product: CusparseProduct | None = None
+        if algorithm is not None:
+            rows = torch.from_numpy(matrix.rows.astype(np.int32)).to(device)
+            offsets, cols = self._indices
+            self._product = CusparseProduct(
+                problem.operator.name, algorithm, matrix.shape, offsets, rows, cols
+            )
 
     def replace_values(self, values: Tensor) -> GpuLibraryProgram:
         program = copy.copy(self)
@@ -161,8 +174,13 @@ class GpuLibraryProgram:
     def run(self, *inputs: Tensor, values: Tensor | None = None) -> Tensor:
         values = (self._values if values is None else values).to(inputs[0].dtype)
         if self.problem.operator.sparse_output:
-            zeros, (x, y) = self._build_matrix(torch.zeros_like(values)), inputs
+            x, y = inputs
+            if self._product is not None:
+                return self._product.sample(x, y) * values
+            zeros = self._build_matrix(torch.zeros_like(values))
             return torch.sparse.sampled_addmm(zeros, x, y.t()).values() * values
+        if self._product is not None:
+            return self._product.multiply(inputs[0], values)
         return torch.sparse.mm(self._build_matrix(values), inputs[0])
 
     def _build_matrix(self, values: Tensor) -> Tensor:

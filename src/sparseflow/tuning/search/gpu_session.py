@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from sparseflow.core.progress import Progress
-from sparseflow.errors import DeviceError, InputError
+from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.tuning.codegen.cusparse import ALGORITHMS
 from sparseflow.tuning.codegen.gpu_kernel import GpuKernel
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
 from sparseflow.tuning.codegen.program import compute_storage_limit
@@ -156,35 +157,47 @@ def _select(
     for index, trial in enumerate(ranked):
         if index < _NUM_FINALISTS or trial.schedule in names:
             programs[names.get(trial.schedule, str(index))] = evaluator.build(trial.schedule)
-    messages: list[str] = []
-    library = GpuLibraryProgram(problem, evaluator.device)
-    try:
-        library_error = evaluator.check(library)
-        if library_error is None:
-            evaluator.compare({LIBRARY: library})
-    except RuntimeError as error:  # torch has no operator for the dtype, or none that a graph can capture
-        library_error = str(error).splitlines()[0]
-    if library_error is None:
-        programs[LIBRARY] = library
-    else:
-        messages.append(f"cuSPARSE is no candidate: {library_error}")
+    libraries, messages = _list_library_programs(problem, evaluator)
+    programs |= libraries
     start_s = deadline.elapsed_s
     times_ms = evaluator.compare(programs)
     rerank_s = deadline.elapsed_s - start_s
-    best = min(times_ms, key=lambda name: times_ms[name] * (1.0 - _MIN_GAIN if name == LIBRARY else 1.0))
+    best = min(times_ms, key=lambda name: times_ms[name] * (1.0 - _MIN_GAIN if name in libraries else 1.0))
     reference_ms = times_ms[next(iter(presets))]
     baselines = {name: time_ms / reference_ms for name, time_ms in times_ms.items() if not name.isdigit()}
     kernel = GpuKernel(programs[best], evaluator.dtype)
     kernel.speedup = min(baselines.values()) / (times_ms[best] / reference_ms)
     seconds = sum_phases(trials.values()) | {"rerank": rerank_s}
     seconds["other"] = deadline.elapsed_s - sum(seconds.values())
-    saved_ms = times_ms.get(LIBRARY, math.inf) - times_ms[best]
+    saved_ms = min((times_ms[name] for name in libraries), default=math.inf) - times_ms[best]
     return TuneResult(
         kernel=kernel,
         trials=tuple(trials.values()),
         baselines=baselines,
         best_ratio=times_ms[best] / reference_ms,
         seconds=seconds,
-        warnings=tuple(messages),
+        warnings=messages,
         break_even=math.ceil(1e3 * sum(seconds.values()) / saved_ms) if 0 < saved_ms < math.inf else None,
     )
+
+
+def _list_library_programs(
+    problem: SparseProblem, evaluator: GpuEvaluator
+) -> tuple[dict[str, GpuLibraryProgram], tuple[str, ...]]:
+    """List the algorithms of cuSPARSE that run and are right, and a sentence if there is none."""
+    algorithms = {LIBRARY: None} | {f"cusparse_{name}": name for name in ALGORITHMS[problem.operator.name]}
+    programs: dict[str, GpuLibraryProgram] = {}
+    problems: list[str] = []
+    for name, algorithm in algorithms.items():
+        try:
+            program = GpuLibraryProgram(problem, evaluator.device, algorithm)
+            error = evaluator.check(program)
+            if error is None:
+                evaluator.compare({name: program})
+                programs[name] = program
+                continue
+        # An algorithm lacks the dtype, or a CUDA graph cannot capture it, or cuSPARSE is missing.
+        except (RuntimeError, RunError, DeviceError) as failure:
+            error = str(failure).splitlines()[0]
+        problems.append(f"{name}: {error}")
+    return programs, () if programs else (f"cuSPARSE is no candidate: {'; '.join(problems)}",)
