@@ -74,7 +74,7 @@ def test_shape_option_sets_open_dimensions(capsys: pytest.CaptureFixture[str], t
     assert (
         parse_shapes(["a=1,3,8,8", "b:0=2"]) == {"a": (1, 3, 8, 8), "b:0": (2,)} and parse_shapes(None) == {}
     )
-    for text in ("a", "a=", "=1", "a=1,x", "a=0,3", "a=-1"):
+    for text in ("a", "a=", "=1", "a=1,x", "a=-1"):
         with pytest.raises(InputError, match="--shape"):
             parse_shapes([text])
     path = str(save(convnet(batch="N"), tmp_path))

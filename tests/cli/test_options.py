@@ -205,13 +205,13 @@ def test_options_have_no_former_spelling() -> None:
 def test_options_with_one_name_have_one_help_text() -> None:
     texts: dict[tuple[str, str | None], set[str]] = {}
     for _, parameter in OPTIONS:
-        # The placeholder tells whether `--out` is a directory or a file.
+        # The placeholder tells whether `--out` is a directory or a file, and `--input` a file or a value.
         texts.setdefault((parameter.opts[0], parameter.metavar), set()).add(parameter.help)
     assert {name: helps for name, helps in texts.items() if len(helps) > 1} == {}
     placeholders: dict[str, set[str | None]] = {}
     for name, metavar in texts:
         placeholders.setdefault(name, set()).add(metavar)
-    assert {name for name, metavars in placeholders.items() if len(metavars) > 1} == {"--out"}
+    assert {name for name, metavars in placeholders.items() if len(metavars) > 1} == {"--input", "--out"}
     assert placeholders["--out"] == {"DIR", "FILE"}
 
 

@@ -80,11 +80,12 @@ def slowdown(load: float) -> float:
 
 
 @cache
-def item_ms(path: str, model: bool, provider: str) -> float:
-    """Return the idle latency of a file with a kernel or model."""
+def item_ms(path: str, model: bool, provider: str, shapes: tuple[Any, ...] = ()) -> float:
+    """Return the idle latency of a file with a kernel or model, whose inputs have these shapes."""
     if not model:
         return rest_ms(read_kernel(path))
-    return sum(rest_ms(node.kernel) - COST_MS for node in analyze(path, provider).nodes)
+    graph = analyze(path, provider, shapes=dict(shapes))
+    return sum(rest_ms(node.kernel) - COST_MS for node in graph.nodes)
 
 
 class SyntheticBench:
@@ -123,7 +124,8 @@ class SyntheticBench:
         times = {"start_s": float(number), "end_s": number + 0.5}
         if self.fails(target, self._level):
             return times | {"error": "RunError: it fails"}
-        idle_ms = item_ms(target.path, target.flops is None, self.config.provider)
+        shapes = tuple(target.shapes.items())
+        idle_ms = item_ms(target.path, target.flops is None, self.config.provider, shapes)
         mean = idle_ms * slowdown(self._level) * self.pace(number)
         samples = [mean * self._random.gauss(1.0, NOISE) for _ in range(20)]
         ordered = sorted(samples)

@@ -120,6 +120,16 @@ ShapesOption = Annotated[
     ),
 ]
 
+InputValuesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="NAME=VALUE",
+        help="Value of an input of an ONNX model: a number, a list such as 1,64, or a .npy file; by default "
+        "random. Repeatable.",
+    ),
+]
+
 ModelOption = Annotated[str, _MODEL]
 ModelsOption = Annotated[list[str] | None, _MODEL]
 """As `ModelOption`, for commands that measure several models; repeatable."""

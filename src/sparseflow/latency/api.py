@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
@@ -24,6 +25,7 @@ def predict(
     live: TelemetryConfig | None = None,
     window_s: float = WINDOW_S,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     gpu: int = 0,
     seed: int = 0,
 ) -> Prediction:
@@ -36,6 +38,8 @@ def predict(
         live: Source of the current load.
         window_s: Window over which the current load is averaged, seconds.
         shapes: Input -> shape, for inputs with open dimensions.
+        inputs: Input -> value: an array, a number, a list or the path of a `.npy` file; the other inputs are
+            random.
         gpu: Index of the GPU.
         seed: Random seed of the quantiles.
 
@@ -51,7 +55,7 @@ def predict(
     fitted.fingerprint.check_local_device(gpu)
     if live is not None:
         fitted.contention.check_fitted()
-    graph = _load_graph(model, fitted, shapes=shapes)
+    graph = _load_graph(model, fitted, shapes=shapes, inputs=inputs)
     if live is not None:
         # Read last, so that the reading does not contain the analysis.
         load = open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares
@@ -59,7 +63,11 @@ def predict(
 
 
 def _load_graph(
-    path: Path | str, predictor: Predictor, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+    path: Path | str,
+    predictor: Predictor,
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Graph:
     """Return the graph that the predictor's provider executes; an analyzed directory is read.
 
@@ -69,9 +77,11 @@ def _load_graph(
     """
     source = onnx_file.check_path(path)
     if source.suffix == ".onnx" or (source.is_file() and source.suffix != ".json"):
-        return analyze(source, predictor.fingerprint.provider, shapes=shapes)
-    if shapes:
-        raise InputError(f"{source} was analyzed with fixed shapes; analyze the model again for other ones")
+        return analyze(source, predictor.fingerprint.provider, shapes=shapes, inputs=inputs)
+    if shapes or inputs:
+        raise InputError(
+            f"{source} was analyzed with fixed shapes and values; analyze the model again for other ones"
+        )
     graph = Graph.load(source)
     expected = (predictor.fingerprint.provider, predictor.fingerprint.ort_version)
     if (graph.provider, graph.ort_version) != expected:

@@ -24,7 +24,6 @@ from sparseflow.latency.graph.optimization import (
     describe_tensors,
     expose_tensors,
     list_written_tensors,
-    make_random_inputs,
     observe_shapes,
     optimize,
 )
@@ -34,8 +33,8 @@ from tests.latency.onnx_models import FLOAT, branching, convnet, lookup, model, 
 
 def facts(path: Path, level: str = "all") -> list[tuple[str, str]]:
     """Return (id, identity) of every node; the identity comes from a run of the optimized graph."""
-    optimised = optimize(path, "cpu", level)
-    feeds = make_random_inputs(optimised, 0)
+    optimised, inputs = optimize(path, "cpu", level)
+    feeds = next(inputs.iter_draws(seed=0))
     names = list_written_tensors(optimised)
     opened = session.open_session(expose_tensors(optimised, names).SerializeToString(), "cpu", "disable")
     values = dict(zip(names, session.run(opened, names, feeds), strict=True)) | feeds
@@ -49,9 +48,8 @@ def facts(path: Path, level: str = "all") -> list[tuple[str, str]]:
         return ("flows", str(values[name].dtype), values[name].shape) if name else None
 
     node_facts = []
-    for node, read in zip(
-        optimised.graph.node, iter_nodes(optimised, describe_tensors(optimised, "cpu")), strict=True
-    ):
+    tensors, _ = describe_tensors(optimised, inputs, "cpu")
+    for node, read in zip(optimised.graph.node, iter_nodes(optimised, tensors), strict=True):
         attributes = sorted((a.name, str(helper.get_attribute_value(a))) for a in node.attribute)
         pattern = [list(node.input).index(name) for name in node.input]
         own_facts = (node.op_type, node.domain, attributes, pattern)
@@ -107,9 +105,9 @@ def test_flops_do_not_depend_on_fusion(zoo: Path) -> None:
 
 @pytest.mark.parametrize("name", ["resnet18_b1_64", "vit_b2_32"])
 def test_inferred_shapes_equal_observed(zoo: Path, name: str) -> None:
-    optimised = optimize(zoo / f"{name}.onnx")
-    tensors = describe_tensors(optimised, "cpu")
-    observed = observe_shapes(optimised, "cpu", list_written_tensors(optimised))
+    optimised, inputs = optimize(zoo / f"{name}.onnx")
+    tensors, _ = describe_tensors(optimised, inputs, "cpu")
+    _, observed = observe_shapes(optimised, inputs, "cpu", list_written_tensors(optimised))
     assert {name: tensors[name].shape for name in observed} == observed and len(observed) > 20
 
 

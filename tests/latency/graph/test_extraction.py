@@ -169,12 +169,14 @@ def test_read_kernel_foreign_file_raises(tmp_path: Path) -> None:
     path = save(convnet(), tmp_path)
     with pytest.raises(FileFormatError):
         read_kernel(path)
-    path.with_suffix(".npz").write_bytes(b"PK damaged")
-    with pytest.raises(FileFormatError):
-        make_dummy_inputs(path)
-    np.savez(path.with_suffix(".npz"), x=np.zeros(3))
-    with pytest.raises(FileFormatError):
-        make_dummy_inputs(path)
+    kernel = extract(path, tmp_path / "out")[0].path
+    assert kernel is not None
+    kernel.with_suffix(".npz").write_bytes(b"PK damaged")
+    with pytest.raises(FileFormatError, match="damaged"):
+        make_dummy_inputs(kernel)
+    np.savez(kernel.with_suffix(".npz"), x=np.zeros(3))
+    with pytest.raises(FileFormatError, match="does not fit"):
+        make_dummy_inputs(kernel)
 
 
 def test_relative_error_values() -> None:

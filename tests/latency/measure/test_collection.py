@@ -24,7 +24,7 @@ pytest.importorskip("yaml")
 import pyarrow.parquet as pq
 
 from sparseflow.core.journal import read_journal
-from sparseflow.errors import FileFormatError, InputError, ModelError, RunError, SparseFlowError
+from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph.extraction import extract
 from sparseflow.latency.measure import collection as module
 from sparseflow.latency.measure.collection import collect, read_plan, read_rows
@@ -33,7 +33,7 @@ from sparseflow.latency.measure.plan import CollectionPlan, make_plan
 from tests.latency.fake_bench import FakeBench
 from tests.latency.onnx_models import convnet, save
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASURED_THEN = ("session",)
 
 
@@ -358,9 +358,9 @@ def test_collect_unusable_files_raises(files: Path, tmp_path: Path) -> None:
     refused(InputError, "absent", models=tmp_path / "absent")
     refused(InputError, "`kernels` and `models`", kernels=[], models=tmp_path)
     refused(InputError, "absent", reference="absent")
-    refused(FileFormatError, "list it under `models`", kernels=files / "models")
+    refused(InputError, "list it under `models`", kernels=files / "models", models=[])
     save(convnet(batch="n"), tmp_path / "open")
-    refused(ModelError, "open", models=tmp_path / "open")
+    refused(InputError, "open dimensions", kernels=[], models=tmp_path / "open")
     save(convnet(width=16), tmp_path / "other", "small.onnx")
     refused(InputError, "small.onnx", models=[files / "models", tmp_path / "other"])
     with pytest.raises(InputError):

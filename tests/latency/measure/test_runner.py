@@ -103,12 +103,17 @@ def test_runner_invalid_arguments_raise(tmp_path: Path) -> None:
 
 
 def test_runner_failing_run_names_model(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
-    inputs = [("x", FLOAT, [6]), ("shape", TensorProto.INT64, [2])]
-    path = save(model(nodes, inputs, [("y", FLOAT, None)]), tmp_path)
-    # Random shapes of 0 and 1 do not fit six elements.
-    with pytest.raises(RunError):
-        Runner(path, threads=1).measure(loops=2)
+    nodes = [
+        helper.make_node("Sub", ["place", "offset"], ["index"]),
+        helper.make_node("Gather", ["table", "index"], ["y"]),
+    ]
+    weights = {"table": np.zeros((10, 8), np.float32), "offset": np.array(100)}
+    inputs = [("place", TensorProto.INT64, [4])]
+    path = save(model(nodes, inputs, [("y", FLOAT, None)], weights), tmp_path)
+    with pytest.raises(RunError, match=r"--input NAME=VALUE.* place \(int64 \[4\]\)"):
+        Runner(path, threads=1)
+    values = {"place": [100, 109, 101, 105]}
+    assert len(Runner(path, threads=1, inputs=values).measure(loops=2).latency_ms) == 2
 
 
 def test_quantiles_interpolated() -> None:

@@ -155,11 +155,12 @@ def test_evaluate_invalid_files_do_not_stop_others(
     evaluation = evaluate([tmp_path / "models"], made_up.predictor, rounds=1)
     assert [row.model for row in evaluation.rows] == ["good"]
     problems = {Path(name).name: problem for name, problem in evaluation.problems.items()}
-    assert (
-        problems.keys() == {"open.onnx", "cut.onnx"} and "make_dynamic_shape_fixed" in problems["open.onnx"]
-    )
+    assert problems.keys() == {"open.onnx", "cut.onnx"} and "--shape x=1,3,12,12" in problems["open.onnx"]
+    shapes = {"x": (2, 3, 12, 12)}
+    evaluation = evaluate([tmp_path / "models" / "open.onnx"], made_up.predictor, rounds=1, shapes=shapes)
+    assert [row.model for row in evaluation.rows] == ["open"] and not evaluation.problems
     good.unlink()
-    with pytest.raises(RunError, match="none of 2 models"):
+    with pytest.raises(InputError, match="none of 2 files"):
         evaluate([tmp_path / "models"], made_up.predictor, rounds=1)
     # The only file gives its own error.
     with pytest.raises(FileFormatError, match=r"cut\.onnx"):

@@ -56,7 +56,7 @@ def parse_shapes(values: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
     """Parse `--shape` options such as `input=1,3,224,224`.
 
     Raises:
-        InputError: A value is not a name and positive extents.
+        InputError: A value is not a name and extents of at least 0.
     """
     from sparseflow.errors import InputError
 
@@ -67,10 +67,27 @@ def parse_shapes(values: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
             shape = tuple(int(extent) for extent in extents.split(","))
         except ValueError:
             shape = ()
-        if not name or not shape or min(shape) < 1:
+        if not name or not shape or min(shape) < 0:
             raise InputError(f"`--shape {value}` must be NAME=EXTENTS, such as input=1,3,224,224")
         shapes[name] = shape
     return shapes
+
+
+def parse_inputs(values: Sequence[str] | None) -> dict[str, str]:
+    """Parse `--input` options such as `size=1,64` or `mask=mask.npy`, name -> text.
+
+    Raises:
+        InputError: A value is not a name and a value.
+    """
+    from sparseflow.errors import InputError
+
+    inputs: dict[str, str] = {}
+    for value in values or []:
+        name, _, text = value.rpartition("=")
+        if not name or not text:
+            raise InputError(f"`--input {value}` must be NAME=VALUE, such as size=1,64 or mask=mask.npy")
+        inputs[name] = text
+    return inputs
 
 
 def parse_labels(values: Sequence[str] | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ from sparseflow.cli.latency.base import (
     ModelArgument,
     OptLevelOption,
     app,
+    parse_inputs,
     parse_provider,
     parse_shapes,
 )
@@ -19,6 +20,7 @@ from sparseflow.cli.options import (
     ConfigOption,
     DeviceOption,
     InferredDeviceOption,
+    InputValuesOption,
     JsonOption,
     OptionalOutDirOption,
     OutDirOption,
@@ -80,6 +82,7 @@ def analyze(
     device: DeviceOption = "cpu",
     opt_level: OptLevelOption = "all",
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     out: OptionalOutDirOption = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="List each kernel once instead of each node.")
@@ -93,7 +96,9 @@ def analyze(
     from sparseflow.latency.graph.analysis import analyze as analyze_model
 
     provider, _ = parse_provider(device)
-    graph = analyze_model(model, provider, opt_level, shapes=parse_shapes(shape), out_dir=out)
+    graph = analyze_model(
+        model, provider, opt_level, shapes=parse_shapes(shape), inputs=parse_inputs(value), out_dir=out
+    )
     counts = graph.count_ops()
     summary = {"counts": counts, "flops": graph.flops, "bytes_moved": graph.bytes_moved}
     emit(
@@ -120,6 +125,7 @@ def extract(
         list[str] | None, typer.Option(help="Kernel to extract; by default all. Repeatable.")
     ] = None,
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -134,19 +140,27 @@ def extract(
             check=check,
             kernel_ids=kernel or (),
             shapes=parse_shapes(shape),
+            inputs=parse_inputs(value),
             seed=seed,
             progress=progress,
         )
     num_nodes, num_matched = sum(r.nodes for r in results), sum(r.matched for r in results)
     num_ok = sum(result.ok for result in results)
-    summary = {"kernels": len(results), "ok": num_ok, "nodes": num_nodes, "matched": num_matched}
+    num_skipped = sum(r.nodes for r in results if r.skipped)
+    summary = {
+        "kernels": len(results),
+        "ok": num_ok,
+        "nodes": num_nodes,
+        "matched": num_matched,
+        "skipped": num_skipped,
+    }
     rows = [
         (
             result.kernel_id,
             str(result.nodes),
             f"{result.matched} of {result.checked}" if result.checked else "–",
             "–" if result.relative_error is None else f"{result.relative_error:.1e}",
-            result.problem or "",
+            result.problem or result.skipped or "",
         )
         for result in results
     ]
@@ -154,7 +168,8 @@ def extract(
         {"summary": summary, "kernels": [result.to_dict() for result in results]},
         as_json,
         make_table(("kernel", ">nodes", "matched", "largest error", "note"), rows),
-        f"{num_ok} of {len(results)} kernels, {num_matched} of {num_nodes} nodes match",
+        f"{num_ok} of {len(results)} kernels, {num_matched} of {num_nodes} nodes match"
+        + (f"; {num_skipped} nodes cannot be models of their own" if num_skipped else ""),
     )
     failed = [result for result in results if not result.ok]
     if failed:

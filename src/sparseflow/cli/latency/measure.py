@@ -18,6 +18,7 @@ from sparseflow.cli.latency.base import (
     app,
     format_time,
     parse_gpu,
+    parse_inputs,
     parse_labels,
     parse_provider,
     parse_shapes,
@@ -28,6 +29,7 @@ from sparseflow.cli.options import (
     DeviceOption,
     HostOption,
     InferredDeviceOption,
+    InputValuesOption,
     JsonOption,
     LoadsOption,
     OutDirOption,
@@ -37,7 +39,7 @@ from sparseflow.cli.options import (
     ThreadsOption,
     split_list,
 )
-from sparseflow.cli.output import emit, make_table
+from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def run_model(
     opt_level: OptionalOptLevelOption = None,
     threads: ThreadsOption = None,
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     conv_search: Annotated[
         Literal["EXHAUSTIVE", "HEURISTIC", "DEFAULT"],
         typer.Option(help="Algorithm search of cuDNN convolutions."),
@@ -77,6 +80,7 @@ def run_model(
         level=opt_level,
         threads=threads,
         shapes=parse_shapes(shape),
+        inputs=parse_inputs(value),
         conv_search=conv_search,
         gpu=gpu,
         seed=seed,
@@ -147,7 +151,8 @@ def collect(
 ) -> None:
     """Measure kernels and models at several levels of load, and record the load.
 
-    Each part is written to its own directory; `latency train` takes all of them.
+    Each part is written to its own directory; `latency train` takes all of them. A file that fails is
+    reported and does not stop the others; the exit code is then 1.
     """
     from sparseflow.latency.measure.collection import collect as run_collection
     from sparseflow.latency.measure.config import load_collection_config
@@ -165,7 +170,11 @@ def collect(
         records[0] if len(records) == 1 else {"parts": records},
         as_json,
         *(item for part in parts for item in (_level_table(part), _format_counts(part))),
+        *(f"failed: {name}: {problem}" for part in parts for name, problem in part.problems.items()),
     )
+    num_failed = sum(len(part.problems) for part in parts)
+    if num_failed:
+        fail(f"{num_failed} files could not be measured", code=1)
 
 
 @app.command()

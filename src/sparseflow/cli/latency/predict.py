@@ -18,6 +18,7 @@ from sparseflow.cli.latency.base import (
     WindowOption,
     app,
     parse_gpu,
+    parse_inputs,
     parse_labels,
     parse_provider,
     parse_shapes,
@@ -26,6 +27,7 @@ from sparseflow.cli.options import (
     ConfigOption,
     DeviceOption,
     InferredDeviceOption,
+    InputValuesOption,
     JsonOption,
     LoadOption,
     LoadsOption,
@@ -102,6 +104,7 @@ def predict(
     max_age_s: MaxAgeOption = 30.0,
     window_s: WindowOption = 1.0,
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
     budget_ms: OptionalBudgetMsOption = None,
@@ -136,6 +139,7 @@ def predict(
         else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
         window_s=window_s,
         shapes=parse_shapes(shape),
+        inputs=parse_inputs(value),
         gpu=_parse_predictor_gpu(device, fitted),
         seed=seed,
     )
@@ -168,6 +172,8 @@ def evaluate(
     stressor: StressorOption = None,
     rounds: RoundsOption = 3,
     min_time_s: Annotated[float, typer.Option(min=0.1, help="Minimum time of a measurement, seconds.")] = 0.5,
+    shape: ShapesOption = None,
+    value: InputValuesOption = None,
     out: OptionalOutDirOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
@@ -177,7 +183,7 @@ def evaluate(
 
     Creates no load by default; the default stressor is cpu-fma or gpu-matmul. The output directory receives
     the measurements and report.html. A model that fails is reported and does not stop the others; the exit
-    code is then 1.
+    code is then 1. `--shape` and `--input` apply to all models with this input.
     """
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
     from sparseflow.latency.model.predictor import Predictor
@@ -193,6 +199,8 @@ def evaluate(
             stressor=stressor,
             rounds=rounds,
             min_time_s=min_time_s,
+            shapes=parse_shapes(shape),
+            inputs=parse_inputs(value),
             out_dir=None if out is None else out / "measurements",
             gpu=gpu,
             seed=seed,
@@ -230,13 +238,16 @@ def overlap(
         bool, typer.Option("--parallel", help="Use onnxruntime's parallel executor.")
     ] = False,
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure whether kernels overlap: the latency is their sum or the critical path."""
     from sparseflow.latency.measure.overlap import measure_overlap
 
     provider, gpu = parse_provider(device)
-    result = measure_overlap(model, provider, parallel=parallel, shapes=parse_shapes(shape), gpu=gpu)
+    result = measure_overlap(
+        model, provider, parallel=parallel, shapes=parse_shapes(shape), inputs=parse_inputs(value), gpu=gpu
+    )
     emit(
         {"model": str(model), **result.to_dict()},
         as_json,

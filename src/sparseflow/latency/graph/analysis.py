@@ -2,7 +2,7 @@
 
 The model is optimized for a provider first, since fusion differs by provider, version and processor. Shapes
 come from onnxruntime's shape inference on the optimized graph; for tensors without an inferred shape, the
-model is run once.
+model is run once. Such shapes can depend on the values of inputs, see `inputs`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic, write_json
 from sparseflow.errors import ModelError
 from sparseflow.latency.graph import onnx_file, session, work
+from sparseflow.latency.graph.inputs import save_values
 from sparseflow.latency.graph.kernels import (
     UNDEFINED,
     KernelSpec,
@@ -34,7 +35,8 @@ from sparseflow.latency.graph.optimization import describe_tensors, optimize
 if TYPE_CHECKING:
     import onnx
 
-GRAPH_FILE, OPTIMIZED_FILE, KERNELS_FOLDER = "graph.json", "optimized.onnx", "kernels"
+GRAPH_FILE, OPTIMIZED_FILE, INPUTS_FILE = "graph.json", "optimized.onnx", "inputs.npz"
+KERNELS_FOLDER = "kernels"
 
 MAX_VALUE_ELEMENTS = 64
 """Maximum size of an integer constant whose values belong to a kernel: axes, pads, a target shape."""
@@ -193,6 +195,7 @@ def analyze(
     level: str = "all",
     *,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     out_dir: Path | str | None = None,
 ) -> Graph:
     """Optimize a model for a provider and describe every node of the result.
@@ -202,23 +205,29 @@ def analyze(
         provider: `"cpu"`, `"cuda"` or onnxruntime's name.
         level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
         shapes: Input -> shape, for inputs with open dimensions.
-        out_dir: Directory for `graph.json`, `kernels/` and the optimized graph; None saves nothing.
+        inputs: Input -> value, as `inputs.read_value` takes it; the other inputs are random.
+        out_dir: Directory for `graph.json`, `kernels/`, the optimized graph and the values of inputs that
+            select the computation; None saves nothing.
 
     Raises:
-        InputError: The file, provider or level does not exist, or an open dimension has no shape.
+        InputError: The file, provider or level does not exist, an open dimension has no shape, or a value
+            does not fit.
         FileFormatError: The file is not ONNX or is truncated, or weights are missing.
         ModelError: The model is too new, too large or empty, or onnxruntime refuses it.
         DeviceError: The provider is not available.
         RunError: A run for the shapes failed.
     """
     model_path = onnx_file.check_path(path)
-    model = optimize(model_path, provider, level, shapes=shapes)
-    tensors = describe_tensors(model, provider)
+    model, model_inputs = optimize(model_path, provider, level, shapes=shapes, values=inputs)
+    tensors, feeds = describe_tensors(model, model_inputs, provider)
     optimized_path: Path | None = None
     if out_dir is not None:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         optimized_path = Path(out_dir) / OPTIMIZED_FILE
         write_atomic(optimized_path, onnx_file.serialize(model, str(model_path)))
+        # Shapes depend on the values of a run.
+        used = {name: value for name, value in feeds.items() if name in model_inputs.control}
+        save_values(Path(out_dir) / INPUTS_FILE, used | dict(model_inputs.values))
     graph = Graph(
         model_path=str(model_path),
         optimized_path=None if optimized_path is None else str(optimized_path),
@@ -260,7 +269,10 @@ def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Ite
             for position, tensor in enumerate(_strip_trailing_empty(node.output))
         )
         attributes = {a.name: onnx_file.parse_attribute(a) for a in node.attribute}
-        flops, flops_known = work.count_flops(node.op_type, attributes, inputs, outputs)
+        if any(tensor.opaque for tensor in (*inputs, *outputs)):
+            flops, flops_known = 0.0, False
+        else:
+            flops, flops_known = work.count_flops(node.op_type, attributes, inputs, outputs)
         kernel = KernelSpec(
             op=get_canonical_name(node.op_type, node.domain, attributes, inputs),
             node_op=node.op_type,
@@ -299,12 +311,12 @@ def find_captured_tensors(node: onnx.NodeProto) -> tuple[str, ...]:
         inside = outer | {value.name for value in graph.input} | {w.name for w in graph.initializer}
         for child in graph.node:
             captured.update(dict.fromkeys(name for name in child.input if name and name not in inside))
-            for sub in _list_subgraphs(child):
+            for sub in list_subgraphs(child):
                 collect_reads(sub, inside)
             inside |= set(child.output)
         captured.update(dict.fromkeys(v.name for v in graph.output if v.name not in inside))
 
-    for graph in _list_subgraphs(node):
+    for graph in list_subgraphs(node):
         collect_reads(graph, set())
     return tuple(captured)
 
@@ -347,5 +359,6 @@ def _strip_trailing_empty(names: Any) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _list_subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+def list_subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """List the subgraphs of a node (If, Loop, Scan)."""
     return [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]

@@ -4,19 +4,20 @@
 
     kernels/<id>.json   record of the kernel
     kernels/<id>.onnx   the node with its weights; run it with optimization disabled
-    kernels/<id>.npz    values of integer inputs inside the graph (indices must stay in range)
+    kernels/<id>.npz    values of inputs that select the computation inside the graph, such as indices
 
 The node keeps its operator, including a runtime's own, its attributes and the opsets of the graph. Outputs
-are declared by name only, since ONNX lacks types for a runtime's own operators.
+are declared by name only, since ONNX lacks types for a runtime's own operators. Inputs of a node with
+subgraphs are declared without shapes, which can contradict a branch that is not taken. A node that reads or
+writes a sequence, an optional value or a map is skipped.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,25 @@ from sparseflow.core.files import parse_json, write_atomic, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph import onnx_file, session
-from sparseflow.latency.graph.analysis import GRAPH_FILE, KERNELS_FOLDER, Graph, Node, analyze
+from sparseflow.latency.graph.analysis import (
+    GRAPH_FILE,
+    INPUTS_FILE,
+    KERNELS_FOLDER,
+    Graph,
+    Node,
+    analyze,
+    list_subgraphs,
+)
+from sparseflow.latency.graph.inputs import (
+    ModelInputs,
+    find_control,
+    load_values,
+    resolve_inputs,
+    save_values,
+    selects_computation,
+)
 from sparseflow.latency.graph.kernels import KernelSpec, parse_kernel
-from sparseflow.latency.graph.optimization import expose_tensors, make_random_inputs
+from sparseflow.latency.graph.optimization import expose_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +74,7 @@ class ExtractionResult:
         matched: Number of nodes within the tolerance.
         relative_error: Largest difference relative to the tensor's largest magnitude; None without a check.
         problem: Error message; None on success.
+        skipped: Why no model can have the node alone; None if one can.
     """
 
     kernel_id: str
@@ -67,11 +85,13 @@ class ExtractionResult:
     matched: int = 0
     relative_error: float | None = None
     problem: str | None = None
+    skipped: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the model exists and every checked node matches."""
-        return self.path is not None and self.problem is None and self.matched == self.checked
+        """Whether the kernel is skipped, or the model exists and every checked node matches."""
+        exists = self.path is not None or self.skipped is not None
+        return exists and self.problem is None and self.matched == self.checked
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -86,6 +106,7 @@ def extract(
     check: bool = True,
     kernel_ids: Sequence[str] = (),
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     seed: int = 0,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -100,16 +121,18 @@ def extract(
         check: Compare each node's output with the tensor inside the full graph.
         kernel_ids: Ids of the kernels to extract; by default all.
         shapes: Input -> shape, for an ONNX file with open dimensions.
-        seed: Random seed of the graph's inputs.
+        inputs: Input -> value, for an ONNX file, as `inputs.read_value` takes it.
+        seed: Random seed of the graph's other inputs.
         threads: Threads within an operator during the check.
         progress: Receives the kernel id and the fraction done.
 
     Raises:
-        InputError: `target` or a kernel of `kernel_ids` does not exist.
+        InputError: `target` or a kernel of `kernel_ids` does not exist, or shapes or values are given for an
+            analyzed graph.
         FileFormatError: A file is of the wrong format.
         ModelError, DeviceError: As `analyze`.
     """
-    graph, model, selected_ids = _open_target(target, Path(out_dir), provider, kernel_ids, shapes)
+    graph, model, selected_ids = _open_target(target, Path(out_dir), provider, kernel_ids, shapes, inputs)
     provider_name = session.resolve_provider(provider or graph.provider)
     selected = [
         (index, node)
@@ -126,7 +149,8 @@ def extract(
             results[node.kernel_id] = _write_kernel(graph_runner, index, node, kernel_dir)
         else:
             results[node.kernel_id] = replace(result, nodes=result.nodes + 1)
-    _save_integer_inputs(graph_runner, selected, kernel_dir)
+    selected = [(index, node) for index, node in selected if results[node.kernel_id].skipped is None]
+    _save_control_inputs(graph_runner, selected, kernel_dir)
     if check:
         num_checked = 0
         for chunk in _split_into_chunks(selected):
@@ -174,9 +198,10 @@ def make_kernel_model(
             weight.CopyFrom(weights[name])
             weight.name = tensor.name
         else:
+            shape = None if list_subgraphs(node_proto) else tensor.shape
             kernel_model.graph.input.append(
                 onnx.helper.make_tensor_value_info(
-                    tensor.name, onnx_file.get_element_type(tensor.dtype), tensor.shape
+                    tensor.name, onnx_file.get_element_type(tensor.dtype), shape
                 )
             )
     kernel_model.graph.output.extend(onnx.ValueInfoProto(name=t.name) for t in kernel.outputs if t.present)
@@ -212,35 +237,47 @@ def read_kernel(path: Path | str, model: onnx.ModelProto | None = None) -> Kerne
 
 
 def make_dummy_inputs(path: Path | str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Create inputs for an extracted kernel: recorded integers, random values for the rest.
+    """Create inputs for an extracted kernel: recorded values, random ones for the rest.
 
     Args:
-        path: Model of the kernel, or any ONNX file of static shapes.
+        path: Model of the kernel.
         seed: Random seed.
 
     Raises:
-        InputError: The file does not exist, or has open dimensions.
-        FileFormatError: The file is not ONNX, or the recorded values do not fit it.
+        InputError: The file does not exist.
+        FileFormatError: The file is not an extracted kernel, or the recorded values do not fit it.
     """
-    import numpy as np
-
-    file = Path(path)
-    model = onnx_file.load_model(file)
-    onnx_file.set_input_shapes(model, {})
+    model = onnx_file.load_model(path)
     positive = any(node.op_type in _POSITIVE_INPUT_OPS for node in model.graph.node)
-    feeds = make_random_inputs(model, seed, positive=positive)
-    recorded = file.with_suffix(".npz")
-    if recorded.is_file():
-        try:
-            with np.load(recorded, allow_pickle=False) as stored:
-                values = {name: stored[name] for name in stored.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-            raise FileFormatError(f"{recorded} is damaged: {error}; extract the kernel again") from error
-        for name, value in values.items():
-            if name not in feeds or value.shape != feeds[name].shape or value.dtype != feeds[name].dtype:
-                raise FileFormatError(f"`{name}` in {recorded} does not fit {file}; extract the kernel again")
-        feeds.update(values)
-    return feeds
+    return next(read_inputs(path, model).iter_draws(seed, positive=positive))
+
+
+def read_inputs(
+    path: Path | str,
+    model: onnx.ModelProto,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> ModelInputs:
+    """Return the inputs of a model or of an extracted kernel, which has recorded shapes and values.
+
+    Args:
+        path: File of the model.
+        model: Content of the file.
+        shapes: Input -> shape, for inputs with open dimensions.
+        values: Input -> value, as `inputs.read_value` takes it.
+
+    Raises:
+        InputError, ModelError: As `inputs.resolve_inputs`.
+        FileFormatError: The record of the kernel is damaged, or the recorded values do not fit it.
+    """
+    if not is_kernel_model(model):
+        return resolve_inputs(model, shapes, values)
+    tensors = {tensor.name: tensor for tensor in read_kernel(path, model).inputs}
+    infos = onnx_file.list_inputs(model)
+    if any(info.name not in tensors for info in infos):
+        raise FileFormatError(f"the inputs of {path} are not those of its kernel; extract the kernel again")
+    recorded = resolve_inputs(model, {info.name: tensors[info.name].shape for info in infos})
+    return replace(recorded, values=load_values(Path(path).with_suffix(".npz"), recorded.specs), control={})
 
 
 class _GraphRunner:
@@ -252,7 +289,11 @@ class _GraphRunner:
         self.model = model
         self.weights = {weight.name: weight for weight in model.graph.initializer}
         self._provider, self._threads = provider, threads
-        self._feeds = make_random_inputs(model, seed)
+        specs = {spec.name: spec for spec in graph.inputs}
+        recorded = load_values(Path(graph.optimized_path or "").with_name(INPUTS_FILE), graph.inputs)
+        self._inputs = ModelInputs(specs=graph.inputs, values=recorded, control=find_control(model, specs))
+        self._outputs = [value.name for value in model.graph.output]
+        self._seed = seed
         self._written = {name for node in graph.nodes for name in node.writes}
         self._max_node_bytes = max((n.kernel.bytes_moved for n in graph.nodes), default=0.0)
 
@@ -270,6 +311,15 @@ class _GraphRunner:
             provider_options=options,
         )
         return session.run(runtime_session, outputs, feeds)
+
+    @cached_property
+    def _feeds(self) -> dict[str, np.ndarray]:
+        """Values of the graph's inputs with which it runs."""
+        if not self._inputs.free_control:
+            return next(self._inputs.iter_draws(self._seed))
+        return self._inputs.find_feeds(lambda feeds: self.run(self.model, self._outputs, feeds), self._seed)[
+            0
+        ]
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Run the graph once and return the named tensors; graph inputs are returned as fed."""
@@ -334,14 +384,20 @@ def _open_target(
     provider: str | None,
     kernel_ids: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]] | None,
+    inputs: Mapping[str, Any] | None,
 ) -> tuple[Graph, onnx.ModelProto, set[str]]:
     selected_ids = set(kernel_ids)
+    is_model = not isinstance(target, Graph) and onnx_file.check_path(target).suffix == ".onnx"
+    if not is_model and (shapes or inputs):
+        raise InputError(
+            "the graph was analyzed with fixed shapes and values; analyze the model again for other ones"
+        )
     if isinstance(target, Graph):
         graph = target
     else:
         path = onnx_file.check_path(target)
-        if path.suffix == ".onnx":
-            graph = analyze(path, provider or "cpu", shapes=shapes, out_dir=out_dir)
+        if is_model:
+            graph = analyze(path, provider or "cpu", shapes=shapes, inputs=inputs, out_dir=out_dir)
         elif path.suffix == ".json" and path.parent.name == KERNELS_FOLDER and path.is_file():
             graph = Graph.load(path.parent.parent / GRAPH_FILE)
             selected_ids |= {path.stem}
@@ -367,6 +423,9 @@ def _open_target(
 def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Path) -> ExtractionResult:
     kernel = node.kernel
     path = folder / f"{kernel.id}.onnx"
+    if kernel.opaque_tensors:
+        reason = f"{', '.join(kernel.opaque_tensors)} of `{node.name}` is not a tensor"
+        return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=None, nodes=1, skipped=reason)
     try:
         kernel_model = make_kernel_model(graph_runner.model, graph_runner.weights, index, node)
         content = onnx_file.serialize(kernel_model, kernel.id)
@@ -377,30 +436,23 @@ def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Pa
     return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=path, nodes=1)
 
 
-def _save_integer_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, Node]], folder: Path) -> None:
-    """Save the integer inputs of each kernel's first node, as they are inside the graph."""
-    import numpy as np
-
+def _save_control_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, Node]], folder: Path) -> None:
+    """Save the inputs that select the computation of each kernel's first node, as inside the graph."""
     first_nodes = {node.kernel_id: node for _, node in reversed(selected)}
     sources = {
         identity: [
             (tensor.name, name)
             for position, (tensor, name) in enumerate(zip(node.kernel.inputs, node.reads, strict=True))
-            if position not in node.kernel.constants and tensor.dtype.startswith(("int", "uint", "bool"))
+            if tensor.present
+            and position not in node.kernel.constants
+            and selects_computation(node.kernel.node_op, position, tensor.dtype)
         ]
         for identity, node in first_nodes.items()
     }
     names = [name for pairs in sources.values() for _, name in pairs]
     tensors = graph_runner.fetch(names) if names else {}
     for kernel_id, pairs in sources.items():
-        path = folder / f"{kernel_id}.npz"
-        if pairs:
-            content = io.BytesIO()
-            named: Any = {name: tensors[source] for name, source in pairs}
-            np.savez_compressed(content, **named)
-            write_atomic(path, content.getvalue())
-        else:
-            path.unlink(missing_ok=True)
+        save_values(folder / f"{kernel_id}.npz", {name: tensors[source] for name, source in pairs})
 
 
 def _compare_node(

@@ -26,15 +26,21 @@ from sparseflow.errors import FileFormatError
 UNDEFINED = "undefined"
 """Type of an omitted optional input or output."""
 
+STRING = "string"
+"""Type of a tensor of text."""
+
+OPAQUE_TYPES = ("sequence", "optional", "map", "sparse_tensor")
+"""Types of values that are not tensors; their shape is recorded as `()`."""
+
 DTYPE_BITS: Mapping[str, int] = {
     "float64": 64, "float32": 32, "float16": 16, "bfloat16": 16,
     "int64": 64, "int32": 32, "int16": 16, "int8": 8, "int4": 4, "int2": 2,
     "uint64": 64, "uint32": 32, "uint16": 16, "uint8": 8, "uint4": 4, "uint2": 2,
     "bool": 8, "complex64": 64, "complex128": 128,
     "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8,
-    "float4e2m1": 4, UNDEFINED: 0,
+    "float4e2m1": 4, STRING: 256, UNDEFINED: 0, **dict.fromkeys(OPAQUE_TYPES, 0),
 }  # fmt: skip
-"""ONNX's name of an element type -> bits per element."""
+"""ONNX's name of an element type -> bits per element; a text counts as the header of a C++ string."""
 
 _ID_DIGITS = 12
 
@@ -66,7 +72,8 @@ class TensorSpec(StrictModel):
     Attributes:
         name: Position: `input_0`, `output_0`, … A tensor that is read twice has its first position's name at
             both; a tensor captured by a subgraph keeps its own name.
-        dtype: ONNX's name of the element type, such as `"float32"`; `"undefined"` if omitted.
+        dtype: ONNX's name of the element type, such as `"float32"`; `"undefined"` if omitted, one of
+            `OPAQUE_TYPES` if the value is not a tensor.
         shape: Extents; `()` is a scalar.
     """
 
@@ -87,8 +94,13 @@ class TensorSpec(StrictModel):
         return self.dtype != UNDEFINED
 
     @property
+    def opaque(self) -> bool:
+        """Whether the value is not a tensor: a sequence, an optional value or a map."""
+        return self.dtype in OPAQUE_TYPES
+
+    @property
     def elements(self) -> int:
-        return math.prod(self.shape) if self.present else 0
+        return math.prod(self.shape) if self.present and not self.opaque else 0
 
     @property
     def bytes(self) -> int:
@@ -166,6 +178,11 @@ class KernelSpec(StrictModel):
         except TypeError as error:
             raise ValueError(f"the attributes of a `{self.op}` must be JSON types: {error}") from error
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
+
+    @property
+    def opaque_tensors(self) -> tuple[str, ...]:
+        """Names of the inputs and outputs that are not tensors; with some, no model has this node alone."""
+        return tuple(t.name for t in (*self.inputs, *self.outputs) if t.opaque)
 
     @property
     def constant_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Validated reading of ONNX files, and helpers for ONNX types and attributes.
 
 A file is checked before onnxruntime loads it, so that the error names the problem: not ONNX, truncated,
-external weights missing or outside the model's directory, opset too new, open dimensions, no operators.
+external weights missing or outside the model's directory, opset too new, no operators.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError, ModelError
-from sparseflow.latency.graph.kernels import DTYPE_BITS, UNDEFINED
+from sparseflow.latency.graph.kernels import DTYPE_BITS, OPAQUE_TYPES, UNDEFINED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ def check_path(value: object) -> Path:
 
 
 def load_model(path: Path | str) -> onnx.ModelProto:
-    """Load a model, including external weights.
+    """Load a model, including external weights; sparse weights become dense, as onnxruntime stores them.
 
     Raises:
         InputError: The file does not exist, or `path` is not a path.
@@ -71,6 +71,7 @@ def load_model(path: Path | str) -> onnx.ModelProto:
         onnx.load_external_data_for_model(model, str(file.parent))
     except Exception as error:
         raise FileFormatError(f"cannot read the external weights of {file}: {error}") from error
+    make_weights_dense(model, str(file))
     return model
 
 
@@ -79,8 +80,7 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
 
     Raises:
         FileFormatError: A node or the outputs are incomplete: the file is truncated.
-        ModelError: The model is empty or newer than the onnx package, a weight is sparse or has no elements,
-            or onnxruntime would crash.
+        ModelError: The model is empty or newer than the onnx package, or onnxruntime would crash.
     """
     onnx = require("onnx", "latency")
     newest = onnx.defs.onnx_opset_version()
@@ -102,16 +102,6 @@ def check_model(model: onnx.ModelProto, source: str) -> None:
                 f"{source} contains an Attention of com.microsoft without a bias, on which onnxruntime "
                 "crashes: add a bias of zeros"
             )
-    for weight in model.graph.sparse_initializer:
-        raise ModelError(
-            f"the weight `{weight.values.name}` of {source} is sparse; only dense weights are supported: "
-            "export the model with dense ones"
-        )
-    for weight in model.graph.initializer:
-        if 0 in weight.dims and len(weight.dims) > 1:
-            raise ModelError(
-                f"the weight `{weight.name}` of {source} has no elements: shape {tuple(weight.dims)}"
-            )
 
 
 def check_weight_bytes(num_bytes: int, source: str) -> None:
@@ -127,6 +117,23 @@ def check_weight_bytes(num_bytes: int, source: str) -> None:
         )
 
 
+def make_weights_dense(model: onnx.ModelProto, source: str) -> None:
+    """Replace the sparse weights of a model and its subgraphs by dense ones, in place.
+
+    Raises:
+        FileFormatError: An index is outside the shape of its weight.
+        ModelError: The weights exceed 2 GB.
+    """
+    for graph in _iter_messages(model, "GraphProto"):
+        for sparse in graph.sparse_initializer:
+            weight = sparse.values
+            dims = list(sparse.dims)
+            size = math.prod(dims) * DTYPE_BITS[get_dtype_name(weight.data_type)] // 8
+            check_weight_bytes(size + sum(map(_count_weight_bytes, graph.initializer)), source)
+            graph.initializer.add().CopyFrom(_make_dense(sparse, dims, source))
+        graph.ClearField("sparse_initializer")
+
+
 def serialize(model: onnx.ModelProto, source: str) -> bytes:
     """Serialize a model to one message.
 
@@ -138,63 +145,6 @@ def serialize(model: onnx.ModelProto, source: str) -> bytes:
         return model.SerializeToString(deterministic=True)
     except ValueError as error:
         raise ModelError(f"{source} is too large for one ONNX file (2 GB): {error}") from error
-
-
-def set_input_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Set the shapes of a model's inputs, in place.
-
-    Args:
-        model: The model.
-        shapes: Input -> shape. Required for inputs with open dimensions, allowed for others.
-
-    Raises:
-        InputError: A shape is missing or contradicts the model, or the input does not exist.
-        ModelError: An input has no elements, exceeds 2 GB or is not a tensor.
-    """
-    inputs = list_inputs(model)
-    unknown = sorted(set(shapes) - {value.name for value in inputs})
-    if unknown:
-        raise InputError(
-            f"the model has no input {', '.join(unknown)}; its inputs are: "
-            f"{', '.join(v.name for v in inputs)}"
-        )
-    for value in inputs:
-        if value.type.WhichOneof("value") != "tensor_type":
-            raise ModelError(f"the input `{value.name}` is not a tensor; only tensors are supported")
-        tensor_type = value.type.tensor_type
-        # Some exporters write -1 for an open dimension.
-        declared = [
-            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or "?"
-            for dim in tensor_type.shape.dim
-        ]
-        has_rank, requested = tensor_type.HasField("shape"), shapes.get(value.name)
-        if requested is None and (not has_rank or any(isinstance(extent, str) for extent in declared)):
-            example = ",".join(str(extent) if isinstance(extent, int) else "1" for extent in declared)
-            raise InputError(
-                f"the input `{value.name}` has open dimensions: "
-                f"{declared if has_rank else 'unknown rank'}; set them with --shape "
-                f"{value.name}={example or '1,3,224,224'} (or shapes={{...}})"
-            )
-        shape = requested if requested is not None else tuple(int(extent) for extent in declared)
-        conflicts = has_rank and (
-            len(shape) != len(declared)
-            or any(isinstance(d, int) and d != s for d, s in zip(declared, shape, strict=True))
-        )
-        if conflicts:
-            raise InputError(
-                f"the input `{value.name}` is declared as {declared}; the shape {list(shape)} does not fit"
-            )
-        if any(extent < 1 for extent in shape):
-            raise ModelError(f"the input `{value.name}` has no elements: {list(shape)}")
-        dtype = get_dtype_name(tensor_type.elem_type)
-        size = math.prod(shape) * DTYPE_BITS[dtype] // 8
-        if size > MAX_MODEL_BYTES:
-            raise ModelError(
-                f"the input `{value.name}` of shape {list(shape)} has {size / 1e9:.2f} GB, the limit is 2 GB"
-            )
-        tensor_type.shape.Clear()
-        for extent in shape:
-            tensor_type.shape.dim.add().dim_value = extent
 
 
 def compute_sha256(path: Path) -> str:
@@ -223,16 +173,30 @@ def get_dtype_name(element: int | str) -> str:
         element: ONNX's number of the type, or onnxruntime's name, such as `tensor(float)`.
 
     Raises:
-        ModelError: The type is unknown, or not numeric: text, a sequence, a map or undefined.
+        ModelError: The type is unknown, or not that of a tensor: a sequence, a map or undefined.
     """
     if isinstance(element, str):
         name = element.removeprefix("tensor(").removesuffix(")")
         name = _DTYPE_NAMES.get(name, name)
     else:
         name = _get_type_name(element)
-    if name not in DTYPE_BITS or name == UNDEFINED:
-        raise ModelError(f"unsupported type {name!r}; only numeric tensors are supported")
+    if name not in DTYPE_BITS or name == UNDEFINED or name in OPAQUE_TYPES:
+        raise ModelError(f"unsupported type {name!r}; only tensors are supported")
     return name
+
+
+def get_value_type(name: str) -> str:
+    """Return the type of a value that onnxruntime reports: of a tensor's elements, or an opaque type.
+
+    Args:
+        name: onnxruntime's name of the type, such as `tensor(float)` or `seq(tensor(float))`.
+
+    Raises:
+        ModelError: The type is unknown.
+    """
+    kind = name.partition("(")[0]
+    kind = {"seq": "sequence"}.get(kind, kind)
+    return kind if kind in OPAQUE_TYPES else get_dtype_name(name)
 
 
 def get_element_type(dtype: str) -> int:
@@ -280,6 +244,26 @@ def _get_type_name(element: int) -> str:
     return _DTYPE_NAMES.get(name, name)
 
 
+def _make_dense(sparse: onnx.SparseTensorProto, dims: list[int], source: str) -> onnx.TensorProto:
+    import numpy as np
+
+    numpy_helper = require("onnx.numpy_helper", "latency")
+    name = sparse.values.name
+    try:
+        values, indices = (numpy_helper.to_array(part) for part in (sparse.values, sparse.indices))
+        dense = np.zeros(dims, dtype=values.dtype)
+        if indices.ndim == 2:
+            indices = np.ravel_multi_index(tuple(indices.T), tuple(dims))
+        if indices.size and int(indices.min()) < 0:
+            raise IndexError(f"{int(indices.min())} is negative")
+        dense.reshape(-1)[indices] = values
+    except (IndexError, ValueError, TypeError) as error:
+        raise FileFormatError(
+            f"{source} is damaged: the sparse weight `{name}` does not fit its shape {dims}: {error}"
+        ) from error
+    return numpy_helper.from_array(dense, name)
+
+
 def _count_weight_bytes(weight: onnx.TensorProto) -> int:
     return math.prod(weight.dims) * DTYPE_BITS.get(_get_type_name(weight.data_type), 8) // 8
 
@@ -300,19 +284,19 @@ def _find_undecodable(message: Any) -> bytes | None:
     return None
 
 
-def _iter_tensors(message: Any) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor of a message: weights and attributes, also of subgraphs and functions."""
+def _iter_messages(message: Any, kind: str) -> Iterator[Any]:
+    """Yield every part of a message of one kind, such as `TensorProto`, also of subgraphs and functions."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
             for part in [value] if hasattr(value, "ListFields") else value:
-                if part.DESCRIPTOR.name == "TensorProto":
+                if part.DESCRIPTOR.name == kind:
                     yield part
-                yield from _iter_tensors(part)
+                yield from _iter_messages(part, kind)
 
 
 def _check_external_data(model: onnx.ModelProto, file: Path) -> None:
     folder = file.parent.resolve()
-    for weight in _iter_tensors(model):
+    for weight in _iter_messages(model, "TensorProto"):
         if weight.data_location != weight.EXTERNAL:
             continue
         fields = {entry.key: entry.value for entry in weight.external_data}

@@ -32,6 +32,11 @@ LEVELS: Mapping[str, str] = {
 RUN_TIMEOUT_S = 120.0
 """Maximum time of a run for shapes, for the check of kernels or to warm up, seconds."""
 
+
+class RunTimeoutError(RunError):
+    """A run took longer than `RUN_TIMEOUT_S`."""
+
+
 _LOG_FATAL = 4
 """Log level: fatal errors only. Other errors are raised, and the warnings of onnxruntime, such as of a graph
 optimized for this machine, are expected.
@@ -135,8 +140,8 @@ def run(session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Ma
     """Run a session once and return the outputs.
 
     Raises:
-        RunError: onnxruntime failed, for example for lack of memory, or the run took `RUN_TIMEOUT_S`, for
-            example in an endless loop.
+        RunError: onnxruntime failed, for example for lack of memory.
+        RunTimeoutError: The run took `RUN_TIMEOUT_S`, for example in an endless loop.
     """
     with limit_run_time() as options, translate_run_errors("the model on random inputs"):
         return list(session.run(list(outputs), dict(feeds), options))
@@ -147,7 +152,7 @@ def limit_run_time() -> Iterator[Any]:
     """Yield `RunOptions` that end a run after `RUN_TIMEOUT_S`; it cannot be interrupted otherwise.
 
     Raises:
-        RunError: The run was ended.
+        RunTimeoutError: The run was ended.
     """
     options = require("onnxruntime", "latency").RunOptions()
     timer = threading.Timer(RUN_TIMEOUT_S, setattr, (options, "terminate", True))
@@ -158,7 +163,7 @@ def limit_run_time() -> Iterator[Any]:
     except RunError as error:
         if not options.terminate:
             raise
-        raise RunError(
+        raise RunTimeoutError(
             f"one run of the model on random inputs took more than {RUN_TIMEOUT_S:g} s; check its loops, or "
             "use smaller shapes"
         ) from error

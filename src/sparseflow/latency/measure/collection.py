@@ -41,7 +41,7 @@ import logging
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -133,6 +133,7 @@ class CollectionSummary:
             over targets of the mean latency over that at the lowest level).
         other_load: Median share of the device that other work used during the idle rows; None if it was not
             read, or there are no idle rows.
+        problems: File that could not be measured -> message.
     """
 
     path: Path
@@ -143,6 +144,7 @@ class CollectionSummary:
     drift: float | None
     levels: tuple[Mapping[str, float | None], ...]
     other_load: float | None
+    problems: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
@@ -158,6 +160,8 @@ def collect(
 ) -> CollectionSummary:
     """Measure all targets of a configuration, or resume their measurement.
 
+    A file that cannot be read or analyzed is one of `problems` and does not stop the others.
+
     Args:
         config: Settings.
         out_dir: Directory of the collection; created if missing, resumed if it contains one.
@@ -166,7 +170,7 @@ def collect(
 
     Raises:
         InputError: `out_dir` contains a collection with other settings, files or device.
-        FileFormatError, ModelError: A file is invalid.
+        FileFormatError, ModelError: The only file is invalid.
         DeviceError: The provider, the load's device or the source of readings is not available.
         RunError: The load missed its level, the disk is full, or another process writes into `out_dir`.
     """
@@ -281,14 +285,19 @@ def _check_rows(rows: list[Row], path: Path) -> None:
 def _open_plan(
     config: CollectionConfig, folder: Path, instruments: Instruments, progress: Progress | None
 ) -> CollectionPlan:
-    plan = make_plan(config, instruments.environment(), progress)
+    environment = instruments.environment()
     if (folder / PLAN).exists():
         existing = read_plan(folder)
-        existing.check_equal(plan)
+        existing.check_equal(make_plan(config, environment, progress, exclude=existing.problems))
         return existing
+    plan = make_plan(config, environment, progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptions.write_descriptions(plan.targets, folder, config.provider, progress)
+        problems = descriptions.write_descriptions(
+            plan.targets, folder, config.provider, progress, inputs=config.inputs
+        )
+        if problems:
+            plan = make_plan(config, environment, progress, exclude={**plan.problems, **problems})
         # Written last, so that a directory with a plan is complete.
         plan.save(folder / PLAN)
     except OSError as error:
@@ -408,6 +417,7 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
         drift=_compute_drift(valid),
         levels=tuple(_summarize_levels(valid)),
         other_load=other_load,
+        problems=plan.problems,
     )
 
 

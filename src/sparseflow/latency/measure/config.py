@@ -7,6 +7,8 @@
     provider: cpu
     threads: 1
     stressor: cpu-fma            # see sparseflow.core.load
+    shapes: {images: [1, 3, 224, 224]}     # for inputs with open dimensions
+    inputs: {sizes: [1, 64], mask: mask.npy}
     levels: [0, 0.3, 0.6, 0.9]
     rounds: 5
 """
@@ -29,6 +31,7 @@ DEFAULT_COPIES = 48
 
 Level = Annotated[float, Field(ge=0.0, le=1.0)]
 Paths = list[Path]
+InputValue = bool | int | float | str | list[Any]
 
 
 class TelemetryConfig(StrictModel):
@@ -47,6 +50,9 @@ class CollectionConfig(StrictModel):
     Attributes:
         kernels: Files or directories of extracted kernels.
         models: Files or directories of models.
+        shapes: Input -> shape, for the models that have this input.
+        inputs: Input -> value, for the models that have this input: a number, a list or the path of a `.npy`
+            file. The other inputs are random.
         provider: `"cpu"` or `"cuda"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.
@@ -73,6 +79,8 @@ class CollectionConfig(StrictModel):
 
     kernels: Paths = Field(default=[])
     models: Paths = Field(default=[])
+    shapes: dict[str, list[Annotated[int, Field(ge=0)]]] = Field(default={})
+    inputs: dict[str, InputValue] = Field(default={})
     provider: str = "cpu"
     threads: Annotated[int, Field(ge=1)] | None = 1
     cpus: list[int] | None = None
@@ -136,6 +144,9 @@ def load_collection_config(path: Path | str) -> CollectionConfig:
     """
     config = load_config(CollectionConfig, path, extra="latency")
     parent = Path(path).parent.resolve()
-    return config.model_copy(
-        update={name: [parent / entry for entry in getattr(config, name)] for name in ("kernels", "models")}
-    )
+    paths = {name: [parent / entry for entry in getattr(config, name)] for name in ("kernels", "models")}
+    inputs = {
+        name: str(parent / value) if isinstance(value, str) and value.endswith(".npy") else value
+        for name, value in config.inputs.items()
+    }
+    return config.model_copy(update={**paths, "inputs": inputs})

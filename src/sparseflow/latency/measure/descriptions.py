@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparseflow.core.files import read_json, write_json
 from sparseflow.core.progress import Progress
+from sparseflow.errors import InputError, OutputError, RunError
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.graph.extraction import read_kernel
 from sparseflow.latency.graph.kernels import KernelSpec, parse_kernel
@@ -22,8 +24,13 @@ KERNELS, GRAPHS = "kernels", "graphs"
 
 
 def write_descriptions(
-    targets: Iterable[Target], folder: Path, provider: str, progress: Progress | None = None
-) -> None:
+    targets: Sequence[Target],
+    folder: Path,
+    provider: str,
+    progress: Progress | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Write the missing descriptions of all targets.
 
     Args:
@@ -31,11 +38,16 @@ def write_descriptions(
         folder: Directory of the collection.
         provider: Provider whose graphs are described.
         progress: Receives the target and 0.0, since nothing has been measured.
+        inputs: Input -> value, for the models that have this input.
+
+    Returns:
+        File of a model that cannot be analyzed -> message.
 
     Raises:
         OSError: The directory cannot be written.
-        FileFormatError, ModelError, RunError: A model cannot be analyzed.
+        InputError, FileFormatError, ModelError, RunError: The only target cannot be analyzed.
     """
+    problems: dict[str, str] = {}
     for name in (KERNELS, GRAPHS):
         (folder / name).mkdir(exist_ok=True)
     for target in targets:
@@ -45,11 +57,26 @@ def write_descriptions(
         if progress is not None:
             progress(f"describing {target.id}", 0.0)
         path = folder / GRAPHS / f"{target.id}.json"
-        if not path.is_file():
-            graph = analyze(target.path, provider)
-            for kernel in graph.kernels:
-                _write_kernel(folder, kernel)
-            write_json(path, graph.to_dict())
+        if path.is_file():
+            continue
+        try:
+            graph = analyze(
+                target.path,
+                provider,
+                shapes=target.shapes,
+                inputs=target.select_values(inputs or {}),
+            )
+        except OutputError:
+            raise
+        except (InputError, RunError) as error:
+            if len(targets) == 1:
+                raise
+            problems[target.path] = str(error)
+            continue
+        for kernel in graph.kernels:
+            _write_kernel(folder, kernel)
+        write_json(path, graph.to_dict())
+    return problems
 
 
 def read_kernels(folder: Path | str) -> dict[str, KernelSpec]:

@@ -92,7 +92,12 @@ def split_config(config: CollectionConfig, num_parts: int) -> list[CollectionCon
             name: sorted({Path(target.path) for target in part if (target.op == MODEL_OP) == are_models})
             for name, are_models in (("kernels", False), ("models", True))
         }
-        parts.append(config.model_copy(update={**paths, "reference": reference.id}))
+        known = {name for target in part for name in target.shapes}
+        named = {
+            name: {key: value for key, value in getattr(config, name).items() if key in known}
+            for name in ("shapes", "inputs")
+        }
+        parts.append(config.model_copy(update={**paths, **named, "reference": reference.id}))
     return parts
 
 

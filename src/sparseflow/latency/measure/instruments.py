@@ -150,6 +150,8 @@ class LocalInstruments:
             config.provider,
             threads=config.threads,
             conv_search=config.conv_search,
+            shapes=target.shapes,
+            inputs=target.select_values(config.inputs),
             gpu=config.gpu,
             seed=config.seed,
         )

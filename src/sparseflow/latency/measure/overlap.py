@@ -17,7 +17,7 @@ from typing import Any
 from sparseflow.core.extras import require
 from sparseflow.errors import RunError
 from sparseflow.latency.graph import onnx_file, session
-from sparseflow.latency.graph.optimization import make_random_inputs
+from sparseflow.latency.graph.inputs import open_session, resolve_inputs
 
 SUM, CRITICAL_PATH = "sum", "critical_path"
 
@@ -55,6 +55,7 @@ def measure_overlap(
     parallel: bool = False,
     threads: int | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     gpu: int = 0,
     num_runs: int = 5,
     seed: int = 0,
@@ -67,6 +68,7 @@ def measure_overlap(
         parallel: Use onnxruntime's parallel executor with two inter-op threads.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         shapes: Input -> shape, for inputs with open dimensions.
+        inputs: Input -> value, as `inputs.read_value` takes it; the other inputs are random.
         gpu: Index of the GPU.
         num_runs: Profiled runs, after one warm-up run.
         seed: Random seed of the inputs.
@@ -78,8 +80,7 @@ def measure_overlap(
     """
     ort = require("onnxruntime", "latency")
     model = onnx_file.load_model(path)
-    onnx_file.set_input_shapes(model, dict(shapes or {}))
-    feeds = make_random_inputs(model, seed)
+    model_inputs = resolve_inputs(model, shapes, inputs)
     with tempfile.TemporaryDirectory(prefix="sparseflow-profile-") as folder:
         settings: dict[str, Any] = {
             "enable_profiling": True,
@@ -88,12 +89,13 @@ def measure_overlap(
         if parallel:
             settings |= {"execution_mode": ort.ExecutionMode.ORT_PARALLEL, "inter_op_num_threads": 2}
         options = session.make_provider_options(provider, gpu)
-        runtime_session = session.open_session(
-            onnx_file.serialize(model, str(path)), provider, "all", threads=threads, settings=settings,
+        runtime_session = open_session(
+            model, model_inputs, str(path), provider, "all", threads=threads, settings=settings,
             provider_options=options,
         )  # fmt: skip
         names = [output.name for output in runtime_session.get_outputs()]
-        for _ in range(num_runs + 1):
+        feeds, _ = model_inputs.find_feeds(lambda feeds: session.run(runtime_session, names, feeds), seed)
+        for _ in range(num_runs):
             session.run(runtime_session, names, feeds)
         events = json.loads(Path(runtime_session.end_profiling()).read_text(encoding="utf-8"))
     return compute_overlap(_parse_node_intervals(events, num_runs + 1))

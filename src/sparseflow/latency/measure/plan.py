@@ -13,22 +13,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
-from sparseflow.errors import FileFormatError, InputError, ModelError
+from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
-from sparseflow.latency.graph.extraction import is_kernel_model, read_kernel
+from sparseflow.latency.graph.extraction import is_kernel_model, read_inputs, read_kernel
 from sparseflow.latency.measure.config import CollectionConfig, Paths
-
-if TYPE_CHECKING:
-    import onnx
 
 MODEL_OP = "Model"
 """Operator name of a full model."""
@@ -45,6 +42,7 @@ class Target:
         path: File.
         sha256: Digest of the file.
         flops: Operations of a kernel, None for a model.
+        shapes: Input -> shape.
     """
 
     id: str
@@ -53,6 +51,11 @@ class Target:
     path: str
     sha256: str
     flops: float | None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def select_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the inputs that a model has."""
+        return {name: value for name, value in values.items() if name in self.shapes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,7 @@ class CollectionPlan(Artifact):
         targets: Kernels and models to measure.
         blocks: Blocks in execution order.
         environment: Environment at the start of the collection.
+        problems: File that cannot be measured -> message.
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.collection"
@@ -104,6 +108,7 @@ class CollectionPlan(Artifact):
     targets: tuple[Target, ...]
     blocks: tuple[PlanBlock, ...]
     environment: Mapping[str, Any]
+    problems: Mapping[str, str] = {}
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
@@ -151,7 +156,11 @@ class CollectionPlan(Artifact):
 
 
 def make_plan(
-    config: CollectionConfig, environment: Mapping[str, Any], progress: Progress | None = None
+    config: CollectionConfig,
+    environment: Mapping[str, Any],
+    progress: Progress | None = None,
+    *,
+    exclude: Mapping[str, str] | None = None,
 ) -> CollectionPlan:
     """Create the plan of a collection; equal settings and files give equal plans.
 
@@ -159,12 +168,22 @@ def make_plan(
         config: Settings.
         environment: Environment.
         progress: Receives each file that is read and 0.0, since nothing has been measured.
+        exclude: File that cannot be measured -> message.
 
     Raises:
-        InputError: There is nothing to measure, two models share a name, or the reference is not a target.
-        FileFormatError, ModelError: A file is invalid.
+        InputError: There is nothing to measure, two models share a name, the reference is not a target, or no
+            model has an input of `shapes` or `inputs`.
+        FileFormatError, ModelError: The only file is invalid.
     """
-    targets = tuple(find_targets(config, progress))
+    problems = dict(exclude or {})
+    targets = tuple(find_targets(config, progress, problems))
+    known = {name for target in targets for name in target.shapes}
+    unknown = sorted({*config.shapes, *config.inputs} - known)
+    if unknown and not problems:
+        raise InputError(
+            f"`shapes` or `inputs`: no model has an input {', '.join(unknown)}; the inputs are: "
+            f"{', '.join(sorted(known))}"
+        )
     reference = select_reference(targets, config.reference)
     generator = random.Random(config.seed)
     blocks = []
@@ -189,21 +208,42 @@ def make_plan(
         targets=targets,
         blocks=tuple(blocks),
         environment=dict(environment),
+        problems=problems,
     )
 
 
-def find_targets(config: CollectionConfig, progress: Progress | None = None) -> list[Target]:
+def find_targets(
+    config: CollectionConfig, progress: Progress | None = None, problems: dict[str, str] | None = None
+) -> list[Target]:
     """List the targets of a configuration; a kernel of several models occurs once.
 
-    Args, Raises: as `make_plan`.
+    Args:
+        config: Settings.
+        progress: As `make_plan`.
+        problems: File -> message. These files are skipped, and invalid files are added; None raises instead.
+
+    Raises:
+        InputError: As `make_plan`.
+        FileFormatError, ModelError: A file is invalid, and `problems` is None or there is no other file.
     """
+    skipped = {} if problems is None else problems
+    first_problem: Exception | None = None
     kernels: dict[str, Target] = {}
     models: dict[str, Target] = {}
     for paths, are_kernels in ((config.kernels, True), (config.models, False)):
         for path in _iter_files(paths, are_kernels):
+            if str(path.resolve()) in skipped:
+                continue
             if progress is not None:
                 progress(f"reading {path.name}", 0.0)
-            target = _read_target(path, are_kernels)
+            try:
+                target = _read_target(path, are_kernels, config)
+            except InputError as error:
+                if problems is None:
+                    raise
+                first_problem = first_problem or error
+                skipped[str(path.resolve())] = str(error)
+                continue
             if are_kernels:
                 kernels[target.id] = target
                 continue
@@ -213,6 +253,11 @@ def find_targets(config: CollectionConfig, progress: Progress | None = None) -> 
                 )
             models[target.id] = target
     targets = [*kernels.values(), *models.values()]
+    if not targets and first_problem is not None and len(skipped) == 1:
+        raise first_problem
+    if not targets and skipped:
+        path, problem = next(iter(skipped.items()))
+        raise InputError(f"none of {len(skipped)} files can be measured; {path}: {problem}")
     if not targets:
         raise InputError(
             "`kernels` and `models` contain no .onnx file; create some with `sparseflow latency extract`"
@@ -251,25 +296,6 @@ def list_models(entries: Paths) -> list[Path]:
     return list(_iter_files(entries, are_kernels=False))
 
 
-def check_static_shapes(path: Path) -> onnx.ModelProto:
-    """Load a model and check that a collection can feed it.
-
-    Raises:
-        InputError, FileFormatError, ModelError: The file is invalid, or an input has open dimensions.
-    """
-    model = onnx_file.load_model(path)
-    try:
-        onnx_file.set_input_shapes(model, {})
-    except ModelError:
-        raise
-    except InputError as error:
-        raise ModelError(
-            f"{path} has open input dimensions, and a collection requires fixed ones: fix them with "
-            "`python -m onnxruntime.tools.make_dynamic_shape_fixed`"
-        ) from error
-    return model
-
-
 def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir():
@@ -282,20 +308,27 @@ def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
             raise InputError(f"{entry} does not exist")
 
 
-def _read_target(path: Path, is_kernel: bool) -> Target:
-    model = check_static_shapes(path)
+def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Target:
+    """Read a file and check that a collection can feed it.
+
+    Raises:
+        InputError, FileFormatError, ModelError: The file is invalid, an input has open dimensions, or a shape
+            or value does not fit.
+    """
+    model = onnx_file.load_model(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
+    names = {info.name for info in onnx_file.list_inputs(model)}
+    shapes = {name: tuple(shape) for name, shape in config.shapes.items() if name in names}
+    values = {name: value for name, value in config.inputs.items() if name in names}
+    specs = read_inputs(path, model, shapes, values).specs
     kernel = read_kernel(path, model) if is_kernel else None
-    shapes = (
-        "x".join(str(dim.dim_value) for dim in value.type.tensor_type.shape.dim) or "scalar"
-        for value in onnx_file.list_inputs(model)
-    )
     return Target(
         id=kernel.id if kernel else path.stem,
         op=kernel.op if kernel else MODEL_OP,
-        input_shape=";".join(shapes),
+        input_shape=";".join("x".join(map(str, spec.shape)) or "scalar" for spec in specs),
         path=str(path.resolve()),
         sha256=onnx_file.compute_sha256(path),
         flops=kernel.flops if kernel else None,
+        shapes={} if kernel else {spec.name: spec.shape for spec in specs},
     )

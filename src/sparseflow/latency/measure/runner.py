@@ -20,11 +20,13 @@ from sparseflow.core.checks import check_at_least, check_one_of
 from sparseflow.core.extras import require
 from sparseflow.core.metrics import quantile
 from sparseflow.latency.graph import onnx_file, session
-from sparseflow.latency.graph.extraction import is_kernel_model, make_dummy_inputs
-from sparseflow.latency.graph.optimization import make_random_inputs
+from sparseflow.latency.graph.extraction import is_kernel_model, make_dummy_inputs, read_inputs
+from sparseflow.latency.graph.inputs import open_session
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from sparseflow.latency.graph.inputs import ModelInputs
 
 CONV_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 
@@ -103,6 +105,7 @@ class Runner:
             `"disable"` for an extracted kernel, which comes from an optimized graph, and `"all"` for a model.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         shapes: Input -> shape, for inputs with open dimensions.
+        inputs: Input -> value of a model, as `inputs.read_value` takes it; the other inputs are random.
         conv_search: Algorithm search of cuDNN convolutions, one of `CONV_SEARCHES`; it changes results.
         gpu: Index of the GPU.
         seed: Random seed of the inputs.
@@ -121,6 +124,7 @@ class Runner:
         level: str | None = None,
         threads: int | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        inputs: Mapping[str, Any] | None = None,
         conv_search: str = "EXHAUSTIVE",
         gpu: int = 0,
         seed: int = 0,
@@ -132,18 +136,18 @@ class Runner:
         self.provider = session.resolve_provider(provider)
         on_gpu = session.get_device_type(provider) == "cuda"
         model = onnx_file.load_model(self.path)
-        onnx_file.set_input_shapes(model, dict(shapes or {}))
+        model_inputs = read_inputs(self.path, model, shapes, inputs)
         self.is_kernel = is_kernel_model(model)
         self.level = level or ("disable" if self.is_kernel else "all")
         self.threads = threads
         self._has_run = False
-        feeds = make_dummy_inputs(self.path, seed) if self.is_kernel else make_random_inputs(model, seed)
         element_types = {v.name: v.type.tensor_type.elem_type for v in onnx_file.list_inputs(model)}
         options = session.make_provider_options(provider, gpu, cudnn_conv_algo_search=conv_search)
-        serialized = onnx_file.serialize(model, str(self.path))
-        self._session = session.open_session(
-            serialized, provider, self.level, threads=threads, provider_options=options
-        )
+        self._session = open_session(
+            model, model_inputs, str(self.path), provider, self.level, threads=threads,
+            provider_options=options,
+        )  # fmt: skip
+        feeds = self._find_feeds(model_inputs, seed)
         # The effective option, not the requested one.
         provider_options = self._session.get_provider_options().get(self.provider, {})
         self.conv_search: str | None = provider_options.get("cudnn_conv_algo_search") if on_gpu else None
@@ -155,6 +159,16 @@ class Runner:
                 for name, value in feeds.items()
             }
             self._binding = bind_io(self._session, self._inputs, *memory_device)
+
+    def _find_feeds(self, model_inputs: ModelInputs, seed: int) -> dict[str, np.ndarray]:
+        """Return values of all inputs, after a run if they select the computation."""
+        if self.is_kernel:
+            return make_dummy_inputs(self.path, seed)
+        if not model_inputs.free_control:
+            return next(model_inputs.iter_draws(seed))
+        names = [output.name for output in self._session.get_outputs()]
+        feeds, _ = model_inputs.find_feeds(lambda feeds: session.run(self._session, names, feeds), seed)
+        return feeds
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -272,9 +286,28 @@ def copy_to_device(value: np.ndarray, device_type: str, device_index: int, eleme
         element_type: ONNX's number of the element type.
     """
     ort = require("onnxruntime", "latency")
+    if value.dtype == object:
+        return _make_text_tensor(value)
     if value.dtype.kind == "V" or value.dtype.name.startswith(
         ("bfloat", "float8", "float4", "int4", "uint4")
     ):
         # NumPy has no such type, so the element type is passed explicitly.
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value, element_type)
     return ort.OrtValue.ortvalue_from_numpy(value, device_type, device_index)
+
+
+def _make_text_tensor(value: np.ndarray) -> Any:
+    """Create a tensor of text, which onnxruntime only does as the output of a model."""
+    onnx = require("onnx", "latency")
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["text"], ["copy"])],
+        "text",
+        [],
+        [onnx.ValueInfoProto(name="copy")],
+        [onnx.numpy_helper.from_array(value, "text")],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    text_session = session.open_session(model.SerializeToString(), "cpu", "disable")
+    binding = bind_io(text_session, {}, "cpu", 0)
+    text_session.run_with_iobinding(binding)
+    return binding.get_outputs()[0]

@@ -13,14 +13,12 @@ from typing import Any
 from sparseflow.core import metrics
 from sparseflow.core.config import validate_config
 from sparseflow.core.progress import Progress
-from sparseflow.errors import InputError, RunError
+from sparseflow.errors import RunError
 from sparseflow.latency.graph import onnx_file
-from sparseflow.latency.graph.analysis import analyze
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.collection import collect, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
 from sparseflow.latency.measure.idle import compute_idle_ms, get_load_before
-from sparseflow.latency.measure.plan import check_static_shapes, list_models
 from sparseflow.latency.model.predictor import Predictor
 
 
@@ -161,6 +159,8 @@ def evaluate(
     min_time_s: float = 0.5,
     stressor: str | None = None,
     telemetry: TelemetryConfig | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     out_dir: Path | str | None = None,
     gpu: int = 0,
     seed: int = 0,
@@ -179,6 +179,9 @@ def evaluate(
         min_time_s: Minimum time of a measurement.
         stressor: Kind of load; by default `cpu-fma` or `gpu-matmul`.
         telemetry: Source of the load readings; by default that of the training.
+        shapes: Input -> shape, for the models that have this input.
+        inputs: Input -> value, for the models that have this input: a number, a list or the path of a `.npy`
+            file.
         out_dir: Directory of the measurements, resumed if it exists; None discards them.
         gpu: Index of the GPU.
         seed: Random seed.
@@ -196,9 +199,10 @@ def evaluate(
     if any(levels):
         fitted.contention.check_fitted()
     fingerprint = fitted.fingerprint
-    files, problems = _select_models(models, fingerprint.provider)
     settings: dict[str, Any] = {
-        "models": files,
+        "models": [onnx_file.check_path(path) for path in models],
+        "shapes": {name: list(shape) for name, shape in (shapes or {}).items()},
+        "inputs": dict(inputs or {}),
         "provider": fingerprint.kind,
         "threads": fingerprint.threads,
         "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
@@ -216,7 +220,7 @@ def evaluate(
     config = validate_config(CollectionConfig, settings, "evaluation")
     with tempfile.TemporaryDirectory(prefix="sparseflow-evaluate-") as temporary:
         folder = Path(out_dir) if out_dir is not None else Path(temporary)
-        collect(config, folder, progress=progress)
+        problems = dict(collect(config, folder, progress=progress).problems)
         rows = [row for row in read_rows(folder) if row["role"] == "item"]
         graphs = descriptions.read_graphs(folder)
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
@@ -235,25 +239,6 @@ def evaluate(
     return PredictorEvaluation(
         rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider, problems=problems
     )
-
-
-def _select_models(models: Sequence[Path | str], provider: str) -> tuple[list[Path], dict[str, str]]:
-    """Return the files that can be analyzed for a provider, and file -> message for the others."""
-    files = list_models([onnx_file.check_path(path) for path in models])
-    problems: dict[str, str] = {}
-    if len(files) == 1:
-        return files, problems
-    for file in files:
-        try:
-            check_static_shapes(file)
-            analyze(file, provider)
-        except (InputError, RunError) as error:
-            problems[str(file)] = str(error)
-    selected = [file for file in files if str(file) not in problems]
-    if problems and not selected:
-        file, problem = next(iter(problems.items()))
-        raise RunError(f"none of {len(files)} models could be evaluated; {file}: {problem}")
-    return selected, problems
 
 
 def _make_row(
