@@ -12,10 +12,13 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("yaml")
 
-from sparseflow.cli.latency.base import parse_gpu, parse_labels, parse_provider, parse_shapes
+import numpy as np
+from onnx import TensorProto, helper
+
+from sparseflow.cli.latency.base import parse_gpu, parse_inputs, parse_labels, parse_provider, parse_shapes
 from sparseflow.cli.root import run
 from sparseflow.errors import InputError
-from tests.latency.onnx_models import convnet, save
+from tests.latency.onnx_models import FLOAT, convnet, model, save
 
 ZOO = """
 models:
@@ -57,16 +60,16 @@ def test_export_analyze_extract_text(capsys: pytest.CaptureFixture[str], tmp_pat
     config.write_text(ZOO)
     assert run(["latency", "export", "--config", str(config), "--out", str(tmp_path)]) == 0
     assert "exported" in capsys.readouterr().out
-    model = str(tmp_path / "tiny_b1_8.onnx")
-    assert run(["latency", "analyze", model]) == 0
+    path = str(tmp_path / "tiny_b1_8.onnx")
+    assert run(["latency", "analyze", path]) == 0
     out = capsys.readouterr().out
     assert "Conv_Relu" in out and "1×3×8×8" in out and "GFLOP" in out
-    assert run(["latency", "analyze", model, "--kernels", "--opt-level", "disable"]) == 0
+    assert run(["latency", "analyze", path, "--kernels", "--opt-level", "disable"]) == 0
     out = capsys.readouterr().out
     assert "Conv_Relu" not in out and "1 Relu" in out
-    assert run(["latency", "extract", model, "--out", str(tmp_path / "k"), "--no-check"]) == 0
+    assert run(["latency", "extract", path, "--out", str(tmp_path / "k"), "--no-check"]) == 0
     assert "0 of" in capsys.readouterr().out
-    assert run(["latency", "extract", model, "--out", str(tmp_path / "k")]) == 0
+    assert run(["latency", "extract", path, "--out", str(tmp_path / "k")]) == 0
     assert "nodes match" in capsys.readouterr().out
 
 
@@ -82,6 +85,46 @@ def test_shape_option_sets_open_dimensions(capsys: pytest.CaptureFixture[str], t
     assert error["type"] == "InputError" and "--shape x=" in error["message"]
     result = run_json(["latency", "analyze", path, "--shape", "x=3,3,12,12"], capsys)
     assert result["inputs"][0]["shape"] == [3, 3, 12, 12]
+
+
+def test_input_option_sets_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert parse_inputs(["a=1,64", "b:0=m.npy"]) == {"a": "1,64", "b:0": "m.npy"} and parse_inputs(None) == {}
+    for text in ("a", "a=", "=1"):
+        with pytest.raises(InputError, match="--input"):
+            parse_inputs([text])
+    built = model(
+        [helper.make_node("Reshape", ["x", "size"], ["h"]), helper.make_node("Relu", ["h"], ["y"])],
+        [("x", FLOAT, [6]), ("size", TensorProto.INT64, [2])],
+        [("y", FLOAT, None)],
+    )
+    path = str(save(built, tmp_path))
+    result = run_json(["latency", "analyze", path, "--input", "size=2,3"], capsys)
+    assert result["outputs"][0]["shape"] == [2, 3]
+    error = run_json(["latency", "analyze", path, "--input", "size=4,4"], capsys, code=1)["error"]
+    assert error["type"] == "RunError"
+    np.save(tmp_path / "size.npy", [3, 2])
+    value = f"size={tmp_path / 'size.npy'}"
+    out = tmp_path / "out"
+    summary = run_json(["latency", "extract", path, "--out", str(out), "--input", value], capsys)["summary"]
+    assert summary["matched"] == 2 and summary["skipped"] == 0
+    assert run_json(["latency", "run", path, "--input", value, "--loops", "2"], capsys)["loops"] == 2
+    assert run_json(["latency", "overlap", path, "--input", value], capsys)["nodes"] > 0
+
+
+def test_extract_lists_skipped_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    built = model(
+        [
+            helper.make_node("SplitToSequence", ["x"], ["s"], axis=0),
+            helper.make_node("ConcatFromSequence", ["s"], ["y"], axis=0),
+        ],
+        [("x", FLOAT, [4, 8])],
+        [("y", FLOAT, None)],
+    )
+    path = str(save(built, tmp_path))
+    assert run(["latency", "extract", path, "--out", str(tmp_path / "k")]) == 0
+    assert "2 nodes cannot be models of their own" in capsys.readouterr().out
+    assert run(["latency", "analyze", path]) == 0
+    assert "unknown work of: 1 SplitToSequence, 1 ConcatFromSequence" in capsys.readouterr().out
 
 
 def test_invalid_input_exits_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

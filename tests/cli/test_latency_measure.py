@@ -56,6 +56,11 @@ def test_collect_resumes_and_refuses_other_settings(
     assert (out / "kernels.csv").is_file() and (out / "rows.parquet").is_file()
     assert run(["latency", "collect", "--config", str(config), "--out", str(out)]) == 0
     assert "3 rows (0 new, 0 failed)" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "models" / "bad.onnx").write_bytes(b"no model")
+    assert run(["latency", "collect", "--config", str(config), "--out", str(tmp_path / "two"), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == 3 and [Path(name).name for name in result["problems"]] == ["bad.onnx"]
+    (tmp_path / "models" / "bad.onnx").unlink()
     config.write_text("models: models\nlevels: [0]\nrounds: 2\n")
     assert run(["latency", "collect", "--config", str(config), "--out", str(out)]) == 2
     assert "min_time_s" in capsys.readouterr().err

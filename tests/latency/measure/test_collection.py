@@ -21,6 +21,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("yaml")
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from sparseflow.core.journal import read_journal
@@ -31,7 +32,7 @@ from sparseflow.latency.measure.collection import collect, read_plan, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, load_collection_config
 from sparseflow.latency.measure.plan import CollectionPlan, make_plan
 from tests.latency.fake_bench import FakeBench
-from tests.latency.onnx_models import convnet, save
+from tests.latency.onnx_models import branching, convnet, save
 
 ROOT = Path(__file__).parents[3]
 MEASURED_THEN = ("session",)
@@ -370,3 +371,52 @@ def test_collect_unusable_files_raises(files: Path, tmp_path: Path) -> None:
     (tmp_path / module.PLAN).write_text("{}")
     with pytest.raises(FileFormatError):
         read_rows(tmp_path)
+
+
+def test_collect_failing_files_do_not_stop_others(files: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    save(convnet(), folder, "good.onnx")
+    (folder / "cut.onnx").write_bytes((folder / "good.onnx").read_bytes()[:200])
+    # Valid for a reader, but onnxruntime refuses it.
+    refused = convnet()
+    refused.graph.node[0].op_type = "NoSuchOperator"
+    save(refused, folder, "refused.onnx")
+    config = config_of(files, models=folder)
+    first = collect(config, tmp_path / "out", instruments=FakeBench(config))
+    assert {Path(name).name for name in first.problems} == {"cut.onnx", "refused.onnx"}
+    assert first.rows and first.failed == 0
+    # A resumed collection reports the same files.
+    (tmp_path / "out" / module.TABLE).unlink()
+    resumed = collect(config, tmp_path / "out", instruments=FakeBench(config))
+    assert resumed.problems == first.problems and resumed.added == first.rows
+    for name in ("good.onnx", "cut.onnx"):
+        (folder / name).unlink()
+    save(refused, folder, "again.onnx")
+    config = config_of(files, models=folder, kernels=[])
+    with pytest.raises(InputError, match=r"none of 2 files.*NoSuchOperator"):
+        collect(config, tmp_path / "none", instruments=FakeBench(config))
+
+
+def test_shapes_and_values_of_collections(tmp_path: Path) -> None:
+    save(convnet(batch="n"), tmp_path / "models", "open.onnx")
+    save(branching(), tmp_path / "models", "branch.onnx")
+    np.save(tmp_path / "h.npy", np.ones(4, np.float32))
+    file = tmp_path / "collect.yaml"
+    text = "models: models\nshapes: {x: [3, 3, 12, 12]}\ninputs: {flag: true}\nrounds: 1\nlevels: [0]\n"
+    # `x` of the other model has another rank.
+    file.write_text(text)
+    plan = make_plan(load_collection_config(file), {})
+    assert [target.id for target in plan.targets] == ["open"] and plan.targets[0].input_shape == "3x3x12x12"
+    assert "declared as [4]" in next(iter(plan.problems.values()))
+    file.write_text(text.replace("x: [3", "open:x: [3"))
+    plan = make_plan(load_collection_config(file), {})
+    assert [target.id for target in plan.targets] == ["branch", "open"] and not plan.problems
+    file.write_text("models: models/branch.onnx\ninputs: {flag: true, x: h.npy}\nrounds: 1\nlevels: [0]\n")
+    config = load_collection_config(file)
+    (target,) = make_plan(config, {}).targets
+    assert target.select_values({**config.inputs, "absent": 1}) == config.inputs
+    summary = collect(config, tmp_path / "out", instruments=FakeBench(config))
+    assert summary.rows and not summary.problems
+    file.write_text("models: models/branch.onnx\ninputs: {flags: true}\n")
+    with pytest.raises(InputError, match="no model has an input flags; the inputs are: flag, x"):
+        make_plan(load_collection_config(file), {})

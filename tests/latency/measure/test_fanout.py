@@ -41,6 +41,12 @@ def test_split_config_covers_targets_and_reference(config: CollectionConfig) -> 
     assert all(reference in ids for ids in part_ids)
     shared = set.union(*(a & b for a in part_ids for b in part_ids if a is not b))
     assert shared <= {reference}
+    # Each part has the shapes of its own models.
+    shaped = config.model_copy(update={"shapes": {"x": [1, 3, 12, 12]}})
+    assert {bool(part.models): bool(part.shapes) for part in split_config(shaped, 3)}.items() <= {
+        True: True,
+        False: False,
+    }.items()
 
 
 def test_fan_out_one_part_per_gpu(

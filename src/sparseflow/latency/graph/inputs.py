@@ -289,7 +289,8 @@ def resolve_inputs(
         ModelError: An input exceeds 2 GB or is not a tensor.
         FileFormatError: The file of a value is not an array.
     """
-    shapes, values = dict(shapes or {}), dict(values or {})
+    shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
+    values = dict(values or {})
     infos = onnx_file.list_inputs(model)
     unknown = sorted({*shapes, *values} - {info.name for info in infos})
     if unknown:

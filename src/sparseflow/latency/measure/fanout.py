@@ -92,7 +92,7 @@ def split_config(config: CollectionConfig, num_parts: int) -> list[CollectionCon
             name: sorted({Path(target.path) for target in part if (target.op == MODEL_OP) == are_models})
             for name, are_models in (("kernels", False), ("models", True))
         }
-        known = {name for target in part for name in target.shapes}
+        known = {key for target in part for key in target.input_keys}
         named = {
             name: {key: value for key, value in getattr(config, name).items() if key in known}
             for name in ("shapes", "inputs")

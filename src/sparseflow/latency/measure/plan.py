@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -53,9 +53,14 @@ class Target:
     flops: float | None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def input_keys(self) -> set[str]:
+        """Names of the inputs of a model, alone and as MODEL:INPUT."""
+        return {*self.shapes, *(f"{self.id}:{name}" for name in self.shapes)}
+
     def select_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the inputs that a model has."""
-        return {name: value for name, value in values.items() if name in self.shapes}
+        """Return input -> value of a model, from the values of all models."""
+        return select_for_model(values, self.id, self.shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +182,11 @@ def make_plan(
     """
     problems = dict(exclude or {})
     targets = tuple(find_targets(config, progress, problems))
-    known = {name for target in targets for name in target.shapes}
-    unknown = sorted({*config.shapes, *config.inputs} - known)
+    unknown = {*config.shapes, *config.inputs}.difference(*(target.input_keys for target in targets))
     if unknown and not problems:
         raise InputError(
-            f"`shapes` or `inputs`: no model has an input {', '.join(unknown)}; the inputs are: "
-            f"{', '.join(sorted(known))}"
+            f"`shapes` or `inputs`: no model has an input {', '.join(sorted(unknown))}; the inputs are: "
+            f"{', '.join(sorted({name for target in targets for name in target.shapes}))}"
         )
     reference = select_reference(targets, config.reference)
     generator = random.Random(config.seed)
@@ -308,6 +312,12 @@ def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
             raise InputError(f"{entry} does not exist")
 
 
+def select_for_model(entries: Mapping[str, Any], model: str, inputs: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of one model's inputs: those of MODEL:INPUT, otherwise of INPUT."""
+    keys = {name: f"{model}:{name}" if f"{model}:{name}" in entries else name for name in inputs}
+    return {name: entries[key] for name, key in keys.items() if key in entries}
+
+
 def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Target:
     """Read a file and check that a collection can feed it.
 
@@ -318,9 +328,10 @@ def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Targe
     model = onnx_file.load_model(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
-    names = {info.name for info in onnx_file.list_inputs(model)}
-    shapes = {name: tuple(shape) for name, shape in config.shapes.items() if name in names}
-    values = {name: value for name, value in config.inputs.items() if name in names}
+    names = [info.name for info in onnx_file.list_inputs(model)]
+    shapes, values = (
+        select_for_model(entries, path.stem, names) for entries in (config.shapes, config.inputs)
+    )
     specs = read_inputs(path, model, shapes, values).specs
     kernel = read_kernel(path, model) if is_kernel else None
     return Target(
