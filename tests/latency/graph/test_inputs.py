@@ -200,6 +200,7 @@ def test_read_value(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(3))
     for value, expected in (
         ("0.5", 0.5), ("1,64", [1, 64]), ("[[1, 2], [3, 4]]", [[1, 2], [3, 4]]), ("true", True),
+        (np.array(["a", "b"], dtype=object), ["a", "b"]),
         ("[5]", [5]), ("a,b", ["a", "b"]), (7, 7),
         (tmp_path / "a.npy", [0, 1, 2]), (str(tmp_path / "a.npy"), [0, 1, 2]),
     ):  # fmt: skip

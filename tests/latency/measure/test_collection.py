@@ -403,14 +403,17 @@ def test_shapes_and_values_of_collections(tmp_path: Path) -> None:
     np.save(tmp_path / "h.npy", np.ones(4, np.float32))
     file = tmp_path / "collect.yaml"
     text = "models: models\nshapes: {x: [3, 3, 12, 12]}\ninputs: {flag: true}\nrounds: 1\nlevels: [0]\n"
-    # `x` of the other model has another rank.
-    file.write_text(text)
-    plan = make_plan(load_collection_config(file), {})
-    assert [target.id for target in plan.targets] == ["open"] and plan.targets[0].input_shape == "3x3x12x12"
-    assert "declared as [4]" in next(iter(plan.problems.values()))
-    file.write_text(text.replace("x: [3", "open:x: [3"))
-    plan = make_plan(load_collection_config(file), {})
-    assert [target.id for target in plan.targets] == ["branch", "open"] and not plan.problems
+    # `x` of the other model has a fixed shape.
+    for key in ("x", "open:x"):
+        file.write_text(text.replace("x: [3", f"{key}: [3"))
+        plan = make_plan(load_collection_config(file), {})
+        assert {target.id: target.input_shape for target in plan.targets} == {
+            "open": "3x3x12x12",
+            "branch": "4;scalar",
+        }
+    file.write_text(text.replace("models: models", "models: models/branch.onnx"))
+    with pytest.raises(InputError, match=r"\[3, 3, 12, 12\] of `x` fits no model; .*: \[4\]"):
+        make_plan(load_collection_config(file), {})
     file.write_text("models: models/branch.onnx\ninputs: {flag: true, x: h.npy}\nrounds: 1\nlevels: [0]\n")
     config = load_collection_config(file)
     (target,) = make_plan(config, {}).targets

@@ -320,6 +320,12 @@ def fix_shapes(model: onnx.ModelProto, specs: Sequence[TensorSpec]) -> None:
             tensor_type.shape.dim.add().dim_value = extent
 
 
+def is_open(info: onnx.ValueInfoProto) -> bool:
+    """Return whether an input has open dimensions or an unknown rank."""
+    has_rank = info.type.tensor_type.HasField("shape")
+    return not has_rank or any(isinstance(extent, str) for extent in _list_extents(info))
+
+
 def open_session(
     model: onnx.ModelProto, inputs: ModelInputs, source: str, provider: str, level: str, **options: Any
 ) -> onnxruntime.InferenceSession:
@@ -386,7 +392,10 @@ def read_value(value: Any) -> np.ndarray:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise InputError(f"the value {value!r} is not an array: {error}") from error
-    if array.dtype.kind not in "biufcUV":
+    if array.dtype == object and all(isinstance(element, str) for element in array.flat):
+        array = array.astype(np.str_)
+    # Kind V has types that NumPy lacks, such as bfloat16.
+    if array.dtype.kind not in "biufcUV" or array.dtype.names is not None:
         raise InputError(
             f"the value {value!r} must be a number, a list of equal rows, text or the path of a .npy file"
         )
@@ -437,6 +446,15 @@ def load_values(path: Path, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray
     return values
 
 
+def _list_extents(info: onnx.ValueInfoProto) -> list[int | str]:
+    """List the declared extents of an input; the name of an open dimension, or `?`."""
+    # Some exporters write -1 for an open dimension.
+    return [
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or "?"
+        for dim in info.type.tensor_type.shape.dim
+    ]
+
+
 def _resolve_spec(
     info: onnx.ValueInfoProto, requested: Shape | None, value: np.ndarray | None
 ) -> tuple[TensorSpec, bool]:
@@ -444,13 +462,8 @@ def _resolve_spec(
     if info.type.WhichOneof("value") != "tensor_type":
         raise ModelError(f"the input `{info.name}` is not a tensor; only tensors are supported")
     tensor_type = info.type.tensor_type
-    # Some exporters write -1 for an open dimension.
-    declared = [
-        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or "?"
-        for dim in tensor_type.shape.dim
-    ]
-    has_rank = tensor_type.HasField("shape")
-    is_declared = has_rank and all(isinstance(extent, int) for extent in declared)
+    declared, has_rank = _list_extents(info), tensor_type.HasField("shape")
+    is_declared = not is_open(info)
     shape = requested
     if shape is None and is_declared:
         shape = tuple(int(extent) for extent in declared)

@@ -50,10 +50,10 @@ class CollectionConfig(StrictModel):
     Attributes:
         kernels: Files or directories of extracted kernels.
         models: Files or directories of models.
-        shapes: Input -> shape, for the models that have this input; MODEL:INPUT -> shape for one of them,
-            where MODEL is its file without the ending.
-        inputs: Likewise, input -> value: a number, a list or the path of a `.npy` file. The other inputs are
-            random.
+        shapes: Input -> shape, for the models that have this input with open dimensions; MODEL:INPUT -> shape
+            for one of them, where MODEL is the name of its file without the ending.
+        inputs: Likewise, input -> value, for the models that have this input: a number, a list or the path of
+            a `.npy` file. The other inputs are random.
         provider: `"cpu"` or `"cuda"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.

@@ -25,6 +25,7 @@ from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
 from sparseflow.latency.graph.extraction import is_kernel_model, read_inputs, read_kernel
+from sparseflow.latency.graph.inputs import is_open
 from sparseflow.latency.measure.config import CollectionConfig, Paths
 
 MODEL_OP = "Model"
@@ -182,12 +183,8 @@ def make_plan(
     """
     problems = dict(exclude or {})
     targets = tuple(find_targets(config, progress, problems))
-    unknown = {*config.shapes, *config.inputs}.difference(*(target.input_keys for target in targets))
-    if unknown and not problems:
-        raise InputError(
-            f"`shapes` or `inputs`: no model has an input {', '.join(sorted(unknown))}; the inputs are: "
-            f"{', '.join(sorted({name for target in targets for name in target.shapes}))}"
-        )
+    if not problems:
+        _check_inputs_used(config, targets)
     reference = select_reference(targets, config.reference)
     generator = random.Random(config.seed)
     blocks = []
@@ -287,6 +284,29 @@ def select_reference(targets: Sequence[Target], requested_id: str | None) -> int
     return kernels[len(kernels) // 2] if kernels else ranked[0]
 
 
+def _check_inputs_used(config: CollectionConfig, targets: Sequence[Target]) -> None:
+    """Check that each shape and value of a configuration is that of a model's input.
+
+    Raises:
+        InputError: One is not.
+    """
+    unknown = {*config.shapes, *config.inputs}.difference(*(target.input_keys for target in targets))
+    if unknown:
+        raise InputError(
+            f"`shapes` or `inputs`: no model has an input {', '.join(sorted(unknown))}; the inputs are: "
+            f"{', '.join(sorted({name for target in targets for name in target.shapes}))}"
+        )
+    for key, shape in config.shapes.items():
+        used = {
+            target.shapes[key.removeprefix(f"{target.id}:")] for target in targets if key in target.input_keys
+        }
+        if tuple(shape) not in used:
+            raise InputError(
+                f"the shape {shape} of `{key}` fits no model; the declared shapes are: "
+                f"{', '.join(map(str, sorted(map(list, used))))}"
+            )
+
+
 def _list_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
@@ -328,10 +348,11 @@ def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Targe
     model = onnx_file.load_model(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
-    names = [info.name for info in onnx_file.list_inputs(model)]
-    shapes, values = (
-        select_for_model(entries, path.stem, names) for entries in (config.shapes, config.inputs)
-    )
+    infos = onnx_file.list_inputs(model)
+    # A shape without the name of a model leaves fixed dimensions alone.
+    names = [info.name for info in infos if is_open(info) or f"{path.stem}:{info.name}" in config.shapes]
+    shapes = select_for_model(config.shapes, path.stem, names)
+    values = select_for_model(config.inputs, path.stem, [info.name for info in infos])
     specs = read_inputs(path, model, shapes, values).specs
     kernel = read_kernel(path, model) if is_kernel else None
     return Target(
