@@ -54,6 +54,23 @@ _RUNTIME_OP_NAMES = {
 }
 """Operator of a runtime -> its computation in ONNX operators."""
 
+_MAIN_OPERATORS = {
+    **dict.fromkeys(("ConvInteger", "FusedConv", "NhwcConv", "NhwcFusedConv"), "Conv"),
+    **dict.fromkeys(("FusedGemm", "QGemm"), "Gemm"),
+    **dict.fromkeys(
+        (
+            "FusedMatMul", "TransposeMatMul", "FusedMatMulActivation", "MatMulInteger", "MatMulInteger16",
+            "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits", "MatMulBnb4", "GemmFastGelu",
+        ),
+        "MatMul",
+    ),
+    "DynamicQuantizeLSTM": "LSTM",
+    "NhwcMaxPool": "MaxPool",
+}  # fmt: skip
+"""Operator of a runtime, or of quantized tensors -> operator that determines its latency."""
+
+_CONTRACTIONS = ("Conv", "MatMul", "Gemm")
+
 _CONVOLUTIONS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv"}
 _RUNTIME_DOMAINS = ("com.microsoft", "com.ms.internal.nhwc")
 _SUM_POSITION = 3
@@ -251,3 +268,13 @@ def get_canonical_name(
     else:
         parts = [_RUNTIME_OP_NAMES.get(node_op, node_op)]
     return "_".join(part for part in parts if part)
+
+
+def get_main_operator(op: str) -> str:
+    """Return the operator that determines the latency of a kernel.
+
+    Args:
+        op: Canonical name such as `"Conv_Add_Relu"`, or operator of a node such as `"QLinearConv"`.
+    """
+    parts = [_MAIN_OPERATORS.get(part, part).removeprefix("QLinear") for part in op.split("_")]
+    return next((part for part in parts if part in _CONTRACTIONS), parts[-1])

@@ -129,10 +129,10 @@ def _compute_model_bottlenecks(predictor: Predictor, graph: Graph) -> tuple[floa
     launch.
     """
     kernels = {kernel.id: kernel for kernel in graph.kernels}
-    isolated_ms, composed = predictor.compose(graph)
+    estimates, composed = predictor.compose(graph)
     totals = [0.0, 0.0, composed.call_ms]
     for name, part in composed.parts.items():
-        shares = predictor.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated_ms[name])
+        shares = predictor.regressor.roofline.compute_bottleneck_shares(kernels[name], estimates[name].ms)
         totals = [t + part.count * part.ms * w for t, w in zip(totals, shares, strict=True)]
     total = sum(totals)
     return tuple(t / total for t in totals) if total else (0.0, 0.0, 1.0)
