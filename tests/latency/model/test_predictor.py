@@ -30,7 +30,7 @@ from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, ROOFLIN
 from sparseflow.latency.model.predictor import Prediction, Predictor
 from tests.conformance import check_artifact_file
 from tests.latency.conftest import MadeUp
-from tests.latency.onnx_models import FLOAT, convnet, looping, lookup, model, save, values
+from tests.latency.onnx_models import FLOAT, convnet, lookup, looping, model, save, values
 from tests.latency.synthetic import rest_ms, slowdown
 
 Place = Sequence[str | int]
@@ -93,8 +93,9 @@ def test_predict_kernels_sum_to_mean(made_up: MadeUp, unmeasured: Graph, unseen:
     def holds(load: float, number: int) -> None:
         prediction = made_up.predictor.predict(graphs[number], {"others": load})
         kernels = prediction.per_kernel
-        assert sum(k.count * k.mean_ms for k in kernels) == pytest.approx(prediction.mean_ms)
-        assert sum(k.count * k.idle_ms for k in kernels) == pytest.approx(prediction.idle_ms)
+        for total_ms, name in ((prediction.mean_ms, "mean_ms"), (prediction.idle_ms, "idle_ms")):
+            kernels_ms = sum(k.count * getattr(k, name) for k in kernels)
+            assert prediction.call_ms + kernels_ms == pytest.approx(total_ms)
         assert sum(k.count for k in kernels) == len(graphs[number].nodes)
         assert 0.0 < prediction.interval[0] <= prediction.mean_ms <= prediction.interval[1]
         for k in kernels:
@@ -147,7 +148,7 @@ def test_predict_unknown_operator_widens_interval(
     assert sources["Erf"] == sources["Softmax"] == ROOFLINE and sources["Conv_Relu"] == LEARNED
     guessed = sum(k.count * k.mean_ms for k in prediction.per_kernel if k.source == ROOFLINE)
     assert (
-        prediction.coverage == pytest.approx(1.0 - guessed / prediction.mean_ms)
+        prediction.coverage == pytest.approx(1.0 - guessed / (prediction.mean_ms - prediction.call_ms))
         and 0.0 < prediction.coverage < 1.0
     )
     assert width(prediction) > width(made_up.predictor.predict(unseen))
@@ -318,7 +319,8 @@ def get_parent(record: Any, path: Place) -> Any:
 def test_predictor_missing_part_raises(record: str, tmp_path: Path) -> None:
     full_record = json.loads(record)
     for path in iter_paths(full_record | {"measured_ms": {}, "quality": {}}):
-        if len(path) > 3 or isinstance(path[-1], int) or path[:3] == ("regressor", "encoder", "categories"):
+        names = (("regressor", "encoder", "categories"), ("regressor", "op_ranges"))
+        if len(path) > 3 or isinstance(path[-1], int) or any(path[: len(n)] == n != path for n in names):
             continue
         damaged = json.loads(record)
         del get_parent(damaged, path)[path[-1]]

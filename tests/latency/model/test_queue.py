@@ -232,7 +232,7 @@ def test_queue_held_out_networks_accurate(queued: MadeUp) -> None:
     working = len(data.list_device_kernels())
     assert all(splits["by_kernel"]["count"] == working for splits in quality["kernels"].values())
     assert quality["counts"]["kernels"] == len(data.list_kernels()) > working
-    assert queued.predictor.kernel_interval.samples == working
+    assert queued.predictor.kernel_intervals.frequent.samples == working
     # Sums of device times are far off, since some kernels wait for the host.
     with few_tries():
         held_out = validation.fit_without_each_network(data, RATIO)

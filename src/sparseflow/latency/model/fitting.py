@@ -12,6 +12,7 @@ from sparseflow.latency.measure.overlap import SUM
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
 from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
+from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.kernel_regressor import RATIO, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 from sparseflow.latency.model.predictor import Predictor
@@ -75,7 +76,7 @@ def fit_predictor(
         composition=composition,
         launch_overhead=launch_overhead,
         contention=ContentionModel.fit([], metric, 0.0, []),
-        kernel_interval=DEFAULT_INTERVAL,
+        kernel_intervals=KernelIntervals(frequent=DEFAULT_INTERVAL, rare=DEFAULT_INTERVAL),
         idle_interval=DEFAULT_INTERVAL,
         loaded_interval=DEFAULT_INTERVAL,
         other_load=data.other_load,

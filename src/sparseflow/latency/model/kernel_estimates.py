@@ -1,7 +1,7 @@
 """Isolated idle latency of any kernel, with an interval and its source.
 
 The latency is measured, learned for the operator, learned for a related operator, or a guess by roofline. The
-latency of If, Loop and Scan is the sum over their subgraphs, whose kernels have the costs of a graph.
+latency of If, Loop and Scan is the sum over their subgraphs.
 """
 
 from __future__ import annotations
@@ -9,25 +9,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from sparseflow.core.config import StrictModel
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.latency.graph.kernels import Body, KernelSpec
-from sparseflow.latency.model.composition import VIEW_OPS, CompositionModel
+from sparseflow.latency.model.composition import MIN_SHARE, VIEW_OPS
 from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, RELATED, ROOFLINE, KernelRegressor
 
 COMPOSED = "composed"
 """Source of the latency of If, Loop and Scan: their subgraphs."""
 
-RELATED_FACTOR = 3.0
-"""Factor by which the interval of a learned kernel widens if only a related operator was measured."""
+MIN_FREQUENT_KERNELS, MIN_RARE_KERNELS = 20, 4
+"""Numbers of learned kernels of an operator from which its errors are those of frequent and of rare ones."""
+
+WIDENING = 3.0
+"""Factor by which the interval of rare operators widens for still rarer ones, and for related operators."""
 
 COMPOSED_FACTOR = 2.0
-"""Factor by which the interval of subgraphs widens, since their costs are those of a graph."""
+"""Factor by which the interval of subgraphs widens."""
 
 TRIP_LAUNCHES = 0.3
 """Time of one run of a subgraph without its kernels, over the launch of an isolated kernel.
 
 Measured on a CPU with subgraphs of one trivial kernel; contains the views of the subgraph.
 """
+
+
+class KernelIntervals(StrictModel):
+    """Intervals of learned kernels.
+
+    Attributes:
+        frequent: Interval for operators of which at least `MIN_FREQUENT_KERNELS` kernels were measured.
+        rare: Interval for the others.
+    """
+
+    frequent: ConformalInterval
+    rare: ConformalInterval
+
+    def compute_bounds(self, ms: float, num_kernels: int) -> tuple[float, float]:
+        """Return both ends of the interval of a latency, whose operator has a number of measured kernels."""
+        if num_kernels >= MIN_FREQUENT_KERNELS:
+            return self.frequent.bounds(ms)
+        low_ms, high_ms = self.rare.bounds(ms)
+        factor = 1.0 if num_kernels >= MIN_RARE_KERNELS else WIDENING
+        return low_ms / factor, high_ms * factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +81,7 @@ def estimate_kernels(
     kernels: Iterable[KernelSpec],
     measured_ms: Mapping[str, float],
     regressor: KernelRegressor,
-    interval: ConformalInterval,
-    composition: CompositionModel,
+    intervals: KernelIntervals,
 ) -> dict[str, KernelEstimate]:
     """Return kernel id -> estimate.
 
@@ -66,8 +89,7 @@ def estimate_kernels(
         kernels: Kernels of a graph.
         measured_ms: Kernel id -> measured latency.
         regressor: Regressor of kernels.
-        interval: Interval of a learned kernel.
-        composition: Costs of kernels inside a graph.
+        intervals: Intervals of learned kernels.
     """
     all_kernels = {kernel.id: kernel for kernel in _iter_nested(kernels)}
     isolated_ms = regressor.estimate_idle_ms(all_kernels.values(), measured_ms)
@@ -76,14 +98,13 @@ def estimate_kernels(
     for kernel in all_kernels.values():
         source = regressor.get_source(kernel, measured_ms)
         if kernel.bodies and source != MEASURED:
-            estimates[kernel.id] = _compose(kernel, estimates, regressor.roofline.launch_ms, composition)
+            estimates[kernel.id] = _compose(kernel, estimates, regressor.roofline.launch_ms)
             continue
         ms = isolated_ms[kernel.id]
         low_ms = high_ms = ms
         if source in (LEARNED, RELATED):
-            factor = RELATED_FACTOR if source == RELATED else 1.0
-            low_ms, high_ms = interval.bounds(ms)
-            low_ms, high_ms = low_ms / factor, high_ms * factor
+            num_kernels = regressor.count_similar(kernel) if source == LEARNED else 0
+            low_ms, high_ms = intervals.compute_bounds(ms, num_kernels)
         elif source == ROOFLINE:
             _, low_ms, high_ms = regressor.roofline.estimate_ms(kernel)
         estimates[kernel.id] = KernelEstimate(
@@ -110,10 +131,9 @@ def _compose(
     kernel: KernelSpec,
     estimates: Mapping[str, KernelEstimate],
     launch_ms: float,
-    composition: CompositionModel,
 ) -> KernelEstimate:
     """Compose the latency of If, Loop or Scan from the kernels of its subgraphs."""
-    totals = {body.name: _sum_body(body, estimates, launch_ms, composition) for body in kernel.bodies}
+    totals = {body.name: _sum_body(body, estimates, launch_ms) for body in kernel.bodies}
     ms = launch_ms + sum(body.trips * totals[body.name][0] for body in kernel.bodies)
     guess_ms = sum(body.trips * totals[body.name][3] for body in kernel.bodies)
     if kernel.node_op == "If" and 0 not in kernel.constants:
@@ -137,7 +157,7 @@ def _compose(
 
 
 def _sum_body(
-    body: Body, estimates: Mapping[str, KernelEstimate], launch_ms: float, composition: CompositionModel
+    body: Body, estimates: Mapping[str, KernelEstimate], launch_ms: float
 ) -> tuple[float, float, float, float]:
     """Return latency, both ends of its interval and the part by roofline of one run of a subgraph."""
     total_ms = low_ms = high_ms = TRIP_LAUNCHES * launch_ms
@@ -146,7 +166,8 @@ def _sum_body(
         if kernel.node_op in VIEW_OPS:
             continue
         estimate = estimates[kernel.id]
-        ms = composition.predict_kernel_ms(kernel, estimate.ms)
+        # Kernels of a subgraph need no call of their own.
+        ms = max(estimate.ms - launch_ms, MIN_SHARE * estimate.ms)
         ratio = ms / estimate.ms if estimate.ms else 1.0
         total_ms += ms
         low_ms += estimate.low_ms * ratio

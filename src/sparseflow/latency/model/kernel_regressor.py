@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from pydantic import NonNegativeFloat, PositiveInt
+
 from sparseflow.core.artifact import DictField
 from sparseflow.core.checks import check_one_of
 from sparseflow.core.costmodel.trees import BOOSTED, FOREST, TreeEnsemble
@@ -24,8 +26,26 @@ MEASURED, LEARNED, RELATED, ROOFLINE = "measured", "learned", "related", "roofli
 only its main operator was measured, in another fusion, layout or type; or none of them.
 """
 
+_MAX_EXTRAPOLATION = 2.0
+"""Largest work of a kernel over that of the learned ones at which their errors apply to it."""
+
 RATIO = "ratio"
 KINDS = (RATIO, BOOSTED, FOREST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRange:
+    """Learned kernels of an operator.
+
+    Attributes:
+        kernels: Number of kernels.
+        flops: Most operations of one of them.
+        bytes_moved: Most bytes of one of them.
+    """
+
+    kernels: PositiveInt
+    flops: NonNegativeFloat
+    bytes_moved: NonNegativeFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +58,7 @@ class KernelRegressor:
         encoder: Encoder of the features.
         trees: Tree ensemble.
         free_ops: Operators without device work, which are not learned.
+        op_ranges: Canonical name -> range of learned kernels.
     """
 
     kind: str
@@ -45,6 +66,7 @@ class KernelRegressor:
     encoder: FeatureEncoder
     trees: Annotated[TreeEnsemble, DictField()]
     free_ops: tuple[str, ...]
+    op_ranges: Mapping[str, OperatorRange]
 
     def __post_init__(self) -> None:
         check_one_of(KINDS, kind=self.kind)
@@ -97,7 +119,14 @@ class KernelRegressor:
         trees = TreeEnsemble.fit(
             encoder.transform(rows), target, FOREST if kind == FOREST else BOOSTED, seed=seed
         )
-        return cls(kind=kind, roofline=bound, encoder=encoder, trees=trees, free_ops=tuple(sorted(free_ops)))
+        return cls(
+            kind=kind,
+            roofline=bound,
+            encoder=encoder,
+            trees=trees,
+            free_ops=tuple(sorted(free_ops)),
+            op_ranges=_collect_ranges(kernels),
+        )
 
     def predict(self, kernels: Sequence[KernelSpec]) -> list[float]:
         """Predict the idle latency of each kernel in milliseconds.
@@ -126,6 +155,17 @@ class KernelRegressor:
         return kernel.flops_known and all(
             row[name] in values for name, values in self.encoder.categories.items()
         )
+
+    def count_similar(self, kernel: KernelSpec) -> int:
+        """Return how many kernels of its operator were learned; 0 for a kernel of far more work than they."""
+        known = self.op_ranges.get(kernel.op)
+        if (
+            known is None
+            or kernel.flops > _MAX_EXTRAPOLATION * known.flops
+            or kernel.bytes_moved > _MAX_EXTRAPOLATION * known.bytes_moved
+        ):
+            return 0
+        return known.kernels
 
     def get_source(self, kernel: KernelSpec, measured_ms: Mapping[str, float]) -> str:
         """Return the source of an idle latency: `MEASURED`, `LEARNED`, `RELATED` or `ROOFLINE`."""
@@ -173,3 +213,17 @@ class KernelRegressor:
             else:
                 estimates[kernel.id] = learned_ms.get(kernel) or self.roofline.estimate_ms(kernel)[0]
         return estimates
+
+
+def _collect_ranges(kernels: Iterable[KernelSpec]) -> dict[str, OperatorRange]:
+    by_op: dict[str, list[KernelSpec]] = {}
+    for kernel in kernels:
+        by_op.setdefault(kernel.op, []).append(kernel)
+    return {
+        op: OperatorRange(
+            kernels=len(members),
+            flops=max(kernel.flops for kernel in members),
+            bytes_moved=max(kernel.bytes_moved for kernel in members),
+        )
+        for op, members in by_op.items()
+    }

@@ -24,7 +24,7 @@ from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
 from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel
-from sparseflow.latency.model.kernel_estimates import KernelEstimate, estimate_kernels
+from sparseflow.latency.model.kernel_estimates import KernelEstimate, KernelIntervals, estimate_kernels
 from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 
@@ -36,6 +36,11 @@ MAX_MS = 1e12
 
 MAX_GUESS_SHARE = 0.05
 """Largest share of a latency that may come from operators without measurements, nor related ones."""
+
+_MAX_EXTRA_LAUNCHES = 0.25
+"""Launches by which a kernel of a graph, or the call, can be slower, which a fit to large models does not
+determine.
+"""
 
 _LAUNCH_ONLY = (0.0, 0.0, 1.0)
 """Shares of `contention.BOTTLENECKS` in the overhead of a call."""
@@ -80,8 +85,8 @@ class Prediction:
         interval: Low and high end of the interval around `mean_ms`, milliseconds. The high end is infinite if
             the work of an operator that was not measured is unknown.
         interval_coverage: Expected share of measurements within such intervals.
-        coverage: Share of `mean_ms` from kernels whose operator, or a related one, was measured; the rest is
-            a guess by roofline.
+        coverage: Share of the latency of all kernels from those whose operator, or a related one, was
+            measured; the rest is a guess by roofline.
         idle_ms: Mean latency without load.
         slowdown: `mean_ms` over `idle_ms`.
         load: Metric -> share that was used; empty for an idle device.
@@ -133,7 +138,7 @@ class Predictor(Artifact):
         composition: Latency of a graph from the latencies of its kernels.
         launch_overhead: Host time per kernel; None unless the graph is a queue of host and device.
         contention: Effect of load.
-        kernel_interval: Interval around the latency of a learned kernel.
+        kernel_intervals: Intervals around the latency of learned kernels.
         idle_interval: Interval around the latency of a model on an idle device.
         loaded_interval: Interval around the latency of a model under load.
         other_load: Share of the device that other work used during the idle measurements; None if it was not
@@ -142,7 +147,7 @@ class Predictor(Artifact):
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
     fingerprint: DeviceFingerprint
@@ -151,7 +156,7 @@ class Predictor(Artifact):
     composition: CompositionModel
     launch_overhead: LaunchOverheadModel | None
     contention: ContentionModel
-    kernel_interval: ConformalInterval
+    kernel_intervals: KernelIntervals
     idle_interval: ConformalInterval
     loaded_interval: ConformalInterval
     other_load: NonNegativeFloat | None
@@ -172,9 +177,7 @@ class Predictor(Artifact):
 
     def estimate_kernels(self, kernels: Iterable[KernelSpec]) -> dict[str, KernelEstimate]:
         """Return kernel id -> estimate of the isolated kernel, also of those in subgraphs."""
-        return estimate_kernels(
-            kernels, self.measured_ms, self.regressor, self.kernel_interval, self.composition
-        )
+        return estimate_kernels(kernels, self.measured_ms, self.regressor, self.kernel_intervals)
 
     def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:
         """Predict the latency of a graph under load.
@@ -202,14 +205,19 @@ class Predictor(Artifact):
         runs_ms = self.contention.sample_runs(idle_ms, total_delay_ms, load_share, seed=seed).tolist()
         per_kernel = self._predict_per_kernel(graph, composed, estimates, delays_ms, mean_ms)
         interval = self.idle_interval if mean_ms <= MAX_IDLE_SLOWDOWN * idle_ms else self.loaded_interval
-        uncertain_kernels = [kernel for kernel in per_kernel if kernel.source not in (MEASURED, LEARNED)]
-        certain_ms = mean_ms - sum(kernel.count * kernel.mean_ms for kernel in uncertain_kernels)
-        guess_share = sum(k.count * k.mean_ms * k.guess_share for k in uncertain_kernels) / mean_ms
+        kernels_ms = sum(kernel.count * kernel.mean_ms for kernel in per_kernel)
+        guess_ms = sum(kernel.count * kernel.mean_ms * kernel.guess_share for kernel in per_kernel)
+        guess_share = guess_ms / kernels_ms if kernels_ms else 0.0
+        low_ms, high_ms = _compute_interval(interval, max(mean_ms - kernels_ms, 0.0), per_kernel)
+        num_launches = 1 + sum(kernel.count for kernel in per_kernel)
         return Prediction(
             mean_ms=mean_ms,
             p50_ms=quantile(runs_ms, 0.5),
             p95_ms=quantile(runs_ms, 0.95),
-            interval=_compute_interval(interval, certain_ms, uncertain_kernels),
+            interval=(
+                low_ms,
+                high_ms + _MAX_EXTRA_LAUNCHES * num_launches * self.regressor.roofline.launch_ms,
+            ),
             interval_coverage=interval.coverage,
             coverage=1.0 - guess_share,
             idle_ms=idle_ms,
@@ -299,20 +307,40 @@ def _sum_delays_ms(composed: ComposedLatency, delays_ms: Mapping[str, float]) ->
 
 
 def _compute_interval(
-    interval: ConformalInterval, certain_ms: float, uncertain_kernels: Sequence[KernelPrediction]
+    interval: ConformalInterval, call_ms: float, kernels: Sequence[KernelPrediction]
 ) -> tuple[float, float]:
     """Compute the interval around a mean latency, in milliseconds.
 
+    The errors of operators are independent. Those of the kernels of an operator are not, so that a model of
+    few operators has the interval of its kernels.
+
     Args:
-        interval: Interval of the latency of kernels whose operator was measured.
-        certain_ms: Their latency.
-        uncertain_kernels: The other kernels, which have an interval each.
+        interval: Interval of models that consist of measured and learned kernels.
+        call_ms: Latency of the call.
+        kernels: All kernels; those that are neither measured nor learned have an interval each.
     """
-    low_ms, high_ms = certain_ms * interval.low, certain_ms * interval.high
-    low_ms += sum(
-        kernel.count * kernel.low_ms * kernel.mean_ms / kernel.idle_ms for kernel in uncertain_kernels
+    certain_ms = call_ms
+    deviations: dict[str, tuple[float, float]] = {}
+    low_ms = high_ms = 0.0
+    for kernel in kernels:
+        mean_ms, scale = (
+            kernel.count * kernel.mean_ms,
+            kernel.mean_ms / kernel.idle_ms if kernel.idle_ms else 1.0,
+        )
+        if kernel.source not in (MEASURED, LEARNED):
+            low_ms += kernel.count * kernel.low_ms * scale
+            high_ms += kernel.count * kernel.high_ms * scale
+            continue
+        certain_ms += mean_ms
+        if kernel.source == LEARNED:
+            below, above = deviations.get(kernel.op, (0.0, 0.0))
+            below += mean_ms * math.log(kernel.idle_ms / kernel.low_ms)
+            above += mean_ms * math.log(kernel.high_ms / kernel.idle_ms)
+            deviations[kernel.op] = below, above
+    below, above = (
+        (math.hypot(*ends) for ends in zip(*deviations.values(), strict=True)) if deviations else (0, 0)
     )
-    high_ms += sum(
-        kernel.count * kernel.high_ms * kernel.mean_ms / kernel.idle_ms for kernel in uncertain_kernels
-    )
+    if certain_ms:
+        low_ms += certain_ms * min(interval.low, math.exp(-below / certain_ms))
+        high_ms += certain_ms * max(interval.high, math.exp(above / certain_ms))
     return low_ms, high_ms
