@@ -34,7 +34,7 @@ from sparseflow.latency.measure.plan import CollectionPlan, make_plan
 from tests.latency.fake_bench import FakeBench
 from tests.latency.onnx_models import convnet, save
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASURED_THEN = ("session",)
 
 

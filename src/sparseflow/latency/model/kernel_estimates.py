@@ -144,7 +144,7 @@ def _compose(
         low_ms = sum(body.trips * totals[body.name][1] for body in kernel.bodies)
         # The product of zero trips and infinity is not a number.
         high_ms = sum(body.trips * totals[body.name][2] for body in kernel.bodies if body.trips)
-    inner = [estimates[k.id] for body in kernel.bodies for k in body.kernels]
+    inner = [estimates[k.id] for b in kernel.bodies for k in b.kernels if k.node_op not in VIEW_OPS]
     return KernelEstimate(
         ms=ms,
         low_ms=(launch_ms + low_ms) / COMPOSED_FACTOR,
