@@ -319,7 +319,7 @@ def get_parent(record: Any, path: Place) -> Any:
 def test_predictor_missing_part_raises(record: str, tmp_path: Path) -> None:
     full_record = json.loads(record)
     for path in iter_paths(full_record | {"measured_ms": {}, "quality": {}}):
-        names = (("regressor", "encoder", "categories"), ("regressor", "op_ranges"))
+        names = (("regressor", "encoder", "categories"), ("regressor", "ranges"))
         if len(path) > 3 or isinstance(path[-1], int) or any(path[: len(n)] == n != path for n in names):
             continue
         damaged = json.loads(record)

@@ -251,7 +251,7 @@ def _activate(b: _ModelBuilder, name: str) -> str:
 
 
 def _add_conv(b: _ModelBuilder) -> None:
-    dims, size = b.choose(1, 2, 2, 2, 2, 2), b.choose(1, 1, 1, 3, 3, 3, 5, 7)
+    dims, size = b.choose(1, 2, 2, 2), b.choose(1, 1, 1, 3, 3, 3, 5, 7)
     channels, filters = b.draw_width(3, 512), b.draw_width(4, 512)
     groups = b.choose(1, 1, 1, 1, channels, channels, 4)
     if groups > 1:

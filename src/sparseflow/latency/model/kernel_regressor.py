@@ -33,9 +33,15 @@ RATIO = "ratio"
 KINDS = (RATIO, BOOSTED, FOREST)
 
 
+def get_variant(kernel: KernelSpec) -> str:
+    """Return the canonical name, domain, operator, type and rank of a kernel, whose errors are alike."""
+    rank = len(kernel.inputs[0].shape) if kernel.inputs else 0
+    return f"{kernel.op}:{make_features(kernel)[OPERATOR]}:{rank}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OperatorRange:
-    """Learned kernels of an operator.
+    """Learned kernels of a variant of an operator.
 
     Attributes:
         kernels: Number of kernels.
@@ -58,7 +64,7 @@ class KernelRegressor:
         encoder: Encoder of the features.
         trees: Tree ensemble.
         free_ops: Operators without device work, which are not learned.
-        op_ranges: Canonical name -> range of learned kernels.
+        ranges: Variant of an operator (see `get_variant`) -> range of learned kernels.
     """
 
     kind: str
@@ -66,7 +72,7 @@ class KernelRegressor:
     encoder: FeatureEncoder
     trees: Annotated[TreeEnsemble, DictField()]
     free_ops: tuple[str, ...]
-    op_ranges: Mapping[str, OperatorRange]
+    ranges: Mapping[str, OperatorRange]
 
     def __post_init__(self) -> None:
         check_one_of(KINDS, kind=self.kind)
@@ -125,7 +131,7 @@ class KernelRegressor:
             encoder=encoder,
             trees=trees,
             free_ops=tuple(sorted(free_ops)),
-            op_ranges=_collect_ranges(kernels),
+            ranges=_collect_ranges(kernels),
         )
 
     def predict(self, kernels: Sequence[KernelSpec]) -> list[float]:
@@ -157,8 +163,8 @@ class KernelRegressor:
         )
 
     def count_similar(self, kernel: KernelSpec) -> int:
-        """Return how many kernels of its operator were learned; 0 for a kernel of far more work than they."""
-        known = self.op_ranges.get(kernel.op)
+        """Return how many kernels of its variant were learned; 0 for a kernel of far more work than they."""
+        known = self.ranges.get(get_variant(kernel))
         if (
             known is None
             or kernel.flops > _MAX_EXTRAPOLATION * known.flops
@@ -216,14 +222,14 @@ class KernelRegressor:
 
 
 def _collect_ranges(kernels: Iterable[KernelSpec]) -> dict[str, OperatorRange]:
-    by_op: dict[str, list[KernelSpec]] = {}
+    by_variant: dict[str, list[KernelSpec]] = {}
     for kernel in kernels:
-        by_op.setdefault(kernel.op, []).append(kernel)
+        by_variant.setdefault(get_variant(kernel), []).append(kernel)
     return {
-        op: OperatorRange(
+        variant: OperatorRange(
             kernels=len(members),
             flops=max(kernel.flops for kernel in members),
             bytes_moved=max(kernel.bytes_moved for kernel in members),
         )
-        for op, members in by_op.items()
+        for variant, members in by_variant.items()
     }

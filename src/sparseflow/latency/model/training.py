@@ -16,7 +16,7 @@ from sparseflow.latency.model.composition import MODES, QUEUE
 from sparseflow.latency.model.dataset import LatencyDataset, load_dataset
 from sparseflow.latency.model.fitting import DEFAULT_INTERVAL, fit_predictor
 from sparseflow.latency.model.kernel_estimates import MIN_FREQUENT_KERNELS, KernelIntervals
-from sparseflow.latency.model.kernel_regressor import KINDS
+from sparseflow.latency.model.kernel_regressor import KINDS, get_variant
 from sparseflow.latency.model.predictor import Predictor
 
 MIN_KERNELS = 10
@@ -95,10 +95,10 @@ def _fit_kernel_intervals(
     data: LatencyDataset, predictions: Sequence[validation.HeldOutPrediction]
 ) -> KernelIntervals:
     """Fit the intervals of frequent and of rare operators; without one of them, to all."""
-    counts = Counter(data.kernels[name].op for name in data.list_device_kernels())
+    counts = Counter(get_variant(data.kernels[name]) for name in data.list_device_kernels())
     groups: dict[bool, list[validation.HeldOutPrediction]] = {True: [], False: []}
     for prediction in predictions:
-        groups[counts[data.kernels[prediction.name].op] >= MIN_FREQUENT_KERNELS].append(prediction)
+        groups[counts[get_variant(data.kernels[prediction.name])] >= MIN_FREQUENT_KERNELS].append(prediction)
     return KernelIntervals(
         frequent=validation.fit_interval(groups[True] or predictions),
         rare=validation.fit_interval(groups[False] or predictions),
