@@ -16,14 +16,14 @@ pytest.importorskip("yaml")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
-from onnx import helper
+from onnx import TensorProto, helper
 
 from sparseflow.cli.root import run
 from sparseflow.latency.measure import collection
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import few_tries
-from tests.latency.onnx_models import FLOAT, convnet, model, save, values
+from tests.latency.onnx_models import FLOAT, convnet, looping, model, save
 from tests.latency.synthetic import SyntheticBench, make_collection, make_networks, slowdown
 
 
@@ -109,9 +109,8 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
     for result in (idle, loaded):
         low, high = result["interval"]
         assert low <= result["mean_ms"] <= high and result["p50_ms"] <= result["p95_ms"]
-        assert sum(k["count"] * k["mean_ms"] for k in result["per_kernel"]) == pytest.approx(
-            result["mean_ms"]
-        )
+        kernels_ms = sum(k["count"] * k["mean_ms"] for k in result["per_kernel"])
+        assert result["call_ms"] + kernels_ms == pytest.approx(result["mean_ms"])
     text = run_text(["predict", model, "--predictor", file], capsys)
     assert f"mean {idle['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
     assert "measured" in text and "Conv_Relu" in text
@@ -122,16 +121,33 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
 def test_predict_guess_says_so_and_strict_fails(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
-    weights = {"w": values(1, 24, 4), "r": values(1, 24, 8)}
-    path = save(model([node], [("x", FLOAT, [5, 1, 4])], [("y", FLOAT, None)], weights), tmp_path)
+    node = helper.make_node(
+        "TfIdfVectorizer", ["x"], ["y"], mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0,
+        ngram_counts=[0], ngram_indexes=[0, 1, 2], pool_int64s=[0, 1, 2],
+    )  # fmt: skip
+    inputs = [("x", TensorProto.INT64, [6])]
+    path = save(model([node], inputs, [("y", FLOAT, [3])]), tmp_path)
     command = ["predict", str(path), "--predictor", str(trained.file)]
     text = run_text(command, capsys)
     assert "to unbounded; 100 % of it is a guess)" in text
-    assert "note: 100 % of the latency is a guess" in text and "the work of GRU is unknown" in text
+    assert (
+        "note: 100 % of the latency is a guess" in text and "the work of TfIdfVectorizer is unknown" in text
+    )
     assert run_json([*command, "--strict"], capsys, code=1)["interval"][1] is None
-    assert "the sums omit the unknown work of: 1 GRU" in run_text(["analyze", str(path)], capsys)
+    assert "the sums omit the unknown work of: 1 TfIdfVectorizer" in run_text(["analyze", str(path)], capsys)
     run_json(["predict", str(trained.models[0]), "--predictor", str(trained.file), "--strict"], capsys)
+
+
+def test_predict_loop_from_its_body(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--predictor", str(trained.file), "--strict"]
+    for trips in (1, 500):
+        path = save(looping(trips), tmp_path, f"{trips}.onnx")
+        result = run_json(["predict", str(path), *command], capsys, code=1)
+        assert [kernel["source"] for kernel in result["per_kernel"]] == ["composed"]
+        assert "did not measure MatMul" in result["notes"][0] and result["interval"][1] is not None
+    assert "Loop" in run_text(["analyze", str(path)], capsys)
 
 
 def test_predict_above_budget_fails(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,23 @@ def branching() -> onnx.ModelProto:
     )
 
 
+def looping(trips: int, width: int = 8) -> onnx.ModelProto:
+    """Build a Loop of matrix products."""
+    info = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("MatMul", ["s", "w"], ["s_out"]), helper.make_node("Identity", ["c"], ["c_out"])],
+        "body",
+        [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), info("s", FLOAT, [width, width])],
+        [info("c_out", TensorProto.BOOL, []), info("s_out", FLOAT, [width, width])],
+    )
+    return model(
+        [helper.make_node("Loop", ["trips", "", "x"], ["y"], body=body)],
+        [("x", FLOAT, [width, width])],
+        [("y", FLOAT, [width, width])],
+        {"w": values(width, width), "trips": np.array(trips)},
+    )
+
+
 class Tiny(nn.Module):
     """Network for zoos; `wide` is the number of channels."""
 

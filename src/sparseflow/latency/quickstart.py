@@ -16,6 +16,7 @@ from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import DeviceError, RunError
 from sparseflow.latency.graph import session
 from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.sweep import SweepConfig
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from sparseflow.latency.measure.collection import collect
 from sparseflow.latency.measure.config import CollectionConfig
@@ -35,8 +36,8 @@ NOTE = (
 )
 
 _STEPS = {
-    "export": (0.0, 0.12), "extract": (0.12, 0.20), "idle": (0.20, 0.45), "load": (0.45, 0.75),
-    "train": (0.75, 0.85), "evaluate": (0.85, 1.0),
+    "export": (0.0, 0.12), "extract": (0.12, 0.20), "idle": (0.20, 0.40), "sweep": (0.40, 0.55),
+    "load": (0.55, 0.75), "train": (0.75, 0.85), "evaluate": (0.85, 1.0),
 }  # fmt: skip
 """Step -> fraction of the total time at its start and end."""
 
@@ -107,6 +108,11 @@ def run_quickstart(
         **common,
     )
     collect(idle_config, root / "rest", progress=_get_step_progress(progress, "idle"))
+    # The sweep covers operators that the networks lack.
+    sweep_config = CollectionConfig(
+        sweep=SweepConfig(), levels=[0.0], rounds=1, min_time_s=0.1, max_samples=200, **common
+    )
+    collect(sweep_config, root / "sweep", progress=_get_step_progress(progress, "sweep"))
     # One model per network suffices under load, since kernels of the same kind respond equally.
     network_models = list({get_network(path.stem): path for path in models}.values())
     load_config = CollectionConfig(
@@ -122,7 +128,9 @@ def run_quickstart(
         collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
     except (RunError, DeviceError) as error:
         problems.append(f"measurements under load are missing: {error}; run the same command to resume")
-    predictor = train([root / "rest", root / "load"], progress=_get_step_progress(progress, "train"))
+    predictor = train(
+        [root / name for name in ("rest", "sweep", "load")], progress=_get_step_progress(progress, "train")
+    )
     # Saved before the evaluation, which can fail.
     predictor_path = predictor.save(root / "predictor.json")
     evaluate_progress = _get_step_progress(progress, "evaluate")

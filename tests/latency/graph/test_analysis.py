@@ -14,6 +14,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers")
 pytest.importorskip("yaml")
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -28,7 +29,7 @@ from sparseflow.latency.graph.optimization import (
     optimize,
 )
 from tests.conformance import check_artifact_file
-from tests.latency.onnx_models import FLOAT, branching, convnet, lookup, model, save, values
+from tests.latency.onnx_models import FLOAT, branching, convnet, lookup, looping, model, save, values
 
 
 def facts(path: Path, level: str = "all") -> list[tuple[str, str]]:
@@ -193,9 +194,74 @@ def test_tensor_read_twice_keeps_first_name(tmp_path: Path) -> None:
 
 
 def test_unknown_operators_marked(tmp_path: Path) -> None:
-    built = model([helper.make_node("Det", ["x"], ["y"])], [("x", FLOAT, [5, 3, 3])], [("y", FLOAT, [5])])
+    lookup_node = helper.make_node(
+        "TfIdfVectorizer", ["x"], ["y"], mode="TF", min_gram_length=1, max_gram_length=1, max_skip_count=0,
+        ngram_counts=[0], ngram_indexes=[0, 1, 2], pool_int64s=[0, 1, 2],
+    )  # fmt: skip
+    built = model([lookup_node], [("x", onnx.TensorProto.INT64, [6])], [("y", FLOAT, [3])])
     kernel = analyze(save(built, tmp_path)).kernels[0]
-    assert not kernel.flops_known and kernel.flops == 5
+    assert not kernel.flops_known and kernel.flops == 3
+
+
+def test_bodies_of_loops_and_branches(tmp_path: Path) -> None:
+    int64, boolean = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+    value = helper.make_tensor_value_info
+    # Iterations 0 and 1 of four take the first branch, since a loop runs as often as its condition allows.
+    branches = {
+        name: helper.make_graph([helper.make_node(op, ["s"], [op])], name, [], [value(op, FLOAT, [4, 4])])
+        for name, op in (("then_branch", "Tanh"), ("else_branch", "Exp"))
+    }
+    inner = helper.make_graph(
+        [helper.make_node("MatMul", ["s", "w"], ["p"]), helper.make_node("Identity", ["c"], ["c_out"])],
+        "inner",
+        [value("j", int64, []), value("c", boolean, []), value("t", FLOAT, [4, 4])],
+        [value("c_out", boolean, []), value("p", FLOAT, [4, 4])],
+    )
+    outer = helper.make_graph(
+        [
+            helper.make_node("If", ["go_on"], ["branch"], **branches),
+            helper.make_node("Loop", ["three", "", "branch"], ["s_out"], body=inner),
+            helper.make_node("Less", ["i", "one"], ["go_on_out"]),
+        ],
+        "outer",
+        [value("i", int64, []), value("go_on", boolean, []), value("s", FLOAT, [4, 4])],
+        [value("go_on_out", boolean, []), value("s_out", FLOAT, [4, 4])],
+    )
+    step = helper.make_graph(
+        [helper.make_node("Add", ["sum", "row"], ["sum_out"])],
+        "step",
+        [value("sum", FLOAT, [4]), value("row", FLOAT, [4])],
+        [value("sum_out", FLOAT, [4])],
+    )
+    built = model(
+        [
+            helper.make_node("Loop", ["four", "", "x"], ["looped"], body=outer),
+            helper.make_node("ReduceMax", ["looped"], ["first"], axes=[0], keepdims=0),
+            helper.make_node("Scan", ["first", "looped"], ["y"], body=step, num_scan_inputs=1,
+                             scan_input_axes=[1]),
+        ],
+        [("x", FLOAT, [4, 4])],
+        [("y", FLOAT, [4])],
+        {"w": values(4, 4), "four": np.array(4), "three": np.array(3), "one": np.array(1)},
+    )  # fmt: skip
+    graph = analyze(save(built, tmp_path))
+    loop, scan = (n.kernel for n in graph.nodes if n.kernel.bodies)
+    (body,) = loop.bodies
+    assert body.trips == 2 and [k.op for k in body.kernels] == ["If", "Loop", "Less"]
+    executed, skipped = body.kernels[0].bodies
+    assert (executed.trips, skipped.trips) == (1, 0)
+    assert (executed.kernels[0].op, skipped.kernels[0].op) == ("Tanh", "Exp")
+    assert body.kernels[1].bodies[0].trips == 3
+    assert loop.flops == 2 * (executed.kernels[0].flops + 3 * 2 * 64 + 1) and loop.flops_known
+    assert scan.bodies[0].trips == 4 and scan.flops == 16
+    assert Graph.from_dict(json.loads(json.dumps(graph.to_dict())), "graph.json") == graph
+
+
+def test_trip_count_changes_id(tmp_path: Path) -> None:
+    def kernel_id(trips: int) -> str:
+        return analyze(save(looping(trips), tmp_path)).kernels[0].id
+
+    assert kernel_id(2) == kernel_id(2) != kernel_id(3)
 
 
 def test_data_dependent_shapes_observed(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from sparseflow.core.journal import read_journal
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.sweep import SweepConfig
 from sparseflow.latency.measure import collection as module
 from sparseflow.latency.measure.collection import collect, read_plan, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, load_collection_config
@@ -58,6 +59,18 @@ def config_of(files: Path, **settings: Any) -> CollectionConfig:
 
 def keys(rows: list[dict[str, Any]]) -> list[str]:
     return [row["key"] for row in rows]
+
+
+def test_sweep_measured_beside_kernels(files: Path, tmp_path: Path) -> None:
+    config = config_of(files, sweep={"kernels": 5, "operators": ["unary"]}, levels=[0.0], rounds=1)
+    summary = collect(config, tmp_path, instruments=FakeBench(config))
+    synthetic = {path.stem for path in (tmp_path / "sweep" / "kernels").glob("*.onnx")}
+    measured = {row["kernel_id"] for row in read_rows(tmp_path)}
+    assert len(synthetic) >= 5 and synthetic < measured and "small" in measured
+    assert collect(config, tmp_path, instruments=FakeBench(config)).added == 0 < summary.added
+    synthetic_only = CollectionConfig(sweep=SweepConfig(kernels=3), levels=[0.0])
+    summary = collect(synthetic_only, tmp_path / "only", instruments=FakeBench(synthetic_only))
+    assert summary.targets >= 3
 
 
 def test_plan_blocks_contain_each_target_once(files: Path) -> None:

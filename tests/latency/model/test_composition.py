@@ -50,7 +50,7 @@ DIAMOND = make_graph(
 def composition(**changes: Any) -> CompositionModel:
     costs: dict[str, Any] = {
         "mode": SUM, "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_activation_ms": 0.0,
-        "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
+        "min_weights": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
     }  # fmt: skip
     return CompositionModel(**(costs | changes))
 
@@ -111,7 +111,8 @@ def networks(true: CompositionModel, count: int = 12) -> tuple[list[Graph], dict
         kernels += [VIEW] * generator.randint(0, 6)
         built.append(chain(kernels))
         isolated_ms |= {kernel.id: 0.5 + kernel.flops / 1e8 for kernel in kernels}
-        measured.append(sum(true.predict_kernel_ms(kernel, isolated_ms[kernel.id]) for kernel in kernels))
+        inside_ms = [true.predict_kernel_ms(kernel, isolated_ms[kernel.id]) for kernel in kernels]
+        measured.append(true.call_ms + sum(inside_ms))
     return built, isolated_ms, measured
 
 
@@ -120,11 +121,14 @@ def networks(true: CompositionModel, count: int = 12) -> tuple[list[Graph], dict
 def test_fit_recovers_costs(mode: str, per_kernel: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition_module, "_REGULARIZATION", 1e-3)
     true = composition(
-        mode=mode, per_kernel_ms=per_kernel, per_view_ms=0.05, per_weight_ms=0.4, per_activation_ms=0.1
-    )
+        mode=mode, per_kernel_ms=per_kernel, per_view_ms=0.05, per_weight_ms=0.4, per_activation_ms=0.1,
+        call_ms=max(-per_kernel, 0.0),
+    )  # fmt: skip
     graphs, isolated_ms, measured = networks(true)
     fitted = to_record(CompositionModel.fit(graphs, isolated_ms, measured, mode))
     assert (fitted.pop("models"), fitted.pop("mode")) == (12, mode)
+    weights = [sum(kernel.constant_bytes for kernel in graph.kernels) / MEBIBYTE for graph in graphs]
+    assert fitted.pop("min_weights") == pytest.approx(min(weights))
     assert fitted == pytest.approx({name: to_record(true)[name] for name in fitted}, rel=0.01)
 
 
@@ -185,6 +189,13 @@ def test_byte_costs_proportional_to_size() -> None:
     assert composition(per_weight_ms=2.0).predict_kernel_ms(kernel, 1.0) == pytest.approx(3.0)
     assert composition(per_activation_ms=2.0).predict_kernel_ms(kernel, 1.0) == pytest.approx(3.0)
     assert kernel.constant_bytes == MEBIBYTE
+
+
+def test_weight_cost_lower_in_small_models() -> None:
+    model = composition(per_weight_ms=2.0, min_weights=4.0)
+    kernel = make_kernel("MatMul", [(256, 512), (512, 512)], (256, 512), constants=(1,))
+    assert [model.predict_kernel_ms(kernel, 1.0, weights) for weights in (1.0, 4.0, 99.0)] == [1.5, 3.0, 3.0]
+    assert model.compose(chain([kernel]), {kernel.id: 1.0}).total_ms == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_only_ratio_extrapolates(models: dict[str, KernelRegressor]) -> None:
 
 
 def test_ratio_at_least_roofline() -> None:
-    bound = Roofline(launch_ms=1.0, flops_per_s=1e6, bytes_per_s=1e6, typical=1.0, low=1.0, high=1.0)
+    bound = Roofline(
+        launch_ms=1.0, flops_per_s=1e6, integer_ops_per_s=1e6, bytes_per_s=1e6, typical=1.0, low=1.0, high=1.0
+    )
     model = KernelRegressor.fit(LEARNED, TAKEN, RATIO, roofline=bound)
     assert model.roofline == bound
     assert model.predict(LEARNED) == [bound.compute_bound_ms(kernel) for kernel in LEARNED]

@@ -232,7 +232,7 @@ def test_queue_held_out_networks_accurate(queued: MadeUp) -> None:
     working = len(data.list_device_kernels())
     assert all(splits["by_kernel"]["count"] == working for splits in quality["kernels"].values())
     assert quality["counts"]["kernels"] == len(data.list_kernels()) > working
-    assert queued.predictor.kernel_interval.samples == working
+    assert queued.predictor.kernel_intervals.frequent.samples == working
     # Sums of device times are far off, since some kernels wait for the host.
     with few_tries():
         held_out = validation.fit_without_each_network(data, RATIO)
@@ -372,10 +372,10 @@ def test_queue_unknown_view_has_no_device_time(queued: MadeUp, unseen: Graph) ->
         sources = {kernel.kernel_id: kernel.source for kernel in prediction.per_kernel}
         assert {sources[node.kernel_id] for node in views} == {MEASURED}
         assert set(sources.values()) == {MEASURED, LEARNED} and prediction.coverage == 1.0
-    isolated_ms, _ = queued.predictor.compose(unseen)
+    estimates, _ = queued.predictor.compose(unseen)
     for node in views:
-        assert isolated_ms[node.kernel_id] == 0.0
-        assert queued.predictor.compute_kernel_interval(node.kernel, 0.0) == (0.0, 0.0, MEASURED)
+        estimate = estimates[node.kernel_id]
+        assert (estimate.ms, estimate.low_ms, estimate.high_ms, estimate.source) == (0.0, 0.0, 0.0, MEASURED)
     assert queued.predictor.predict(unseen).mean_ms == pytest.approx(queued_ms(unseen), rel=0.15)
 
 

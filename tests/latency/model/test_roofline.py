@@ -17,7 +17,9 @@ from sparseflow.latency.model.roofline import Roofline
 from tests.latency.records import from_record, to_record
 from tests.latency.synthetic import make_kernel, make_matmul
 
-TRUE = Roofline(launch_ms=0.02, flops_per_s=5e9, bytes_per_s=1e9, typical=1.0, low=1.0, high=1.0)
+TRUE = Roofline(
+    launch_ms=0.02, flops_per_s=5e9, integer_ops_per_s=2e10, bytes_per_s=1e9, typical=1.0, low=1.0, high=1.0
+)
 
 
 def copy(elements: int) -> KernelSpec:
@@ -37,6 +39,17 @@ def test_fit_recovers_roofline() -> None:
     assert roofline.flops_per_s == pytest.approx(TRUE.flops_per_s, rel=0.02)
     assert roofline.bytes_per_s == pytest.approx(TRUE.bytes_per_s, rel=0.02)
     assert [roofline.low, roofline.typical, roofline.high] == pytest.approx([1.0] * 3, rel=0.05)
+
+
+def test_fit_integer_rate() -> None:
+    integers = [
+        make_kernel("QLinearMatMul", [(n, n), (), (), (n, n)], (n, n), dtype="int8")
+        for n in range(200, 400, 8)
+    ]
+    kernels = [*KERNELS, *integers]
+    roofline = Roofline.fit(kernels, [TRUE.compute_bound_ms(kernel) for kernel in kernels])
+    assert roofline.flops_per_s == pytest.approx(TRUE.flops_per_s, rel=0.02)
+    assert roofline.integer_ops_per_s == pytest.approx(TRUE.integer_ops_per_s, rel=0.02)
 
 
 def test_estimate_uses_typical_ratio() -> None:

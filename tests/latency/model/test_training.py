@@ -56,7 +56,7 @@ def test_train_quality(made_up: MadeUp) -> None:
         "beside_loads": 12,
         "failed": 0,
     }
-    assert predictor.kernel_interval.samples == len(data.list_kernels())
+    assert predictor.kernel_intervals.frequent.samples == len(data.list_kernels())
     assert predictor.idle_interval.samples == len(data.list_models())
     assert predictor.loaded_interval.samples == len(data.loaded)
 
@@ -81,7 +81,7 @@ def test_train_single_network_default_intervals(tmp_path: Path) -> None:
     assert quality["models"] == {} and quality["counts"]["networks"] == 1
     assert all(set(splits) == {"by_kernel", "leaky"} for splits in quality["kernels"].values())
     assert predictor.idle_interval == predictor.loaded_interval == DEFAULT_INTERVAL
-    assert predictor.kernel_interval.samples == quality["counts"]["kernels"]
+    assert predictor.kernel_intervals.rare.samples == quality["counts"]["kernels"]
 
 
 def test_train_kernels_only_deterministic(tmp_path: Path, made_up: MadeUp) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, computed_field, model_validator
@@ -22,9 +23,11 @@ from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic, write_json
 from sparseflow.errors import ModelError
 from sparseflow.latency.graph import onnx_file, session, work
-from sparseflow.latency.graph.inputs import save_values
+from sparseflow.latency.graph.control_flow import Values, find_bodies, find_captured_tensors, list_subgraphs
+from sparseflow.latency.graph.inputs import ModelInputs, resolve_inputs, save_values
 from sparseflow.latency.graph.kernels import (
     UNDEFINED,
+    Body,
     KernelSpec,
     TensorSpec,
     get_canonical_name,
@@ -237,15 +240,25 @@ def analyze(
         opset_imports={entry.domain: entry.version for entry in model.opset_import},
         inputs=tuple(tensors[value.name] for value in onnx_file.list_inputs(model)),
         outputs=tuple(tensors[value.name] for value in model.graph.output),
-        nodes=tuple(iter_nodes(model, tensors)),
+        nodes=tuple(iter_nodes(model, tensors, _find_bodies(model, model_inputs, tensors, provider))),
     )
     if out_dir is not None:
         graph.save(out_dir)
     return graph
 
 
-def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Iterator[Node]:
-    """Yield every node of an optimized model, in order."""
+def iter_nodes(
+    model: onnx.ModelProto,
+    tensors: Mapping[str, TensorSpec],
+    bodies: Mapping[int, tuple[Body, ...]] = MappingProxyType({}),
+) -> Iterator[Node]:
+    """Yield every node of an optimized model, in order.
+
+    Args:
+        model: Optimized model.
+        tensors: Its inputs, weights and intermediate tensors.
+        bodies: Index of a node -> its subgraphs.
+    """
     onnx = require("onnx", "latency")
     weights = {weight.name: weight for weight in model.graph.initializer}
     opsets = {entry.domain: entry.version for entry in model.opset_import}
@@ -256,7 +269,7 @@ def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Ite
         name = name if name not in names else f"{name}#{index}"
         names.add(name)
         own_reads = _strip_trailing_empty(node.input)
-        captured = find_captured_tensors(node)
+        captured = find_captured_tensors(list_subgraphs(node))
         reads = (*own_reads, *captured)
         inputs = tuple(
             _make_tensor(
@@ -269,10 +282,11 @@ def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Ite
             for position, tensor in enumerate(_strip_trailing_empty(node.output))
         )
         attributes = {a.name: onnx_file.parse_attribute(a) for a in node.attribute}
+        node_bodies = bodies.get(index, ())
         if any(tensor.opaque for tensor in (*inputs, *outputs)):
             flops, flops_known = 0.0, False
         else:
-            flops, flops_known = work.count_flops(node.op_type, attributes, inputs, outputs)
+            flops, flops_known = work.count_flops(node.op_type, attributes, inputs, outputs, node_bodies)
         kernel = KernelSpec(
             op=get_canonical_name(node.op_type, node.domain, attributes, inputs),
             node_op=node.op_type,
@@ -289,8 +303,9 @@ def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Ite
                 and (values := _read_constant_value(onnx, node.op_type, position, weights[tensor]))
                 is not None
             },
+            bodies=node_bodies,
             flops=flops,
-            bytes_moved=work.count_bytes_moved(node.op_type, inputs, outputs),
+            bytes_moved=work.count_bytes_moved(node.op_type, inputs, outputs, node_bodies),
             flops_known=flops_known,
         )
         yield Node(
@@ -303,22 +318,19 @@ def iter_nodes(model: onnx.ModelProto, tensors: Mapping[str, TensorSpec]) -> Ite
         producers.update({tensor: name for tensor in node.output if tensor})
 
 
-def find_captured_tensors(node: onnx.NodeProto) -> tuple[str, ...]:
-    """Return the outer tensors that the subgraphs of a node (If, Loop, Scan) read."""
-    captured: dict[str, None] = {}
+def _find_bodies(
+    model: onnx.ModelProto, inputs: ModelInputs, tensors: Mapping[str, TensorSpec], provider: str
+) -> dict[int, tuple[Body, ...]]:
+    """Return index of a node -> its subgraphs."""
 
-    def collect_reads(graph: onnx.GraphProto, outer: set[str]) -> None:
-        inside = outer | {value.name for value in graph.input} | {w.name for w in graph.initializer}
-        for child in graph.node:
-            captured.update(dict.fromkeys(name for name in child.input if name and name not in inside))
-            for sub in list_subgraphs(child):
-                collect_reads(sub, inside)
-            inside |= set(child.output)
-        captured.update(dict.fromkeys(v.name for v in graph.output if v.name not in inside))
+    def describe(body: onnx.ModelProto, values: Values) -> tuple[KernelSpec, ...]:
+        inputs = resolve_inputs(body, values=values)
+        inner, _ = describe_tensors(body, inputs, provider)
+        return tuple(
+            node.kernel for node in iter_nodes(body, inner, _find_bodies(body, inputs, inner, provider))
+        )
 
-    for graph in list_subgraphs(node):
-        collect_reads(graph, set())
-    return tuple(captured)
+    return find_bodies(model, inputs, tensors, provider, describe)
 
 
 def _read_constant_value(
@@ -357,8 +369,3 @@ def _strip_trailing_empty(names: Any) -> tuple[str, ...]:
     while listed and not listed[-1]:
         listed.pop()
     return tuple(listed)
-
-
-def list_subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """List the subgraphs of a node (If, Loop, Scan)."""
-    return [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]

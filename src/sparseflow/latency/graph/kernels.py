@@ -60,6 +60,23 @@ _RUNTIME_OP_NAMES = {
 }
 """Operator of a runtime -> its computation in ONNX operators."""
 
+_MAIN_OPERATORS = {
+    **dict.fromkeys(("ConvInteger", "FusedConv", "NhwcConv", "NhwcFusedConv"), "Conv"),
+    **dict.fromkeys(("FusedGemm", "QGemm"), "Gemm"),
+    **dict.fromkeys(
+        (
+            "FusedMatMul", "TransposeMatMul", "FusedMatMulActivation", "MatMulInteger", "MatMulInteger16",
+            "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits", "MatMulBnb4", "GemmFastGelu",
+        ),
+        "MatMul",
+    ),
+    "DynamicQuantizeLSTM": "LSTM",
+    "NhwcMaxPool": "MaxPool",
+}  # fmt: skip
+"""Operator of a runtime, or of quantized tensors -> operator that determines its latency."""
+
+_CONTRACTIONS = ("Conv", "MatMul", "Gemm")
+
 _CONVOLUTIONS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv"}
 _RUNTIME_DOMAINS = ("com.microsoft", "com.ms.internal.nhwc")
 _SUM_POSITION = 3
@@ -108,6 +125,30 @@ class TensorSpec(StrictModel):
         return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
 
 
+class Body(StrictModel):
+    """A subgraph of If, Loop or Scan, with its runs in one run of the node.
+
+    Attributes:
+        name: Attribute of the node, such as `"then_branch"`.
+        trips: Number of runs; for a branch of If 1 or 0.
+        kernels: Kernels in execution order, one per node.
+    """
+
+    name: str
+    trips: NonNegativeFloat
+    kernels: tuple[KernelSpec, ...]
+
+    @property
+    def flops(self) -> float:
+        """Operations of all runs."""
+        return self.trips * sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def bytes_moved(self) -> float:
+        """Bytes of all runs."""
+        return self.trips * sum(kernel.bytes_moved for kernel in self.kernels)
+
+
 class KernelSpec(StrictModel):
     """One kernel.
 
@@ -123,6 +164,7 @@ class KernelSpec(StrictModel):
         constants: Positions of inputs that are weights.
         values: Position of a small integer constant -> its elements; for the exponent of a power,
             thousandths.
+        bodies: Subgraphs of If, Loop or Scan; empty if they could not be analyzed.
         flops: Floating-point operations; a multiply-add counts as two.
         bytes_moved: Bytes of all inputs, including weights, and all outputs.
         flops_known: False if `flops` is the fallback of one operation per output element.
@@ -139,6 +181,7 @@ class KernelSpec(StrictModel):
     outputs: tuple[TensorSpec, ...]
     constants: tuple[NonNegativeInt, ...] = ()
     values: Mapping[NonNegativeInt, tuple[int, ...]] = {}
+    bodies: tuple[Body, ...] = ()
     flops: NonNegativeFloat
     bytes_moved: NonNegativeFloat
     flops_known: bool = True
@@ -173,6 +216,8 @@ class KernelSpec(StrictModel):
             "constants": sorted(self.constants),
             "values": {str(position): list(values) for position, values in self.values.items()},
         }
+        if self.bodies:
+            identity["bodies"] = [[b.name, b.trips, [k.id for k in b.kernels]] for b in self.bodies]
         try:
             text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
         except TypeError as error:
@@ -240,3 +285,13 @@ def get_canonical_name(
     else:
         parts = [_RUNTIME_OP_NAMES.get(node_op, node_op)]
     return "_".join(part for part in parts if part)
+
+
+def get_main_operator(op: str) -> str:
+    """Return the operator that determines the latency of a kernel.
+
+    Args:
+        op: Canonical name such as `"Conv_Add_Relu"`, or operator of a node such as `"QLinearConv"`.
+    """
+    parts = [_MAIN_OPERATORS.get(part, part).removeprefix("QLinear") for part in op.split("_")]
+    return next((part for part in parts if part in _CONTRACTIONS), parts[-1])

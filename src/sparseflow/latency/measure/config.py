@@ -25,6 +25,7 @@ from sparseflow.core.config import StrictModel, load_config
 from sparseflow.core.load.workloads import DEFAULT_KINDS, KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.latency.graph import session
+from sparseflow.latency.graph.sweep import SweepConfig
 
 DEFAULT_COPIES = 48
 """Default number of copies on a GPU; a device time of 2 µs per copy is then distinguishable from noise."""
@@ -54,6 +55,7 @@ class CollectionConfig(StrictModel):
             for one of them, where MODEL is the name of its file without the ending.
         inputs: Likewise, input -> value, for the models that have this input: a number, a list or the path of
             a `.npy` file. The other inputs are random.
+        sweep: Synthetic kernels to measure, such as `{kernels: 500}`, see `graph.sweep`; none by default.
         provider: `"cpu"` or `"cuda"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.
@@ -82,6 +84,7 @@ class CollectionConfig(StrictModel):
     models: Paths = Field(default=[])
     shapes: dict[str, list[Annotated[int, Field(ge=0)]]] = Field(default={})
     inputs: dict[str, InputValue] = Field(default={})
+    sweep: SweepConfig | None = None
     provider: str = "cpu"
     threads: Annotated[int, Field(ge=1)] | None = 1
     cpus: list[int] | None = None
@@ -121,8 +124,10 @@ class CollectionConfig(StrictModel):
 
     @pydantic.model_validator(mode="after")
     def _check_consistency(self) -> CollectionConfig:
-        if not self.kernels and not self.models:
-            raise ValueError("`kernels` or `models` must contain at least one file or directory")
+        if not self.kernels and not self.models and self.sweep is None:
+            raise ValueError(
+                "`kernels` or `models` must contain at least one file or directory, or set `sweep`"
+            )
         if self.stressor not in KINDS:
             raise ValueError(f"`stressor` (={self.stressor!r}) must be one of: {', '.join(KINDS)}")
         if len(set(self.levels)) != len(self.levels):

@@ -43,7 +43,7 @@ _REGULARIZATION = 0.25
 
 _NO_COSTS = {
     "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_activation_ms": 0.0,
-    "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0,
+    "min_weights": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0,
 }  # fmt: skip
 
 MIN_VIEW_MS = 1e-4
@@ -88,10 +88,13 @@ class CompositionModel:
             queue its magnitude is at most the latency of the fastest isolated kernel.
         per_view_ms: Latency of a view, independent of its isolated latency; unused in a queue.
         per_weight_ms: Cost per mebibyte of weights.
+        min_weights: Smallest weights of a model of the fit, mebibytes. Weights of a smaller model stay in the
+            caches more, so that it has a proportionally lower cost per mebibyte.
         per_activation_ms: Cost per mebibyte of activations, inputs and outputs.
         issue_scale: In a queue, factor of the measured host time.
         per_issue_ms: In a queue, additional host time per node, of either sign.
-        call_ms: In a queue, overhead of the call.
+        call_ms: Overhead of the call; outside a queue the part of an isolated kernel's latency that one in a
+            graph does not have.
         models: Number of models of the fit.
     """
 
@@ -100,6 +103,7 @@ class CompositionModel:
     per_view_ms: float
     per_weight_ms: float
     per_activation_ms: float
+    min_weights: NonNegativeFloat
     issue_scale: float
     per_issue_ms: float
     call_ms: NonNegativeFloat
@@ -142,10 +146,18 @@ class CompositionModel:
             costs = _fit_queue(graphs, isolated_ms, measured_ms, host_ms or {})
         elif graphs:
             costs = _fit_sum(graphs, isolated_ms, measured_ms, mode)
+        if graphs:
+            costs["min_weights"] = min(map(_count_weights, graphs))
         return cls(mode=mode, models=len(graphs), **(_NO_COSTS | costs))
 
-    def predict_kernel_ms(self, kernel: KernelSpec, isolated_ms: float) -> float:
-        """Return the latency of a kernel inside a graph, given its isolated latency."""
+    def predict_kernel_ms(self, kernel: KernelSpec, isolated_ms: float, weights: float = 0.0) -> float:
+        """Return the latency of a kernel inside a graph.
+
+        Args:
+            kernel: The kernel.
+            isolated_ms: Its isolated latency.
+            weights: Weights of the graph, mebibytes.
+        """
         if kernel.node_op in VIEW_OPS:
             if self.mode == QUEUE:
                 return 0.0
@@ -153,7 +165,9 @@ class CompositionModel:
                 return isolated_ms
             cost = max(self.per_view_ms, MIN_VIEW_MS)
             return min(cost, isolated_ms) if isolated_ms else cost
-        costs = (self.per_kernel_ms, self.per_view_ms, self.per_weight_ms, self.per_activation_ms)
+        weight_share = min(weights / self.min_weights, 1.0) if self.min_weights else 1.0
+        per_weight_ms = self.per_weight_ms * weight_share
+        costs = (self.per_kernel_ms, self.per_view_ms, per_weight_ms, self.per_activation_ms)
         added = sum(cost * term for cost, term in zip(costs, _compute_terms(kernel), strict=True))
         return max(isolated_ms + added, MIN_SHARE * isolated_ms)
 
@@ -173,7 +187,11 @@ class CompositionModel:
         if self.mode == QUEUE and host_ms is None:
             raise InputError("`host_ms` is required for the mode queue")
         kernels = {kernel.id: kernel for kernel in graph.kernels}
-        inside = {name: self.predict_kernel_ms(kernel, isolated_ms[name]) for name, kernel in kernels.items()}
+        weights = _count_weights(graph)
+        inside = {
+            name: self.predict_kernel_ms(kernel, isolated_ms[name], weights)
+            for name, kernel in kernels.items()
+        }
         contributions_ms: dict[str, list[float]] = {}
         if host_ms is not None and self.mode == QUEUE:
             host = [host_ms[node.kernel_id] for node in graph.nodes]
@@ -225,6 +243,11 @@ def find_critical_path(graph: Graph, ms: Mapping[str, float]) -> list[str]:
     return path[::-1]
 
 
+def _count_weights(graph: Graph) -> float:
+    """Return the mebibytes of all weights."""
+    return sum(node.kernel.constant_bytes for node in graph.nodes) / 2**20
+
+
 def _compute_terms(kernel: KernelSpec) -> tuple[float, float, float, float]:
     """Return the multiplicities of the costs: kernels, views, mebibytes of weights and of activations."""
     if kernel.node_op in VIEW_OPS:
@@ -250,11 +273,19 @@ def _fit_sum(
         targets.append(1.0 - kernels_ms / measured)
     # Inside a graph a kernel needs no call of its own, so its cost is at most one launch, of either sign.
     launch_ms = min(isolated_ms[kernel_id] for graph in graphs for kernel_id in graph.count_kernel_uses())
+    max_launch_ms = max(launch_ms, MIN_VIEW_MS)
+    calls = np.array([1.0 / measured for measured in measured_ms])
     kernel, view, weight, flow = _solve_least_squares(
-        np.asarray(terms), np.asarray(targets), max_first=max(launch_ms, MIN_VIEW_MS)
+        np.asarray(terms) - np.outer(calls, [1.0, 0.0, 0.0, 0.0]), np.asarray(targets), max_launch_ms
     )
+    if kernel > 0.0:
+        # A graph has no call that its isolated kernels have not.
+        kernel, view, weight, flow = _solve_least_squares(
+            np.asarray(terms), np.asarray(targets), max_launch_ms
+        )
     return {
         "per_kernel_ms": kernel, "per_view_ms": view, "per_weight_ms": weight, "per_activation_ms": flow,
+        "call_ms": max(-kernel, 0.0),
     }  # fmt: skip
 
 

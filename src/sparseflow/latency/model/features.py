@@ -19,6 +19,9 @@ from sparseflow.latency.graph.kernels import KernelSpec, TensorSpec
 
 Features = dict[str, float | str]
 
+OP, OPERATOR = "op", "operator"
+"""Categories of a kernel: its canonical name, and domain, operator and type joined by `:`."""
+
 _CONVOLUTIONS = frozenset({"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"})
 _GEMMS = frozenset({"Gemm", "FusedGemm"})
 _MATMULS = frozenset(
@@ -88,8 +91,8 @@ def make_features(kernel: KernelSpec) -> Features:
     weights = kernel.constant_bytes
     written = sum(t.bytes for t in outputs)
     result: Features = {
-        "op": kernel.op,
-        "operator": f"{kernel.domain}:{kernel.node_op}:{first.dtype}",
+        OP: kernel.op,
+        OPERATOR: f"{kernel.domain}:{kernel.node_op}:{first.dtype}",
         "flops": _log2_plus_one(kernel.flops),
         "bytes": _log2_plus_one(kernel.bytes_moved),
         "intensity": _log2_plus_one(kernel.flops) - _log2_plus_one(kernel.bytes_moved),

@@ -12,6 +12,7 @@ from sparseflow.latency.measure.overlap import SUM
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
 from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
+from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.kernel_regressor import RATIO, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 from sparseflow.latency.model.predictor import Predictor
@@ -75,7 +76,7 @@ def fit_predictor(
         composition=composition,
         launch_overhead=launch_overhead,
         contention=ContentionModel.fit([], metric, 0.0, []),
-        kernel_interval=DEFAULT_INTERVAL,
+        kernel_intervals=KernelIntervals(frequent=DEFAULT_INTERVAL, rare=DEFAULT_INTERVAL),
         idle_interval=DEFAULT_INTERVAL,
         loaded_interval=DEFAULT_INTERVAL,
         other_load=data.other_load,
@@ -129,10 +130,10 @@ def _compute_model_bottlenecks(predictor: Predictor, graph: Graph) -> tuple[floa
     launch.
     """
     kernels = {kernel.id: kernel for kernel in graph.kernels}
-    isolated_ms, composed = predictor.compose(graph)
+    estimates, composed = predictor.compose(graph)
     totals = [0.0, 0.0, composed.call_ms]
     for name, part in composed.parts.items():
-        shares = predictor.regressor.roofline.compute_bottleneck_shares(kernels[name], isolated_ms[name])
+        shares = predictor.regressor.roofline.compute_bottleneck_shares(kernels[name], estimates[name].ms)
         totals = [t + part.count * part.ms * w for t, w in zip(totals, shares, strict=True)]
     total = sum(totals)
     return tuple(t / total for t in totals) if total else (0.0, 0.0, 1.0)

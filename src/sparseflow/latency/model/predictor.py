@@ -8,7 +8,7 @@ another format or version are refused. XGBoost models are stored in XGBoost's JS
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -24,7 +24,8 @@ from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
 from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel
-from sparseflow.latency.model.kernel_regressor import LEARNED, ROOFLINE, KernelRegressor
+from sparseflow.latency.model.kernel_estimates import KernelEstimate, KernelIntervals, estimate_kernels
+from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
 
 MAX_IDLE_SLOWDOWN = 1.03
@@ -34,7 +35,12 @@ MAX_MS = 1e12
 """Maximum latency, milliseconds: three decades."""
 
 MAX_GUESS_SHARE = 0.05
-"""Largest share of a latency that may come from operators without measurements."""
+"""Largest share of a latency that may come from operators without measurements, nor related ones."""
+
+_MAX_EXTRA_LAUNCHES = 0.25
+"""Launches by which a kernel of a graph, or the call, can be slower, which a fit to large models does not
+determine.
+"""
 
 _LAUNCH_ONLY = (0.0, 0.0, 1.0)
 """Shares of `contention.BOTTLENECKS` in the overhead of a call."""
@@ -52,7 +58,9 @@ class KernelPrediction:
         mean_ms: Mean latency under load.
         low_ms: Lower end of the interval while idle.
         high_ms: Upper end of the interval while idle; infinite if the work of the operator is unknown.
-        source: `"measured"`, `"learned"` or `"roofline"`.
+        source: `"measured"`, `"learned"`, `"related"` (only its main operator was measured, such as `Conv` of
+            `Conv_Relu`), `"composed"` (from the kernels of its subgraphs) or `"roofline"`.
+        guess_share: Share of the latency by roofline.
     """
 
     kernel_id: str
@@ -63,6 +71,7 @@ class KernelPrediction:
     low_ms: float
     high_ms: float
     source: str
+    guess_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +85,8 @@ class Prediction:
         interval: Low and high end of the interval around `mean_ms`, milliseconds. The high end is infinite if
             the work of an operator that was not measured is unknown.
         interval_coverage: Expected share of measurements within such intervals.
-        coverage: Share of `mean_ms` from kernels whose operator was measured; the rest is a guess by
-            roofline.
+        coverage: Share of the latency of all kernels from those whose operator, or a related one, was
+            measured; the rest is a guess by roofline.
         idle_ms: Mean latency without load.
         slowdown: `mean_ms` over `idle_ms`.
         load: Metric -> share that was used; empty for an idle device.
@@ -129,7 +138,7 @@ class Predictor(Artifact):
         composition: Latency of a graph from the latencies of its kernels.
         launch_overhead: Host time per kernel; None unless the graph is a queue of host and device.
         contention: Effect of load.
-        kernel_interval: Interval around the latency of a learned kernel.
+        kernel_intervals: Intervals around the latency of learned kernels.
         idle_interval: Interval around the latency of a model on an idle device.
         loaded_interval: Interval around the latency of a model under load.
         other_load: Share of the device that other work used during the idle measurements; None if it was not
@@ -138,7 +147,7 @@ class Predictor(Artifact):
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
     fingerprint: DeviceFingerprint
@@ -147,7 +156,7 @@ class Predictor(Artifact):
     composition: CompositionModel
     launch_overhead: LaunchOverheadModel | None
     contention: ContentionModel
-    kernel_interval: ConformalInterval
+    kernel_intervals: KernelIntervals
     idle_interval: ConformalInterval
     loaded_interval: ConformalInterval
     other_load: NonNegativeFloat | None
@@ -159,21 +168,16 @@ class Predictor(Artifact):
             raise ValueError("`launch_overhead` is required for the mode queue")
         return self
 
-    def compose(self, graph: Graph) -> tuple[dict[str, float], ComposedLatency]:
-        """Return kernel id -> isolated idle latency in milliseconds, and the idle latency of the graph."""
-        isolated_ms = self.regressor.estimate_idle_ms(graph.kernels, self.measured_ms)
+    def compose(self, graph: Graph) -> tuple[dict[str, KernelEstimate], ComposedLatency]:
+        """Return kernel id -> estimate of the isolated kernel, and the idle latency of the graph."""
+        estimates = self.estimate_kernels(graph.kernels)
         host_ms = None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels)
-        return isolated_ms, self.composition.compose(graph, isolated_ms, host_ms)
+        isolated_ms = {name: estimate.ms for name, estimate in estimates.items()}
+        return estimates, self.composition.compose(graph, isolated_ms, host_ms)
 
-    def compute_kernel_interval(self, kernel: KernelSpec, isolated_ms: float) -> tuple[float, float, str]:
-        """Return both ends of the interval of an isolated idle latency, milliseconds, and its source."""
-        source = self.regressor.get_source(kernel, self.measured_ms)
-        low_ms = high_ms = isolated_ms
-        if source == LEARNED:
-            low_ms, high_ms = self.kernel_interval.bounds(isolated_ms)
-        elif source == ROOFLINE:
-            _, low_ms, high_ms = self.regressor.roofline.estimate_ms(kernel)
-        return low_ms, high_ms, source
+    def estimate_kernels(self, kernels: Iterable[KernelSpec]) -> dict[str, KernelEstimate]:
+        """Return kernel id -> estimate of the isolated kernel, also of those in subgraphs."""
+        return estimate_kernels(kernels, self.measured_ms, self.regressor, self.kernel_intervals)
 
     def predict(self, graph: Graph, load: Mapping[str, float] | None = None, *, seed: int = 0) -> Prediction:
         """Predict the latency of a graph under load.
@@ -188,47 +192,51 @@ class Predictor(Artifact):
             FileFormatError: The predictor is damaged and gives an impossible latency.
             InputError: The share is not in [0, 1], or the predictor was trained on idle measurements only.
         """
-        isolated_ms, composed = self.compose(graph)
+        estimates, composed = self.compose(graph)
         idle_ms = composed.total_ms
         if not 0.0 < idle_ms <= MAX_MS:
             raise FileFormatError(f"the predictor is damaged, its latency is {idle_ms:g} ms; {self.HINT}")
-        delays_ms = self._compute_delays_ms(graph, composed, isolated_ms)
+        delays_ms = self._compute_delays_ms(graph, composed, estimates)
         total_delay_ms = _sum_delays_ms(composed, delays_ms) + self.contention.compute_delay_ms(
             composed.call_ms, _LAUNCH_ONLY
         )
         load_share = self.contention.get_load(load) if load is not None else 0.0
         mean_ms = self.contention.predict_mean_ms(idle_ms, total_delay_ms, load_share)
         runs_ms = self.contention.sample_runs(idle_ms, total_delay_ms, load_share, seed=seed).tolist()
-        per_kernel = self._predict_per_kernel(graph, composed, isolated_ms, delays_ms, mean_ms)
+        per_kernel = self._predict_per_kernel(graph, composed, estimates, delays_ms, mean_ms)
         interval = self.idle_interval if mean_ms <= MAX_IDLE_SLOWDOWN * idle_ms else self.loaded_interval
-        roofline_kernels = [kernel for kernel in per_kernel if kernel.source == ROOFLINE]
-        supported_ms = mean_ms - sum(kernel.count * kernel.mean_ms for kernel in roofline_kernels)
+        kernels_ms = sum(kernel.count * kernel.mean_ms for kernel in per_kernel)
+        guess_ms = sum(kernel.count * kernel.mean_ms * kernel.guess_share for kernel in per_kernel)
+        guess_share = guess_ms / kernels_ms if kernels_ms else 0.0
+        low_ms, high_ms = _compute_interval(interval, max(mean_ms - kernels_ms, 0.0), per_kernel)
+        num_launches = 1 + sum(kernel.count for kernel in per_kernel)
         return Prediction(
             mean_ms=mean_ms,
             p50_ms=quantile(runs_ms, 0.5),
             p95_ms=quantile(runs_ms, 0.95),
-            interval=_compute_interval(interval, supported_ms, roofline_kernels),
+            interval=(
+                low_ms,
+                high_ms + _MAX_EXTRA_LAUNCHES * num_launches * self.regressor.roofline.launch_ms,
+            ),
             interval_coverage=interval.coverage,
-            coverage=supported_ms / mean_ms,
+            coverage=1.0 - guess_share,
             idle_ms=idle_ms,
             slowdown=mean_ms / idle_ms,
             load=dict(load or {}),
             mode=self.composition.mode,
             call_ms=composed.call_ms,
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
-            notes=tuple(self._list_notes(graph, roofline_kernels, 1.0 - supported_ms / mean_ms)),
+            notes=tuple(self._list_notes([estimates[k.id] for k in graph.kernels], guess_share)),
         )
 
-    def _list_notes(
-        self, graph: Graph, roofline_kernels: Sequence[KernelPrediction], guess_share: float
-    ) -> Iterator[str]:
+    def _list_notes(self, estimates: Sequence[KernelEstimate], guess_share: float) -> Iterator[str]:
         """Yield sentences about limits of a prediction."""
         if guess_share > MAX_GUESS_SHARE:
-            names = ", ".join(sorted({kernel.op for kernel in roofline_kernels}))
+            names = ", ".join(sorted(frozenset().union(*(e.guessed_ops for e in estimates))))
             yield f"{100 * guess_share:.0f} % of the latency is a guess: the training did not measure {names}"
-        unbounded = {kernel.kernel_id for kernel in roofline_kernels if math.isinf(kernel.high_ms)}
+        unbounded = frozenset().union(*(e.unbounded_ops for e in estimates))
         if unbounded:
-            names = ", ".join(sorted({kernel.op for kernel in graph.kernels if kernel.id in unbounded}))
+            names = ", ".join(sorted(unbounded))
             yield (
                 f"nothing bounds the latency: the work of {names} is unknown; measure the model with "
                 "`sparseflow latency run`"
@@ -242,14 +250,16 @@ class Predictor(Artifact):
             )
 
     def _compute_delays_ms(
-        self, graph: Graph, composed: ComposedLatency, isolated_ms: Mapping[str, float]
+        self, graph: Graph, composed: ComposedLatency, estimates: Mapping[str, KernelEstimate]
     ) -> dict[str, float]:
         """Return kernel id -> mean delay of one execution while the load is active, in milliseconds."""
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         return {
             kernel_id: self.contention.compute_delay_ms(
                 contribution.ms,
-                self.regressor.roofline.compute_bottleneck_shares(kernels[kernel_id], isolated_ms[kernel_id]),
+                self.regressor.roofline.compute_bottleneck_shares(
+                    kernels[kernel_id], estimates[kernel_id].ms
+                ),
             )
             for kernel_id, contribution in composed.parts.items()
         }
@@ -258,7 +268,7 @@ class Predictor(Artifact):
         self,
         graph: Graph,
         composed: ComposedLatency,
-        isolated_ms: Mapping[str, float],
+        estimates: Mapping[str, KernelEstimate],
         delays_ms: Mapping[str, float],
         mean_ms: float,
     ) -> list[KernelPrediction]:
@@ -271,19 +281,19 @@ class Predictor(Artifact):
                 share = delays_ms[kernel_id] / kernel_delay_ms
             else:
                 share = contribution.ms / (composed.total_ms - composed.call_ms)
-            kernel, kernel_ms = kernels[kernel_id], isolated_ms[kernel_id]
-            low_ms, high_ms, source = self.compute_kernel_interval(kernel, kernel_ms)
-            low_ratio, high_ratio = (low_ms / kernel_ms, high_ms / kernel_ms) if kernel_ms else (1.0, 1.0)
+            estimate = estimates[kernel_id]
+            scale = contribution.ms / estimate.ms if estimate.ms else 0.0
             predictions.append(
                 KernelPrediction(
                     kernel_id=kernel_id,
-                    op=kernel.op,
+                    op=kernels[kernel_id].op,
                     count=contribution.count,
                     idle_ms=contribution.ms,
                     mean_ms=contribution.ms + (mean_ms - composed.total_ms) * share,
-                    low_ms=contribution.ms * low_ratio,
-                    high_ms=math.inf if math.isinf(high_ratio) else contribution.ms * high_ratio,
-                    source=source,
+                    low_ms=estimate.low_ms * scale if estimate.ms else contribution.ms,
+                    high_ms=estimate.high_ms * scale if estimate.ms else contribution.ms,
+                    source=estimate.source,
+                    guess_share=estimate.guess_share,
                 )
             )
         return predictions
@@ -297,20 +307,40 @@ def _sum_delays_ms(composed: ComposedLatency, delays_ms: Mapping[str, float]) ->
 
 
 def _compute_interval(
-    interval: ConformalInterval, supported_ms: float, roofline_kernels: Sequence[KernelPrediction]
+    interval: ConformalInterval, call_ms: float, kernels: Sequence[KernelPrediction]
 ) -> tuple[float, float]:
     """Compute the interval around a mean latency, in milliseconds.
 
+    The errors of operators are independent. Those of the kernels of an operator are not, so that a model of
+    few operators has the interval of its kernels.
+
     Args:
-        interval: Interval of the latency of kernels whose operator was measured.
-        supported_ms: Their latency.
-        roofline_kernels: The other kernels, which have an interval each.
+        interval: Interval of models that consist of measured and learned kernels.
+        call_ms: Latency of the call.
+        kernels: All kernels; those that are neither measured nor learned have an interval each.
     """
-    low_ms, high_ms = supported_ms * interval.low, supported_ms * interval.high
-    low_ms += sum(
-        kernel.count * kernel.low_ms * kernel.mean_ms / kernel.idle_ms for kernel in roofline_kernels
+    certain_ms = call_ms
+    deviations: dict[str, tuple[float, float]] = {}
+    low_ms = high_ms = 0.0
+    for kernel in kernels:
+        mean_ms, scale = (
+            kernel.count * kernel.mean_ms,
+            kernel.mean_ms / kernel.idle_ms if kernel.idle_ms else 1.0,
+        )
+        if kernel.source not in (MEASURED, LEARNED):
+            low_ms += kernel.count * kernel.low_ms * scale
+            high_ms += kernel.count * kernel.high_ms * scale
+            continue
+        certain_ms += mean_ms
+        if kernel.source == LEARNED:
+            below, above = deviations.get(kernel.op, (0.0, 0.0))
+            below += mean_ms * math.log(kernel.idle_ms / kernel.low_ms)
+            above += mean_ms * math.log(kernel.high_ms / kernel.idle_ms)
+            deviations[kernel.op] = below, above
+    below, above = (
+        (math.hypot(*ends) for ends in zip(*deviations.values(), strict=True)) if deviations else (0, 0)
     )
-    high_ms += sum(
-        kernel.count * kernel.high_ms * kernel.mean_ms / kernel.idle_ms for kernel in roofline_kernels
-    )
+    if certain_ms:
+        low_ms += certain_ms * min(interval.low, math.exp(-below / certain_ms))
+        high_ms += certain_ms * max(interval.high, math.exp(above / certain_ms))
     return low_ms, high_ms

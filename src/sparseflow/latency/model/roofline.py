@@ -35,6 +35,7 @@ class Roofline:
     Attributes:
         launch_ms: Latency of a kernel without work, including the session's overhead.
         flops_per_s: Peak rate of floating-point operations.
+        integer_ops_per_s: Peak rate of operations of kernels with tensors of 8 bits.
         bytes_per_s: Peak rate of bytes read and written.
         typical: Median ratio of latency without launch to the bound without launch.
         low: 5th percentile of that ratio.
@@ -43,6 +44,7 @@ class Roofline:
 
     launch_ms: PositiveFloat
     flops_per_s: PositiveFloat
+    integer_ops_per_s: PositiveFloat
     bytes_per_s: PositiveFloat
     typical: PositiveFloat
     low: PositiveFloat
@@ -59,20 +61,26 @@ class Roofline:
             raise InputError(
                 f"{len(kernels)} kernels and {len(latency_ms)} latencies: some of both are needed"
             )
-        pairs = list(zip(kernels, latency_ms, strict=True))
         launch = quantile(list(latency_ms), 0.01)
         seconds = [max(value - launch, 1e-3 * launch) / 1e3 for value in latency_ms]
         clear = [n for n, value in enumerate(latency_ms) if value > _MIN_LAUNCHES * launch]
         clear = clear or list(range(len(kernels)))
-        flops = quantile([kernels[n].flops / seconds[n] for n in clear], _PEAK_QUANTILE)
-        moved = quantile([kernels[n].bytes_moved / seconds[n] for n in clear], _PEAK_QUANTILE)
-        # Shorter kernels, with the launch counted as work, give a lower bound on the rates.
-        flops = max(flops, quantile([1e3 * k.flops / ms for k, ms in pairs], _PEAK_QUANTILE))
-        moved = max(moved, quantile([1e3 * k.bytes_moved / ms for k, ms in pairs], _PEAK_QUANTILE))
+        integer = [n for n, kernel in enumerate(kernels) if is_integer(kernel)]
+        floating = [n for n, kernel in enumerate(kernels) if not is_integer(kernel)]
+
+        def fit_rate(work: Sequence[float], indices: Sequence[int]) -> float:
+            # Shorter kernels, with the launch counted as work, give a lower bound on the rate.
+            short = [1e3 * work[n] / latency_ms[n] for n in indices]
+            rates = [work[n] / seconds[n] for n in clear if n in set(indices)]
+            return max(1.0, quantile(short, _PEAK_QUANTILE), quantile(rates or [0.0], _PEAK_QUANTILE))
+
+        flops = [kernel.flops for kernel in kernels]
+        moved = [kernel.bytes_moved for kernel in kernels]
         bound = cls(
             launch_ms=launch,
-            flops_per_s=max(flops, 1.0),
-            bytes_per_s=max(moved, 1.0),
+            flops_per_s=fit_rate(flops, floating or integer),
+            integer_ops_per_s=fit_rate(flops, integer or floating),
+            bytes_per_s=fit_rate(moved, range(len(kernels))),
             typical=1.0,
             low=1.0,
             high=1.0,
@@ -85,7 +93,7 @@ class Roofline:
         return replace(bound, typical=typical, low=low, high=high)
 
     def compute_work_ms(self, kernel: KernelSpec) -> float:
-        return 1e3 * max(kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s)
+        return 1e3 * max(self._compute_arithmetic_s(kernel), kernel.bytes_moved / self.bytes_per_s)
 
     def compute_bound_ms(self, kernel: KernelSpec) -> float:
         """Return the lower bound on a kernel's latency."""
@@ -106,6 +114,14 @@ class Roofline:
     def compute_bottleneck_shares(self, kernel: KernelSpec, latency_ms: float) -> tuple[float, float, float]:
         """Return the shares of arithmetic, memory and launch in a kernel's latency; they sum to 1."""
         launch = min(self.launch_ms / latency_ms, 1.0) if latency_ms > 0.0 else 1.0
-        compute, moved = kernel.flops / self.flops_per_s, kernel.bytes_moved / self.bytes_per_s
+        compute, moved = self._compute_arithmetic_s(kernel), kernel.bytes_moved / self.bytes_per_s
         memory = (1.0 - launch) * (moved / (compute + moved) if compute + moved else 1.0)
         return 1.0 - launch - memory, memory, launch
+
+    def _compute_arithmetic_s(self, kernel: KernelSpec) -> float:
+        return kernel.flops / (self.integer_ops_per_s if is_integer(kernel) else self.flops_per_s)
+
+
+def is_integer(kernel: KernelSpec) -> bool:
+    """Return whether a kernel reads tensors of 8 bits; scales and zero points do not count."""
+    return any(t.dtype in ("int8", "uint8") and len(t.shape) > 1 for t in kernel.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from sparseflow.latency.model import validation
 from sparseflow.latency.model.composition import MODES, QUEUE
 from sparseflow.latency.model.dataset import LatencyDataset, load_dataset
 from sparseflow.latency.model.fitting import DEFAULT_INTERVAL, fit_predictor
-from sparseflow.latency.model.kernel_regressor import KINDS
+from sparseflow.latency.model.kernel_estimates import MIN_FREQUENT_KERNELS, KernelIntervals
+from sparseflow.latency.model.kernel_regressor import KINDS, get_variant
 from sparseflow.latency.model.predictor import Predictor
 
 MIN_KERNELS = 10
@@ -81,11 +83,25 @@ def train(
     }
     return predictor.model_copy(
         update={
-            "kernel_interval": validation.fit_interval(kernel_predictions[selected_kind]),
+            "kernel_intervals": _fit_kernel_intervals(data, kernel_predictions[selected_kind]),
             "idle_interval": validation.fit_interval(idle) if idle else DEFAULT_INTERVAL,
             "loaded_interval": validation.fit_interval(loaded or idle) if idle else DEFAULT_INTERVAL,
             "quality": {"kind": selected_kind, "kernels": kernels, "models": models, "counts": counts},
         }
+    )
+
+
+def _fit_kernel_intervals(
+    data: LatencyDataset, predictions: Sequence[validation.HeldOutPrediction]
+) -> KernelIntervals:
+    """Fit the intervals of frequent and of rare operators; without one of them, to all."""
+    counts = Counter(get_variant(data.kernels[name]) for name in data.list_device_kernels())
+    groups: dict[bool, list[validation.HeldOutPrediction]] = {True: [], False: []}
+    for prediction in predictions:
+        groups[counts[get_variant(data.kernels[prediction.name])] >= MIN_FREQUENT_KERNELS].append(prediction)
+    return KernelIntervals(
+        frequent=validation.fit_interval(groups[True] or predictions),
+        rare=validation.fit_interval(groups[False] or predictions),
     )
 
 
