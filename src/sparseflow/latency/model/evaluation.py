@@ -31,7 +31,8 @@ class EvaluationRow:
     Attributes:
         model: Name of the model.
         level: Requested load, in [0, 1].
-        achieved: Share that the load achieved while the model was idle.
+        achieved: Load just before the measurements, with other work; without such a reading the share of the
+            stressor.
         measured_ms: Mean latency over all measurements; if idle, the latency without other work, see
             `measure.idle`.
         measured_p50_ms: Measured median.
@@ -108,12 +109,14 @@ class PredictorEvaluation:
         rows: One row per model and level.
         device: Name of the device.
         provider: onnxruntime's name of the provider.
+        threads: Threads within an operator; None is onnxruntime's choice.
         problems: File or model that could not be evaluated -> message.
     """
 
     rows: tuple[EvaluationRow, ...]
     device: str
     provider: str
+    threads: int | None
     problems: Mapping[str, str] = field(default_factory=dict)
 
     def summarize(self) -> list[LevelSummary]:
@@ -146,6 +149,7 @@ class PredictorEvaluation:
         return {
             "device": self.device,
             "provider": self.provider,
+            "threads": self.threads,
             "summary": [asdict(summary) for summary in self.summarize()],
             "rows": [row.to_dict() for row in self.rows],
             "problems": dict(self.problems),
@@ -189,7 +193,7 @@ def evaluate(
             that was trained on idle measurements only.
         FileFormatError, ModelError: The only file is invalid.
         DeviceError: The device or the readings are not available.
-        RunError: A load was not reached, or no model could be evaluated.
+        RunError: The load ended, or no model could be evaluated.
     """
     fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     fitted.fingerprint.check_local_device(gpu)
@@ -233,7 +237,11 @@ def evaluate(
         name, problem = next(iter(problems.items()))
         raise RunError(f"none of {len(problems)} models could be evaluated; {name}: {problem}")
     return PredictorEvaluation(
-        rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider, problems=problems
+        rows=tuple(evaluated),
+        device=fingerprint.name,
+        provider=fingerprint.provider,
+        threads=fingerprint.threads,
+        problems=problems,
     )
 
 
@@ -268,13 +276,17 @@ def _make_row(
         predictor.predict(graph, get_load_before(row) if level else None, seed=seed) for row in rows
     ]
 
+    metric = predictor.contention.metric
+
     def median_of(name: str) -> float:
         return statistics.median(row[name] for row in rows)
 
     return EvaluationRow(
         model=name,
         level=level,
-        achieved=statistics.fmean(row["stress_alone"] for row in rows),
+        achieved=statistics.fmean(
+            {metric: row["stress_alone"], **get_load_before(row)}[metric] for row in rows
+        ),
         # Slower idle runs were disturbed; under load the mean over measurements is predicted.
         measured_ms=statistics.fmean(row["latency_ms"] for row in rows)
         if level
