@@ -29,7 +29,7 @@ from sparseflow.latency.report import write_report
 LOADS = (0.3, 0.6, 0.9)
 """Loads to measure by default; the middle one is evaluated."""
 
-STEADY_TIMEOUT_S = 8.0
+STEADY_TIMEOUT_S = 5.0
 """Maximum time to reach a load. Other work that varies keeps a load from being steady for longer."""
 
 NOTE = (
@@ -118,7 +118,7 @@ def run_quickstart(
         models=models,
         levels=[0.0],
         # On a GPU one measurement takes a dozen samples of a stream.
-        rounds=1 if session.get_device_type(provider) == "cuda" else 3,
+        rounds=1 if session.get_device_type(provider) == "cuda" else 2,
         min_time_s=0.1,
         max_samples=200,
         **common,
@@ -132,7 +132,7 @@ def run_quickstart(
         load_config = CollectionConfig(
             models=network_models,
             levels=[0.0, *sorted(set(loads))],
-            rounds=3,
+            rounds=2,
             min_time_s=0.6,
             max_samples=1000,
             steady_timeout_s=STEADY_TIMEOUT_S,

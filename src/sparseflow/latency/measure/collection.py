@@ -406,7 +406,11 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
 def _compute_drift(rows: list[Row]) -> float | None:
     # Under load a median takes one of two values, so only the lowest level shows the machine's drift.
     lowest = min((row["level"] for row in rows), default=None)
-    medians_ms = [row["p50_ms"] for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    medians_ms = [
+        row["p50_ms"] if lowest else compute_idle_ms(row)
+        for row in rows
+        if row["role"] == "reference" and row["level"] == lowest
+    ]
     return (
         (max(medians_ms) - min(medians_ms)) / statistics.median(medians_ms) if len(medians_ms) > 1 else None
     )

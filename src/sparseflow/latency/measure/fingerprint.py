@@ -84,7 +84,7 @@ class DeviceFingerprint:
         if differing:
             raise InputError(
                 f"{description} has another device or other settings: {'; '.join(differing)}; latencies "
-                "are not transferable: collect and train on this device with these settings"
+                "are not transferable: train one predictor for each device, provider and number of threads"
             )
 
     def check_local_device(self, gpu: int = 0) -> None:

@@ -140,6 +140,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     if not directories:
         raise InputError("no collection given; create one with `sparseflow latency collect`")
     fingerprint = DeviceFingerprint.from_plan(read_plan(directories[0]))
+    metric = LOAD_METRICS[fingerprint.kind]
     kernels: dict[str, KernelSpec] = {}
     graphs: dict[str, Graph] = {}
     rows: list[dict[str, Any]] = []
@@ -152,7 +153,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         collection_rows = read_rows(folder)
         valid = [row for row in collection_rows if row["error"] is None]
         failed += len(collection_rows) - len(valid)
-        rows += _correct_drift(valid)
+        rows += _correct_drift(valid, metric)
     missing = {
         row["kernel_id"]
         for row in rows
@@ -166,7 +167,6 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     idle_rows, loaded_rows = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
     if not idle_rows:
         raise InputError("there is no idle measurement: `levels` of a collection must include 0")
-    metric = LOAD_METRICS[fingerprint.kind]
     if warning := describe_other_load(idle_rows, metric):
         logger.warning("%s", warning)
     idle_rows = select_idle_rows(idle_rows, metric)
@@ -208,14 +208,20 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     )
 
 
-def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _correct_drift(rows: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
     """Add `pace` to rows of one collection, the relative latency of the reference around each; drop the
-    reference.
+    reference. It is 1 if other work changed all idle latencies of the reference.
     """
     lowest = min((row["level"] for row in rows), default=0.0)
-    reference = [row for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    reference = [
+        row
+        for row in rows
+        if row["role"] == "reference"
+        and row["level"] == lowest
+        and (lowest or is_exact(row) or is_quiet(row, metric))
+    ]
     if not reference:
-        return [row | {"pace": 1.0} for row in rows]
+        return [row | {"pace": 1.0} for row in rows if row["role"] != "reference"]
     typical_ms = statistics.median(map(compute_idle_ms, reference))
     reference.sort(key=lambda row: row["start_s"])
     times = [row["start_s"] for row in reference]
