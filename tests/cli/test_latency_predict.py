@@ -88,7 +88,7 @@ def test_train_saves_predictor_and_reports_quality(
     assert record["path"] == str(trained.file)
     predictor = Predictor.load(trained.file)
     assert {name: record[name] for name in predictor.quality} == predictor.quality
-    assert record["fingerprint"] == predictor.fingerprint.to_dict()
+    assert record["fingerprint"] == predictor.fingerprint.to_dict() and record["notes"] == []
     assert set(record["models"]) == {"rest", "loaded", "loaded_blind"}
 
     kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
