@@ -183,7 +183,13 @@ def _evaluate(
     for name, levels in {**folders, "evaluation-idle": [0.0]}.items():
         try:
             return evaluate(
-                models, predictor, levels=levels, rounds=2, out_dir=root / name, progress=progress
+                models,
+                predictor,
+                levels=levels,
+                rounds=3,
+                min_time_s=0.3,
+                out_dir=root / name,
+                progress=progress,
             )
         except (RunError, DeviceError) as error:
             problems.append(f"no evaluation at load {levels[-1]:g}: {error}")

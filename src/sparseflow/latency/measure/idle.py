@@ -2,7 +2,8 @@
 
 On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
 latency that a run has without other work, apart from colder caches. Where other work is present, the samples
-that it disturbed least are closer still, if they are shorter than a time slice.
+that it disturbed least are closer still, if they are shorter than a time slice, and so is the fastest of
+several rows.
 
 With several threads, the CPU time of the calling thread contains the time in which it waits for the other
 threads by spinning. Beside other work it is only an upper bound, as is the wall time on a GPU. Such rows are
@@ -83,12 +84,17 @@ def compute_other_load(rows: Iterable[Row], metric: str) -> float | None:
 
 
 def select_idle_rows(rows: Sequence[RowT], metric: str) -> list[RowT]:
-    """Omit rows whose idle latency other work changed, except for targets that have no better ones."""
-    valid = [is_exact(row) or is_quiet(row, metric) for row in rows]
-    targets = {row["kernel_id"] for row, is_valid in zip(rows, valid, strict=True) if is_valid}
-    return [
-        row for row, is_valid in zip(rows, valid, strict=True) if is_valid or row["kernel_id"] not in targets
-    ]
+    """Omit rows beside other work, except for targets that have no other rows."""
+    quiet = {row["kernel_id"] for row in rows if is_quiet(row, metric)}
+    return [row for row in rows if is_quiet(row, metric) or row["kernel_id"] not in quiet]
+
+
+def combine_idle_ms(values_ms: Sequence[float], quiet: bool) -> float:
+    """Return the idle latency of a target from those of its rows: the median of quiet rows, else the minimum.
+
+    Other work empties caches and uses memory bandwidth, so it adds to CPU times, too, but subtracts nothing.
+    """
+    return statistics.median(values_ms) if quiet else min(values_ms)
 
 
 def describe_other_load(rows: Sequence[Row], metric: str) -> str | None:

@@ -32,6 +32,7 @@ from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import (
     LOAD_METRICS,
     MAX_IDLE_LOAD,
+    combine_idle_ms,
     compute_idle_ms,
     compute_other_load,
     describe_other_load,
@@ -86,7 +87,8 @@ class LatencyDataset:
         kernels: Id -> kernel, for measured kernels and kernels of measured models.
         graphs: Name -> graph, for measured models.
         idle_ms: Target -> idle latency; for a kernel in a stream its device time, 0 for a view.
-        measurements_ms: Target -> latency of each measurement, whose median is `idle_ms`.
+        measurements_ms: Target -> latency of each measurement. Their median is `idle_ms`, or their minimum if
+            other work was beside all of them.
         host_ms: Kernel id -> host time to issue it in a stream; empty without stream measurements.
         jitter: Target -> idle samples over the idle latency, without those disturbed by other work.
         idle_load: Metric -> median share while idle; empty if other work disturbed every idle row.
@@ -169,22 +171,32 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         raise InputError("there is no idle measurement: `levels` of a collection must include 0")
     if warning := describe_other_load(idle_rows, metric):
         logger.warning("%s", warning)
+    beside_work = [
+        (row, share)
+        for row in idle_rows
+        if is_exact(row)
+        and row["op_type"] == MODEL_OP
+        and (share := get_load_before(row).get(metric, 0.0)) > MAX_IDLE_LOAD
+    ]
     idle_rows = select_idle_rows(idle_rows, metric)
     quiet_rows = [row for row in idle_rows if is_quiet(row, metric)]
+    quiet_targets = {row["kernel_id"] for row in quiet_rows}
     isolated_ms = _group_by_target(
         (row["kernel_id"], compute_idle_ms(row) / row["pace"]) for row in idle_rows
     )
-    idle_ms = {name: statistics.median(values) for name, values in isolated_ms.items()}
-    measurements_ms, host = _collect_stream_times(idle_rows, kernels)
-    if measurements_ms:
-        measurements_ms |= {name: values for name, values in isolated_ms.items() if name in graphs}
-    else:
-        measurements_ms = isolated_ms
+    idle_ms = {name: combine_idle_ms(values, name in quiet_targets) for name, values in isolated_ms.items()}
+    device_ms, host = _collect_stream_times(idle_rows, kernels)
+    measurements_ms = isolated_ms
+    if device_ms:
+        measurements_ms = device_ms | {name: isolated_ms[name] for name in isolated_ms if name in graphs}
     return LatencyDataset(
         fingerprint=fingerprint,
         kernels=kernels,
         graphs=graphs,
-        idle_ms={name: statistics.median(values) for name, values in measurements_ms.items()},
+        idle_ms={
+            name: statistics.median(values) if name in device_ms else idle_ms[name]
+            for name, values in measurements_ms.items()
+        },
         measurements_ms=measurements_ms,
         host_ms=host,
         jitter=_group_by_target(
@@ -196,13 +208,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         other_load=compute_other_load(idle_rows, metric),
         loaded=tuple(
             [_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms]
-            + [
-                replace(_make_measurement(row, idle_ms), level=round(load, 1))
-                for row in idle_rows
-                if is_exact(row)
-                and row["op_type"] == MODEL_OP
-                and (load := get_load_before(row).get(metric, 0.0)) > MAX_IDLE_LOAD
-            ]
+            + [replace(_make_measurement(row, idle_ms), level=round(share, 1)) for row, share in beside_work]
         ),
         failed=failed,
     )

@@ -19,7 +19,13 @@ from sparseflow.latency.graph.analysis import analyze
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.collection import collect, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
-from sparseflow.latency.measure.idle import compute_idle_ms, get_load_before
+from sparseflow.latency.measure.idle import (
+    combine_idle_ms,
+    compute_idle_ms,
+    get_load_before,
+    is_quiet,
+    select_idle_rows,
+)
 from sparseflow.latency.measure.plan import check_static_shapes, list_models
 from sparseflow.latency.model.predictor import Predictor
 
@@ -290,7 +296,7 @@ def _make_row(
         # Slower idle runs were disturbed; under load the mean over measurements is predicted.
         measured_ms=statistics.fmean(row["latency_ms"] for row in rows)
         if level
-        else statistics.median(map(compute_idle_ms, rows)),
+        else _measure_idle_ms(rows, metric),
         measured_p50_ms=median_of("p50_ms"),
         measured_p95_ms=median_of("p95_ms"),
         predicted_ms=statistics.fmean(p.mean_ms for p in predictions),
@@ -300,6 +306,11 @@ def _make_row(
         high_ms=statistics.fmean(p.interval[1] for p in predictions),
         coverage=statistics.fmean(p.coverage for p in predictions),
     )
+
+
+def _measure_idle_ms(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
+    selected = select_idle_rows(rows, metric)
+    return combine_idle_ms([compute_idle_ms(row) for row in selected], is_quiet(selected[0], metric))
 
 
 def _compute_mean(values: Sequence[float]) -> float | None:
