@@ -12,7 +12,6 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("yaml")
 
 from sparseflow.cli.root import run
-from sparseflow.core.load import stressor
 from tests.latency.onnx_models import convnet, save
 
 
@@ -29,19 +28,16 @@ def test_run_times_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "InputError"
 
 
-def test_stress_reports_levels_and_fails_if_not_reached(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stress_reports_levels(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["latency", "stress", "--threads", "1", "--duration-s", "0.2", "--json"]
     assert run([*command, "--load", "0.05", "--load", "0.1", "--timeout-s", "60"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [level["target"] for level in result["levels"]] == [0.05, 0.1] and len(result["cpus"]) == 1
-    assert all(0.0 < level["achieved"] < 0.5 for level in result["levels"])
+    assert all(0.0 <= level["other_work"] <= level["achieved"] <= 1.0 for level in result["levels"])
     assert run([*command, "--load", "2"]) == 2
-    monkeypatch.setattr(stressor, "TOLERANCE", -1.0)
-    capsys.readouterr()
-    assert run([*command, "--load", "0.1", "--timeout-s", "0.5"]) == 1
-    assert "0.10" in json.loads(capsys.readouterr().out)["error"]["message"]
+    # A level that is not reached is no error.
+    assert run([*command[:-1], "--load", "0.1", "--timeout-s", "0"]) == 0
+    assert "by other work" in capsys.readouterr().out
 
 
 def test_collect_resumes_and_refuses_other_settings(

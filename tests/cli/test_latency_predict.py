@@ -88,7 +88,7 @@ def test_train_saves_predictor_and_reports_quality(
     assert record["path"] == str(trained.file)
     predictor = Predictor.load(trained.file)
     assert {name: record[name] for name in predictor.quality} == predictor.quality
-    assert record["fingerprint"] == predictor.fingerprint.to_dict()
+    assert record["fingerprint"] == predictor.fingerprint.to_dict() and record["notes"] == []
     assert set(record["models"]) == {"rest", "loaded", "loaded_blind"}
 
     kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
@@ -113,9 +113,12 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
         assert result["call_ms"] + kernels_ms == pytest.approx(result["mean_ms"])
     text = run_text(["predict", model, "--predictor", file], capsys)
     assert f"mean {idle['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
+    assert "1 thread; idle" in text and idle["threads"] == 1
     assert "measured" in text and "Conv_Relu" in text
     text = run_text(["predict", model, "--predictor", file, "--load", "0.6"], capsys)
-    assert f"others 60 %: {loaded['slowdown']:.2f}x" in text
+    assert f"others 60 %: {loaded['slowdown']:.2f}x" in text and "extrapolated" not in text
+    text = run_text(["predict", model, "--predictor", file, "--load", "0.95"], capsys)
+    assert "95 % is above the highest one of the training, 80 %" in text
 
 
 def test_predict_guess_says_so_and_strict_fails(
@@ -170,7 +173,7 @@ def test_evaluate_compares_and_writes_report(
     assert Path(result["report"]) == tmp_path / "out" / "report.html"
     page = Path(result["report"]).read_text()
     assert all(path.stem in page for path in trained.models)
-    assert len(result["rows"]) == 2 * len(trained.models)
+    assert len(result["rows"]) == 2 * len(trained.models) and result["threads"] == 1
     assert [part["level"] for part in result["summary"]] == [0.0, 0.6]
     assert result["summary"][1]["slowdown"] == pytest.approx(slowdown(0.6), rel=0.02)
     text = run_text([*command, "--load", "0", "--load", "0.6"], capsys)
@@ -229,6 +232,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         (["evaluate", model, "--predictor", file, "--load", "2"], "UsageError", "--load"),
         (["evaluate", model, "--predictor", file, "--rounds", "0"], "UsageError", "--rounds"),
         (["overlap", str(bad)], "FileFormatError", "bad.onnx"),
+        (["quickstart", "--loads", "0.3,half"], "InputError", "--loads 0.3,half"),
     ):
         error = run_json(arguments, capsys, code=2)["error"]
         assert error["type"] == kind and value in error["message"], (arguments, error)

@@ -78,7 +78,9 @@ OptionalBudgetSOption = Annotated[float | None, _BUDGET_S]
 OptionalBudgetMsOption = Annotated[float | None, _BUDGET_MS]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all by default.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads; all by default, 1 for a predictor.")
+]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Parallel processes.")]
 ClusterOption = Annotated[
     str | None,

@@ -1,16 +1,17 @@
 """All steps on a few networks: export, extract, collect, train, evaluate and report. Can be resumed.
 
-Where other work prevents a load, the predictor is trained on the rows that were measured before, at least the
-idle ones, and is evaluated while idle. A later run resumes at the missing load.
+Other work on the machine is a part of the load, see `measure.idle` and `core.load`. What cannot be measured
+is missing in the predictor and named in `QuickstartResult.problems`, and a later run resumes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparseflow.core.checks import check_at_least, check_between
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import DeviceError, RunError
@@ -18,7 +19,7 @@ from sparseflow.latency.graph import session
 from sparseflow.latency.graph.extraction import extract
 from sparseflow.latency.graph.sweep import SweepConfig
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
-from sparseflow.latency.measure.collection import collect
+from sparseflow.latency.measure.collection import PLAN, collect
 from sparseflow.latency.measure.config import CollectionConfig
 from sparseflow.latency.model.evaluation import PredictorEvaluation, evaluate
 from sparseflow.latency.model.predictor import Predictor
@@ -26,8 +27,11 @@ from sparseflow.latency.model.training import train
 from sparseflow.latency.model.validation import get_network
 from sparseflow.latency.report import write_report
 
-LEVEL = 0.6
-"""Load of the evaluation."""
+LOADS = (0.3, 0.6, 0.9)
+"""Loads to measure by default; the middle one is evaluated."""
+
+STEADY_TIMEOUT_S = 5.0
+"""Maximum time to reach a load. Other work that varies keeps a load from being steady for longer."""
 
 NOTE = (
     "The predictor was trained on these models and their kernels, so this shows the steps and the effect "
@@ -48,14 +52,16 @@ class QuickstartResult:
 
     Attributes:
         folder: Output directory.
+        threads: Threads within an operator for which the predictor is valid.
         predictor_path: File of the predictor.
         report_path: Report page.
         evaluation: Predictions and measurements.
         quality: `Predictor.quality`.
-        problems: Sentences that say which loads are missing.
+        problems: Sentences that say what is missing or inexact.
     """
 
     folder: Path
+    threads: int
     predictor_path: Path
     report_path: Path
     evaluation: PredictorEvaluation
@@ -66,6 +72,7 @@ class QuickstartResult:
         """Convert to JSON types."""
         return {
             "folder": str(self.folder),
+            "threads": self.threads,
             "predictor": str(self.predictor_path),
             "report": str(self.report_path),
             "evaluation": self.evaluation.to_dict(),
@@ -79,6 +86,8 @@ def run_quickstart(
     *,
     zoo_config: ZooConfig | Path | str = "quickstart",
     provider: str = "cpu",
+    loads: Sequence[float] = LOADS,
+    threads: int = 1,
     progress: Progress | None = None,
 ) -> QuickstartResult:
     """Run every step that is not complete.
@@ -87,63 +96,78 @@ def run_quickstart(
         out_dir: Output directory; complete steps in it are kept.
         zoo_config: Networks to train on and to evaluate.
         provider: `"cpu"` or `"cuda"`.
+        loads: Loads to measure and learn, shares in (0, 1]; empty for an idle device only.
+        threads: Threads within an operator, for which the predictor is valid.
         progress: Receives a message and the fraction done.
 
     Raises:
+        InputError: A load or `threads` is out of range, or `out_dir` contains measurements with others.
         RunError: No network could be exported or measured.
         DeviceError: The provider or its readings are not available.
         MissingExtraError: A package of the latency extra is missing.
     """
+    check_at_least(1, threads=threads)
+    for load in loads:
+        check_between(0.01, 1.0, loads=load)
     root = Path(out_dir)
     models, kernel_dirs = _prepare_models(root, zoo_config, provider, progress)
-    common: dict[str, Any] = {"provider": provider, "max_time_s": 2.0, "loops": 5, "warmup": 3, "keep": 100}
+    common: dict[str, Any] = {
+        "provider": provider, "threads": threads, "max_time_s": 2.0, "loops": 5, "warmup": 3, "keep": 100,
+    }  # fmt: skip
     idle_config = CollectionConfig(
         kernels=kernel_dirs,
         models=models,
         levels=[0.0],
         # On a GPU one measurement takes a dozen samples of a stream.
-        rounds=1 if session.get_device_type(provider) == "cuda" else 3,
+        rounds=1 if session.get_device_type(provider) == "cuda" else 2,
         min_time_s=0.1,
         max_samples=200,
         **common,
     )
-    collect(idle_config, root / "rest", progress=_get_step_progress(progress, "idle"))
     # The sweep covers operators that the networks lack.
     sweep_config = CollectionConfig(
         sweep=SweepConfig(), levels=[0.0], rounds=1, min_time_s=0.1, max_samples=200, **common
     )
-    collect(sweep_config, root / "sweep", progress=_get_step_progress(progress, "sweep"))
+    collections = [root / "rest", root / "sweep"]
+    collect(idle_config, collections[0], progress=_get_step_progress(progress, "idle"))
+    collect(sweep_config, collections[1], progress=_get_step_progress(progress, "sweep"))
     # One model per network suffices under load, since kernels of the same kind respond equally.
     network_models = list({get_network(path.stem): path for path in models}.values())
-    load_config = CollectionConfig(
-        models=network_models,
-        levels=[0.0, 0.3, LEVEL, 0.9],
-        rounds=3,
-        min_time_s=0.6,
-        max_samples=1000,
-        **common,
-    )
     problems: list[str] = []
-    try:
-        collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
-    except (RunError, DeviceError) as error:
-        problems.append(f"measurements under load are missing: {error}; run the same command to resume")
-    predictor = train(
-        [root / name for name in ("rest", "sweep", "load")], progress=_get_step_progress(progress, "train")
-    )
+    if loads:
+        load_config = CollectionConfig(
+            models=network_models,
+            levels=[0.0, *sorted(set(loads))],
+            rounds=2,
+            min_time_s=0.6,
+            max_samples=1000,
+            steady_timeout_s=STEADY_TIMEOUT_S,
+            **common,
+        )
+        try:
+            collect(load_config, root / "load", progress=_get_step_progress(progress, "load"))
+        except (RunError, DeviceError) as error:
+            problems.append(f"measurements under load are missing: {error}; run the same command to resume")
+        if (root / "load" / PLAN).is_file():
+            collections.append(root / "load")
+    predictor = train(collections, progress=_get_step_progress(progress, "train"))
+    problems += predictor.list_training_notes()
     # Saved before the evaluation, which can fail.
     predictor_path = predictor.save(root / "predictor.json")
     evaluate_progress = _get_step_progress(progress, "evaluate")
-    evaluation = _evaluate(network_models, predictor, root, problems, evaluate_progress)
+    level = sorted(loads)[len(loads) // 2] if loads and predictor.contention.samples else 0.0
+    evaluation = _evaluate(network_models, predictor, level, root, problems, evaluate_progress)
     return QuickstartResult(
         folder=root,
+        threads=threads,
         predictor_path=predictor_path,
         report_path=write_report(
             evaluation,
             root,
             quality=predictor.quality,
             environment=collect_environment("cuda:0" if provider == "cuda" else "cpu"),
-            reproduce=f"sparseflow latency quickstart --device {provider}",
+            reproduce=f"sparseflow latency quickstart --device {provider} --threads {threads} "
+            f"--loads {','.join(map(str, loads)) or 'none'}",
             note=" ".join([NOTE, *problems]),
         ),
         evaluation=evaluation,
@@ -153,22 +177,32 @@ def run_quickstart(
 
 
 def _evaluate(
-    models: list[Path], predictor: Predictor, root: Path, problems: list[str], progress: Progress | None
+    models: list[Path],
+    predictor: Predictor,
+    level: float,
+    root: Path,
+    problems: list[str],
+    progress: Progress | None,
 ) -> PredictorEvaluation:
-    """Evaluate idle and under load; only idle if a load is missing, which adds to `problems`."""
-    if not problems:
+    """Evaluate idle and at a level; without what cannot be measured, which adds to `problems`."""
+    folders = {"evaluation": [0.0, level]} if level else {}
+    for name, levels in {**folders, "evaluation-idle": [0.0]}.items():
         try:
             return evaluate(
                 models,
                 predictor,
-                levels=[0.0, LEVEL],
-                rounds=2,
-                out_dir=root / "evaluation",
+                levels=levels,
+                rounds=3,
+                min_time_s=0.3,
+                out_dir=root / name,
                 progress=progress,
             )
         except (RunError, DeviceError) as error:
-            problems.append(f"the evaluation is of an idle device only: {error}")
-    return evaluate(models, predictor, rounds=2, out_dir=root / "evaluation-idle", progress=progress)
+            problems.append(f"no evaluation at load {levels[-1]:g}: {error}")
+    fingerprint = predictor.fingerprint
+    return PredictorEvaluation(
+        rows=(), device=fingerprint.name, provider=fingerprint.provider, threads=fingerprint.threads
+    )
 
 
 def _prepare_models(

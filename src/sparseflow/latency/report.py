@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.core.report import Page, plot_predicted_vs_measured
+from sparseflow.latency.measure.fingerprint import describe_threads
 from sparseflow.latency.model.evaluation import PredictorEvaluation
 
 PAGE = "report.html"
@@ -20,7 +21,7 @@ _CONDITIONS = {"rest": "idle", "loaded": "under load", "loaded_blind": "under lo
 _MODEL_COLUMNS = {
     "model": "model",
     "level": "target load",
-    "achieved": "achieved load",
+    "achieved": "load",
     "predicted_ms": "predicted mean, ms",
     "measured_ms": "measured mean, ms",
     "error_percent": "error, %",
@@ -64,7 +65,8 @@ def write_report(
     num_models = len({row.model for row in evaluation.rows})
     page = Page(
         "Latency: predicted and measured",
-        f"{num_models} models on {evaluation.device}, {evaluation.provider}.",
+        f"{num_models} models on {evaluation.device}, {evaluation.provider}, "
+        f"{describe_threads(evaluation.threads)}.",
         environment=environment,
         reproduce=reproduce,
     )
@@ -90,6 +92,8 @@ def _add_models(page: Page, evaluation: PredictorEvaluation, note: str) -> None:
         "Each prediction uses the model's graph and the load that was read just before the measurement.",
         *([note] if note else []),
     )
+    if not evaluation.rows:
+        return
     page.figure(plot_predicted_vs_measured("Mean latency", points))
     page.table(
         "All models",

@@ -81,6 +81,33 @@ def test_wait_until_steady_unreachable_level_raises(monkeypatch: pytest.MonkeyPa
             load.wait_until_steady(1.0)
 
 
+def test_reach_load_adds_what_other_work_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reader:
+        """Reader of CPUs that other work uses to `other`, besides a stressor that has what it requests."""
+
+        other = 0.4
+
+        def __init__(self, cpus: object, *, metrics: object) -> None:
+            pass
+
+        def read(self, window_s: float) -> dict[str, float]:
+            return {"others": self.other + load.level}
+
+    monkeypatch.setattr(stressor, "HostReader", Reader)
+    load = Stressor("cpu-fma", 0.0)
+    monkeypatch.setattr(load, "measure_share_between", lambda start_s, end_s: load.level)
+    assert load.reach_load(0.6) == pytest.approx(0.2)
+    # Nothing is added where other work uses more, and a level that cannot be reached does not raise.
+    assert load.reach_load(0.3) == load.level == 0.0 and not caplog.records
+    monkeypatch.setattr(load, "measure_share_between", lambda start_s, end_s: load.level / 2.0)
+    monkeypatch.setattr(Reader, "other", property(lambda reader: 0.1 - load.level / 2.0))
+    assert load.reach_load(0.9, timeout_s=0.01) < 0.9 and "instead of 0.90" in caplog.text
+    with pytest.raises(InputError, match="`level`"):
+        load.reach_load(1.5)
+
+
 def test_stressor_exits_with_its_parent() -> None:
     script = (
         "import os, signal; from sparseflow.core.load.stressor import Stressor\n"

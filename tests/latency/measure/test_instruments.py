@@ -38,7 +38,8 @@ def test_collect_on_local_machine(tmp_path: Path) -> None:
             and row["calls_per_sample"] >= 1
         )
         assert row["end_s"] - row["start_s"] >= 0.1
-        assert abs(row["stress_alone"] - row["level"]) <= 0.05 and 0.0 <= row["stress_achieved"] <= 1.0
+        # Other work counts to the level.
+        assert 0.0 <= row["stress_alone"] <= row["level"] + 0.05 and 0.0 <= row["stress_achieved"] <= 1.0
         assert 0.0 <= row["before_busy"] <= 1.0 and 0.0 < row["load_busy"] <= 1.0
         assert row["provider"] == "CPUExecutionProvider" and row["graph_level"] == "all"
         assert row["stressor"] == (None if row["level"] == 0.0 else "cpu-fma")

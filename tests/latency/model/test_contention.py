@@ -34,6 +34,7 @@ CPU = ContentionModel(
     cycle_ms=100.0,
     jitter=tuple(0.98 + 0.04 * n / 40 for n in range(41)),
     samples=1,
+    highest_load=0.9,
 )
 GPU = replace(CPU, metric="busy", yields_device=True, delay_factors=(0.5, 1.0, 0.3))
 DEVICES = pytest.mark.parametrize("device", [CPU, GPU], ids=["keeps", "yields_device"])
@@ -53,6 +54,7 @@ sharings = st.builds(
     cycle_ms=st.sampled_from([20.0, 100.0, 400.0]),
     jitter=st.just(CPU.jitter),
     samples=st.just(1),
+    highest_load=st.just(0.9),
 )
 
 

@@ -207,7 +207,7 @@ def test_summarize_errors_and_intervals() -> None:
     )
     assert [row.error for row in rows] == pytest.approx([0.05, -0.2, 0.0, 0.5])
     assert [row.in_interval for row in rows] == [True, False, True, False]
-    evaluation = PredictorEvaluation(rows=rows, device="d", provider="p")
+    evaluation = PredictorEvaluation(rows=rows, device="d", provider="p", threads=1)
     idle, loaded = evaluation.summarize()
     assert asdict(idle) == {
         "level": 0.0, "models": 2, "mape": pytest.approx(0.125), "within_10": 0.5, "intervals": 0.5,
@@ -223,7 +223,9 @@ def test_report_contains_models_and_quality(made_up: MadeUp, tmp_path: Path) -> 
         for path in made_up.models
         for level in LEVELS
     )
-    evaluation = PredictorEvaluation(rows=rows, device="Made Up <1>", provider="CPUExecutionProvider")
+    evaluation = PredictorEvaluation(
+        rows=rows, device="Made Up <1>", provider="CPUExecutionProvider", threads=2
+    )
     page = write_report(
         evaluation, tmp_path / "new", quality=made_up.predictor.quality, environment={"seed": 7},
         reproduce="sparseflow latency evaluate models",

@@ -8,6 +8,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,11 @@ def test_predict_impossible_latency_raises(made_up: MadeUp) -> None:
 
 def test_predict_says_training_was_disturbed(made_up: MadeUp, unseen: Graph) -> None:
     disturbed = made_up.predictor.model_copy(update={"other_load": 0.97})
-    assert "other work used 97 %" in disturbed.predict(unseen).notes[0]
+    (note,) = disturbed.predict(unseen).notes
+    assert "other work used 97 %" in note and "p50 and p95" in note
+    threads = replace(disturbed.fingerprint, threads=2)
+    (note,) = disturbed.model_copy(update={"fingerprint": threads}).predict(unseen).notes
+    assert "other work used 97 %" in note and "the idle latency is too high" in note
     unread = made_up.predictor.model_copy(update={"other_load": None})
     assert "did not read" in unread.predict(unseen).notes[0]
 

@@ -38,7 +38,9 @@ from sparseflow.cli.options import (
     RoundsOption,
     SeedOption,
     ShapesOption,
+    ThreadsOption,
     get_command_line,
+    split_list,
 )
 from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar
@@ -73,6 +75,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor for this device; show its error on held-out kernels and models."""
+    from sparseflow.latency.measure.fingerprint import describe_threads
     from sparseflow.latency.model.training import train as train_predictor
 
     with progress_bar() as progress:
@@ -82,11 +85,17 @@ def train(
     path = predictor.save(out)
     fingerprint = predictor.fingerprint
     emit(
-        {"path": str(path), **predictor.quality, "fingerprint": fingerprint.to_dict()},
+        {
+            "path": str(path),
+            **predictor.quality,
+            "fingerprint": fingerprint.to_dict(),
+            "notes": predictor.list_training_notes(),
+        },
         as_json,
         _kernel_quality_table(predictor.quality),
         *([_model_quality_table(predictor.quality)] if predictor.quality["models"] else []),
-        f"{fingerprint.name}, {fingerprint.provider}: {path}",
+        *(f"note: {note}" for note in predictor.list_training_notes()),
+        f"{fingerprint.name}, {fingerprint.provider}, {describe_threads(fingerprint.threads)}: {path}",
     )
 
 
@@ -123,6 +132,7 @@ def predict(
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
     from sparseflow.latency.measure.config import TelemetryConfig
+    from sparseflow.latency.measure.fingerprint import describe_threads
     from sparseflow.latency.model.predictor import Predictor
 
     if load is not None and live is not None:
@@ -153,7 +163,8 @@ def predict(
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
         f"{_format_interval(*prediction.interval, separator=' to ')}{guess}), "
         f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
-        f"idle {prediction.idle_ms:.3f} ms; {share}: {prediction.slowdown:.2f}x; "
+        f"{describe_threads(prediction.threads)}; idle {prediction.idle_ms:.3f} ms; "
+        f"{share}: {prediction.slowdown:.2f}x; "
         f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
         *(f"note: {note}" for note in prediction.notes),
     )
@@ -261,18 +272,31 @@ def overlap(
 def quickstart(
     out: OutDirOption = Path("runs/latency-quickstart"),
     config: ConfigOption = "quickstart",
+    loads: Annotated[
+        str, typer.Option(help="Loads to measure, shares of the device such as 0.3,0.6,0.9, or none.")
+    ] = "0.3,0.6,0.9",
+    threads: ThreadsOption = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Run all steps on a few networks, from export to evaluation under load, and write a report.
 
-    Takes a few minutes. If other work prevents a load, the predictor contains what was measured before.
+    Takes a few minutes. Other work on the machine counts to the loads. The predictor contains what could be
+    measured and is valid for one number of threads, 1 by default.
     """
+    from sparseflow.latency.measure.fingerprint import describe_threads
     from sparseflow.latency.quickstart import run_quickstart as run_quickstart
 
     provider, _ = parse_provider(device)
     with progress_bar() as progress:
-        result = run_quickstart(out, zoo_config=config, provider=provider, progress=progress)
+        result = run_quickstart(
+            out,
+            zoo_config=config,
+            provider=provider,
+            loads=_parse_loads(loads),
+            threads=threads or 1,
+            progress=progress,
+        )
     emit(
         result.to_dict(),
         as_json,
@@ -280,9 +304,25 @@ def quickstart(
         "The predictor was trained on these models. Errors on held-out networks:",
         _model_quality_table(result.quality),
         *(f"note: {problem}" for problem in result.problems),
-        f"predictor: {result.predictor_path}",
+        f"predictor: {result.predictor_path} ({describe_threads(result.threads)})",
         f"report: {result.report_path}",
     )
+
+
+def _parse_loads(text: str) -> list[float]:
+    """Parse `--loads`.
+
+    Raises:
+        InputError: It is neither none nor a list of numbers.
+    """
+    from sparseflow.errors import InputError
+
+    if text == "none":
+        return []
+    try:
+        return [float(item) for item in split_list(text) or []]
+    except ValueError:
+        raise InputError(f"`--loads {text}` must be none, or shares such as 0.3,0.6,0.9") from None
 
 
 def _parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
@@ -333,6 +373,8 @@ def _format_interval(low_ms: float, high_ms: float, *, separator: str = "–") -
 
 
 def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
+    from sparseflow.latency.measure.fingerprint import describe_threads
+
     rows = [
         (
             row.model,
@@ -345,7 +387,7 @@ def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
         for row in evaluation.rows
     ]
     columns = ("model", ">load", ">predicted ms", ">measured ms", ">error", "interval ms")
-    lines: list[Table | str] = [make_table(columns, rows)]
+    lines: list[Table | str] = [make_table(columns, rows, title=describe_threads(evaluation.threads))]
     for summary in evaluation.summarize():
         measured, predicted = summary.slowdown, summary.predicted_slowdown
         slowdown = (

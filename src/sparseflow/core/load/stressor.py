@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 from sparseflow.core.checks import check_between, check_one_of
 from sparseflow.core.device.info import list_usable_cpus
 from sparseflow.core.load.workloads import EXIT_NO_DEVICE, KINDS, PERIOD_S
+from sparseflow.core.telemetry.host_reader import HostReader
 from sparseflow.errors import DeviceError, InputError, RunError
 
 TOLERANCE = 0.05
@@ -28,6 +30,8 @@ WINDOW_S = 1.0
 
 START_S = 120.0
 """Timeout of the start of a process: torch and CUDA take tens of seconds from a cold disk."""
+
+logger = logging.getLogger(__name__)
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -164,6 +168,47 @@ class Stressor:
         finally:
             self.release()
 
+    def reach_load(self, level: float, timeout_s: float = 20.0) -> float:
+        """Bring the load of the device to `level`; return the share of the stressor over the last second.
+
+        On CPUs other work is a part of the load: the stressor adds what is missing, and nothing where other
+        work uses `level` or more. On a GPU, whose time is not measured by process, the stressor alone uses
+        `level`. A level that is not reached in time is logged, and the load stays as it is.
+
+        Args:
+            level: Share of the device's time, in [0, 1]. The calling process does not count.
+            timeout_s: Timeout, seconds.
+
+        Raises:
+            InputError: The level is not in [0, 1].
+            DeviceError: The load of a CPU cannot be read.
+            RunError: A process has exited.
+        """
+        check_between(0.0, 1.0, level=level)
+        if not self.cpus:
+            self.set_level(level)
+            steady, shares = self._wait_until_steady(timeout_s)
+            if not steady:
+                logger.warning("%s", self._describe_timeout(shares, timeout_s))
+            return self.measure_share()
+        reader = HostReader(self.cpus, metrics=("others",))
+        end_s = time.monotonic() + timeout_s
+        while True:
+            start_s = time.monotonic()
+            total = reader.read(WINDOW_S)["others"]
+            share = self.measure_share_between(start_s, time.monotonic())
+            if abs(total - level) <= TOLERANCE or (total > level and self.level == 0.0):
+                return share
+            if time.monotonic() > end_s:
+                logger.warning(
+                    "the load is %.2f instead of %.2f, and %.2f of it is other work; it is recorded as it is",
+                    total,
+                    level,
+                    max(total - share, 0.0),
+                )
+                return share
+            self.set_level(min(max(level - max(total - share, 0.0), 0.0), 1.0))
+
     def wait_until_steady(self, timeout_s: float = 20.0) -> float:
         """Wait until the share of every process equals the level over a second; return the mean share.
 
@@ -173,15 +218,11 @@ class Stressor:
         Raises:
             RunError: The level was not reached in time, or a process has exited.
         """
-        end_s = time.monotonic() + timeout_s
-        while True:
-            shares = self.worker_shares()
-            measured = [share for share in shares if share is not None]
-            if len(measured) == len(shares) and all(abs(s - self.level) <= TOLERANCE for s in measured):
-                return sum(measured) / len(measured)
-            if time.monotonic() > end_s:
-                raise RunError(self._describe_timeout(shares, timeout_s))
-            time.sleep(PERIOD_S / 2.0)
+        steady, shares = self._wait_until_steady(timeout_s)
+        if not steady:
+            raise RunError(self._describe_timeout(shares, timeout_s))
+        measured = [share for share in shares if share is not None]
+        return sum(measured) / len(measured)
 
     def measure_share(self, window_s: float = WINDOW_S) -> float:
         """Return the mean share of the device over the last `window_s` seconds, in [0, 1].
@@ -236,6 +277,17 @@ class Stressor:
     def pids(self) -> tuple[int, ...]:
         """Ids of the running processes."""
         return tuple(process.handle.pid for process in self._processes)
+
+    def _wait_until_steady(self, timeout_s: float) -> tuple[bool, list[float | None]]:
+        """Return whether the share of every process equals the level before the timeout, and the shares."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            shares = self.worker_shares()
+            if all(share is not None and abs(share - self.level) <= TOLERANCE for share in shares):
+                return True, shares
+            if time.monotonic() > end_s:
+                return False, shares
+            time.sleep(PERIOD_S / 2.0)
 
     def _spawn(self, index: int, target: tuple[str, str], folder: Path) -> _Process:
         report_file, error_file = folder / f"{index}.jsonl", folder / f"{index}.txt"

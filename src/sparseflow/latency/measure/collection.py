@@ -11,8 +11,8 @@
       graphs/         graph of every model
       sweep/          synthetic kernels, with `sweep`
 
-If the collection is interrupted (SIGKILL, a full disk, a load that misses its level), the rows are kept and
-the same command resumes it. Rows are written completely or not at all, and identified by the keys of the
+If the collection is interrupted (SIGKILL, a full disk), the rows are kept and the same command resumes it.
+Rows are written completely or not at all, and identified by the keys of the
 plan. A resumed collection has the same rows as an uninterrupted one.
 
 Columns of `rows.parquet`:
@@ -20,8 +20,8 @@ Columns of `rows.parquet`:
 - `key`, `block`, `round`, `session` (number of interruptions before the row)
 - `role`: `item`, or `reference` for measurements that show drift
 - `kernel_id`, `op_type`, `input_shape`, `path`
-- `stressor`, `level` (requested load), `stress_alone` (share that the load achieved while the measured work
-  was idle), `stress_achieved` (share during the measurement)
+- `stressor`, `level` (requested load, to which other work on a CPU counts), `stress_alone` (share of the
+  stressor while the measured work was idle), `stress_achieved` (its share during the measurement)
 - `before_*`: load readings just before the block, while the measured work was idle, as before a model starts
 - `load_*`: load readings during the measurement
 - `latency_ms` (mean), `p50_ms`, `p95_ms`, `p99_ms`, `min_ms`, `max_ms`, `samples_ns` (all samples in order,
@@ -60,11 +60,10 @@ from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.config import CollectionConfig
 from sparseflow.latency.measure.idle import (
     LOAD_METRICS,
-    MAX_IDLE_LOAD,
+    compute_idle_ms,
     compute_other_load,
+    describe_other_load,
     get_load_before,
-    has_cpu_time,
-    is_quiet,
 )
 from sparseflow.latency.measure.instruments import Instruments, LocalInstruments
 from sparseflow.latency.measure.plan import CollectionPlan, PlanStep, make_plan
@@ -132,9 +131,10 @@ class CollectionSummary:
         targets: Number of kernels and models.
         drift: Range of the reference's medians at the lowest level over their median; None with fewer than
             two.
-        levels: One entry per level: `level`, `stress_alone`, `stress_achieved`, `slowdown` (geometric mean
-            over targets of the mean latency over that at the lowest level).
-        other_load: Median share of the device that other work used during the idle rows; None if it was not
+        levels: One entry per level: `level`, `load` (mean reading just before the blocks, with other work;
+            None if it was not read), `stress_alone`, `stress_achieved`, `slowdown` (geometric mean over
+            targets of the mean latency over that at the lowest level).
+        other_load: Mean share of the device that other work used during the idle rows; None if it was not
             read, or there are no idle rows.
         problems: File that could not be measured -> message.
     """
@@ -175,7 +175,7 @@ def collect(
         InputError: `out_dir` contains a collection with other settings, files or device.
         FileFormatError, ModelError: The only file is invalid.
         DeviceError: The provider, the load's device or the source of readings is not available.
-        RunError: The load missed its level, the disk is full, or another process writes into `out_dir`.
+        RunError: The load ended, the disk is full, or another process writes into `out_dir`.
     """
     if instruments is None:
         with LocalInstruments(config) as local_instruments:
@@ -404,16 +404,8 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
     valid = [row for row in rows if row["error"] is None]
     idle_rows = [row for row in valid if row["level"] == 0.0]
     metric = LOAD_METRICS[session.get_device_type(plan.config["provider"])]
-    other_load = compute_other_load(idle_rows, metric)
-    if other_load is not None and other_load > MAX_IDLE_LOAD:
-        num_invalid = sum(not (has_cpu_time(row) or is_quiet(row, metric)) for row in idle_rows)
-        logger.warning(
-            "other work used %.0f %% of the device during the idle measurements; %s",
-            100 * other_load,
-            f"{num_invalid} of {len(idle_rows)} cannot be used to train"
-            if num_invalid
-            else "training uses their CPU times, which it does not change",
-        )
+    if warning := describe_other_load(idle_rows, metric):
+        logger.warning("%s", warning)
     return CollectionSummary(
         path=folder,
         rows=len(rows),
@@ -421,8 +413,8 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
         failed=len(rows) - len(valid),
         targets=len(plan.targets),
         drift=_compute_drift(valid),
-        levels=tuple(_summarize_levels(valid)),
-        other_load=other_load,
+        levels=tuple(_summarize_levels(valid, metric)),
+        other_load=compute_other_load(idle_rows, metric),
         problems=plan.problems,
     )
 
@@ -430,19 +422,26 @@ def _summarize(folder: Path, plan: CollectionPlan, rows: list[Row], added: int) 
 def _compute_drift(rows: list[Row]) -> float | None:
     # Under load a median takes one of two values, so only the lowest level shows the machine's drift.
     lowest = min((row["level"] for row in rows), default=None)
-    medians_ms = [row["p50_ms"] for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    medians_ms = [
+        row["p50_ms"] if lowest else compute_idle_ms(row)
+        for row in rows
+        if row["role"] == "reference" and row["level"] == lowest
+    ]
     return (
         (max(medians_ms) - min(medians_ms)) / statistics.median(medians_ms) if len(medians_ms) > 1 else None
     )
 
 
-def _summarize_levels(rows: list[Row]) -> Iterator[dict[str, float | None]]:
+def _summarize_levels(rows: list[Row], metric: str) -> Iterator[dict[str, float | None]]:
     times: dict[float, dict[str, list[float]]] = {}
     for row in rows:
-        times.setdefault(row["level"], {}).setdefault(row["kernel_id"], []).append(row["latency_ms"])
+        # Other work may disturb the idle rows, to which loaded ones are compared.
+        latency_ms = row["latency_ms"] if row["level"] else compute_idle_ms(row)
+        times.setdefault(row["level"], {}).setdefault(row["kernel_id"], []).append(latency_ms)
     lowest = times[min(times)] if times else {}
     for level in sorted(times):
         level_rows = [row for row in rows if row["level"] == level]
+        loads = [load[metric] for row in level_rows if metric in (load := get_load_before(row))]
         ratios = [
             statistics.fmean(latencies_ms) / statistics.fmean(lowest[name])
             for name, latencies_ms in times[level].items()
@@ -450,6 +449,7 @@ def _summarize_levels(rows: list[Row]) -> Iterator[dict[str, float | None]]:
         ]
         yield {
             "level": level,
+            "load": statistics.fmean(loads) if loads else None,
             "stress_alone": statistics.fmean(row["stress_alone"] for row in level_rows),
             "stress_achieved": statistics.fmean(row["stress_achieved"] for row in level_rows),
             "slowdown": statistics.geometric_mean(ratios) if ratios else None,

@@ -84,7 +84,7 @@ class DeviceFingerprint:
         if differing:
             raise InputError(
                 f"{description} has another device or other settings: {'; '.join(differing)}; latencies "
-                "are not transferable: collect and train on this device with these settings"
+                "are not transferable: train one predictor for each device, provider and number of threads"
             )
 
     def check_local_device(self, gpu: int = 0) -> None:
@@ -109,3 +109,10 @@ class DeviceFingerprint:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""
         return {**asdict(self), "flags": list(self.flags)}
+
+
+def describe_threads(threads: int | None) -> str:
+    """Return a number of threads within an operator in words; None is onnxruntime's choice."""
+    if threads is None:
+        return "onnxruntime's number of threads"
+    return f"{threads} thread{'' if threads == 1 else 's'}"

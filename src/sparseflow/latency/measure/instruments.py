@@ -34,7 +34,7 @@ class Instruments(Protocol):
 
     @contextmanager
     def block(self, level: float) -> Iterator[Mapping[str, Any]]:
-        """Hold a load of `level` during the block; yields columns for each of its rows."""
+        """Hold a load of `level`, other work included; yields columns for each row of the block."""
         ...
 
     def measure(self, target: Target) -> dict[str, Any]:
@@ -94,18 +94,18 @@ class LocalInstruments:
 
     @contextmanager
     def block(self, level: float) -> Iterator[Mapping[str, Any]]:
-        """Hold a steady load of `level`.
+        """Hold a steady load of `level`, to which other work on a CPU counts.
 
         Raises:
-            RunError: The load does not reach the level, or ended.
+            RunError: The load ended.
             DeviceError: The device of the load or of a reading is not available.
         """
         if level == 0.0:
             self._stop_load()
             yield self._read_idle_load() | {"stress_alone": 0.0}
             return
-        stressor = self._set_load(level)
-        achieved = stressor.wait_until_steady(self._config.steady_timeout_s)
+        stressor = self._start_load()
+        achieved = stressor.reach_load(level, self._config.steady_timeout_s)
         idle_load = self._read_idle_load()
         with stressor.hold_duty():
             yield idle_load | {"stress_alone": round(achieved, 4)}
@@ -193,19 +193,14 @@ class LocalInstruments:
         run_s = min(runner.warm_up(1) for _ in range(3)) / 1e3
         return max(1, round(self._config.min_time_s / (run_s * self._config.max_samples)))
 
-    def _set_load(self, level: float) -> Stressor:
+    def _start_load(self) -> Stressor:
         if self._stressor is None:
             config = self._config
-            self._stressor = Stressor(
-                config.stressor, level, device=f"cuda:{config.gpu}", cpus=self._cpus, seed=config.seed
+            stressor = Stressor(
+                config.stressor, 0.0, device=f"cuda:{config.gpu}", cpus=self._cpus, seed=config.seed
             )
-            try:
-                self._stressor.start()
-            except BaseException:
-                self._stressor = None
-                raise
-        else:
-            self._stressor.set_level(level)
+            stressor.start()
+            self._stressor = stressor
         return self._stressor
 
     def _stop_load(self) -> None:

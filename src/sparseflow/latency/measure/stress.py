@@ -1,4 +1,4 @@
-"""Background load that is held at several levels, one after the other."""
+"""Background load that is held at several levels, one after the other. Other work counts to a level."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.progress import Progress
+from sparseflow.core.telemetry.host_reader import HostReader
 
 _POLL_INTERVAL_S = 0.25
 
@@ -19,12 +20,14 @@ class LoadLevel:
 
     Attributes:
         target: Requested share of the device's time, in [0, 1].
-        achieved: Measured share over the duration.
+        achieved: Measured share over the duration, with that of other work on a CPU.
+        other_work: Share of other work; None on a GPU, whose time is not measured by process.
         duty: Mean duty cycle of the load's processes.
     """
 
     target: float
     achieved: float
+    other_work: float | None
     duty: float
 
 
@@ -59,7 +62,7 @@ def hold_levels(
     device: str = "cuda",
     progress: Progress,
 ) -> StressResult:
-    """Load a device to each level and hold it.
+    """Load a device to each level and hold it; a level that is not reached is logged and held as it is.
 
     Args:
         kind: Kind of load, one of `core.load.workloads.KINDS`.
@@ -72,25 +75,31 @@ def hold_levels(
 
     Raises:
         InputError: A level is out of range or the kind is unknown.
-        RunError: A level is not reached in time.
+        DeviceError: The GPU does not exist, or the load of a CPU cannot be read.
+        RunError: A process of the load exited.
     """
     results: list[LoadLevel] = []
-    with Stressor(kind, levels[0], workers=threads, device=device) as load:
+    with Stressor(kind, 0.0, workers=threads, device=device) as load:
+        reader = HostReader(load.cpus, metrics=("others",)) if load.cpus else None
         for index, level in enumerate(levels):
-            load.set_level(level)
             progress(f"{kind} {level:g}: waiting until it is steady", index / len(levels))
-            load.wait_until_steady(timeout_s)
-            start_s = time.monotonic()
-            while (elapsed_s := time.monotonic() - start_s) < duration_s:
-                progress(
-                    f"{kind} {level:g}: achieved {load.measure_share():.3f}, duty {load.mean_duty():.3f}",
-                    (index + elapsed_s / duration_s) / len(levels),
-                )
-                time.sleep(min(_POLL_INTERVAL_S, duration_s - elapsed_s))
+            load.reach_load(level, timeout_s)
+            with load.hold_duty():
+                start_s = time.monotonic()
+                recording = None if reader is None else reader.start()
+                while (elapsed_s := time.monotonic() - start_s) < duration_s:
+                    progress(
+                        f"{kind} {level:g}: share {load.measure_share():.3f}, duty {load.mean_duty():.3f}",
+                        (index + elapsed_s / duration_s) / len(levels),
+                    )
+                    time.sleep(min(_POLL_INTERVAL_S, duration_s - elapsed_s))
+                share = load.measure_share_between(start_s, time.monotonic())
+                total = share if recording is None else recording.stop()["others"]
             results.append(
                 LoadLevel(
                     target=level,
-                    achieved=load.measure_share_between(start_s, time.monotonic()),
+                    achieved=total,
+                    other_work=None if recording is None else max(total - share, 0.0),
                     duty=load.mean_duty(),
                 )
             )

@@ -104,6 +104,7 @@ class ContentionModel:
         cycle_ms: Mean length of the load's cycle.
         jitter: Quantiles, evenly spaced from 0 to 1, of idle runs over the idle latency.
         samples: Number of measurements under load of the fit; with 0 no load can be predicted.
+        highest_load: Highest share of the metric in the fit.
     """
 
     metric: str
@@ -119,6 +120,7 @@ class ContentionModel:
     cycle_ms: Positive
     jitter: Annotated[tuple[Positive, ...], Field(min_length=2)]
     samples: NonNegativeInt
+    highest_load: Annotated[float, Field(ge=0.0, le=1.0)]
 
     def __post_init__(self) -> None:
         check_one_of(METRICS, metric=self.metric)
@@ -157,6 +159,7 @@ class ContentionModel:
             cycle_ms=100.0,
             jitter=tuple(np.quantile(jitter, points).tolist()) if jitter else (1.0,) * _JITTER_POINTS,
             samples=len(samples),
+            highest_load=max((sample.load for sample in samples), default=idle_load),
         )
         if not samples:
             return initial

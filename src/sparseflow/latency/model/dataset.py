@@ -3,8 +3,9 @@
 Rows are first corrected for drift of the machine: the reference is measured repeatedly at the lowest load,
 and a row there is divided by the reference's relative latency around it.
 
-Idle latencies are CPU times where these are valid (see `measure.idle`); idle rows that other work disturbed
-are omitted.
+Idle latencies are CPU times where these are valid (see `measure.idle`); other idle rows that other work
+disturbed are omitted if there are better ones. Where CPU times are the idle latencies, a model's idle row
+beside other work is also a measurement under the load of that work.
 
 If kernels were measured in a stream (`measure.stream`), their latency is the device time in the stream;
 kernels without separated times are omitted. That time needs no correction, since each run is paired with one
@@ -17,7 +18,7 @@ import bisect
 import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,14 @@ from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import (
     LOAD_METRICS,
     MAX_IDLE_LOAD,
+    combine_idle_ms,
     compute_idle_ms,
     compute_other_load,
+    describe_other_load,
     get_load_before,
-    has_cpu_time,
+    is_exact,
     is_quiet,
+    select_idle_rows,
 )
 from sparseflow.latency.measure.plan import MODEL_OP
 from sparseflow.latency.model.composition import VIEW_OPS
@@ -56,9 +60,9 @@ class LoadedMeasurement:
     Attributes:
         target: Id of the kernel, or name of the model.
         is_model: Whether the target is a full model.
-        level: Requested load, in [0, 1].
+        level: Requested load, in [0, 1]; in an idle row, that of other work to a tenth.
         load: Metric -> share, read just before the measurement while the measured work was idle.
-        achieved: Share that the load achieved during that reading.
+        achieved: Share of the stressor during that reading.
         idle_ms: Idle latency of the isolated target.
         slowdown: Mean latency over the idle latency.
         ratios: Each sample over the idle latency.
@@ -83,12 +87,13 @@ class LatencyDataset:
         kernels: Id -> kernel, for measured kernels and kernels of measured models.
         graphs: Name -> graph, for measured models.
         idle_ms: Target -> idle latency; for a kernel in a stream its device time, 0 for a view.
-        measurements_ms: Target -> latency of each measurement, whose median is `idle_ms`.
+        measurements_ms: Target -> latency of each measurement. Their median is `idle_ms`, or their minimum if
+            other work was beside all of them.
         host_ms: Kernel id -> host time to issue it in a stream; empty without stream measurements.
         jitter: Target -> idle samples over the idle latency, without those disturbed by other work.
         idle_load: Metric -> median share while idle; empty if other work disturbed every idle row.
-        other_load: Median share of the device that other work used during the idle measurements; None if it
-            was not read.
+        other_load: Mean share of the device that other work used during the idle measurements in `idle_ms`;
+            None if it was not read.
         loaded: Measurements under load.
         failed: Number of rows without a latency.
     """
@@ -130,14 +135,14 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         collections: Directories written by `latency collect`, complete or not.
 
     Raises:
-        InputError: There are none, they differ in device or settings, or contain no idle measurement that
-            other work did not disturb.
+        InputError: There are none, they differ in device or settings, or contain no idle measurement.
         FileFormatError: One of them is damaged.
     """
     directories = [Path(folder) for folder in collections]
     if not directories:
         raise InputError("no collection given; create one with `sparseflow latency collect`")
     fingerprint = DeviceFingerprint.from_plan(read_plan(directories[0]))
+    metric = LOAD_METRICS[fingerprint.kind]
     kernels: dict[str, KernelSpec] = {}
     graphs: dict[str, Graph] = {}
     rows: list[dict[str, Any]] = []
@@ -150,7 +155,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         collection_rows = read_rows(folder)
         valid = [row for row in collection_rows if row["error"] is None]
         failed += len(collection_rows) - len(valid)
-        rows += _correct_drift(valid)
+        rows += _correct_drift(valid, metric)
     missing = {
         row["kernel_id"]
         for row in rows
@@ -164,24 +169,34 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
     idle_rows, loaded_rows = [r for r in rows if not r["level"]], [r for r in rows if r["level"]]
     if not idle_rows:
         raise InputError("there is no idle measurement: `levels` of a collection must include 0")
-    metric = LOAD_METRICS[fingerprint.kind]
-    other_load = compute_other_load(idle_rows, metric)
-    idle_rows = _select_valid_idle_rows(idle_rows, metric, other_load)
+    if warning := describe_other_load(idle_rows, metric):
+        logger.warning("%s", warning)
+    beside_work = [
+        (row, share)
+        for row in idle_rows
+        if is_exact(row)
+        and row["op_type"] == MODEL_OP
+        and (share := get_load_before(row).get(metric, 0.0)) > MAX_IDLE_LOAD
+    ]
+    idle_rows = select_idle_rows(idle_rows, metric)
     quiet_rows = [row for row in idle_rows if is_quiet(row, metric)]
+    quiet_targets = {row["kernel_id"] for row in quiet_rows}
     isolated_ms = _group_by_target(
         (row["kernel_id"], compute_idle_ms(row) / row["pace"]) for row in idle_rows
     )
-    idle_ms = {name: statistics.median(values) for name, values in isolated_ms.items()}
-    measurements_ms, host = _collect_stream_times(idle_rows, kernels)
-    if measurements_ms:
-        measurements_ms |= {name: values for name, values in isolated_ms.items() if name in graphs}
-    else:
-        measurements_ms = isolated_ms
+    idle_ms = {name: combine_idle_ms(values, name in quiet_targets) for name, values in isolated_ms.items()}
+    device_ms, host = _collect_stream_times(idle_rows, kernels)
+    measurements_ms = isolated_ms
+    if device_ms:
+        measurements_ms = device_ms | {name: isolated_ms[name] for name in isolated_ms if name in graphs}
     return LatencyDataset(
         fingerprint=fingerprint,
         kernels=kernels,
         graphs=graphs,
-        idle_ms={name: statistics.median(values) for name, values in measurements_ms.items()},
+        idle_ms={
+            name: statistics.median(values) if name in device_ms else idle_ms[name]
+            for name, values in measurements_ms.items()
+        },
         measurements_ms=measurements_ms,
         host_ms=host,
         jitter=_group_by_target(
@@ -190,20 +205,29 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
             for value in row["samples_ns"]
         ),
         idle_load=_compute_idle_load(quiet_rows),
-        other_load=other_load,
-        loaded=tuple(_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms),
+        other_load=compute_other_load(idle_rows, metric),
+        loaded=tuple(
+            [_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms]
+            + [replace(_make_measurement(row, idle_ms), level=round(share, 1)) for row, share in beside_work]
+        ),
         failed=failed,
     )
 
 
-def _correct_drift(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _correct_drift(rows: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
     """Add `pace` to rows of one collection, the relative latency of the reference around each; drop the
-    reference.
+    reference. It is 1 if other work changed all idle latencies of the reference.
     """
     lowest = min((row["level"] for row in rows), default=0.0)
-    reference = [row for row in rows if row["role"] == "reference" and row["level"] == lowest]
+    reference = [
+        row
+        for row in rows
+        if row["role"] == "reference"
+        and row["level"] == lowest
+        and (lowest or is_exact(row) or is_quiet(row, metric))
+    ]
     if not reference:
-        return [row | {"pace": 1.0} for row in rows]
+        return [row | {"pace": 1.0} for row in rows if row["role"] != "reference"]
     typical_ms = statistics.median(map(compute_idle_ms, reference))
     reference.sort(key=lambda row: row["start_s"])
     times = [row["start_s"] for row in reference]
@@ -247,28 +271,6 @@ def _collect_stream_times(
         host.append((name, row["host_ms"]))
     host_ms = {name: statistics.median(values) for name, values in _group_by_target(host).items()}
     return _group_by_target(device), host_ms
-
-
-def _select_valid_idle_rows(
-    rows: list[dict[str, Any]], metric: str, other_load: float | None
-) -> list[dict[str, Any]]:
-    """Omit the idle rows that other work disturbed, and warn about them."""
-    valid = [row for row in rows if has_cpu_time(row) or is_quiet(row, metric)]
-    if other_load is not None and other_load > MAX_IDLE_LOAD:
-        logger.warning(
-            "other work used %.0f %% of the device during the idle measurements; %s",
-            100 * other_load,
-            "their CPU times are used instead of their wall times"
-            if len(valid) == len(rows)
-            else f"{len(rows) - len(valid)} of {len(rows)} are omitted",
-        )
-    if not valid:
-        raise InputError(
-            f"other work used more than {100 * MAX_IDLE_LOAD:.0f} % of the device during every idle "
-            "measurement; stop that work and collect again, or on a CPU collect with `threads: 1`, whose CPU "
-            "time other work does not change"
-        )
-    return valid
 
 
 def _compute_idle_load(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -18,7 +18,13 @@ from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.collection import collect, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
-from sparseflow.latency.measure.idle import compute_idle_ms, get_load_before
+from sparseflow.latency.measure.idle import (
+    combine_idle_ms,
+    compute_idle_ms,
+    get_load_before,
+    is_quiet,
+    select_idle_rows,
+)
 from sparseflow.latency.model.predictor import Predictor
 
 
@@ -29,7 +35,8 @@ class EvaluationRow:
     Attributes:
         model: Name of the model.
         level: Requested load, in [0, 1].
-        achieved: Share that the load achieved while the model was idle.
+        achieved: Load just before the measurements, with other work; without such a reading the share of the
+            stressor.
         measured_ms: Mean latency over all measurements; if idle, the latency without other work, see
             `measure.idle`.
         measured_p50_ms: Measured median.
@@ -106,12 +113,14 @@ class PredictorEvaluation:
         rows: One row per model and level.
         device: Name of the device.
         provider: onnxruntime's name of the provider.
+        threads: Threads within an operator; None is onnxruntime's choice.
         problems: File or model that could not be evaluated -> message.
     """
 
     rows: tuple[EvaluationRow, ...]
     device: str
     provider: str
+    threads: int | None
     problems: Mapping[str, str] = field(default_factory=dict)
 
     def summarize(self) -> list[LevelSummary]:
@@ -144,6 +153,7 @@ class PredictorEvaluation:
         return {
             "device": self.device,
             "provider": self.provider,
+            "threads": self.threads,
             "summary": [asdict(summary) for summary in self.summarize()],
             "rows": [row.to_dict() for row in self.rows],
             "problems": dict(self.problems),
@@ -191,7 +201,7 @@ def evaluate(
             that was trained on idle measurements only.
         FileFormatError, ModelError: The only file is invalid.
         DeviceError: The device or the readings are not available.
-        RunError: A load was not reached, or no model could be evaluated.
+        RunError: The load ended, or no model could be evaluated.
     """
     fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
     fitted.fingerprint.check_local_device(gpu)
@@ -236,7 +246,11 @@ def evaluate(
         name, problem = next(iter(problems.items()))
         raise RunError(f"none of {len(problems)} models could be evaluated; {name}: {problem}")
     return PredictorEvaluation(
-        rows=tuple(evaluated), device=fingerprint.name, provider=fingerprint.provider, problems=problems
+        rows=tuple(evaluated),
+        device=fingerprint.name,
+        provider=fingerprint.provider,
+        threads=fingerprint.threads,
+        problems=problems,
     )
 
 
@@ -252,17 +266,21 @@ def _make_row(
         predictor.predict(graph, get_load_before(row) if level else None, seed=seed) for row in rows
     ]
 
+    metric = predictor.contention.metric
+
     def median_of(name: str) -> float:
         return statistics.median(row[name] for row in rows)
 
     return EvaluationRow(
         model=name,
         level=level,
-        achieved=statistics.fmean(row["stress_alone"] for row in rows),
+        achieved=statistics.fmean(
+            {metric: row["stress_alone"], **get_load_before(row)}[metric] for row in rows
+        ),
         # Slower idle runs were disturbed; under load the mean over measurements is predicted.
         measured_ms=statistics.fmean(row["latency_ms"] for row in rows)
         if level
-        else statistics.median(map(compute_idle_ms, rows)),
+        else _measure_idle_ms(rows, metric),
         measured_p50_ms=median_of("p50_ms"),
         measured_p95_ms=median_of("p95_ms"),
         predicted_ms=statistics.fmean(p.mean_ms for p in predictions),
@@ -272,6 +290,11 @@ def _make_row(
         high_ms=statistics.fmean(p.interval[1] for p in predictions),
         coverage=statistics.fmean(p.coverage for p in predictions),
     )
+
+
+def _measure_idle_ms(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
+    selected = select_idle_rows(rows, metric)
+    return combine_idle_ms([compute_idle_ms(row) for row in selected], is_quiet(selected[0], metric))
 
 
 def _compute_mean(values: Sequence[float]) -> float | None:

@@ -89,6 +89,7 @@ class Prediction:
             measured; the rest is a guess by roofline.
         idle_ms: Mean latency without load.
         slowdown: `mean_ms` over `idle_ms`.
+        threads: Threads within an operator; None is onnxruntime's choice.
         load: Metric -> share that was used; empty for an idle device.
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
@@ -104,6 +105,7 @@ class Prediction:
     coverage: float
     idle_ms: float
     slowdown: float
+    threads: int | None
     load: Mapping[str, float]
     mode: str
     call_ms: float
@@ -222,15 +224,46 @@ class Predictor(Artifact):
             coverage=1.0 - guess_share,
             idle_ms=idle_ms,
             slowdown=mean_ms / idle_ms,
+            threads=self.fingerprint.threads,
             load=dict(load or {}),
             mode=self.composition.mode,
             call_ms=composed.call_ms,
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
-            notes=tuple(self._list_notes([estimates[k.id] for k in graph.kernels], guess_share)),
+            notes=(
+                *self._list_guess_notes([estimates[k.id] for k in graph.kernels], guess_share),
+                *self._list_load_notes(load_share),
+                *self.list_training_notes(),
+            ),
         )
 
-    def _list_notes(self, estimates: Sequence[KernelEstimate], guess_share: float) -> Iterator[str]:
-        """Yield sentences about limits of a prediction."""
+    def list_training_notes(self) -> list[str]:
+        """List sentences about other work that disturbed the training."""
+        if self.other_load is None:
+            return ["the training did not read whether other work disturbed the idle measurements"]
+        if self.other_load <= MAX_IDLE_LOAD:
+            return []
+        exact = self.fingerprint.kind == "cpu" and self.fingerprint.threads == 1
+        effect = (
+            "p50 and p95 contain no variation of idle runs"
+            if exact
+            else "the idle latency is too high; collect again on a quiet machine"
+        )
+        return [
+            f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
+            f"of the training, so {effect}"
+        ]
+
+    def _list_load_notes(self, load: float) -> Iterator[str]:
+        highest = self.contention.highest_load
+        if load > highest + MAX_IDLE_LOAD:
+            yield (
+                f"the load of {100 * load:.0f} % is above the highest one of the training, "
+                f"{100 * highest:.0f} %, so the slowdown is extrapolated"
+            )
+
+    @staticmethod
+    def _list_guess_notes(estimates: Sequence[KernelEstimate], guess_share: float) -> Iterator[str]:
+        """Yield sentences about kernels that were not measured."""
         if guess_share > MAX_GUESS_SHARE:
             names = ", ".join(sorted(frozenset().union(*(e.guessed_ops for e in estimates))))
             yield f"{100 * guess_share:.0f} % of the latency is a guess: the training did not measure {names}"
@@ -240,13 +273,6 @@ class Predictor(Artifact):
             yield (
                 f"nothing bounds the latency: the work of {names} is unknown; measure the model with "
                 "`sparseflow latency run`"
-            )
-        if self.other_load is None:
-            yield "the training did not read whether other work disturbed the idle measurements"
-        elif self.other_load > MAX_IDLE_LOAD:
-            yield (
-                f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
-                "of the training, so p50 and p95 contain no variation of idle runs"
             )
 
     def _compute_delays_ms(
