@@ -1,8 +1,9 @@
 """Idle measurements on a device that other work uses too.
 
 On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
-latency that a run has without other work, apart from colder caches. Where other work is present, the samples
-that it disturbed least are closer still, if they are shorter than a time slice.
+latency that a run has without other work, apart from colder caches. This holds for short and long runs alike,
+whereas the least disturbed samples would be faster only for runs that are shorter than a time slice, and the
+sum of kernels would be too small for a network.
 
 Elsewhere an idle row is valid only while other work uses at most `MAX_IDLE_LOAD` of the device.
 """
@@ -13,7 +14,6 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sparseflow.core.metrics import quantile
 from sparseflow.core.telemetry.schema import METRICS
 from sparseflow.latency.graph import session
 
@@ -22,9 +22,6 @@ LOAD_METRICS: Mapping[str, str] = {"cpu": "others", "cuda": "busy"}
 
 MAX_IDLE_LOAD = 0.1
 """Largest share of a device that other work uses while the device counts as idle."""
-
-_LEAST_DISTURBED = 0.1
-"""Quantile of the samples that other work disturbs least."""
 
 BEFORE_PREFIX = "before_"
 
@@ -55,9 +52,7 @@ def compute_idle_ms(row: Row) -> float:
     if not has_cpu_time(row):
         return row["p50_ms"]
     cpu_ms = row["latency_ms"] * row["cpu_ratio"]
-    if is_quiet(row, LOAD_METRICS["cpu"]):
-        return min(row["p50_ms"], cpu_ms)
-    return min(quantile(row["samples_ns"], _LEAST_DISTURBED) / 1e6, cpu_ms)
+    return min(row["p50_ms"], cpu_ms) if is_quiet(row, LOAD_METRICS["cpu"]) else cpu_ms
 
 
 def is_quiet(row: Row, metric: str) -> bool:
