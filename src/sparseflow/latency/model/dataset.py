@@ -91,6 +91,7 @@ class LatencyDataset:
             was not read.
         loaded: Measurements under load.
         failed: Number of rows without a latency.
+        measured_s: POSIX time of the last measurement.
     """
 
     fingerprint: DeviceFingerprint
@@ -104,6 +105,7 @@ class LatencyDataset:
     other_load: float | None
     loaded: tuple[LoadedMeasurement, ...]
     failed: int
+    measured_s: float
 
     def list_kernels(self) -> list[str]:
         """List the kernels measured while idle, sorted."""
@@ -193,6 +195,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
         other_load=other_load,
         loaded=tuple(_make_measurement(row, idle_ms) for row in loaded_rows if row["kernel_id"] in idle_ms),
         failed=failed,
+        measured_s=max(row["start_s"] for row in rows),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
@@ -22,10 +22,17 @@ from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
-from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
+from sparseflow.latency.measure.peaks import Peaks
+from sparseflow.latency.model.composition import QUEUE, VIEW_OPS, ComposedLatency, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel
+from sparseflow.latency.model.corrections import KernelCorrections, get_class
 from sparseflow.latency.model.kernel_regressor import LEARNED, ROOFLINE, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
+
+TRAINED, SHIPPED, PEAKS, CALIBRATED = "trained", "shipped", "peaks", "calibrated"
+"""Origin of a predictor: trained on collections of this device, shipped with the package for this kind of
+device, transferred from another device by the peaks of both, or one of the latter two with corrections.
+"""
 
 MAX_IDLE_SLOWDOWN = 1.03
 """Maximum slowdown at which the interval of idle models applies."""
@@ -84,6 +91,8 @@ class Prediction:
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
         per_kernel: One entry per kernel, most expensive first.
+        origin: Origin of the predictor: `"trained"`, `"shipped"`, `"peaks"` or `"calibrated"`.
+        measured_s: POSIX time of the predictor's last measurement.
         notes: Sentences about limits of this prediction.
     """
 
@@ -99,6 +108,8 @@ class Prediction:
     mode: str
     call_ms: float
     per_kernel: tuple[KernelPrediction, ...]
+    origin: str
+    measured_s: float
     notes: tuple[str, ...]
 
     @property
@@ -123,7 +134,11 @@ class Predictor(Artifact):
     """Latency models of one device; `train` creates one.
 
     Attributes:
+        origin: `"trained"`, `"shipped"`, `"peaks"` or `"calibrated"`.
+        measured_s: POSIX time of the last measurement of this device or, if shipped, of this kind of device.
         fingerprint: Device and settings.
+        peaks: Peaks of the device; None if they were not measured, and the predictor cannot be transferred.
+        corrections: Factors of the latencies of kernels, from a calibration.
         regressor: Regressor of kernels.
         measured_ms: Kernel id -> measured idle latency.
         composition: Latency of a graph from the latencies of its kernels.
@@ -138,10 +153,14 @@ class Predictor(Artifact):
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
+    origin: Literal["trained", "shipped", "peaks", "calibrated"]
+    measured_s: NonNegativeFloat
     fingerprint: DeviceFingerprint
+    peaks: Peaks | None
+    corrections: KernelCorrections
     regressor: KernelRegressor
     measured_ms: Mapping[str, PositiveFloat]
     composition: CompositionModel
@@ -163,7 +182,14 @@ class Predictor(Artifact):
         """Return kernel id -> isolated idle latency in milliseconds, and the idle latency of the graph."""
         isolated_ms = self.regressor.estimate_idle_ms(graph.kernels, self.measured_ms)
         host_ms = None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels)
-        return isolated_ms, self.composition.compose(graph, isolated_ms, host_ms)
+        composed = self.composition.compose(graph, isolated_ms, host_ms)
+        factors = {
+            kernel.id: 1.0
+            if kernel.node_op in VIEW_OPS
+            else self.corrections.get_factor(get_class(kernel, self.regressor.roofline))
+            for kernel in graph.kernels
+        }
+        return isolated_ms, composed.scale(factors)
 
     def compute_kernel_interval(self, kernel: KernelSpec, isolated_ms: float) -> tuple[float, float, str]:
         """Return both ends of the interval of an isolated idle latency, milliseconds, and its source."""
@@ -216,13 +242,15 @@ class Predictor(Artifact):
             mode=self.composition.mode,
             call_ms=composed.call_ms,
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
+            origin=self.origin,
+            measured_s=self.measured_s,
             notes=tuple(self._list_notes(graph, roofline_kernels, 1.0 - supported_ms / mean_ms)),
         )
 
     def _list_notes(
         self, graph: Graph, roofline_kernels: Sequence[KernelPrediction], guess_share: float
     ) -> Iterator[str]:
-        """Yield sentences about limits of a prediction."""
+        """Yield sentences about limits of a prediction; first the one about guesses."""
         if guess_share > MAX_GUESS_SHARE:
             names = ", ".join(sorted({kernel.op for kernel in roofline_kernels}))
             yield f"{100 * guess_share:.0f} % of the latency is a guess: the training did not measure {names}"
@@ -232,6 +260,17 @@ class Predictor(Artifact):
             yield (
                 f"nothing bounds the latency: the work of {names} is unknown; measure the model with "
                 "`sparseflow latency run`"
+            )
+        if self.origin == PEAKS and self.peaks is not None:
+            yield (
+                f"this is a first answer from the peaks of this device ({self.peaks.format()}) and "
+                "efficiencies that another device reaches; `sparseflow latency calibrate` sharpens it in a "
+                "minute"
+            )
+        elif self.origin == SHIPPED:
+            yield (
+                "the predictor was measured on another machine of this kind; `sparseflow latency calibrate` "
+                "sharpens it in a minute"
             )
         if self.other_load is None:
             yield "the training did not read whether other work disturbed the idle measurements"
