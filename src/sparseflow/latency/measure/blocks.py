@@ -133,8 +133,8 @@ def list_blocks() -> list[Block]:
         _make_block(_build_residual, channels=128, size=14, kernel=3, batch=1),
         _make_block(_build_residual, channels=128, size=28, kernel=1, batch=1),
         _make_block(_build_inverted, channels=24, expansion=6, size=28, kernel=3),
-        _make_block(_build_attention, tokens=64, width=192, heads=3),
-        _make_block(_build_attention, tokens=128, width=384, heads=6),
+        _make_block(_build_attention, tokens=64, width=192, heads=3, layers=6),
+        _make_block(_build_attention, tokens=128, width=384, heads=6, layers=4),
         _make_block(_build_mlp, batch=1, width=1024, activation="Relu"),
         _make_block(_build_mlp, batch=16, width=256, activation="Tanh"),
         _make_block(_build_elementwise, length=200, width=768),
@@ -229,23 +229,29 @@ def _build_inverted(*, channels: int, expansion: int, size: int, kernel: int) ->
     return graph.build(graph.add("Add", hidden, narrow))
 
 
-def _build_attention(*, tokens: int, width: int, heads: int) -> onnx.ModelProto:
-    """Build a transformer layer: attention, layer norms and a feed-forward part with GELU."""
+def _build_attention(*, tokens: int, width: int, heads: int, layers: int = 1) -> onnx.ModelProto:
+    """Build transformer layers: attention, layer norms and a feed-forward part with GELU.
+
+    Several layers have the kernels of one, but their weights do not stay in a cache.
+    """
     graph = _GraphBuilder(1, tokens, width)
-    normed = graph.layer_norm(_INPUT, width)
-    split_shape = graph.add_integers(1, tokens, heads, width // heads)
-    query, key, value = (
-        graph.add("Reshape", graph.linear(normed, width, width), split_shape) for _ in range(3)
-    )
-    query, value = (graph.add("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, value))
-    key = graph.add("Transpose", key, perm=[0, 2, 3, 1])
-    scores = graph.add("Div", graph.add("MatMul", query, key), graph.add_scalar((width / heads) ** 0.5))
-    mixed = graph.add("MatMul", graph.add("Softmax", scores, axis=-1), value)
-    merged = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
-    merged = graph.add("Reshape", merged, graph.add_integers(1, tokens, width))
-    total = graph.add("Add", graph.linear(merged, width, width), _INPUT)
-    hidden = graph.gelu(graph.linear(graph.layer_norm(total, width), width, 4 * width))
-    return graph.build(graph.add("Add", graph.linear(hidden, 4 * width, width), total))
+    hidden = _INPUT
+    for _ in range(layers):
+        normed = graph.layer_norm(hidden, width)
+        split_shape = graph.add_integers(1, tokens, heads, width // heads)
+        query, key, value = (
+            graph.add("Reshape", graph.linear(normed, width, width), split_shape) for _ in range(3)
+        )
+        query, value = (graph.add("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, value))
+        key = graph.add("Transpose", key, perm=[0, 2, 3, 1])
+        scores = graph.add("Div", graph.add("MatMul", query, key), graph.add_scalar((width / heads) ** 0.5))
+        mixed = graph.add("MatMul", graph.add("Softmax", scores, axis=-1), value)
+        merged = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
+        merged = graph.add("Reshape", merged, graph.add_integers(1, tokens, width))
+        total = graph.add("Add", graph.linear(merged, width, width), hidden)
+        wide = graph.gelu(graph.linear(graph.layer_norm(total, width), width, 4 * width))
+        hidden = graph.add("Add", graph.linear(wide, 4 * width, width), total)
+    return graph.build(hidden)
 
 
 def _build_mlp(*, batch: int, width: int, activation: str) -> onnx.ModelProto:
