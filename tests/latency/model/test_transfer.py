@@ -94,3 +94,16 @@ def test_calibrate_twice_replaces_corrections(source: Predictor, made_up: MadeUp
     once = calibrate_predictor(source, [], [], [graph], [expected]).predictor
     repeated = calibrate_predictor(once, [], [], [graph], [expected]).predictor
     assert repeated.corrections == once.corrections != NO_CORRECTIONS
+
+
+def test_corrections_of_launches_do_not_hide_networks() -> None:
+    launches = [
+        CorrectionSample(class_ms={LAUNCH: 0.01}, measured_ms=0.005, is_network=False) for _ in range(30)
+    ]
+    networks = [
+        CorrectionSample(class_ms={LAUNCH: 0.1, "product": 10.0}, measured_ms=15.05, is_network=True)
+        for _ in range(5)
+    ]
+    corrections = KernelCorrections.fit([*launches, *networks])
+    assert corrections.get_factor(LAUNCH) == pytest.approx(0.5, rel=0.05)
+    assert networks[0].predict_ms(corrections) == pytest.approx(15.05, rel=0.05)

@@ -40,10 +40,10 @@ around that.
 """
 
 
-_MAX_DEVIATIONS = 4.0
-"""Largest distance of a sample from the median that counts, in its standard deviations."""
+_MAX_DEVIATIONS = 3.0
+"""Largest distance of a sample from its prediction that counts, in its standard deviations."""
 
-_ITERATIONS = 4
+_ITERATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ class KernelCorrections:
         deviations = np.array([_NETWORK_DEVIATION if s.is_network else _KERNEL_DEVIATION for s in samples])
         prior = np.diag([_COMMON_DEVIATION**-2, *[_CLASS_DEVIATION**-2] * len(names)])
         # A network's latency is a sum, so that its logarithm is linear only near the solution.
-        for _ in range(_ITERATIONS if samples else 0):
-            rows, targets = [], []
+        for iteration in range(_ITERATIONS if samples else 0):
+            rows, residuals, offsets = [], [], []
             for sample in samples:
                 predicted_ms = sample.predict_ms(corrections)
                 shares = [
@@ -101,13 +101,11 @@ class KernelCorrections:
                 ]
                 logs = [math.log(corrections.get_factor(name)) for name in names]
                 rows.append([sum(shares), *shares])
-                targets.append(
-                    math.log(sample.measured_ms / predicted_ms) + sum(map(float.__mul__, shares, logs))
-                )
+                residuals.append(math.log(sample.measured_ms / predicted_ms))
+                offsets.append(sum(map(float.__mul__, shares, logs)))
             # A single outlier, such as a kernel with another algorithm, must not determine its class.
-            center = float(np.median(targets))
-            limits = _MAX_DEVIATIONS * deviations
-            targets = np.clip(targets, center - limits, center + limits)
+            limits = _MAX_DEVIATIONS * deviations if iteration else np.full(len(samples), np.inf)
+            targets = np.clip(residuals, -limits, limits) + np.array(offsets)
             weighted = np.array(rows).T / deviations**2
             parts = np.linalg.solve(weighted @ np.array(rows) + prior, weighted @ targets).tolist()
             corrections = cls(
