@@ -9,7 +9,7 @@
 ``--packages`` is the directory of ``pip install --no-deps --target packages rapidocr-onnxruntime silero-vad
 nudenet magika``. The other networks have random weights and are exported by torch. None is part of the
 training of a shipped predictor (`shipped.py`). The measured latency is the CPU time of the measuring thread,
-the median of several rounds in random order. Predictors:
+the median of rounds in random order before and after each calibration. Predictors:
 
 - *roofline*: the measured peaks alone. A kernel takes the launch and its work at the peak rates, so that no
   efficiency comes from a machine of this kind. It bounds what a first answer on an unknown machine can be.
@@ -219,27 +219,29 @@ def list_networks(work: Path, packages: Path | None) -> dict[str, tuple[Path, Sh
     return networks
 
 
-def measure_networks(
-    networks: Mapping[str, tuple[Path, Shapes]], rounds: int, seconds: float
-) -> tuple[dict[str, list[float]], dict[str, Graph], dict[str, str]]:
-    """Return name -> latencies of all rounds in milliseconds, name -> graph, and name -> problem."""
-    measured: dict[str, list[float]] = {}
+def analyze_networks(
+    networks: Mapping[str, tuple[Path, Shapes]],
+) -> tuple[dict[str, Graph], dict[str, str]]:
+    """Return name -> graph, and name -> problem of the networks that cannot run."""
     graphs: dict[str, Graph] = {}
     problems: dict[str, str] = {}
     for name, (path, shapes) in networks.items():
         try:
-            graphs[name] = analyze(path, shapes=shapes)
+            graph = analyze(path, shapes=shapes)
             Runner(path, threads=1, shapes=shapes).warm_up(1)
+            graphs[name] = graph
         except SparseFlowError as error:
             problems[name] = str(error)
-            graphs.pop(name, None)
-    generator = random.Random(0)
-    for _ in range(rounds):
-        for name in generator.sample(sorted(graphs), len(graphs)):
-            path, shapes = networks[name]
-            runner = Runner(path, threads=1, shapes=shapes)
-            measured.setdefault(name, []).append(measure_idle_ms(runner, seconds))
-    return measured, graphs, problems
+    return graphs, problems
+
+
+def measure_round(networks: Mapping[str, tuple[Path, Shapes]], seconds: float, seed: int) -> dict[str, float]:
+    """Measure every network once in random order; return name -> milliseconds."""
+    measured = {}
+    for name in random.Random(seed).sample(sorted(networks), len(networks)):
+        path, shapes = networks[name]
+        measured[name] = measure_idle_ms(Runner(path, threads=1, shapes=shapes), seconds)
+    return measured
 
 
 def make_roofline_predictor(predictor: Predictor, peaks: Peaks) -> Predictor:
@@ -310,6 +312,9 @@ TARGET_PERCENT = {
 }  # fmt: skip
 """Predictor -> target of its median error, percent."""
 
+CALIBRATED = ("peaks", "shipped", "distorted")
+"""Predictors that are calibrated."""
+
 DESCRIPTIONS = {
     "roofline": "by measured peaks alone, without learned efficiencies",
     "peaks": "by measured peaks and shipped efficiencies of this kind of machine",
@@ -349,7 +354,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="directory of exported networks")
     parser.add_argument("--packages", type=Path, help="directory of the packages with ONNX files")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each network")
     parser.add_argument("--seconds", type=float, default=0.5, help="time of each measurement")
     parser.add_argument("--calibration-s", type=float, default=60.0, help="time of each calibration")
     args = parser.parse_args()
@@ -364,14 +368,17 @@ def main() -> int:
         "shipped": shipped,
         "distorted": transfer(shipped, fingerprint, distort(peaks)),
     }
-    for name, predictor in list(predictors.items()):
-        if f"{name}_calibrated" not in TARGET_PERCENT:
-            continue
+    graphs, problems = analyze_networks(networks)
+    networks = {name: networks[name] for name in graphs}
+    rounds = [measure_round(networks, args.seconds, 0)]
+    for name in CALIBRATED:
         path = args.work / f"{name}-calibrated.json"
-        calibration = calibrate(path, base=predictor, budget_s=args.calibration_s)
+        calibration = calibrate(path, base=predictors[name], budget_s=args.calibration_s)
         predictors[f"{name}_calibrated"] = Predictor.load(path)
         print(f"{time.monotonic() - start_s:4.0f} s  {calibration.to_dict()}", flush=True)
-    samples_ms, graphs, problems = measure_networks(networks, args.rounds, args.seconds)
+        # Between the calibrations, so that a slower phase of the machine does not count for one of them.
+        rounds.append(measure_round(networks, args.seconds, len(rounds)))
+    samples_ms = {name: [measured[name] for measured in rounds] for name in graphs}
     measured_ms = {name: statistics.median(values) for name, values in samples_ms.items()}
     results = {name: evaluate(predictor, graphs, measured_ms) for name, predictor in predictors.items()}
     record = {
