@@ -11,8 +11,8 @@ nudenet magika``. The other networks have random weights and are exported by tor
 training of a shipped predictor (`shipped.py`). The measured latency is the CPU time of the measuring thread,
 the median of rounds in random order before and after each calibration. Predictors:
 
-- *roofline*: the measured peaks alone. A kernel takes the launch and its work at the peak rates, so that no
-  efficiency comes from a machine of this kind. It bounds what a first answer on an unknown machine can be.
+- *roofline*: the measured peaks alone. A kernel takes the launch and its work at the peak rates, so that
+  nothing comes from a machine of this kind.
 - *peaks*: the shipped predictor over the measured peaks, the answer on a machine without a shipped one.
 - *shipped*: the shipped predictor.
 - *distorted*: as *peaks*, with arithmetic 1.5 times as fast, memory 1.5 times as slow and a launch of twice
