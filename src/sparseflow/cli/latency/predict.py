@@ -298,7 +298,7 @@ def calibrate(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Sharpen the shipped predictor or the first answer from peaks by measurements on this machine.
+    """Correct the shipped predictor or the first answer from peaks by measurements on this machine.
 
     Measures the kernels of a few small networks. Without --out the predictor is written to the cache
     directory, where `predict` and `evaluate` find it. The same command resumes.

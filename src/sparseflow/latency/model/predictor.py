@@ -264,13 +264,13 @@ class Predictor(Artifact):
         if self.origin == PEAKS and self.peaks is not None:
             yield (
                 f"this is a first answer from the peaks of this device ({self.peaks.format()}) and "
-                "efficiencies that another device reaches; `sparseflow latency calibrate` sharpens it in a "
+                "efficiencies that another device reaches; `sparseflow latency calibrate` corrects it in a "
                 "minute"
             )
         elif self.origin == SHIPPED:
             yield (
                 "the predictor was measured on another machine of this kind; `sparseflow latency calibrate` "
-                "sharpens it in a minute"
+                "adapts it to this one in a minute"
             )
         if self.other_load is None:
             yield "the training did not read whether other work disturbed the idle measurements"
