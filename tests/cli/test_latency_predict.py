@@ -19,12 +19,17 @@ pytest.importorskip("scipy")
 from onnx import TensorProto, helper
 
 from sparseflow.cli.root import run
+from sparseflow.latency import calibration, first_answer
 from sparseflow.latency.measure import collection
+from sparseflow.latency.measure.blocks import list_blocks
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
+from sparseflow.latency.measure.peaks import Peaks
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import few_tries
 from tests.latency.onnx_models import FLOAT, convnet, looping, model, save
 from tests.latency.synthetic import SyntheticBench, make_collection, make_networks, slowdown
+
+PEAKS = Peaks(flops_per_s=1e10, bytes_per_s=1e9, launch_ms=0.01)
 
 
 @dataclass(frozen=True)
@@ -248,3 +253,40 @@ def test_unreachable_server_and_foreign_device_fail(
     monkeypatch.undo()
     error = run_json(base, capsys, code=2)["error"]
     assert error["type"] == "InputError" and "Made Up" in error["message"]
+
+
+@pytest.mark.usefixtures("_empty_directories")
+def test_predict_without_predictor(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(trained.models[0])
+    stated = run_json(["predict", model, "--peaks", "flops=1e10,bytes=1e9,launch_us=10"], capsys)
+    slower = run_json(["predict", model, "--peaks", "flops=1e9,bytes=1e8,launch_us=100"], capsys)
+    assert stated["origin"] == "peaks" and "calibrate" in " ".join(stated["notes"])
+    assert slower["mean_ms"] == pytest.approx(10.0 * stated["mean_ms"], rel=0.05)
+    text = run_text(["predict", model, "--peaks", "flops=1e10,bytes=1e9,launch_us=10"], capsys)
+    assert "first answer from peaks, measured 0 seconds ago" in text
+    assert "10 GFLOP/s, 1 GB/s, 10 µs per launch" in text
+    text = run_text(["predict", model, "--predictor", str(trained.file)], capsys)
+    assert "trained predictor, measured" in text and "Made Up, CPUExecutionProvider, threads 1" in text
+    assert run(["latency", "predict", model, "--peaks", "flops=1e10"]) == 2
+    assert "--peaks flops=1e10" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_empty_directories")
+def test_calibrate_predictor_answers(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "list_blocks", lambda: list_blocks()[:1])
+    monkeypatch.setattr(calibration, "measure_idle_ms", lambda runner, seconds: 1.0)
+    monkeypatch.setattr(first_answer, "measure_peaks", lambda provider, **settings: PEAKS)
+    result = run_json(["calibrate", "--budget-s", "5"], capsys)
+    assert result["networks"] == 1 and Path(result["path"]).is_relative_to(tmp_path)
+    assert run_json(["predict", str(trained.models[0])], capsys)["origin"] == "calibrated"
+    text = run_text(["calibrate", "--budget-s", "5", "--out", str(tmp_path / "here.json")], capsys)
+    assert "% before" in text and str(tmp_path / "here.json") in text
+    assert run(["latency", "calibrate", "--budget-s", "1"]) == 2
+
+
+@pytest.fixture
+def _empty_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))

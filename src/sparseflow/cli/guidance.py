@@ -18,6 +18,7 @@ NEXT_COMMANDS = {
     "codesign plan": "sparseflow codesign verify {out}",
     "codesign train": "sparseflow codesign verify {out}",
     "demo": "sparseflow spiking check MODULE:FACTORY --input FILE",
+    "latency calibrate": "sparseflow latency predict MODEL.onnx",
     "latency collect": "sparseflow latency train {out} --out predictor.json",
     "latency export": "sparseflow latency extract {out} --out kernels",
     "latency extract": "sparseflow latency collect --config FILE --out measured",

@@ -11,6 +11,7 @@ Modules, from the ground up:
 - `graph`: ONNX files, the graph that onnxruntime executes, its kernels and their work, the model zoo.
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
+- `first_answer`, `calibration`: predictors without a collection: shipped, from peaks, and calibrated.
 - `api`: predictions from files and the current load.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
@@ -25,6 +26,8 @@ from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.latency.api import predict
+    from sparseflow.latency.calibration import CalibrationResult, calibrate
+    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.graph.analysis import Graph, analyze
     from sparseflow.latency.graph.extraction import ExtractionResult, extract
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from sparseflow.latency.quickstart import run_quickstart
 
 __all__ = [
+    "CalibrationResult",
     "CollectionConfig",
     "CollectionSummary",
     "ExportResult",
@@ -52,11 +56,13 @@ __all__ = [
     "PredictorEvaluation",
     "TelemetryConfig",
     "analyze",
+    "calibrate",
     "collect",
     "evaluate",
     "export_zoo",
     "extract",
     "fan_out",
+    "find_predictor",
     "hold_levels",
     "measure_overlap",
     "predict",
@@ -68,6 +74,8 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "api": ["predict"],
+        "calibration": ["CalibrationResult", "calibrate"],
+        "first_answer": ["find_predictor"],
         "graph.analysis": ["Graph", "analyze"],
         "graph.extraction": ["ExtractionResult", "extract"],
         "graph.zoo": ["ExportResult", "export_zoo"],

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
+from sparseflow.latency.first_answer import find_predictor
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.measure.config import TelemetryConfig
@@ -19,13 +20,14 @@ WINDOW_S = 1.0
 
 def predict(
     model: Path | str,
-    predictor: Predictor | Path | str,
+    predictor: Predictor | Path | str | None = None,
     *,
     load: Mapping[str, float] | None = None,
     live: TelemetryConfig | None = None,
     window_s: float = WINDOW_S,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    provider: str = "cpu",
     gpu: int = 0,
     seed: int = 0,
 ) -> Prediction:
@@ -33,13 +35,15 @@ def predict(
 
     Args:
         model: ONNX file, or the directory of an analyzed model.
-        predictor: A predictor or its file, of this device.
+        predictor: A predictor or its file, of this device; None selects one, see
+            `sparseflow.latency.find_predictor`.
         load: Metric -> share; without `load` and `live` the device is idle.
         live: Source of the current load.
         window_s: Window over which the current load is averaged, seconds.
         shapes: Input -> shape, for inputs with open dimensions.
         inputs: Input -> value: an array, a number, a list or the path of a `.npy` file; the other inputs are
             random.
+        provider: Without a predictor, `"cpu"`, `"cuda"` or onnxruntime's name.
         gpu: Index of the GPU.
         seed: Random seed of the quantiles.
 
@@ -51,7 +55,11 @@ def predict(
     """
     if load is not None and live is not None:
         raise InputError("`load` and `live` exclude each other")
-    fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
+    fitted = (
+        predictor
+        if isinstance(predictor, Predictor)
+        else find_predictor(predictor, provider=provider, gpu=gpu)
+    )
     fitted.fingerprint.check_local_device(gpu)
     if live is not None:
         fitted.contention.check_fitted()

@@ -40,7 +40,13 @@ MetricsOption = Annotated[
     list[str] | None, typer.Option("--metric", help="Metric to read; by default all. Repeatable.")
 ]
 PredictorOption = Annotated[
-    Path, typer.Option("--predictor", help="Predictor, as written by `latency train`.")
+    Path | None,
+    typer.Option(
+        "--predictor",
+        metavar="FILE",
+        help="Predictor; by default predictor.json in this directory, else the calibrated or shipped one of "
+        "this machine, else a first answer from its peaks.",
+    ),
 ]
 
 
@@ -141,3 +147,14 @@ def format_time(timestamp_s: float) -> str:
     from datetime import datetime
 
     return datetime.fromtimestamp(timestamp_s).astimezone().isoformat(timespec="seconds")
+
+
+def format_age(timestamp_s: float) -> str:
+    """Format the time since a POSIX time in its largest unit, such as `3 days`."""
+    import time
+
+    age_s = max(time.time() - timestamp_s, 0.0)
+    for unit, unit_s in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if age_s >= 2.0 * unit_s:
+            return f"{age_s / unit_s:.0f} {unit}"
+    return f"{age_s:.0f} seconds"

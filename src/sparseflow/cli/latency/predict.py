@@ -17,6 +17,7 @@ from sparseflow.cli.latency.base import (
     UrlOption,
     WindowOption,
     app,
+    format_age,
     parse_gpu,
     parse_inputs,
     parse_labels,
@@ -24,6 +25,7 @@ from sparseflow.cli.latency.base import (
     parse_shapes,
 )
 from sparseflow.cli.options import (
+    BudgetSOption,
     ConfigOption,
     DeviceOption,
     InferredDeviceOption,
@@ -33,6 +35,7 @@ from sparseflow.cli.options import (
     LoadsOption,
     OptionalBudgetMsOption,
     OptionalOutDirOption,
+    OptionalOutFileOption,
     OutDirOption,
     OutFileOption,
     RoundsOption,
@@ -102,7 +105,15 @@ def train(
 @app.command()
 def predict(
     model: Annotated[Path, typer.Argument(help="ONNX model, or the directory of an analyzed one.")],
-    predictor: PredictorOption = Path("predictor.json"),
+    predictor: PredictorOption = None,
+    peaks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="Peak rates of another machine to predict: operations/s, bytes/s and µs per launch, such as "
+            "flops=1e11,bytes=2e10,launch_us=4.",
+        ),
+    ] = None,
     load: LoadOption = None,
     live: Annotated[
         Literal["host", "gpm", "prometheus"] | None,
@@ -131,15 +142,19 @@ def predict(
     """
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
+    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.measure.config import TelemetryConfig
     from sparseflow.latency.measure.fingerprint import describe_threads
-    from sparseflow.latency.model.predictor import Predictor
+    from sparseflow.latency.measure.peaks import parse_peaks
 
     if load is not None and live is not None:
         raise InputError(f"`--load {load}` and `--live {live}` exclude each other")
     if (url is not None or label) and live != "prometheus":
         raise InputError(f"`--url` and `--label` need `--live prometheus` (got --live {live})")
-    fitted = Predictor.load(predictor)
+    provider, gpu = parse_provider(device or "cpu")
+    fitted = find_predictor(
+        predictor, provider=provider, gpu=gpu, peaks=None if peaks is None else parse_peaks(peaks)
+    )
     prediction = predict_latency(
         model,
         fitted,
@@ -160,6 +175,7 @@ def predict(
         {"model": str(model), **prediction.to_dict()},
         as_json,
         _prediction_table(model, prediction),
+        _format_predictor(fitted),
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
         f"{_format_interval(*prediction.interval, separator=' to ')}{guess}), "
         f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
@@ -178,7 +194,7 @@ def predict(
 def evaluate(
     context: typer.Context,
     models: Annotated[list[Path], typer.Argument(help="ONNX models, or directories of them.")],
-    predictor: PredictorOption = Path("predictor.json"),
+    predictor: PredictorOption = None,
     load: LoadsOption = None,
     stressor: StressorOption = None,
     rounds: RoundsOption = 3,
@@ -197,11 +213,12 @@ def evaluate(
     code is then 1. `--shape` and `--input` apply to all models with this input, and as
     MODEL:NAME=VALUE to one.
     """
+    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
-    from sparseflow.latency.model.predictor import Predictor
     from sparseflow.latency.report import write_report
 
-    fitted = Predictor.load(predictor)
+    provider, gpu = parse_provider(device or "cpu")
+    fitted = find_predictor(predictor, provider=provider, gpu=gpu)
     gpu = _parse_predictor_gpu(device, fitted)
     with progress_bar() as progress:
         evaluation = evaluate_predictor(
@@ -323,6 +340,45 @@ def _parse_loads(text: str) -> list[float]:
         return [float(item) for item in split_list(text) or []]
     except ValueError:
         raise InputError(f"`--loads {text}` must be none, or shares such as 0.3,0.6,0.9") from None
+
+
+@app.command()
+def calibrate(
+    budget_s: BudgetSOption = 60.0,
+    out: OptionalOutFileOption = None,
+    device: DeviceOption = "cpu",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Correct the shipped predictor or the first answer from peaks by measurements on this machine.
+
+    Measures the kernels of a few small networks. Without --out the predictor is written to the cache
+    directory, where `predict` and `evaluate` find it. The same command resumes.
+    """
+    from sparseflow.latency.calibration import calibrate as run_calibration
+
+    provider, gpu = parse_provider(device)
+    with progress_bar() as progress:
+        result = run_calibration(
+            out, budget_s=budget_s, provider=provider, gpu=gpu, seed=seed, progress=progress
+        )
+    emit(
+        result.to_dict(),
+        as_json,
+        f"median error on {result.networks} small networks: {100 * result.error_before:.1f} % before, "
+        f"{100 * result.error_after:.1f} % after, each without its own measurement",
+        f"{result.kernels} kernels corrected the {'first answer' if result.base == 'peaks' else result.base} "
+        f"predictor in {result.seconds:.0f} s: {result.path}",
+    )
+
+
+def _format_predictor(predictor: Predictor) -> str:
+    """Return which predictor answers, for which device, and how old it is."""
+    fingerprint = predictor.fingerprint
+    kind = "first answer from peaks" if predictor.origin == "peaks" else f"{predictor.origin} predictor"
+    threads = "all threads" if fingerprint.threads is None else f"threads {fingerprint.threads}"
+    age = format_age(predictor.measured_s)
+    return f"{kind}, measured {age} ago: {fingerprint.name}, {fingerprint.provider}, {threads}"
 
 
 def _parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:

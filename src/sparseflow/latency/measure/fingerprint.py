@@ -10,6 +10,7 @@ from sparseflow.core.device import describe_device
 from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import session
+from sparseflow.latency.measure.config import CollectionConfig
 from sparseflow.latency.measure.plan import CollectionPlan
 
 
@@ -69,6 +70,39 @@ class DeviceFingerprint:
             raise FileFormatError(
                 f"the plan of the collection lacks a valid device: {error!r}; collect into another directory"
             ) from error
+
+    @classmethod
+    def from_local_device(cls, provider: str = "cpu", *, gpu: int = 0) -> DeviceFingerprint:
+        """Build the fingerprint of this machine, with the default settings of a collection.
+
+        Raises:
+            DeviceError: This machine has no such device.
+        """
+        kind = session.get_device_type(provider)
+        device = describe_device("cpu" if kind == "cpu" else f"cuda:{gpu}")
+        defaults = CollectionConfig.model_fields
+        return cls(
+            kind=device.kind,
+            name=device.name,
+            cores=device.cores,
+            flags=device.flags,
+            compute_capability=device.compute_capability,
+            provider=session.resolve_provider(provider),
+            ort_version=require("onnxruntime", "latency").__version__,
+            threads=defaults["threads"].default,
+            conv_search=defaults["conv_search"].default if kind == "cuda" else None,
+            telemetry="gpm" if kind == "cuda" else "host",
+        )
+
+    def is_same_kind(self, other: DeviceFingerprint) -> bool:
+        """Return whether latencies of `other` are those of this device, apart from versions and size.
+
+        The number of CPUs hardly matters for one thread.
+        """
+        names = ("kind", "name", "flags", "compute_capability", "provider", "threads", "conv_search")
+        return all(getattr(self, name) == getattr(other, name) for name in names) and (
+            self.kind != "cpu" or self.threads == 1 or self.cores == other.cores
+        )
 
     def check_equal(self, other: DeviceFingerprint, description: str) -> None:
         """Check that `other` has the same device and settings; `telemetry` may differ.

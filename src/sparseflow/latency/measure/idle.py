@@ -1,9 +1,9 @@
 """Idle measurements on a device that other work uses too.
 
 On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
-latency that a run has without other work, apart from colder caches. Where other work is present, the samples
-that it disturbed least are closer still, if they are shorter than a time slice, and so is the fastest of
-several rows.
+latency that a run has without other work, apart from colder caches, so the fastest of several rows counts.
+This holds for short and long runs alike, whereas the least disturbed samples would be faster only for runs
+that are shorter than a time slice, and the sum of kernels would be too small for a network.
 
 With several threads, the CPU time of the calling thread contains the time in which it waits for the other
 threads by spinning. Beside other work it is only an upper bound, as is the wall time on a GPU. Such rows are
@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sparseflow.core.metrics import quantile
 from sparseflow.core.telemetry.schema import METRICS
 from sparseflow.latency.graph import session
 
@@ -25,9 +24,6 @@ LOAD_METRICS: Mapping[str, str] = {"cpu": "others", "cuda": "busy"}
 
 MAX_IDLE_LOAD = 0.1
 """Largest share of a device that other work uses while the device counts as idle."""
-
-_LEAST_DISTURBED = 0.1
-"""Quantile of the samples that other work disturbs least."""
 
 BEFORE_PREFIX = "before_"
 
@@ -58,8 +54,7 @@ def compute_idle_ms(row: Row) -> float:
     if is_quiet(row, LOAD_METRICS["cpu"]):
         return min(row["p50_ms"], cpu_ms)
     # Of several threads, rarely all run undisturbed.
-    least_disturbed = _LEAST_DISTURBED if row.get("threads") == 1 else 0.0
-    return min(quantile(row["samples_ns"], least_disturbed) / 1e6, cpu_ms)
+    return cpu_ms if row.get("threads") == 1 else min(min(row["samples_ns"]) / 1e6, cpu_ms)
 
 
 def get_other_load(row: Row, metric: str) -> float | None:

@@ -17,7 +17,7 @@ that ::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import NonNegativeFloat
@@ -76,6 +76,12 @@ class ComposedLatency:
     total_ms: float
     call_ms: float
     parts: Mapping[str, KernelContribution]
+
+    def scale(self, factors: Mapping[str, float]) -> ComposedLatency:
+        """Multiply the contributions by factors; `factors` maps every kernel id to one."""
+        parts = {name: replace(part, ms=part.ms * factors[name]) for name, part in self.parts.items()}
+        total_ms = self.call_ms + sum(part.count * part.ms for part in parts.values())
+        return ComposedLatency(total_ms=total_ms, call_ms=self.call_ms, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)

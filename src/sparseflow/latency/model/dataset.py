@@ -96,6 +96,7 @@ class LatencyDataset:
             None if it was not read.
         loaded: Measurements under load.
         failed: Number of rows without a latency.
+        measured_s: POSIX time of the last measurement.
     """
 
     fingerprint: DeviceFingerprint
@@ -109,6 +110,7 @@ class LatencyDataset:
     other_load: float | None
     loaded: tuple[LoadedMeasurement, ...]
     failed: int
+    measured_s: float
 
     def list_kernels(self) -> list[str]:
         """List the kernels measured while idle, sorted."""
@@ -211,6 +213,7 @@ def load_dataset(collections: Iterable[Path | str]) -> LatencyDataset:
             + [replace(_make_measurement(row, idle_ms), level=round(share, 1)) for row, share in beside_work]
         ),
         failed=failed,
+        measured_s=max(row["start_s"] for row in rows),
     )
 
 

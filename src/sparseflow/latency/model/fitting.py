@@ -11,11 +11,12 @@ from sparseflow.latency.measure.idle import LOAD_METRICS
 from sparseflow.latency.measure.overlap import SUM
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
+from sparseflow.latency.model.corrections import NO_CORRECTIONS
 from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
 from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.kernel_regressor import RATIO, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
-from sparseflow.latency.model.predictor import Predictor
+from sparseflow.latency.model.predictor import TRAINED, Predictor
 
 DEFAULT_INTERVAL = ConformalInterval(low=0.5, high=2.0, coverage=0.9, samples=0)
 """Interval of a predictor without held-out data."""
@@ -70,7 +71,11 @@ def fit_predictor(
     )
     metric = LOAD_METRICS[data.fingerprint.kind]
     predictor = Predictor(
+        origin=TRAINED,
+        measured_s=data.measured_s,
         fingerprint=data.fingerprint,
+        peaks=None,
+        corrections=NO_CORRECTIONS,
         regressor=regressor,
         measured_ms=measured_ms,
         composition=composition,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
@@ -22,11 +22,18 @@ from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
-from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
+from sparseflow.latency.measure.peaks import Peaks
+from sparseflow.latency.model.composition import QUEUE, VIEW_OPS, ComposedLatency, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel
+from sparseflow.latency.model.corrections import KernelCorrections, get_class
 from sparseflow.latency.model.kernel_estimates import KernelEstimate, KernelIntervals, estimate_kernels
 from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, KernelRegressor
 from sparseflow.latency.model.launch_overhead import LaunchOverheadModel
+
+TRAINED, SHIPPED, PEAKS, CALIBRATED = "trained", "shipped", "peaks", "calibrated"
+"""Origin of a predictor: trained on collections of this device, shipped with the package for this kind of
+device, transferred from another device by the peaks of both, or one of the latter two with corrections.
+"""
 
 MAX_IDLE_SLOWDOWN = 1.03
 """Maximum slowdown at which the interval of idle models applies."""
@@ -94,6 +101,8 @@ class Prediction:
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
         per_kernel: One entry per kernel, most expensive first.
+        origin: Origin of the predictor: `"trained"`, `"shipped"`, `"peaks"` or `"calibrated"`.
+        measured_s: POSIX time of the predictor's last measurement.
         notes: Sentences about limits of this prediction.
     """
 
@@ -110,6 +119,8 @@ class Prediction:
     mode: str
     call_ms: float
     per_kernel: tuple[KernelPrediction, ...]
+    origin: str
+    measured_s: float
     notes: tuple[str, ...]
 
     @property
@@ -134,7 +145,11 @@ class Predictor(Artifact):
     """Latency models of one device; `train` creates one.
 
     Attributes:
+        origin: `"trained"`, `"shipped"`, `"peaks"` or `"calibrated"`.
+        measured_s: POSIX time of the last measurement of this device or, if shipped, of this kind of device.
         fingerprint: Device and settings.
+        peaks: Peaks of the device; None if they were not measured, and the predictor cannot be transferred.
+        corrections: Factors of the latencies of kernels, from a calibration.
         regressor: Regressor of kernels.
         measured_ms: Kernel id -> measured idle latency.
         composition: Latency of a graph from the latencies of its kernels.
@@ -152,7 +167,11 @@ class Predictor(Artifact):
     VERSION: ClassVar[int] = 5
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
+    origin: Literal["trained", "shipped", "peaks", "calibrated"]
+    measured_s: NonNegativeFloat
     fingerprint: DeviceFingerprint
+    peaks: Peaks | None
+    corrections: KernelCorrections
     regressor: KernelRegressor
     measured_ms: Mapping[str, PositiveFloat]
     composition: CompositionModel
@@ -175,7 +194,14 @@ class Predictor(Artifact):
         estimates = self.estimate_kernels(graph.kernels)
         host_ms = None if self.launch_overhead is None else self.launch_overhead.predict(graph.kernels)
         isolated_ms = {name: estimate.ms for name, estimate in estimates.items()}
-        return estimates, self.composition.compose(graph, isolated_ms, host_ms)
+        composed = self.composition.compose(graph, isolated_ms, host_ms)
+        factors = {
+            kernel.id: 1.0
+            if kernel.node_op in VIEW_OPS
+            else self.corrections.get_factor(get_class(kernel, self.regressor.roofline))
+            for kernel in graph.kernels
+        }
+        return estimates, composed.scale(factors)
 
     def estimate_kernels(self, kernels: Iterable[KernelSpec]) -> dict[str, KernelEstimate]:
         """Return kernel id -> estimate of the isolated kernel, also of those in subgraphs."""
@@ -229,8 +255,11 @@ class Predictor(Artifact):
             mode=self.composition.mode,
             call_ms=composed.call_ms,
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
+            origin=self.origin,
+            measured_s=self.measured_s,
             notes=(
                 *self._list_guess_notes([estimates[k.id] for k in graph.kernels], guess_share),
+                *self._list_origin_notes(),
                 *self._list_load_notes(load_share),
                 *self.list_training_notes(),
             ),
@@ -252,6 +281,19 @@ class Predictor(Artifact):
             f"other work used {100 * self.other_load:.0f} % of the device during the idle measurements "
             f"of the training, so {effect}"
         ]
+
+    def _list_origin_notes(self) -> Iterator[str]:
+        if self.origin == PEAKS and self.peaks is not None:
+            yield (
+                f"this is a first answer from the peaks of this device ({self.peaks.format()}) and "
+                "efficiencies that another device reaches; `sparseflow latency calibrate` corrects it in a "
+                "minute"
+            )
+        elif self.origin == SHIPPED:
+            yield (
+                "the predictor was measured on another machine of this kind; `sparseflow latency calibrate` "
+                "adapts it to this one in a minute"
+            )
 
     def _list_load_notes(self, load: float) -> Iterator[str]:
         highest = self.contention.highest_load

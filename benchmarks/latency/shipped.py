@@ -1,0 +1,104 @@
+"""Train the predictor of this machine that the package ships.
+
+::
+
+    export PYTHONPATH=src:.
+    python benchmarks/latency/shipped.py --work runs/shipped
+
+Exports a small zoo, writes the training blocks, extracts the kernels of both, measures them in about ten
+minutes and writes `src/sparseflow/latency/data/NAME.json`. Every step resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
+from sparseflow.latency.measure.blocks import list_blocks, list_training_blocks
+from sparseflow.latency.measure.collection import collect
+from sparseflow.latency.measure.config import CollectionConfig
+from sparseflow.latency.measure.peaks import measure_peaks
+from sparseflow.latency.model.kernel_regressor import RATIO
+from sparseflow.latency.model.predictor import SHIPPED
+from sparseflow.latency.model.training import train
+
+DATA = Path(__file__).resolve().parents[2] / "src" / "sparseflow" / "latency" / "data"
+
+NETWORKS = (
+    "resnet18",
+    "mobilenet_v2",
+    "efficientnet_b0",
+    "vit_tiny",
+    "convnext_tiny",
+    "swin_tiny",
+    "regnet_y_4gf",
+)
+SIZES = {"vit_tiny": [160, 224], "resnet18": [160, 224], "mobilenet_v2": [160, 224]}
+
+
+def prepare(work: Path) -> tuple[list[Path], list[Path]]:
+    """Write the models and their kernels; return the files and the directories of kernels."""
+    zoo = ZooConfig.model_validate(
+        {"models": [{"name": name, "sizes": SIZES.get(name, [224])} for name in NETWORKS]}
+    )
+    exports = export_zoo(zoo, work / "models", provider="cpu")
+    models = [result.path for result in exports if result.path is not None]
+    models += [block.write(work / "blocks") for block in (*list_blocks(), *list_training_blocks())]
+    folders = []
+    for model in models:
+        folder = work / "graphs" / model.stem
+        if not (folder / "kernels").is_dir():
+            extract(model, folder, provider="cpu", check=False, threads=1)
+        folders.append(folder)
+    return models, folders
+
+
+def measure(work: Path) -> list[Path]:
+    """Measure models and kernels without load; return the directories."""
+    models, folders = prepare(work)
+    common: dict[str, Any] = {
+        "levels": [0.0], "min_time_s": 0.1, "max_time_s": 1.0, "max_samples": 200, "warmup": 3, "loops": 5,
+    }  # fmt: skip
+    configs = {
+        # Composition and intervals come from the few networks, so they are measured more often.
+        "models": CollectionConfig(models=models, rounds=5, **common),
+        "kernels": CollectionConfig(kernels=folders, rounds=2, **common),
+    }
+    last_s = time.monotonic()
+
+    def report(message: str, fraction: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > 15.0:
+            last_s = time.monotonic()
+            print(f"{100 * fraction:5.1f} %  {message}", flush=True)
+
+    for name, config in configs.items():
+        print(collect(config, work / "collections" / name, progress=report).to_dict(), flush=True)
+    return [work / "collections" / name for name in configs]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="directory of models and measurements")
+    args = parser.parse_args()
+    predictor = train(measure(args.work), kind=RATIO)
+    fingerprint = predictor.fingerprint
+    predictor = predictor.model_copy(update={"origin": SHIPPED, "peaks": measure_peaks(fingerprint.provider)})
+    name = "-".join(re.findall("[a-z0-9]+", f"{fingerprint.kind} {fingerprint.name}".lower()))
+    path = predictor.save(DATA / f"{name}.json")
+    print(json.dumps(predictor.quality), flush=True)
+    print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
