@@ -119,6 +119,25 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
     assert f"others 60 %: {loaded['slowdown']:.2f}x" in text
 
 
+def test_predict_hugging_face_folder(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    arguments = ["predict", f"hf:{tmp_path}", "--predictor", str(trained.file)]
+    single, batch = (run_json([*arguments, *more], capsys) for more in ([], ["--shape", "batch=8"]))
+    assert single["model"] == f"hf:{tmp_path}" and batch["mean_ms"] > single["mean_ms"]
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert run(["latency", *arguments]) == 2
+    assert "pickled weights are not loaded" in capsys.readouterr().err
+
+
 def test_predict_guess_says_so_and_strict_fails(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

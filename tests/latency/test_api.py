@@ -26,6 +26,7 @@ from sparseflow.core.telemetry.schema import LoadReading
 from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFlowError
 from sparseflow.latency import Prediction, Predictor, predict
 from sparseflow.latency.graph.analysis import analyze
+from sparseflow.latency.graph.torch_export import export_module
 from sparseflow.latency.measure.config import TelemetryConfig
 from tests.latency.conftest import MadeUp, of_this_machine
 from tests.latency.onnx_models import convnet, save
@@ -159,9 +160,17 @@ def test_predict_load_of_idle_predictor_raises(made_up: MadeUp, readings: list[A
 
 
 @pytest.mark.usefixtures("at_home")
-def test_predict_module_raises(made_up: MadeUp) -> None:
-    with pytest.raises(InputError, match=r"got Linear; export .* torch\.onnx\.export"):
-        predict(torch.nn.Linear(2, 2), made_up.predictor)  # type: ignore[arg-type]
+def test_predict_module_agrees_with_its_export(made_up: MadeUp, tmp_path: Path) -> None:
+    module, x = (
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)),
+        torch.randn(2, 8),
+    )
+    export_module(module, {"input": x}, tmp_path / "module.onnx")
+    expected = predict(tmp_path / "module.onnx", made_up.predictor)
+    assert predict(module, made_up.predictor, example=x) == expected
+    assert predict(module, made_up.predictor, example=x, shapes={"batch": (64,)}).mean_ms > expected.mean_ms
+    with pytest.raises(InputError, match=r"`example` is required"):
+        predict(module, made_up.predictor)
 
 
 @pytest.mark.usefixtures("at_home")

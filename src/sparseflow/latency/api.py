@@ -1,48 +1,62 @@
-"""Latency prediction for ONNX files, under a given load or the current load of this machine."""
+"""Latency prediction for models, under a given load or the current load of this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
-from sparseflow.latency.graph import onnx_file
-from sparseflow.latency.graph.analysis import Graph, analyze
+from sparseflow.latency.graph.analysis import Graph
+from sparseflow.latency.graph.sources import AnalyzedSource, ModelSource, open_source
+from sparseflow.latency.graph.torch_export import Exporter
 from sparseflow.latency.measure.config import TelemetryConfig
 from sparseflow.latency.model.predictor import Prediction, Predictor
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WINDOW_S = 1.0
 """Window over which the current load is averaged, seconds."""
 
 
 def predict(
-    model: Path | str,
+    model: Path | str | nn.Module,
     predictor: Predictor | Path | str,
     *,
+    example: Any = None,
     load: Mapping[str, float] | None = None,
     live: TelemetryConfig | None = None,
     window_s: float = WINDOW_S,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    exporter: Exporter = "torchscript",
     gpu: int = 0,
     seed: int = 0,
 ) -> Prediction:
     """Predict the latency of a model.
 
     Args:
-        model: ONNX file, or the directory of an analyzed model.
+        model: ONNX file, directory of an analyzed model, module of torch, or `hf:FOLDER`: a folder of a
+            Hugging Face model with `config.json` and weights as safetensors. Modules are exported to a
+            temporary ONNX file in eval mode, folders in float32.
         predictor: A predictor or its file, of this device.
+        example: Inputs of a module: a tensor, a sequence of tensors, or argument of `forward` -> tensor.
         load: Metric -> share; without `load` and `live` the device is idle.
         live: Source of the current load.
         window_s: Window over which the current load is averaged, seconds.
-        shapes: Input -> shape, for inputs with open dimensions.
+        shapes: Input -> shape, or open dimension such as `batch` -> its extent as a shape of one entry.
+        exporter: Exporter of torch for a module or folder: `"torchscript"`, or `"dynamo"`, which requires the
+            package onnxscript.
         gpu: Index of the GPU.
         seed: Random seed of the quantiles.
 
     Raises:
-        InputError: A file is missing, `model` is not a path, the predictor is of another device, both loads
-            are given, or one is given to a predictor that was trained on idle measurements only.
+        InputError: A file is missing, `model` is of another type, a module has no example, the predictor is
+            of another device, both loads are given, or one is given to a predictor that was trained on idle
+            measurements only.
         FileFormatError, ModelError: A file is invalid.
+        RunError: torch cannot export the module.
         DeviceError: The device or the readings are not available, or lack the required metric.
     """
     if load is not None and live is not None:
@@ -51,32 +65,35 @@ def predict(
     fitted.fingerprint.check_local_device(gpu)
     if live is not None:
         fitted.contention.check_fitted()
-    graph = _load_graph(model, fitted, shapes=shapes)
+    graph = analyze_for(fitted, open_source(model, example=example, exporter=exporter), shapes)
     if live is not None:
         # Read last, so that the reading does not contain the analysis.
         load = open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares
     return fitted.predict(graph, load, seed=seed)
 
 
-def _load_graph(
-    path: Path | str, predictor: Predictor, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+def analyze_for(
+    predictor: Predictor, source: ModelSource, sizes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Graph:
-    """Return the graph that the predictor's provider executes; an analyzed directory is read.
+    """Return the graph that the predictor's provider executes.
+
+    Args:
+        predictor: The predictor.
+        source: The model.
+        sizes: As in `ModelSource.analyze`.
 
     Raises:
-        InputError: A file is missing, or the graph was analyzed for another provider or version.
-        FileFormatError, ModelError: A file is invalid.
+        InputError: As `ModelSource.analyze`, or an analyzed graph is of another provider or version of
+            onnxruntime.
+        FileFormatError, ModelError, RunError: As `ModelSource.analyze`.
     """
-    source = onnx_file.check_path(path)
-    if source.suffix == ".onnx" or (source.is_file() and source.suffix != ".json"):
-        return analyze(source, predictor.fingerprint.provider, shapes=shapes)
-    if shapes:
-        raise InputError(f"{source} was analyzed with fixed shapes; analyze the model again for other ones")
-    graph = Graph.load(source)
+    graph = source.analyze(predictor.fingerprint.provider, sizes or {})
+    if not isinstance(source, AnalyzedSource):
+        return graph
     expected = (predictor.fingerprint.provider, predictor.fingerprint.ort_version)
     if (graph.provider, graph.ort_version) != expected:
         raise InputError(
-            f"{source} was analyzed for {graph.provider} of onnxruntime {graph.ort_version}, the predictor "
-            f"is of {expected[0]} of {expected[1]}; analyze the model again"
+            f"{source.name} was analyzed for {graph.provider} of onnxruntime {graph.ort_version}, the "
+            f"predictor is of {expected[0]} of {expected[1]}; analyze the model again"
         )
     return graph

@@ -90,7 +90,12 @@ def train(
 
 @app.command()
 def predict(
-    model: Annotated[Path, typer.Argument(help="ONNX model, or the directory of an analyzed one.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="ONNX model, the directory of an analyzed one, or hf:FOLDER, a Hugging Face model on disk."
+        ),
+    ],
     predictor: PredictorOption = Path("predictor.json"),
     load: LoadOption = None,
     live: Annotated[
@@ -102,6 +107,9 @@ def predict(
     max_age_s: MaxAgeOption = 30.0,
     window_s: WindowOption = 1.0,
     shape: ShapesOption = None,
+    exporter: Annotated[
+        Literal["torchscript", "dynamo"], typer.Option(help="Exporter of torch for hf:FOLDER.")
+    ] = "torchscript",
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
     budget_ms: OptionalBudgetMsOption = None,
@@ -136,6 +144,7 @@ def predict(
         else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
         window_s=window_s,
         shapes=parse_shapes(shape),
+        exporter=exporter,
         gpu=_parse_predictor_gpu(device, fitted),
         seed=seed,
     )
@@ -143,7 +152,7 @@ def predict(
     guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
     share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
     emit(
-        {"model": str(model), **prediction.to_dict()},
+        {"model": model, **prediction.to_dict()},
         as_json,
         _prediction_table(model, prediction),
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
@@ -300,7 +309,7 @@ def _format_scores(scores: Mapping[str, float]) -> tuple[str, str, str]:
     return str(scores["count"]), f"{100 * scores['mape']:.1f} %", f"{100 * scores['within_10']:.0f} %"
 
 
-def _prediction_table(model: Path, prediction: Prediction) -> Table:
+def _prediction_table(model: str, prediction: Prediction) -> Table:
     kernels, hidden = prediction.per_kernel[:_MAX_KERNEL_ROWS], prediction.per_kernel[_MAX_KERNEL_ROWS:]
     entries = [(k.kernel_id, k.count, f"{k.mean_ms:.4f} ms", k.count * k.mean_ms, k.source) for k in kernels]
     if hidden:
@@ -313,7 +322,7 @@ def _prediction_table(model: Path, prediction: Prediction) -> Table:
     if round(prediction.call_ms, 3):
         rows.append(("call overhead", "1", "", f"{prediction.call_ms:.3f} ms", "", "learned"))
     columns = ("kernel", ">nodes", ">mean", ">total", ">share", "source")
-    return make_table(columns, rows, title=str(model))
+    return make_table(columns, rows, title=model)
 
 
 def _format_interval(low_ms: float, high_ms: float, *, separator: str = "–") -> str:
