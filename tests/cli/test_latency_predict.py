@@ -138,6 +138,47 @@ def test_predict_hugging_face_folder(
     assert "pickled weights are not loaded" in capsys.readouterr().err
 
 
+def test_predict_sweep_and_loads_print_table_and_write_picture(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(save(convnet(batch="N", size="side"), tmp_path))
+    file = str(trained.file)
+    arguments = ["predict", path, "--predictor", file, "--shape", "side=8", "--sweep", "batch=1,2,4"]
+    result = run_json([*arguments, "--plot", str(tmp_path / "sweep.svg")], capsys)
+    assert [point["sizes"] for point in result["points"]] == [{"batch": [n]} for n in (1, 2, 4)]
+    assert [point["items"] for point in result["points"]] == [1, 2, 4]
+    means = [point["prediction"]["mean_ms"] for point in result["points"]]
+    assert means == sorted(means)
+    assert result["plot"] == str(tmp_path / "sweep.svg") and "batch" in (tmp_path / "sweep.svg").read_text()
+    text = run_text([*arguments, "--load", "0.4"], capsys)
+    assert "items/s" in text and "batch" in text
+    shapes = ["predict", path, "--predictor", file, "--sweep", "x=1,3,8,8:1,3,12,12"]
+    text = run_text([*shapes, "--plot", str(tmp_path / "shapes.png")], capsys)
+    assert "1×3×12×12" in text and (tmp_path / "shapes.png").read_bytes().startswith(b"\x89PNG")
+    loads = ["predict", str(trained.models[0]), "--predictor", file, "--loads", "0:0.8:0.4"]
+    result = run_json([*loads, "--plot", str(tmp_path / "loads.png")], capsys)
+    assert [entry["load"] for entry in result["loads"]] == [{"others": s} for s in (0.0, 0.4, 0.8)]
+    assert "p95" in run_text(loads, capsys) and (tmp_path / "loads.png").is_file()
+
+
+def test_predict_sweep_with_failures_and_limits(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(save(convnet(batch="N", size=8), tmp_path))
+    arguments = ["predict", path, "--predictor", str(trained.file)]
+    result = run_json([*arguments, "--sweep", "batch=1,1000000000"], capsys, code=1)
+    assert result["points"][0]["problem"] is None and "GB" in result["points"][1]["problem"]
+    assert run(["latency", *arguments, "--sweep", "batch=1,64", "--budget-ms", "0.001"]) == 1
+    for options in (
+        ["--sweep", "batch"], ["--sweep", "batch=x"], ["--sweep", "=1"], ["--sweep", "batch=1,-2"],
+        ["--sweep", "batch=1", "--sweep", "batch=2"], ["--loads", "0.9:0"], ["--loads", "0"],
+        ["--loads", "0:0.9:0"], ["--loads", "0:2"], ["--sweep", "batch=1", "--loads", "0:1"],
+        ["--loads", "0:1", "--load", "0.5"], ["--plot", str(tmp_path / "a.png")],
+        ["--sweep", "batch=1", "--plot", str(tmp_path / "a.jpg")],
+    ):  # fmt: skip
+        assert run(["latency", *arguments, *options]) == 2, options
+
+
 def test_predict_guess_says_so_and_strict_fails(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ Modules, from the ground up:
 - `graph`: ONNX files, the graph that onnxruntime executes, its kernels and their work, the model zoo.
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
-- `api`: predictions from files and the current load.
+- `api`, `sweeps`: predictions of models, under the current load, and over shapes and loads.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
 Exports are loaded when they are first used.
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sparseflow.latency.model.predictor import KernelPrediction, Prediction, Predictor
     from sparseflow.latency.model.training import train
     from sparseflow.latency.quickstart import run_quickstart
+    from sparseflow.latency.sweeps import SweepPoint, predict_loads, sweep
 
 __all__ = [
     "CollectionConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "PredictorEvaluation",
+    "SweepPoint",
     "TelemetryConfig",
     "analyze",
     "collect",
@@ -60,7 +62,9 @@ __all__ = [
     "hold_levels",
     "measure_overlap",
     "predict",
+    "predict_loads",
     "run_quickstart",
+    "sweep",
     "train",
 ]
 
@@ -81,5 +85,6 @@ __getattr__, __dir__ = attach(
         "model.predictor": ["KernelPrediction", "Prediction", "Predictor"],
         "model.training": ["train"],
         "quickstart": ["run_quickstart"],
+        "sweeps": ["SweepPoint", "predict_loads", "sweep"],
     },
 )

@@ -61,8 +61,7 @@ def predict(
     """
     if load is not None and live is not None:
         raise InputError("`load` and `live` exclude each other")
-    fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
-    fitted.fingerprint.check_local_device(gpu)
+    fitted = load_predictor(predictor, gpu)
     if live is not None:
         fitted.contention.check_fitted()
     graph = analyze_for(fitted, open_source(model, example=example, exporter=exporter), shapes)
@@ -70,6 +69,19 @@ def predict(
         # Read last, so that the reading does not contain the analysis.
         load = open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares
     return fitted.predict(graph, load, seed=seed)
+
+
+def load_predictor(predictor: Predictor | Path | str, gpu: int = 0) -> Predictor:
+    """Return a predictor, or read it from its file, and check that it is of this device.
+
+    Raises:
+        InputError: The file is missing, or the predictor is of another device.
+        FileFormatError: The file is invalid.
+        DeviceError: The device is not available.
+    """
+    fitted = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
+    fitted.fingerprint.check_local_device(gpu)
+    return fitted
 
 
 def analyze_for(
