@@ -112,6 +112,8 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
         assert sum(k["count"] * k["mean_ms"] for k in result["per_kernel"]) == pytest.approx(
             result["mean_ms"]
         )
+    memory = idle["memory"]
+    assert memory["peak_bytes"] == memory["weight_bytes"] + memory["activation_bytes"] > 0
     text = run_text(["predict", model, "--predictor", file], capsys)
     assert f"mean {idle['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
     assert "measured" in text and "Conv_Relu" in text
@@ -151,7 +153,7 @@ def test_predict_sweep_and_loads_print_table_and_write_picture(
     assert means == sorted(means)
     assert result["plot"] == str(tmp_path / "sweep.svg") and "batch" in (tmp_path / "sweep.svg").read_text()
     text = run_text([*arguments, "--load", "0.4"], capsys)
-    assert "items/s" in text and "batch" in text
+    assert "items/s" in text and "memory MB" in text
     shapes = ["predict", path, "--predictor", file, "--sweep", "x=1,3,8,8:1,3,12,12"]
     text = run_text([*shapes, "--plot", str(tmp_path / "shapes.png")], capsys)
     assert "1×3×12×12" in text and (tmp_path / "shapes.png").read_bytes().startswith(b"\x89PNG")

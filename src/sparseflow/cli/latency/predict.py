@@ -349,12 +349,15 @@ def _predict_points(
 def _describe_prediction(prediction: Prediction, metric: str) -> list[str]:
     guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
     share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
+    memory = prediction.memory
     return [
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
         f"{format_interval(*prediction.interval, separator=' to ')}{guess}), "
         f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
         f"idle {prediction.idle_ms:.3f} ms; {share}: {prediction.slowdown:.2f}x; "
         f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
+        f"memory {memory.peak_bytes / 1e6:.1f} MB: weights {memory.weight_bytes / 1e6:.1f} MB, activations "
+        f"{memory.activation_bytes / 1e6:.1f} MB",
         *(f"note: {note}" for note in prediction.notes),
     ]
 

@@ -108,7 +108,7 @@ def parse_load_range(option: str) -> list[float]:
 def make_sweep_table(title: str, points: Sequence[SweepPoint]) -> Table:
     names = list(points[0].sizes)
     rows = [(*map(_format_shape, point.sizes.values()), *_format_point(point)) for point in points]
-    columns = (*(f">{name}" for name in names), ">mean ms", ">interval ms", ">items/s", "note")
+    columns = (*(f">{name}" for name in names), ">mean ms", ">interval ms", ">items/s", ">memory MB", "note")
     return make_table(columns, rows, title=title)
 
 
@@ -169,16 +169,17 @@ def format_interval(low_ms: float, high_ms: float, *, separator: str = "–") ->
     return f"{low_ms:.3f}{separator}{'unbounded' if math.isinf(high_ms) else f'{high_ms:.3f}'}"
 
 
-def _format_point(point: SweepPoint) -> tuple[str, str, str, str]:
-    """Format mean, interval, items per second and a note."""
+def _format_point(point: SweepPoint) -> tuple[str, str, str, str, str]:
+    """Format mean, interval, items per second, memory and a note."""
     if point.prediction is None or point.items_per_s is None:
-        return "–", "–", "–", point.problem or ""
+        return "–", "–", "–", "–", point.problem or ""
     prediction = point.prediction
     note = f"{100 * (1.0 - prediction.coverage):.0f} % is a guess" if prediction.is_guess else ""
     return (
         f"{prediction.mean_ms:.3f}",
         format_interval(*prediction.interval),
         f"{point.items_per_s:.4g}",
+        f"{prediction.memory.peak_bytes / 1e6:.1f}",
         note,
     )
 

@@ -20,6 +20,7 @@ from sparseflow.core.metrics import quantile
 from sparseflow.errors import FileFormatError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.graph.memory import MemoryEstimate, estimate_memory
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
 from sparseflow.latency.model.composition import QUEUE, ComposedLatency, CompositionModel
@@ -83,6 +84,7 @@ class Prediction:
         load: Metric -> share that was used; empty for an idle device.
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
+        memory: Weights, and peak of the activations.
         per_kernel: One entry per kernel, most expensive first.
         notes: Sentences about limits of this prediction.
     """
@@ -98,6 +100,7 @@ class Prediction:
     load: Mapping[str, float]
     mode: str
     call_ms: float
+    memory: MemoryEstimate
     per_kernel: tuple[KernelPrediction, ...]
     notes: tuple[str, ...]
 
@@ -112,6 +115,7 @@ class Prediction:
             **asdict(self),
             "interval": [None if math.isinf(end) else end for end in self.interval],
             "load": dict(self.load),
+            "memory": {**vars(self.memory), "peak_bytes": self.memory.peak_bytes},
         }
         for kernel in record["per_kernel"]:
             if math.isinf(kernel["high_ms"]):
@@ -215,6 +219,7 @@ class Predictor(Artifact):
             load=dict(load or {}),
             mode=self.composition.mode,
             call_ms=composed.call_ms,
+            memory=estimate_memory(graph),
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
             notes=tuple(self._list_notes(graph, roofline_kernels, 1.0 - supported_ms / mean_ms)),
         )
