@@ -163,6 +163,22 @@ def test_predict_sweep_and_loads_print_table_and_write_picture(
     assert "p95" in run_text(loads, capsys) and (tmp_path / "loads.png").is_file()
 
 
+def test_predict_beside_co_runner(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(trained.models[0])
+    other = save(convnet(batch="N", size=12), tmp_path)
+    arguments = ["predict", path, "--predictor", str(trained.file), "--beside", f"{other}@2000/s"]
+    options = ["--beside-shape", "x=2,3,12,12", "--beside-cpus", "1"]
+    result = run_json([*arguments, *options], capsys)
+    assert result["slowdown"] > 1.2 and result["load"] == {}
+    assert result["co_runner"]["rate_per_s"] == 2000.0 and result["co_runner"]["core_share"] == 1.0
+    assert f"beside {other}" in run_text([*arguments, *options], capsys).replace(" ", " ")
+    for more in ([], ["--load", "0.5"], ["--beside-cpus", "9"], ["--sweep", "batch=1"]):
+        assert run(["latency", *arguments, *more]) == 2
+    assert run(["latency", *arguments[:-2], "--beside-cpus", "1"]) == 2
+
+
 def test_predict_sweep_with_failures_and_limits(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

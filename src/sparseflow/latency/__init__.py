@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.latency.api import predict
+    from sparseflow.latency.api import CoRunner, predict
     from sparseflow.latency.graph.analysis import Graph, analyze
     from sparseflow.latency.graph.extraction import ExtractionResult, extract
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sparseflow.latency.sweeps import SweepPoint, predict_loads, sweep
 
 __all__ = [
+    "CoRunner",
     "CollectionConfig",
     "CollectionSummary",
     "ExportResult",
@@ -71,7 +72,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "api": ["predict"],
+        "api": ["CoRunner", "predict"],
         "graph.analysis": ["Graph", "analyze"],
         "graph.extraction": ["ExtractionResult", "extract"],
         "graph.zoo": ["ExportResult", "export_zoo"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,40 @@ WINDOW_S = 1.0
 """Window over which the current load is averaged, seconds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CoRunner:
+    """A co-runner of a prediction.
+
+    Attributes:
+        model: As in `predict`.
+        rate_per_s: Runs per second.
+        shapes, example: As in `predict`, of the co-runner.
+        cpus: CPUs that both models use, such as those of a container; by default all of the device.
+    """
+
+    model: Path | str | nn.Module
+    rate_per_s: float
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    example: Any = None
+    cpus: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CoRunner:
+        """Parse a model with a rate, such as `detector.onnx@20/s`.
+
+        Raises:
+            InputError: The text is not `MODEL@RATE/s`.
+        """
+        model, _, rate = text.rpartition("@")
+        try:
+            rate_per_s = float(rate.removesuffix("/s"))
+        except ValueError:
+            rate_per_s = math.nan
+        if not model or not math.isfinite(rate_per_s):
+            raise InputError(f"a co-runner must be MODEL@RATE/s, such as detector.onnx@20/s; got {text!r}")
+        return cls(model=model, rate_per_s=rate_per_s)
+
+
 def predict(
     model: Path | str | nn.Module,
     predictor: Predictor | Path | str,
@@ -28,6 +64,7 @@ def predict(
     example: Any = None,
     load: Mapping[str, float] | None = None,
     live: TelemetryConfig | None = None,
+    co_runner: CoRunner | str | None = None,
     window_s: float = WINDOW_S,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     exporter: Exporter = "torchscript",
@@ -44,6 +81,8 @@ def predict(
         example: Inputs of a module: a tensor, a sequence of tensors, or argument of `forward` -> tensor.
         load: Metric -> share; without `load` and `live` the device is idle.
         live: Source of the current load.
+        co_runner: Model that runs at the same time on an otherwise idle device, or such a text as
+            `detector.onnx@20/s`.
         window_s: Window over which the current load is averaged, seconds.
         shapes: Input -> shape, or open dimension such as `batch` -> its extent as a shape of one entry.
         exporter: Exporter of torch for a module or folder: `"torchscript"`, or `"dynamo"`, which requires the
@@ -53,18 +92,23 @@ def predict(
 
     Raises:
         InputError: A file is missing, `model` is of another type, a module has no example, the predictor is
-            of another device, both loads are given, or one is given to a predictor that was trained on idle
-            measurements only.
+            of another device, several of `load`, `live` and `co_runner` are given, or one is given to a
+            predictor that was trained on idle measurements only. On a CPU a co-runner needs no others.
         FileFormatError, ModelError: A file is invalid.
         RunError: torch cannot export the module.
         DeviceError: The device or the readings are not available, or lack the required metric.
     """
-    if load is not None and live is not None:
-        raise InputError("`load` and `live` exclude each other")
+    if sum(value is not None for value in (load, live, co_runner)) > 1:
+        raise InputError("`load`, `live` and `co_runner` exclude each other")
     fitted = load_predictor(predictor, gpu)
     if live is not None:
         fitted.contention.check_fitted()
     graph = analyze_for(fitted, open_source(model, example=example, exporter=exporter), shapes)
+    if co_runner is not None:
+        spec = CoRunner.parse(co_runner) if isinstance(co_runner, str) else co_runner
+        source = open_source(spec.model, example=spec.example, exporter=exporter)
+        other = analyze_for(fitted, source, spec.shapes)
+        return fitted.predict_with_co_runner(graph, other, spec.rate_per_s, cpus=spec.cpus, seed=seed)
     if live is not None:
         # Read last, so that the reading does not contain the analysis.
         load = open_reader(**live.model_dump(), device=f"cuda:{gpu}").read(window_s).shares

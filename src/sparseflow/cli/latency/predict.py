@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -119,6 +120,22 @@ def predict(
     max_age_s: MaxAgeOption = 30.0,
     window_s: WindowOption = 1.0,
     shape: ShapesOption = None,
+    co_runner: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="MODEL@RATE/s",
+            help="Model that runs beside this one, such as detector.onnx@20/s.",
+        ),
+    ] = None,
+    co_runner_shape: Annotated[
+        list[str] | None,
+        typer.Option("--beside-shape", help="As `--shape`, of the model of `--beside`. Repeatable."),
+    ] = None,
+    co_runner_cpus: Annotated[
+        int | None,
+        typer.Option("--beside-cpus", min=1, help="CPUs that both models use; by default all of the device."),
+    ] = None,
     sweep: SweepOption = None,
     loads: LoadRangeOption = None,
     plot: PlotOption = None,
@@ -142,6 +159,7 @@ def predict(
     a point failed.
     """
     from sparseflow.errors import InputError
+    from sparseflow.latency.api import CoRunner
     from sparseflow.latency.api import predict as predict_latency
     from sparseflow.latency.measure.config import TelemetryConfig
     from sparseflow.latency.model.predictor import Predictor
@@ -150,8 +168,14 @@ def predict(
         raise InputError(f"`--load {load}` and `--live {live}` exclude each other")
     if (url is not None or label) and live != "prometheus":
         raise InputError(f"`--url` and `--label` need `--live prometheus` (got --live {live})")
-    if (sweep is not None) + (loads is not None) + (live is not None) > 1 or None not in (loads, load):
-        raise InputError("only one of `--sweep`, `--loads` and `--live`, and no `--load` beside `--loads`")
+    exclusive = {"--sweep": sweep, "--loads": loads, "--live": live, "--beside": co_runner}
+    if sum(map(bool, exclusive.values())) > 1 or (load is not None and bool(loads or co_runner)):
+        raise InputError(
+            f"{', '.join(f'`{name}`' for name in exclusive)} exclude each other, and `--load` excludes all "
+            "but `--sweep`"
+        )
+    if co_runner is None and (co_runner_shape or co_runner_cpus):
+        raise InputError("`--beside-shape` and `--beside-cpus` need `--beside`")
     if plot is not None and not sweep and loads is None:
         raise InputError(f"`--plot {plot}` needs `--sweep` or `--loads`")
     fitted = Predictor.load(predictor)
@@ -170,6 +194,9 @@ def predict(
         model,
         fitted,
         load=shares,
+        co_runner=None
+        if co_runner is None
+        else replace(CoRunner.parse(co_runner), shapes=parse_shapes(co_runner_shape), cpus=co_runner_cpus),
         live=None
         if live is None
         else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
@@ -349,7 +376,12 @@ def _predict_points(
 def _describe_prediction(prediction: Prediction, metric: str) -> list[str]:
     guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
     share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
-    memory = prediction.memory
+    memory, co_runner = prediction.memory, prediction.co_runner
+    if co_runner is not None:
+        share = (
+            f"beside {co_runner.model} ({co_runner.mean_ms:.3f} ms), active "
+            f"{100 * co_runner.active_share:.0f} % of the time"
+        )
     return [
         f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
         f"{format_interval(*prediction.interval, separator=' to ')}{guess}), "
