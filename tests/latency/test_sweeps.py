@@ -11,12 +11,14 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
+import numpy as np
 import torch
+from onnx import helper
 
 from sparseflow.errors import InputError
 from sparseflow.latency import predict, predict_loads, sweep
 from tests.latency.conftest import MadeUp
-from tests.latency.onnx_models import convnet, save
+from tests.latency.onnx_models import FLOAT, convnet, model, save
 
 pytestmark = pytest.mark.usefixtures("at_home")
 
@@ -55,6 +57,39 @@ def test_sweep_reports_points_that_fail(made_up: MadeUp, tmp_path: Path) -> None
     for sizes in ({}, {"batch": []}, {"batch": list(range(1, 2000))}):
         with pytest.raises(InputError, match="1 to 1000 combinations"):
             sweep(path, made_up.predictor, sizes)
+
+
+def test_sweep_decoder_over_cached_tokens(made_up: MadeUp, tmp_path: Path) -> None:
+    node = helper.make_node
+    dims = {"x": "sequence_length", "past_key_values.0.key": "past_sequence_length"}
+    decoder = model(
+        [
+            node("Concat", ["past_key_values.0.key", "x"], ["present.0.key"], axis=1),
+            node("Transpose", ["present.0.key"], ["transposed"], perm=[0, 2, 1]),
+            node("MatMul", ["x", "transposed"], ["scores"]),
+            node("Unsqueeze", ["attention_mask", "axis"], ["mask"]),
+            node("Add", ["scores", "mask"], ["masked"]),
+            node("Softmax", ["masked"], ["weights"], axis=-1),
+            node("MatMul", ["weights", "present.0.key"], ["y"]),
+        ],
+        [
+            *((name, FLOAT, ["batch_size", dim, 32]) for name, dim in dims.items()),
+            ("attention_mask", FLOAT, ["batch_size", "total_sequence_length"]),
+        ],
+        [("y", FLOAT, None), ("present.0.key", FLOAT, None)],
+        {"axis": np.array([1], np.int64)},
+    )
+    path = save(decoder, tmp_path)
+    predictor = made_up.predictor
+    steps = sweep(path, predictor, {"past": [1, 63, 511]}, shapes={"batch": (2,), "sequence": (1,)})
+    prompts = sweep(path, predictor, {"sequence": [8, 64, 256]}, shapes={"batch": (2,), "past": (1,)})
+    for points in (steps, prompts):
+        predictions = [point.prediction for point in points if point.prediction is not None]
+        assert len(predictions) == 3
+        means = [prediction.mean_ms for prediction in predictions]
+        peaks = [prediction.memory.peak_bytes for prediction in predictions]
+        assert means == sorted(means) and means[0] < means[-1] and peaks == sorted(peaks)
+        assert [point.items for point in points] == [2, 2, 2]
 
 
 def test_predict_loads_rises_from_idle(made_up: MadeUp) -> None:
