@@ -116,6 +116,8 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
         assert low <= result["mean_ms"] <= high and result["p50_ms"] <= result["p95_ms"]
         kernels_ms = sum(k["count"] * k["mean_ms"] for k in result["per_kernel"])
         assert result["call_ms"] + kernels_ms == pytest.approx(result["mean_ms"])
+    memory = idle["memory"]
+    assert memory["peak_bytes"] == memory["weight_bytes"] + memory["activation_bytes"] > 0
     text = run_text(["predict", model, "--predictor", file], capsys)
     assert f"mean {idle['mean_ms']:.3f} ms" in text and "no load: 1.00x; 100 %" in text
     assert "1 thread; idle" in text and idle["threads"] == 1
@@ -124,6 +126,82 @@ def test_predict_idle_and_under_load(trained: Trained, capsys: pytest.CaptureFix
     assert f"others 60 %: {loaded['slowdown']:.2f}x" in text and "extrapolated" not in text
     text = run_text(["predict", model, "--predictor", file, "--load", "0.95"], capsys)
     assert "95 % is above the highest one of the training, 80 %" in text
+
+
+def test_predict_hugging_face_folder(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    arguments = ["predict", f"hf:{tmp_path}", "--predictor", str(trained.file)]
+    single, batch = (run_json([*arguments, *more], capsys) for more in ([], ["--shape", "batch=8"]))
+    assert single["model"] == f"hf:{tmp_path}" and batch["mean_ms"] > single["mean_ms"]
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert run(["latency", *arguments]) == 2
+    assert "pickled weights are not loaded" in capsys.readouterr().err
+
+
+def test_predict_sweep_and_loads_print_table_and_write_picture(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(save(convnet(batch="N", size="side"), tmp_path))
+    file = str(trained.file)
+    arguments = ["predict", path, "--predictor", file, "--shape", "side=8", "--sweep", "batch=1,2,4"]
+    result = run_json([*arguments, "--plot", str(tmp_path / "sweep.svg")], capsys)
+    assert [point["sizes"] for point in result["points"]] == [{"batch": [n]} for n in (1, 2, 4)]
+    assert [point["items"] for point in result["points"]] == [1, 2, 4]
+    means = [point["prediction"]["mean_ms"] for point in result["points"]]
+    assert means == sorted(means)
+    assert result["plot"] == str(tmp_path / "sweep.svg") and "batch" in (tmp_path / "sweep.svg").read_text()
+    text = run_text([*arguments, "--load", "0.4"], capsys)
+    assert "items/s" in text and "memory MB" in text
+    shapes = ["predict", path, "--predictor", file, "--sweep", "x=1,3,8,8:1,3,12,12"]
+    text = run_text([*shapes, "--plot", str(tmp_path / "shapes.png")], capsys)
+    assert "1×3×12×12" in text and (tmp_path / "shapes.png").read_bytes().startswith(b"\x89PNG")
+    loads = ["predict", str(trained.models[0]), "--predictor", file, "--loads", "0:0.8:0.4"]
+    result = run_json([*loads, "--plot", str(tmp_path / "loads.png")], capsys)
+    assert [entry["load"] for entry in result["loads"]] == [{"others": s} for s in (0.0, 0.4, 0.8)]
+    assert "p95" in run_text(loads, capsys) and (tmp_path / "loads.png").is_file()
+
+
+def test_predict_beside_co_runner(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(trained.models[0])
+    other = save(convnet(batch="N", size=12), tmp_path)
+    arguments = ["predict", path, "--predictor", str(trained.file), "--beside", f"{other}@2000/s"]
+    options = ["--beside-shape", "x=2,3,12,12", "--beside-cpus", "1"]
+    result = run_json([*arguments, *options], capsys)
+    assert result["slowdown"] > 1.2 and result["load"] == {}
+    assert result["co_runner"]["rate_per_s"] == 2000.0 and result["co_runner"]["core_share"] == 1.0
+    assert f"beside {other}" in run_text([*arguments, *options], capsys).replace(" ", " ")
+    for more in ([], ["--load", "0.5"], ["--beside-cpus", "9"], ["--sweep", "batch=1"]):
+        assert run(["latency", *arguments, *more]) == 2
+    assert run(["latency", *arguments[:-2], "--beside-cpus", "1"]) == 2
+
+
+def test_predict_sweep_with_failures_and_limits(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(save(convnet(batch="N", size=8), tmp_path))
+    arguments = ["predict", path, "--predictor", str(trained.file)]
+    result = run_json([*arguments, "--sweep", "batch=1,1000000000"], capsys, code=1)
+    assert result["points"][0]["problem"] is None and "GB" in result["points"][1]["problem"]
+    assert run(["latency", *arguments, "--sweep", "batch=1,64", "--budget-ms", "0.001"]) == 1
+    for options in (
+        ["--sweep", "batch"], ["--sweep", "batch=x"], ["--sweep", "=1"], ["--sweep", "batch=1,-2"],
+        ["--sweep", "batch=1", "--sweep", "batch=2"], ["--loads", "0.9:0"], ["--loads", "0"],
+        ["--loads", "0:0.9:0"], ["--loads", "0:2"], ["--sweep", "batch=1", "--loads", "0:1"],
+        ["--loads", "0:1", "--load", "0.5"], ["--plot", str(tmp_path / "a.png")],
+        ["--sweep", "batch=1", "--plot", str(tmp_path / "a.jpg")],
+    ):  # fmt: skip
+        assert run(["latency", *arguments, *options]) == 2, options
 
 
 def test_predict_guess_says_so_and_strict_fails(

@@ -24,8 +24,9 @@ import sparseflow.latency.api
 from sparseflow.core.device import describe_device
 from sparseflow.core.telemetry.schema import LoadReading
 from sparseflow.errors import DeviceError, FileFormatError, InputError, SparseFlowError
-from sparseflow.latency import Prediction, Predictor, predict
+from sparseflow.latency import CoRunner, Prediction, Predictor, predict
 from sparseflow.latency.graph.analysis import analyze
+from sparseflow.latency.graph.torch_export import export_module
 from sparseflow.latency.measure.config import TelemetryConfig
 from tests.latency.conftest import MadeUp, of_this_machine
 from tests.latency.onnx_models import convnet, save
@@ -159,9 +160,84 @@ def test_predict_load_of_idle_predictor_raises(made_up: MadeUp, readings: list[A
 
 
 @pytest.mark.usefixtures("at_home")
-def test_predict_module_raises(made_up: MadeUp) -> None:
-    with pytest.raises(InputError, match=r"got Linear; export .* torch\.onnx\.export"):
-        predict(torch.nn.Linear(2, 2), made_up.predictor)  # type: ignore[arg-type]
+def test_predict_module_agrees_with_its_export(made_up: MadeUp, tmp_path: Path) -> None:
+    module, x = (
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)),
+        torch.randn(2, 8),
+    )
+    export_module(module, {"input": x}, tmp_path / "module.onnx")
+    expected = predict(tmp_path / "module.onnx", made_up.predictor)
+    assert predict(module, made_up.predictor, example=x) == expected
+    assert predict(module, made_up.predictor, example=x, shapes={"batch": (64,)}).mean_ms > expected.mean_ms
+    with pytest.raises(InputError, match=r"`example` is required"):
+        predict(module, made_up.predictor)
+
+
+@pytest.mark.usefixtures("at_home")
+def test_predict_co_runner_shares_cpus(made_up: MadeUp) -> None:
+    path, other = made_up.models[:2]
+    # Without measurements under load, threads of a CPU share its time equally.
+    contention = replace(made_up.predictor.contention, samples=0)
+    predictor = made_up.predictor.model_copy(update={"contention": contention})
+    isolated, other_alone = predict(path, predictor), predict(other, predictor)
+    assert isolated.co_runner is None
+    rate_per_s = 0.25e3 / other_alone.mean_ms
+    for co_runner in (f"{other}@{rate_per_s}/s", CoRunner(model=other, rate_per_s=rate_per_s)):
+        # The synthetic device has two CPUs.
+        separate = predict(path, predictor, co_runner=co_runner)
+        assert separate.mean_ms == isolated.mean_ms and separate.load == {}
+        assert "CPUs of their own" in separate.notes[-1]
+    shared = predict(path, predictor, co_runner=CoRunner(model=other, rate_per_s=rate_per_s, cpus=1))
+    predicted = shared.co_runner
+    assert predicted is not None and predicted.core_share == 1.0 and predicted.model == str(other)
+    assert predicted.duty == pytest.approx(0.25) and predicted.mean_ms == pytest.approx(
+        2 * other_alone.mean_ms
+    )
+    assert sum(predicted.bottleneck_shares.values()) == pytest.approx(1.0)
+    # Active for half of the time, in which a run takes twice as long.
+    assert predicted.active_share == pytest.approx(0.5)
+    assert shared.slowdown == pytest.approx(4 / 3, rel=0.01) and shared.p95_ms > shared.p50_ms
+    saturated = predict(path, predictor, co_runner=CoRunner(model=other, rate_per_s=4 * rate_per_s, cpus=1))
+    assert saturated.slowdown == pytest.approx(2.0, rel=0.01) and "at most" in saturated.notes[-1]
+    record = saturated.to_dict()["co_runner"]
+    assert record["active_share"] == 1.0 and record["duty"] == pytest.approx(1.0)
+
+
+@pytest.mark.usefixtures("at_home")
+def test_predict_co_runner_uses_the_measured_contention(made_up: MadeUp) -> None:
+    path, other = made_up.models[:2]
+    contention = replace(made_up.predictor.contention, delay_factors=(3.0, 3.0, 3.0))
+    predictor = made_up.predictor.model_copy(update={"contention": contention})
+    co_runner = CoRunner(model=other, rate_per_s=1e5, cpus=1)
+    slow, fair = (predict(path, p, co_runner=co_runner).slowdown for p in (predictor, made_up.predictor))
+    assert slow > fair > 1.5
+    gpu = replace(predictor.fingerprint, kind="cuda", provider="CPUExecutionProvider")
+    idle_gpu = predictor.model_copy(update={"fingerprint": gpu, "contention": replace(contention, samples=0)})
+    with pytest.raises(InputError, match="idle measurements only"):
+        predict(path, idle_gpu, co_runner=f"{other}@1/s")
+    # A GPU alternates between all models.
+    assert (
+        predict(path, predictor.model_copy(update={"fingerprint": gpu}), co_runner=f"{other}@1e5/s").slowdown
+        > 1.5
+    )
+
+
+@pytest.mark.usefixtures("at_home")
+def test_predict_co_runner_invalid_raises(made_up: MadeUp, tmp_path: Path) -> None:
+    path, other = made_up.models[:2]
+    for text in ("model.onnx", "model.onnx@fast", "@3/s", "model.onnx@nan"):
+        with pytest.raises(InputError, match=r"MODEL@RATE/s"):
+            predict(path, made_up.predictor, co_runner=text)
+    for co_runner in (
+        CoRunner(model=other, rate_per_s=0.0),
+        CoRunner(model=other, rate_per_s=1.0, cpus=0),
+        CoRunner(model=other, rate_per_s=1.0, cpus=3),
+        CoRunner(model=tmp_path / "absent.onnx", rate_per_s=1.0),
+    ):
+        with pytest.raises(InputError):
+            predict(path, made_up.predictor, co_runner=co_runner)
+    with pytest.raises(InputError, match=r"`co_runner`"):
+        predict(path, made_up.predictor, load={"others": 0.5}, co_runner=f"{other}@1/s")
 
 
 @pytest.mark.usefixtures("at_home")

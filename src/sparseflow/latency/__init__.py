@@ -12,7 +12,7 @@ Modules, from the ground up:
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
 - `first_answer`, `calibration`: predictors without a collection: shipped, from peaks, and calibrated.
-- `api`: predictions from files and the current load.
+- `api`, `sweeps`: predictions of models, under the current load, and over shapes and loads.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
 Exports are loaded when they are first used.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
-    from sparseflow.latency.api import predict
+    from sparseflow.latency.api import CoRunner, predict
     from sparseflow.latency.calibration import CalibrationResult, calibrate
     from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.graph.analysis import Graph, analyze
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from sparseflow.latency.model.predictor import KernelPrediction, Prediction, Predictor
     from sparseflow.latency.model.training import train
     from sparseflow.latency.quickstart import run_quickstart
+    from sparseflow.latency.sweeps import SweepPoint, predict_loads, sweep
 
 __all__ = [
     "CalibrationResult",
+    "CoRunner",
     "CollectionConfig",
     "CollectionSummary",
     "ExportResult",
@@ -54,6 +56,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "PredictorEvaluation",
+    "SweepPoint",
     "TelemetryConfig",
     "analyze",
     "calibrate",
@@ -66,14 +69,16 @@ __all__ = [
     "hold_levels",
     "measure_overlap",
     "predict",
+    "predict_loads",
     "run_quickstart",
+    "sweep",
     "train",
 ]
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "api": ["predict"],
+        "api": ["CoRunner", "predict"],
         "calibration": ["CalibrationResult", "calibrate"],
         "first_answer": ["find_predictor"],
         "graph.analysis": ["Graph", "analyze"],
@@ -89,5 +94,6 @@ __getattr__, __dir__ = attach(
         "model.predictor": ["KernelPrediction", "Prediction", "Predictor"],
         "model.training": ["train"],
         "quickstart": ["run_quickstart"],
+        "sweeps": ["SweepPoint", "predict_loads", "sweep"],
     },
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +24,18 @@ from sparseflow.cli.latency.base import (
     parse_labels,
     parse_provider,
     parse_shapes,
+)
+from sparseflow.cli.latency.sweeps import (
+    LoadRangeOption,
+    PlotOption,
+    SweepOption,
+    format_interval,
+    make_load_table,
+    make_sweep_table,
+    parse_load_range,
+    parse_sweeps,
+    plot_loads,
+    plot_sweep,
 )
 from sparseflow.cli.options import (
     BudgetSOption,
@@ -49,7 +62,7 @@ from sparseflow.cli.output import emit, fail, make_table
 from sparseflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
@@ -104,7 +117,12 @@ def train(
 
 @app.command()
 def predict(
-    model: Annotated[Path, typer.Argument(help="ONNX model, or the directory of an analyzed one.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="ONNX model, the directory of an analyzed one, or hf:FOLDER, a Hugging Face model on disk."
+        ),
+    ],
     predictor: PredictorOption = None,
     peaks: Annotated[
         str | None,
@@ -125,6 +143,28 @@ def predict(
     window_s: WindowOption = 1.0,
     shape: ShapesOption = None,
     value: InputValuesOption = None,
+    co_runner: Annotated[
+        str | None,
+        typer.Option(
+            "--beside",
+            metavar="MODEL@RATE/s",
+            help="Model that runs beside this one, such as detector.onnx@20/s.",
+        ),
+    ] = None,
+    co_runner_shape: Annotated[
+        list[str] | None,
+        typer.Option("--beside-shape", help="As `--shape`, of the model of `--beside`. Repeatable."),
+    ] = None,
+    co_runner_cpus: Annotated[
+        int | None,
+        typer.Option("--beside-cpus", min=1, help="CPUs that both models use; by default all of the device."),
+    ] = None,
+    sweep: SweepOption = None,
+    loads: LoadRangeOption = None,
+    plot: PlotOption = None,
+    exporter: Annotated[
+        Literal["torchscript", "dynamo"], typer.Option(help="Exporter of torch for hf:FOLDER.")
+    ] = "torchscript",
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
     budget_ms: OptionalBudgetMsOption = None,
@@ -138,56 +178,67 @@ def predict(
 ) -> None:
     """Predict the latency of a model: mean, quantiles and interval, by kernel.
 
-    Exits with 1 if the mean is above `--budget-ms`.
+    With `--sweep` or `--loads`, one line for each point. Exits with 1 if a mean is above `--budget-ms`, or
+    a point failed.
     """
     from sparseflow.errors import InputError
+    from sparseflow.latency.api import CoRunner
     from sparseflow.latency.api import predict as predict_latency
     from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.measure.config import TelemetryConfig
-    from sparseflow.latency.measure.fingerprint import describe_threads
     from sparseflow.latency.measure.peaks import parse_peaks
 
     if load is not None and live is not None:
         raise InputError(f"`--load {load}` and `--live {live}` exclude each other")
     if (url is not None or label) and live != "prometheus":
         raise InputError(f"`--url` and `--label` need `--live prometheus` (got --live {live})")
+    exclusive = {"--sweep": sweep, "--loads": loads, "--live": live, "--beside": co_runner}
+    if sum(map(bool, exclusive.values())) > 1 or (load is not None and bool(loads or co_runner)):
+        raise InputError(
+            f"{', '.join(f'`{name}`' for name in exclusive)} exclude each other, and `--load` excludes all "
+            "but `--sweep`"
+        )
+    if co_runner is None and (co_runner_shape or co_runner_cpus):
+        raise InputError("`--beside-shape` and `--beside-cpus` need `--beside`")
+    if plot is not None and not sweep and loads is None:
+        raise InputError(f"`--plot {plot}` needs `--sweep` or `--loads`")
     provider, gpu = parse_provider(device or "cpu")
     fitted = find_predictor(
         predictor, provider=provider, gpu=gpu, peaks=None if peaks is None else parse_peaks(peaks)
     )
+    shares = None if load is None else {fitted.contention.metric: load}
+    settings: dict[str, Any] = {
+        "shapes": parse_shapes(shape),
+        "inputs": parse_inputs(value),
+        "exporter": exporter,
+        "gpu": _parse_predictor_gpu(device, fitted),
+        "seed": seed,
+    }
+    if sweep or loads is not None:
+        predictions = _predict_points(model, fitted, sweep, loads, shares, settings, plot, as_json)
+        _check_limits(predictions, budget_ms=budget_ms, strict=strict)
+        return
     prediction = predict_latency(
         model,
         fitted,
-        load=None if load is None else {fitted.contention.metric: load},
+        load=shares,
+        co_runner=None
+        if co_runner is None
+        else replace(CoRunner.parse(co_runner), shapes=parse_shapes(co_runner_shape), cpus=co_runner_cpus),
         live=None
         if live is None
         else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
         window_s=window_s,
-        shapes=parse_shapes(shape),
-        inputs=parse_inputs(value),
-        gpu=_parse_predictor_gpu(device, fitted),
-        seed=seed,
+        **settings,
     )
-    metric = fitted.contention.metric
-    guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
-    share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
     emit(
-        {"model": str(model), **prediction.to_dict()},
+        {"model": model, **prediction.to_dict()},
         as_json,
         _prediction_table(model, prediction),
         _format_predictor(fitted),
-        f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
-        f"{_format_interval(*prediction.interval, separator=' to ')}{guess}), "
-        f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
-        f"{describe_threads(prediction.threads)}; idle {prediction.idle_ms:.3f} ms; "
-        f"{share}: {prediction.slowdown:.2f}x; "
-        f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
-        *(f"note: {note}" for note in prediction.notes),
+        *_describe_prediction(prediction, fitted.contention.metric),
     )
-    if strict and prediction.is_guess:
-        fail(prediction.notes[0], code=1)
-    if budget_ms is not None and prediction.mean_ms > budget_ms:
-        fail(f"the mean latency, {prediction.mean_ms:.3f} ms, exceeds the budget of {budget_ms:g} ms", code=1)
+    _check_limits([prediction], budget_ms=budget_ms, strict=strict)
 
 
 @app.command()
@@ -381,6 +432,88 @@ def _format_predictor(predictor: Predictor) -> str:
     return f"{kind}, measured {age} ago: {fingerprint.name}, {fingerprint.provider}, {threads}"
 
 
+def _predict_points(
+    model: str,
+    fitted: Predictor,
+    sweep_options: list[str] | None,
+    loads: str | None,
+    shares: Mapping[str, float] | None,
+    settings: Mapping[str, Any],
+    plot: Path | None,
+    as_json: bool,
+) -> list[Prediction]:
+    """Predict over shapes or loads, print a table and write the picture."""
+    from sparseflow.latency.sweeps import predict_loads, sweep
+
+    metric = fitted.contention.metric
+    problems: list[str] = []
+    if loads is not None:
+        predictions = predict_loads(model, fitted, parse_load_range(loads), **settings)
+        record = {"loads": [prediction.to_dict() for prediction in predictions]}
+        table = make_load_table(model, metric, predictions)
+        make_figure = partial(plot_loads, model, metric, predictions)
+    else:
+        with progress_bar() as progress:
+            points = sweep(
+                model, fitted, parse_sweeps(sweep_options), load=shares, progress=progress, **settings
+            )
+        predictions = [point.prediction for point in points if point.prediction is not None]
+        problems = [point.problem for point in points if point.problem is not None]
+        record = {"points": [point.to_dict() for point in points]}
+        table = make_sweep_table(model, points)
+        make_figure = partial(plot_sweep, model, points)
+    if plot is not None:
+        from sparseflow.core.report import save_picture
+
+        save_picture(make_figure(), plot)
+    notes = dict.fromkeys(note for prediction in predictions for note in prediction.notes)
+    emit(
+        {"model": model, **record, "plot": None if plot is None else str(plot)},
+        as_json,
+        table,
+        _format_predictor(fitted),
+        *(f"note: {note}" for note in notes),
+        *([] if plot is None else [f"picture: {plot}"]),
+    )
+    if problems:
+        fail(f"{len(problems)} points failed: {problems[0]}", code=1)
+    return predictions
+
+
+def _describe_prediction(prediction: Prediction, metric: str) -> list[str]:
+    from sparseflow.latency.measure.fingerprint import describe_threads
+
+    guess = f"; {100 * (1.0 - prediction.coverage):.0f} % of it is a guess" if prediction.is_guess else ""
+    share = f"{metric} {100 * prediction.load[metric]:.0f} %" if prediction.load else "no load"
+    memory, co_runner = prediction.memory, prediction.co_runner
+    if co_runner is not None:
+        share = (
+            f"beside {co_runner.model} ({co_runner.mean_ms:.3f} ms), active "
+            f"{100 * co_runner.active_share:.0f} % of the time"
+        )
+    return [
+        f"mean {prediction.mean_ms:.3f} ms ({100 * prediction.interval_coverage:.0f} % interval "
+        f"{format_interval(*prediction.interval, separator=' to ')}{guess}), "
+        f"p50 {prediction.p50_ms:.3f} ms, p95 {prediction.p95_ms:.3f} ms",
+        f"{describe_threads(prediction.threads)}; idle {prediction.idle_ms:.3f} ms; "
+        f"{share}: {prediction.slowdown:.2f}x; "
+        f"{100 * prediction.coverage:.0f} % of it from kernels with a measured operator",
+        f"memory {memory.peak_bytes / 1e6:.1f} MB: weights {memory.weight_bytes / 1e6:.1f} MB, activations "
+        f"{memory.activation_bytes / 1e6:.1f} MB",
+        *(f"note: {note}" for note in prediction.notes),
+    ]
+
+
+def _check_limits(predictions: Sequence[Prediction], *, budget_ms: float | None, strict: bool) -> None:
+    """Exit with 1 if a prediction is a guess, or its mean exceeds the budget."""
+    guess = next((prediction for prediction in predictions if prediction.is_guess), None)
+    if strict and guess is not None:
+        fail(guess.notes[0], code=1)
+    slowest_ms = max(prediction.mean_ms for prediction in predictions)
+    if budget_ms is not None and slowest_ms > budget_ms:
+        fail(f"the mean latency, {slowest_ms:.3f} ms, exceeds the budget of {budget_ms:g} ms", code=1)
+
+
 def _parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
     return parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
 
@@ -408,7 +541,7 @@ def _format_scores(scores: Mapping[str, float]) -> tuple[str, str, str]:
     return str(scores["count"]), f"{100 * scores['mape']:.1f} %", f"{100 * scores['within_10']:.0f} %"
 
 
-def _prediction_table(model: Path, prediction: Prediction) -> Table:
+def _prediction_table(model: str, prediction: Prediction) -> Table:
     kernels, hidden = prediction.per_kernel[:_MAX_KERNEL_ROWS], prediction.per_kernel[_MAX_KERNEL_ROWS:]
     entries = [(k.kernel_id, k.count, f"{k.mean_ms:.4f} ms", k.count * k.mean_ms, k.source) for k in kernels]
     if hidden:
@@ -421,11 +554,7 @@ def _prediction_table(model: Path, prediction: Prediction) -> Table:
     if round(prediction.call_ms, 3):
         rows.append(("call overhead", "1", "", f"{prediction.call_ms:.3f} ms", "", "learned"))
     columns = ("kernel", ">nodes", ">mean", ">total", ">share", "source")
-    return make_table(columns, rows, title=str(model))
-
-
-def _format_interval(low_ms: float, high_ms: float, *, separator: str = "–") -> str:
-    return f"{low_ms:.3f}{separator}{'unbounded' if math.isinf(high_ms) else f'{high_ms:.3f}'}"
+    return make_table(columns, rows, title=model)
 
 
 def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
@@ -438,7 +567,7 @@ def _format_evaluation(evaluation: PredictorEvaluation) -> list[Table | str]:
             f"{row.predicted_ms:.3f}",
             f"{row.measured_ms:.3f}",
             f"{100 * row.error:+.1f} %",
-            f"{_format_interval(row.low_ms, row.high_ms)}{'' if row.in_interval else ' (missed)'}",
+            f"{format_interval(row.low_ms, row.high_ms)}{'' if row.in_interval else ' (missed)'}",
         )
         for row in evaluation.rows
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.errors import InputError
@@ -66,6 +66,7 @@ class Figure:
         title: Heading.
         svg: One `<svg>` element, colored by the CSS variables of the page.
         alt: Text alternative for readers who cannot see the figure.
+        picture: The Matplotlib figure, with placeholder colors.
         caption: Sentence below the heading; may be empty.
     """
 
@@ -73,6 +74,7 @@ class Figure:
     title: str
     svg: str
     alt: str
+    picture: MatplotlibFigure = field(repr=False, compare=False)
     caption: str = ""
 
 
@@ -111,6 +113,7 @@ def from_matplotlib(figure: MatplotlibFigure, *, title: str, alt: str, caption: 
         title=title,
         svg=f'{head}<title id="{prefix}-alt">{_escape(alt)}</title>{svg}',
         alt=alt,
+        picture=figure,
         caption=caption,
     )
 

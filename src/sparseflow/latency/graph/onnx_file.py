@@ -36,8 +36,8 @@ def check_path(value: object) -> Path:
     if isinstance(value, str | os.PathLike):
         return Path(value)
     raise InputError(
-        f"the model must be the path of an ONNX file, got {type(value).__name__}; export a module of torch "
-        "with torch.onnx.export"
+        f"the model must be the path of an ONNX file, got {type(value).__name__}; only `predict` takes a "
+        "module of torch, otherwise export it with torch.onnx.export"
     )
 
 

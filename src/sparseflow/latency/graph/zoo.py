@@ -13,16 +13,12 @@ onnxruntime and compared with torch.
 
 from __future__ import annotations
 
-import logging
-import re
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import pydantic
 
@@ -32,9 +28,7 @@ from sparseflow.core.files import read_json, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import ModelError, RunError, SparseFlowError
 from sparseflow.latency.graph import networks, onnx_file, session
-
-if TYPE_CHECKING:
-    from torch import nn
+from sparseflow.latency.graph.torch_export import OPSET, Exporter, export_onnx
 
 TOLERANCE = 1e-3
 """Maximum difference between onnxruntime and torch, relative to the output's largest magnitude."""
@@ -61,7 +55,7 @@ class ModelSpec(StrictModel):
     config: dict[str, Any] = pydantic.Field(default={})
     batches: list[pydantic.PositiveInt] | None = None
     sizes: list[pydantic.PositiveInt] | None = None
-    exporter: Literal["torchscript", "dynamo"] | None = None
+    exporter: Exporter | None = None
 
 
 class ZooConfig(StrictModel):
@@ -81,8 +75,8 @@ class ZooConfig(StrictModel):
     batches: list[pydantic.PositiveInt] = pydantic.Field(default=[1], min_length=1)
     sizes: list[pydantic.PositiveInt] = pydantic.Field(default=[224], min_length=1)
     channels: pydantic.PositiveInt = 3
-    opset: int = pydantic.Field(default=17, ge=11, le=24)
-    exporter: Literal["torchscript", "dynamo"] = "torchscript"
+    opset: int = pydantic.Field(default=OPSET, ge=11, le=24)
+    exporter: Exporter = "torchscript"
     seed: int = 0
 
     @pydantic.field_validator("models", mode="before")
@@ -127,7 +121,7 @@ class ZooCase:
         return (self.batch_size, self.zoo.channels, self.image_size, self.image_size)
 
     @property
-    def exporter(self) -> str:
+    def exporter(self) -> Exporter:
         return self.spec.exporter or self.zoo.exporter
 
     def settings(self, provider: str) -> dict[str, Any]:
@@ -293,7 +287,16 @@ def _export_and_optimize(case: ZooCase, path: Path, optimized: Path, provider: s
         shutil.rmtree(abandoned, ignore_errors=True)  # of a killed export
     with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as temporary:
         model_file, optimized_file = Path(temporary) / path.name, Path(temporary) / f"optimized-{path.name}"
-        _export_onnx(model, images, model_file, case)
+        export_onnx(
+            model,
+            (images,),
+            model_file,
+            name=case.name,
+            exporter=case.exporter,
+            opset=case.zoo.opset,
+            input_names=[_INPUT],
+            output_names=[_OUTPUT],
+        )
         try:
             onnx.checker.check_model(str(model_file))
         except onnx.checker.ValidationError as error:
@@ -321,41 +324,3 @@ def _check_output(case: ZooCase, output: Any, expected: Any) -> None:
             f"the outputs of onnxruntime and torch for {case.name} differ by {error:.2e} of the output's "
             f"scale, the limit is {TOLERANCE}; try another exporter or opset"
         )
-
-
-def _export_onnx(model: nn.Module, images: Any, target: Path, case: ZooCase) -> None:
-    import torch
-
-    exporter_options: dict[str, Any] = {"dynamo": False}
-    if case.exporter == "dynamo":
-        exporter_options = {"dynamo": True, "external_data": False, "verbose": False}
-    with warnings.catch_warnings(), _silence_logger("torch.onnx"), torch.no_grad():
-        # torch deprecates the exporter that is four times faster, and warns about every traced constant.
-        warnings.simplefilter("ignore")
-        try:
-            torch.onnx.export(
-                model,
-                (images,),
-                str(target),
-                input_names=[_INPUT],
-                output_names=[_OUTPUT],
-                opset_version=case.zoo.opset,
-                **exporter_options,
-            )
-        except Exception as error:
-            reason = re.sub(r"\x1b\[\d*m", "", session.format_first_line(error))
-            raise RunError(
-                f"torch cannot export {case.name} with `exporter: {case.exporter}` and opset "
-                f"{case.zoo.opset}: {reason}"
-            ) from error
-
-
-@contextmanager
-def _silence_logger(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -209,6 +209,15 @@ class ContentionModel:
         excess = max(load - self.idle_load, 0.0) / max(1.0 - self.idle_load, 1e-9)
         return min(self.scale * excess**self.power, 1.0) if excess > 0.0 else 0.0
 
+    def compute_load(self, share: float) -> float:
+        """Return the load metric at which the load is active for a time share: the inverse of
+        `compute_busy_share`.
+        """
+        if share <= 0.0:
+            return self.idle_load
+        excess = (min(share, 1.0) / self.scale) ** (1.0 / self.power)
+        return min(self.idle_load + excess * (1.0 - self.idle_load), 1.0)
+
     def compute_delay_ms(self, idle_ms: float, bottleneck_shares: Sequence[float]) -> float:
         """Return the mean delay of a kernel while the load is active."""
         return idle_ms * sum(

@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from sparseflow.core.artifact import Artifact
+from sparseflow.core.checks import check_between
 from sparseflow.core.costmodel.intervals import ConformalInterval
 from sparseflow.core.metrics import quantile
 from sparseflow.errors import FileFormatError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
+from sparseflow.latency.graph.memory import MemoryEstimate, estimate_memory
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import MAX_IDLE_LOAD
 from sparseflow.latency.measure.peaks import Peaks
+from sparseflow.latency.model.co_runner import (
+    MAX_RATE_PER_S,
+    MIN_RATE_PER_S,
+    CoRunnerPrediction,
+    compute_core_share,
+)
 from sparseflow.latency.model.composition import QUEUE, VIEW_OPS, ComposedLatency, CompositionModel
-from sparseflow.latency.model.contention import ContentionModel
+from sparseflow.latency.model.contention import BOTTLENECKS, ContentionModel
 from sparseflow.latency.model.corrections import KernelCorrections, get_class
 from sparseflow.latency.model.kernel_estimates import KernelEstimate, KernelIntervals, estimate_kernels
 from sparseflow.latency.model.kernel_regressor import LEARNED, MEASURED, KernelRegressor
@@ -100,10 +108,12 @@ class Prediction:
         load: Metric -> share that was used; empty for an idle device.
         mode: `"sum"`, `"critical_path"` or `"queue"`.
         call_ms: Part of `idle_ms` that belongs to no kernel.
+        memory: Weights, and peak of the activations.
         per_kernel: One entry per kernel, most expensive first.
         origin: Origin of the predictor: `"trained"`, `"shipped"`, `"peaks"` or `"calibrated"`.
         measured_s: POSIX time of the predictor's last measurement.
         notes: Sentences about limits of this prediction.
+        co_runner: Model that runs beside this one; None without one.
     """
 
     mean_ms: float
@@ -118,10 +128,12 @@ class Prediction:
     load: Mapping[str, float]
     mode: str
     call_ms: float
+    memory: MemoryEstimate
     per_kernel: tuple[KernelPrediction, ...]
     origin: str
     measured_s: float
     notes: tuple[str, ...]
+    co_runner: CoRunnerPrediction | None = None
 
     @property
     def is_guess(self) -> bool:
@@ -134,7 +146,10 @@ class Prediction:
             **asdict(self),
             "interval": [None if math.isinf(end) else end for end in self.interval],
             "load": dict(self.load),
+            "memory": {**vars(self.memory), "peak_bytes": self.memory.peak_bytes},
         }
+        if self.co_runner is not None:
+            record["co_runner"] |= {"duty": self.co_runner.duty, "active_share": self.co_runner.active_share}
         for kernel in record["per_kernel"]:
             if math.isinf(kernel["high_ms"]):
                 kernel["high_ms"] = None
@@ -224,7 +239,7 @@ class Predictor(Artifact):
         idle_ms = composed.total_ms
         if not 0.0 < idle_ms <= MAX_MS:
             raise FileFormatError(f"the predictor is damaged, its latency is {idle_ms:g} ms; {self.HINT}")
-        delays_ms = self._compute_delays_ms(graph, composed, estimates)
+        delays_ms = self._compute_delays_ms(graph, composed, estimates, self.contention)
         total_delay_ms = _sum_delays_ms(composed, delays_ms) + self.contention.compute_delay_ms(
             composed.call_ms, _LAUNCH_ONLY
         )
@@ -254,6 +269,7 @@ class Predictor(Artifact):
             load=dict(load or {}),
             mode=self.composition.mode,
             call_ms=composed.call_ms,
+            memory=estimate_memory(graph),
             per_kernel=tuple(sorted(per_kernel, key=lambda kernel: -kernel.count * kernel.mean_ms)),
             origin=self.origin,
             measured_s=self.measured_s,
@@ -263,6 +279,79 @@ class Predictor(Artifact):
                 *self._list_load_notes(load_share),
                 *self.list_training_notes(),
             ),
+        )
+
+    def predict_with_co_runner(
+        self, graph: Graph, other: Graph, rate_per_s: float, *, cpus: int | None = None, seed: int = 0
+    ) -> Prediction:
+        """Predict the latency of a graph, whose runs follow each other, beside runs of another one at a rate.
+
+        Args:
+            graph: Graph that onnxruntime executes on this device.
+            other: Graph of the co-runner, with as many threads.
+            rate_per_s: Runs of the co-runner per second.
+            cpus: CPUs that both use; by default all of the device.
+            seed: Random seed of the sampled runs.
+
+        Raises:
+            InputError: The rate or the number of CPUs is out of range, or on a GPU the predictor was trained
+                on idle measurements only.
+            FileFormatError: As `predict`.
+        """
+        co_runner = self._describe_co_runner(other, rate_per_s, cpus)
+        contention = replace(self._get_time_slicing(), cycle_ms=1e3 / rate_per_s)
+        scaled = replace(
+            contention, delay_factors=tuple(co_runner.core_share * f for f in contention.delay_factors)
+        )
+        load = {}
+        if co_runner.core_share:
+            load = {contention.metric: scaled.compute_load(co_runner.active_share)}
+        prediction = self.model_copy(update={"contention": scaled}).predict(graph, load or None, seed=seed)
+        return replace(
+            prediction, load={}, co_runner=co_runner, notes=(*prediction.notes, *co_runner.list_notes())
+        )
+
+    def _get_time_slicing(self) -> ContentionModel:
+        """Return the model of contention; on a CPU without measurements under load, that of fair slices.
+
+        Raises:
+            InputError: There are no measurements under load of a GPU.
+        """
+        if self.contention.samples or self.fingerprint.kind != "cpu":
+            self.contention.check_fitted()
+            return self.contention
+        return replace(self.contention, samples=1, delay_factors=(1.0,) * len(BOTTLENECKS))
+
+    def _describe_co_runner(self, graph: Graph, rate_per_s: float, cpus: int | None) -> CoRunnerPrediction:
+        check_between(MIN_RATE_PER_S, MAX_RATE_PER_S, rate_per_s=rate_per_s)
+        estimates, composed = self.compose(graph)
+        contention = self._get_time_slicing()
+        core_share = 1.0
+        if self.fingerprint.kind == "cpu":
+            cpus = self.fingerprint.cores if cpus is None else cpus
+            check_between(1, self.fingerprint.cores, cpus=cpus)
+            core_share = compute_core_share(2 * min(self.fingerprint.threads or cpus, cpus), cpus)
+        delays_ms = self._compute_delays_ms(graph, composed, estimates, contention)
+        delay_ms = core_share * _sum_delays_ms(composed, delays_ms)
+        idle_ms = composed.total_ms
+        kernels = {kernel.id: kernel for kernel in graph.kernels}
+        bottlenecks = [0.0] * len(BOTTLENECKS)
+        for kernel_id, part in composed.parts.items():
+            shares = self.regressor.roofline.compute_bottleneck_shares(
+                kernels[kernel_id], estimates[kernel_id].ms
+            )
+            bottlenecks = [
+                total + share * part.count * part.ms / idle_ms
+                for total, share in zip(bottlenecks, shares, strict=True)
+            ]
+        active_ms = contention.predict_active_ms(idle_ms, delay_ms) if core_share else idle_ms
+        return CoRunnerPrediction(
+            model=graph.model_path,
+            rate_per_s=rate_per_s,
+            idle_ms=idle_ms,
+            mean_ms=active_ms,
+            core_share=core_share,
+            bottleneck_shares=dict(zip(BOTTLENECKS, bottlenecks, strict=True)),
         )
 
     def list_training_notes(self) -> list[str]:
@@ -318,12 +407,16 @@ class Predictor(Artifact):
             )
 
     def _compute_delays_ms(
-        self, graph: Graph, composed: ComposedLatency, estimates: Mapping[str, KernelEstimate]
+        self,
+        graph: Graph,
+        composed: ComposedLatency,
+        estimates: Mapping[str, KernelEstimate],
+        contention: ContentionModel,
     ) -> dict[str, float]:
         """Return kernel id -> mean delay of one execution while the load is active, in milliseconds."""
         kernels = {kernel.id: kernel for kernel in graph.kernels}
         return {
-            kernel_id: self.contention.compute_delay_ms(
+            kernel_id: contention.compute_delay_ms(
                 contribution.ms,
                 self.regressor.roofline.compute_bottleneck_shares(
                     kernels[kernel_id], estimates[kernel_id].ms
