@@ -251,7 +251,7 @@ def test_graph_round_trip(tmp_path: Path) -> None:
     assert Graph.from_dict(json.loads(json.dumps(graph.to_dict())), "graph.json") == graph
     assert Graph.load(tmp_path / "out") == Graph.load(tmp_path / "out" / "graph.json") == graph
     files = {path.stem for path in (tmp_path / "out" / "kernels").glob("*.json")}
-    assert files == {kernel.id for kernel in graph.kernels}
+    assert files == {kernel.file_stem for kernel in graph.kernels}
     (tmp_path / "out").rename(tmp_path / "moved")
     moved = Graph.load(tmp_path / "moved")
     assert moved.optimized_path is not None and Path(moved.optimized_path).is_file()

@@ -162,7 +162,7 @@ class Graph(Artifact):
         root = Path(path)
         (root / KERNELS_FOLDER).mkdir(parents=True, exist_ok=True)
         for kernel in self.kernels:
-            file = root / KERNELS_FOLDER / f"{kernel.id}.json"
+            file = root / KERNELS_FOLDER / f"{kernel.file_stem}.json"
             write_json(file, kernel.model_dump(mode="json"), indent=indent, rescue=rescue)
         record = self.to_dict()
         if self.optimized_path is not None and Path(self.optimized_path).parent == root:

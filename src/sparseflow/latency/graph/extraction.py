@@ -2,9 +2,11 @@
 
 ::
 
-    kernels/<id>.json   record of the kernel
-    kernels/<id>.onnx   the node with its weights; run it with optimization disabled
-    kernels/<id>.npz    values of integer inputs inside the graph (indices must stay in range)
+    kernels/<name>.json   record of the kernel
+    kernels/<name>.onnx   the node with its weights; run it with optimization disabled
+    kernels/<name>.npz    values of integer inputs inside the graph (indices must stay in range)
+
+The name is `KernelSpec.file_stem`, such as `Conv_Add_Relu_1x64x56x56_55d0777aba49`.
 
 The node keeps its operator, including a runtime's own, its attributes and the opsets of the graph. Outputs
 are declared by name only, since ONNX lacks types for a runtime's own operators.
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
-from sparseflow.core.files import parse_json, write_atomic, write_json
+from sparseflow.core.files import parse_json, read_json, write_atomic, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph import onnx_file, session
@@ -344,7 +346,7 @@ def _open_target(
             graph = analyze(path, provider or "cpu", shapes=shapes, out_dir=out_dir)
         elif path.suffix == ".json" and path.parent.name == KERNELS_FOLDER and path.is_file():
             graph = Graph.load(path.parent.parent / GRAPH_FILE)
-            selected_ids |= {path.stem}
+            selected_ids |= {parse_kernel(read_json(path), path).id}
         else:
             graph = Graph.load(path)
     missing = sorted(selected_ids - {kernel.id for kernel in graph.kernels})
@@ -366,7 +368,7 @@ def _open_target(
 
 def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Path) -> ExtractionResult:
     kernel = node.kernel
-    path = folder / f"{kernel.id}.onnx"
+    path = folder / f"{kernel.file_stem}.onnx"
     try:
         kernel_model = make_kernel_model(graph_runner.model, graph_runner.weights, index, node)
         content = onnx_file.serialize(kernel_model, kernel.id)
@@ -381,19 +383,19 @@ def _save_integer_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, N
     """Save the integer inputs of each kernel's first node, as they are inside the graph."""
     import numpy as np
 
-    first_nodes = {node.kernel_id: node for _, node in reversed(selected)}
+    first_nodes = {node.kernel.file_stem: node for _, node in reversed(selected)}
     sources = {
-        identity: [
+        stem: [
             (tensor.name, name)
             for position, (tensor, name) in enumerate(zip(node.kernel.inputs, node.reads, strict=True))
             if position not in node.kernel.constants and tensor.dtype.startswith(("int", "uint", "bool"))
         ]
-        for identity, node in first_nodes.items()
+        for stem, node in first_nodes.items()
     }
     names = [name for pairs in sources.values() for _, name in pairs]
     tensors = graph_runner.fetch(names) if names else {}
-    for kernel_id, pairs in sources.items():
-        path = folder / f"{kernel_id}.npz"
+    for stem, pairs in sources.items():
+        path = folder / f"{stem}.npz"
         if pairs:
             content = io.BytesIO()
             named: Any = {name: tensors[source] for name, source in pairs}
