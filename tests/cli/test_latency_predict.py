@@ -134,10 +134,34 @@ def test_predict_guess_says_so_and_strict_fails(
     run_json(["predict", str(trained.models[0]), "--predictor", str(trained.file), "--strict"], capsys)
 
 
-def test_predict_above_budget_fails(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
-    mean_ms = run_json([*command, "--budget-ms", "1e6"], capsys)["mean_ms"]
-    run_json([*command, "--budget-ms", str(mean_ms / 2)], capsys, code=1)
+def test_check_exit_codes_report_and_baseline(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, junit, baseline = str(trained.models[0]), tmp_path / "report.xml", tmp_path / "latency.json"
+    command = ["check", path, "--predictor", str(trained.file)]
+    (entry,) = run_json([*command, "--budget-ms", "1e6", "--strict"], capsys)["models"]
+    assert entry["status"] == "passed" and entry["name"] == path
+    budget = ["--budget-ms", str(entry["mean_ms"] / 2), "--junit", str(junit)]
+    assert run_json([*command, *budget], capsys, code=1)["counts"] == {"passed": 0, "failed": 1, "error": 0}
+    assert b"<failure" in junit.read_bytes()
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"no model")
+    result = run_json([*command, str(bad), *budget], capsys, code=2)
+    assert result["counts"] == {"passed": 0, "failed": 1, "error": 1} and b"<error" in junit.read_bytes()
+
+    against = ["--baseline", str(baseline)]
+    run_json([*command, *against, "--update-baseline"], capsys)
+    record = json.loads(baseline.read_text())
+    assert record["mean_ms"] == {path: entry["mean_ms"]}
+    baseline.write_text(json.dumps({**record, "mean_ms": {path: entry["mean_ms"] / 1.2}}))
+    (regressed,) = run_json([*command, *against], capsys, code=1)["models"]
+    assert regressed["change"] == pytest.approx(0.2)
+    assert run(["latency", *command, *against]) == 1
+    out = capsys.readouterr().out
+    assert "+20.0 %" in out and f"{path}: the mean latency" in out
+    run_json([*command, *against, "--max-regression", "21%"], capsys)
+    run_json([*command, *against, "--update-baseline"], capsys)
+    assert json.loads(baseline.read_text()) == record
 
 
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +212,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
     absent, trap, bad = (tmp_path / name for name in ("absent", "trap.json", "bad.onnx"))
     trap.write_bytes(pickle.dumps({"format": "sparseflow.latency.predictor"}))
     bad.write_bytes(b"no model")
+    (tmp_path / "empty").mkdir()
     base = ["predict", model, "--predictor", file]
     for arguments, kind, value in (
         (["train"], "UsageError", "collections"),
@@ -210,6 +235,11 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         (["evaluate", model, "--predictor", file, "--load", "2"], "UsageError", "--load"),
         (["evaluate", model, "--predictor", file, "--rounds", "0"], "UsageError", "--rounds"),
         (["overlap", str(bad)], "FileFormatError", "bad.onnx"),
+        (["check", model, "--predictor", file], "InputError", "--budget-ms"),
+        (["check", model, "--predictor", file, "--update-baseline"], "InputError", "--baseline"),
+        (["check", model, "--predictor", file, "--baseline", str(absent)], "InputError", "absent"),
+        (["check", model, "--predictor", file, "--max-guess", "0.1"], "InputError", "--max-guess 0.1"),
+        (["check", str(tmp_path / "empty"), "--predictor", file, "--strict"], "InputError", "empty"),
     ):
         error = run_json(arguments, capsys, code=2)["error"]
         assert error["type"] == kind and value in error["message"], (arguments, error)

@@ -12,6 +12,7 @@ Modules, from the ground up:
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
 - `api`: predictions from files and the current load.
+- `check`, `junit`: limits of predicted latencies for continuous integration.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
 Exports are loaded when they are first used.
@@ -25,6 +26,7 @@ from sparseflow.core.lazy import attach
 
 if TYPE_CHECKING:
     from sparseflow.latency.api import predict
+    from sparseflow.latency.check import CheckResult, LatencyBaseline, ModelCheck, check_models
     from sparseflow.latency.graph.analysis import Graph, analyze
     from sparseflow.latency.graph.extraction import ExtractionResult, extract
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from sparseflow.latency.quickstart import run_quickstart
 
 __all__ = [
+    "CheckResult",
     "CollectionConfig",
     "CollectionSummary",
     "ExportResult",
@@ -47,11 +50,14 @@ __all__ = [
     "ExtractionResult",
     "Graph",
     "KernelPrediction",
+    "LatencyBaseline",
+    "ModelCheck",
     "Prediction",
     "Predictor",
     "PredictorEvaluation",
     "TelemetryConfig",
     "analyze",
+    "check_models",
     "collect",
     "evaluate",
     "export_zoo",
@@ -68,6 +74,7 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "api": ["predict"],
+        "check": ["CheckResult", "LatencyBaseline", "ModelCheck", "check_models"],
         "graph.analysis": ["Graph", "analyze"],
         "graph.extraction": ["ExtractionResult", "extract"],
         "graph.zoo": ["ExportResult", "export_zoo"],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from sparseflow.cli.options import open_device, parse_device
+
+if TYPE_CHECKING:
+    from sparseflow.latency.model.predictor import Predictor
 
 app = typer.Typer(
     name="latency",
@@ -117,6 +120,11 @@ def parse_gpu(device: str | None, *, required: str) -> int:
     if provider != required:
         raise InputError(f"`--device {device}` does not fit the input, which needs {required}")
     return gpu
+
+
+def parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
+    """Parse `--device` where a predictor implies its kind, as `parse_gpu` does."""
+    return parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
 
 
 def format_time(timestamp_s: float) -> str:

@@ -17,8 +17,8 @@ from sparseflow.cli.latency.base import (
     UrlOption,
     WindowOption,
     app,
-    parse_gpu,
     parse_labels,
+    parse_predictor_gpu,
     parse_provider,
     parse_shapes,
 )
@@ -29,7 +29,6 @@ from sparseflow.cli.options import (
     JsonOption,
     LoadOption,
     LoadsOption,
-    OptionalBudgetMsOption,
     OptionalOutDirOption,
     OutDirOption,
     OutFileOption,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparseflow.latency.model.evaluation import PredictorEvaluation
-    from sparseflow.latency.model.predictor import Prediction, Predictor
+    from sparseflow.latency.model.predictor import Prediction
 
 _MAX_KERNEL_ROWS = 15
 
@@ -104,7 +103,6 @@ def predict(
     shape: ShapesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
-    budget_ms: OptionalBudgetMsOption = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -113,10 +111,7 @@ def predict(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the latency of a model: mean, quantiles and interval, by kernel.
-
-    Exits with 1 if the mean is above `--budget-ms`.
-    """
+    """Predict the latency of a model: mean, quantiles and interval, by kernel."""
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
     from sparseflow.latency.measure.config import TelemetryConfig
@@ -136,7 +131,7 @@ def predict(
         else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
         window_s=window_s,
         shapes=parse_shapes(shape),
-        gpu=_parse_predictor_gpu(device, fitted),
+        gpu=parse_predictor_gpu(device, fitted),
         seed=seed,
     )
     metric = fitted.contention.metric
@@ -155,8 +150,6 @@ def predict(
     )
     if strict and prediction.is_guess:
         fail(prediction.notes[0], code=1)
-    if budget_ms is not None and prediction.mean_ms > budget_ms:
-        fail(f"the mean latency, {prediction.mean_ms:.3f} ms, exceeds the budget of {budget_ms:g} ms", code=1)
 
 
 @app.command()
@@ -184,7 +177,7 @@ def evaluate(
     from sparseflow.latency.report import write_report
 
     fitted = Predictor.load(predictor)
-    gpu = _parse_predictor_gpu(device, fitted)
+    gpu = parse_predictor_gpu(device, fitted)
     with progress_bar() as progress:
         evaluation = evaluate_predictor(
             models,
@@ -271,10 +264,6 @@ def quickstart(
         f"predictor: {result.predictor_path}",
         f"report: {result.report_path}",
     )
-
-
-def _parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
-    return parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
 
 
 def _kernel_quality_table(quality: Mapping[str, Any]) -> Table:
