@@ -19,6 +19,8 @@ pytest.importorskip("scipy")
 from onnx import helper
 
 from sparseflow.cli.root import run
+from sparseflow.core.telemetry.schema import LoadReading
+from sparseflow.latency import api
 from sparseflow.latency.measure import collection
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.model.predictor import Predictor
@@ -162,6 +164,49 @@ def test_check_exit_codes_report_and_baseline(
     run_json([*command, *against, "--max-regression", "21%"], capsys)
     run_json([*command, *against, "--update-baseline"], capsys)
     assert json.loads(baseline.read_text()) == record
+
+
+def test_predict_config_gives_predictor_and_telemetry_and_options_win(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[dict[str, Any]] = []
+
+    class Reader:
+        def __init__(self, source: str, **settings: Any) -> None:
+            requests.append({"source": source, **settings})
+
+        def read(self, window_s: float) -> LoadReading:
+            requests[-1]["window_s"] = window_s
+            return LoadReading(
+                timestamp_s=1e9, interval_s=1.0, source="host", device="cpu", shares={"others": 0.4}
+            )
+
+    monkeypatch.setattr(api, "open_reader", Reader)
+    folder = tmp_path / "inference"
+    folder.mkdir()
+    (folder / "predictor.json").write_bytes(trained.file.read_bytes())
+    config = folder / "config.yaml"
+    config.write_text(
+        "predictor: predictor.json\nwindow_s: 5\ntelemetry:\n  source: prometheus\n  url: http://a:9090\n"
+        "  labels: {gpu: '0'}\n  metrics: [others]\n  max_age_s: 7\n"
+    )
+    command = ["predict", str(trained.models[0]), "--config", str(config)]
+    assert run_json(command, capsys)["load"] == {"others": 0.4}
+    options = ["--url", "http://b:1", "--label", "gpu=1", "--max-age-s", "30", "--window-s", "1"]
+    run_json([*command, *options], capsys)
+    run_json([*command, "--live", "host"], capsys)
+    shared = {"source": "prometheus", "metrics": ["others"], "device": "cuda:0"}
+    assert requests == [
+        {**shared, "url": "http://a:9090", "labels": {"gpu": "0"}, "max_age_s": 7.0, "window_s": 5.0},
+        {**shared, "url": "http://b:1", "labels": {"gpu": "1"}, "max_age_s": 30.0, "window_s": 1.0},
+        {**shared, "source": "host", "url": None, "labels": None, "metrics": None, "max_age_s": 30.0,
+         "window_s": 5.0},
+    ]  # fmt: skip
+    assert run_json([*command, "--load", "0.6"], capsys)["load"] == {"others": 0.6}
+    error = run_json([*command, "--predictor", str(tmp_path / "absent")], capsys, code=2)["error"]
+    assert "absent" in error["message"]
+    config.write_text("telemetry: {source: prometheus, adress: http://a}")
+    assert "telemetry.adress" in run_json(command, capsys, code=2)["error"]["message"]
 
 
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:

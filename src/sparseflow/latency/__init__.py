@@ -11,7 +11,7 @@ Modules, from the ground up:
 - `graph`: ONNX files, the graph that onnxruntime executes, its kernels and their work, the model zoo.
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
-- `api`: predictions from files and the current load.
+- `api`, `inference_config`: predictions from files and the current load.
 - `check`, `junit`: limits of predicted latencies for continuous integration.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sparseflow.latency.graph.analysis import Graph, analyze
     from sparseflow.latency.graph.extraction import ExtractionResult, extract
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
+    from sparseflow.latency.inference_config import InferenceConfig, load_inference_config
     from sparseflow.latency.measure.collection import CollectionSummary, collect
     from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
     from sparseflow.latency.measure.exporter import Exporter
@@ -49,6 +50,7 @@ __all__ = [
     "Exporter",
     "ExtractionResult",
     "Graph",
+    "InferenceConfig",
     "KernelPrediction",
     "LatencyBaseline",
     "ModelCheck",
@@ -64,6 +66,7 @@ __all__ = [
     "extract",
     "fan_out",
     "hold_levels",
+    "load_inference_config",
     "measure_overlap",
     "predict",
     "run_quickstart",
@@ -78,6 +81,7 @@ __getattr__, __dir__ = attach(
         "graph.analysis": ["Graph", "analyze"],
         "graph.extraction": ["ExtractionResult", "extract"],
         "graph.zoo": ["ExportResult", "export_zoo"],
+        "inference_config": ["InferenceConfig", "load_inference_config"],
         "measure.collection": ["CollectionSummary", "collect"],
         "measure.config": ["CollectionConfig", "TelemetryConfig"],
         "measure.exporter": ["Exporter"],

@@ -17,10 +17,11 @@ from sparseflow.cli.latency.base import (
     UrlOption,
     WindowOption,
     app,
-    parse_labels,
+    is_set,
     parse_predictor_gpu,
     parse_provider,
     parse_shapes,
+    select_telemetry,
 )
 from sparseflow.cli.options import (
     ConfigOption,
@@ -29,6 +30,7 @@ from sparseflow.cli.options import (
     JsonOption,
     LoadOption,
     LoadsOption,
+    OptionalConfigOption,
     OptionalOutDirOption,
     OutDirOption,
     OutFileOption,
@@ -89,8 +91,10 @@ def train(
 
 @app.command()
 def predict(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="ONNX model, or the directory of an analyzed one.")],
     predictor: PredictorOption = Path("predictor.json"),
+    config: OptionalConfigOption = None,
     load: LoadOption = None,
     live: Annotated[
         Literal["host", "gpm", "prometheus"] | None,
@@ -111,25 +115,26 @@ def predict(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the latency of a model: mean, quantiles and interval, by kernel."""
+    """Predict the latency of a model: mean, quantiles and interval, by kernel.
+
+    The configuration can contain `predictor`, `telemetry` and `window_s`; options have precedence.
+    """
     from sparseflow.errors import InputError
     from sparseflow.latency.api import predict as predict_latency
-    from sparseflow.latency.measure.config import TelemetryConfig
+    from sparseflow.latency.inference_config import InferenceConfig, load_inference_config
     from sparseflow.latency.model.predictor import Predictor
 
     if load is not None and live is not None:
         raise InputError(f"`--load {load}` and `--live {live}` exclude each other")
-    if (url is not None or label) and live != "prometheus":
-        raise InputError(f"`--url` and `--label` need `--live prometheus` (got --live {live})")
-    fitted = Predictor.load(predictor)
+    settings = InferenceConfig() if config is None else load_inference_config(config)
+    telemetry = select_telemetry(context, settings, live=live, url=url, labels=label, max_age_s=max_age_s)
+    fitted = Predictor.load(predictor if is_set(context, "predictor") else settings.predictor or predictor)
     prediction = predict_latency(
         model,
         fitted,
         load=None if load is None else {fitted.contention.metric: load},
-        live=None
-        if live is None
-        else TelemetryConfig(source=live, url=url, labels=parse_labels(label) or None, max_age_s=max_age_s),
-        window_s=window_s,
+        live=telemetry if load is None else None,
+        window_s=window_s if is_set(context, "window_s") else settings.window_s,
         shapes=parse_shapes(shape),
         gpu=parse_predictor_gpu(device, fitted),
         seed=seed,
