@@ -92,10 +92,17 @@ def test_train_saves_predictor_and_reports_quality(
     assert {name: record[name] for name in predictor.quality} == predictor.quality
     assert record["fingerprint"] == predictor.fingerprint.to_dict()
     assert set(record["models"]) == {"rest", "loaded", "loaded_blind"}
+    table = record["table"]
+    assert table["rows"] == record["counts"]["kernels"] and len(table["head"]) == 5
+    for row in table["head"]:
+        assert list(row) == ["kernel_id", *table["columns"], "latency_ms"]
+        assert row["latency_ms"] == predictor.measured_ms[row["kernel_id"]]
+        assert sum(row[name] for name in table["columns"] if name.startswith("op=")) == 1.0
 
     kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
     out = tmp_path / "predictor.json"
     text = run_text(["train", str(kernels), "--out", str(out), "--regressor", "random_forest"], capsys)
+    assert "training data:" in text and table["head"][0]["kernel_id"] in text
     assert "leaky" in text and "under load" not in text and "random_forest *" in text
     assert "Made Up, CPUExecutionProvider" in text
     assert Predictor.load(out).regressor.kind == "random_forest"

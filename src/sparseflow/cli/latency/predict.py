@@ -49,8 +49,11 @@ if TYPE_CHECKING:
 
     from sparseflow.latency.model.evaluation import PredictorEvaluation
     from sparseflow.latency.model.predictor import Prediction
+    from sparseflow.latency.model.training_table import TrainingTable
 
 _MAX_KERNEL_ROWS = 15
+_MAX_TRAINING_ROWS = 5
+_TRAINING_COLUMNS = ("batch", "flops", "bytes", "rows", "depth", "columns")
 
 
 @app.command()
@@ -72,17 +75,27 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a predictor for this device; show its error on held-out kernels and models."""
+    from sparseflow.latency.model.dataset import load_dataset
     from sparseflow.latency.model.training import train as train_predictor
+    from sparseflow.latency.model.training_table import TrainingTable
 
     with progress_bar() as progress:
-        predictor = train_predictor(
-            collections, kind=regressor, mode=composition, seed=seed, progress=progress
-        )
+        progress("reading the collections", 0.0)
+        data = load_dataset(collections)
+        predictor = train_predictor(data, kind=regressor, mode=composition, seed=seed, progress=progress)
+    table = TrainingTable.from_dataset(data)
+    head = table.list_rows(_MAX_TRAINING_ROWS)
     path = predictor.save(out)
     fingerprint = predictor.fingerprint
     emit(
-        {"path": str(path), **predictor.quality, "fingerprint": fingerprint.to_dict()},
+        {
+            "path": str(path),
+            **predictor.quality,
+            "table": {"rows": len(table.kernel_ids), "columns": list(table.columns), "head": head},
+            "fingerprint": fingerprint.to_dict(),
+        },
         as_json,
+        _format_training_table(table),
         _kernel_quality_table(predictor.quality),
         *([_model_quality_table(predictor.quality)] if predictor.quality["models"] else []),
         f"{fingerprint.name}, {fingerprint.provider}: {path}",
@@ -269,6 +282,18 @@ def quickstart(
         f"predictor: {result.predictor_path}",
         f"report: {result.report_path}",
     )
+
+
+def _format_training_table(table: TrainingTable) -> Table:
+    """Format the first rows, with sizes, the first column of an operator, and latencies."""
+    head = table.list_rows(_MAX_TRAINING_ROWS)
+    names = (*_TRAINING_COLUMNS, next(name for name in table.columns if name.startswith("op=")))
+    rows = [
+        (row["kernel_id"], *(f"{row[name]:.4g}" for name in names), f"{row['latency_ms']:.4f}")
+        for row in head
+    ]
+    title = f"training data: {len(table.kernel_ids)} kernels, {len(table.columns)} features (sizes as log2)"
+    return make_table(("kernel", *(f">{name}" for name in names), ">latency ms"), rows, title=title)
 
 
 def _kernel_quality_table(quality: Mapping[str, Any]) -> Table:
