@@ -1,7 +1,8 @@
-"""`run`, `stress`, `collect`, `load` and `exporter`: latency measurements, idle and under load."""
+"""`run`, `stress`, `collect`, `load`, `exporter`, `dashboard`: latency measurements, idle and under load."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -31,6 +32,7 @@ from sparseflow.cli.options import (
     JsonOption,
     LoadsOption,
     OutDirOption,
+    OutFileOption,
     PortOption,
     SeedOption,
     ShapesOption,
@@ -232,6 +234,21 @@ def exporter(
         )
 
     serve(Exporter(reader, host=host, port=port, interval_s=interval_s), ready=announce)
+
+
+@app.command()
+def dashboard(out: OutFileOption = Path("dashboard.json"), as_json: JsonOption = False) -> None:
+    """Write a Grafana dashboard of the metrics of the exporter and of the DCGM exporter."""
+    from sparseflow.core.files import write_json
+    from sparseflow.latency.measure.dashboard import make_dashboard
+
+    content = make_dashboard()
+    write_json(out, content, indent=2)
+    emit(
+        {"path": str(out), "title": content["title"], "panels": len(content["panels"])},
+        as_json,
+        f"{len(content['panels'])} panels: {out}; import it in Grafana",
+    )
 
 
 def _level_table(part: CollectionSummary) -> Table:
