@@ -53,7 +53,7 @@ def test_dashboard_command_writes_the_file(tmp_path: Path, capsys: pytest.Captur
 @contextmanager
 def serve_metrics() -> Iterator[str]:
     """Serve all metrics of a host and a GPU, half of their maximum; yields the address."""
-    shares = dict.fromkeys(METRICS, 0.5)
+    shares = {str(metric): 0.5 for metric in METRICS}
     readings = {
         source: LoadReading(timestamp_s=1e9, interval_s=1.0, source=source, device="d", shares=shares)
         for source in ("host", "gpm")
