@@ -14,6 +14,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "latency": (
         "onnx",
         "onnxruntime",
+        "onnxscript",
         "transformers",
         "pyyaml",
         "nvidia-ml-py",

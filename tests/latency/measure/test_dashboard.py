@@ -91,7 +91,7 @@ def serve_metrics() -> Iterator[str]:
         thread.join()
 
 
-def ask(url: str, path: str, **arguments: str) -> Any:
+def query_api(url: str, path: str, **arguments: str) -> Any:
     """Return the data of a response of the server's HTTP API."""
     code, _, text = get(f"{url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}")
     assert code == 200, text
@@ -104,15 +104,15 @@ def ask(url: str, path: str, **arguments: str) -> Any:
 )
 def test_prometheus_answers_all_queries(tmp_path: Path) -> None:
     with serve_metrics() as target, prometheus(tmp_path, target) as url:
-        until(lambda: ask(url, "query", query="SPARSEFLOW_STEAL")["result"], bool)
+        until(lambda: query_api(url, "query", query="SPARSEFLOW_STEAL")["result"], bool)
         variable = make_dashboard()["templating"]["list"][1]
         selector = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
         assert selector is not None
-        values = ask(url, f"label/{selector[2]}/values", **{"match[]": selector[1]})
+        values = query_api(url, f"label/{selector[2]}/values", **{"match[]": selector[1]})
         assert values == [target]
         for instance, count in ((target, 1), (variable["allValue"], 1), ("absent", 0)):
             for query in QUERIES:
-                result = ask(url, "query", query=query.replace("$instance", instance))["result"]
+                result = query_api(url, "query", query=query.replace("$instance", instance))["result"]
                 assert len(result) == count, (query, result)
                 if count and not query.startswith("up"):
                     expected = 0.5 * PCIE_BYTES_PER_S if "PCIE" in query else 0.5

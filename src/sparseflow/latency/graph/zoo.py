@@ -328,6 +328,7 @@ def _export_onnx(model: nn.Module, images: Any, target: Path, case: ZooCase) -> 
 
     exporter_options: dict[str, Any] = {"dynamo": False}
     if case.exporter == "dynamo":
+        require("onnxscript", "latency")
         exporter_options = {"dynamo": True, "external_data": False, "verbose": False}
     with warnings.catch_warnings(), _silence_logger("torch.onnx"), torch.no_grad():
         # torch deprecates the exporter that is four times faster, and warns about every traced constant.
