@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
-from sparseflow.latency.graph import onnx_file
+from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.measure.config import TelemetryConfig
 from sparseflow.latency.model.predictor import Prediction, Predictor
@@ -73,10 +73,13 @@ def _load_graph(
     if shapes:
         raise InputError(f"{source} was analyzed with fixed shapes; analyze the model again for other ones")
     graph = Graph.load(source)
-    expected = (predictor.fingerprint.provider, predictor.fingerprint.ort_version)
-    if (graph.provider, graph.ort_version) != expected:
+    fingerprint = predictor.fingerprint
+    provider, level = session.select_graph(fingerprint.provider, graph.level)
+    expected = (provider, level, fingerprint.ort_version.partition(",")[0])
+    if (graph.provider, graph.level, graph.ort_version) != expected:
         raise InputError(
-            f"{source} was analyzed for {graph.provider} of onnxruntime {graph.ort_version}, the predictor "
-            f"is of {expected[0]} of {expected[1]}; analyze the model again"
+            f"{source} was analyzed for {graph.provider} of onnxruntime {graph.ort_version} (level "
+            f"{graph.level}), the predictor needs {provider} of {expected[2]} (level {level}); analyze the "
+            "model again"
         )
     return graph

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 def run_model(
     model: ModelArgument,
     device: DeviceOption = "cpu",
+    runtime: Annotated[
+        Literal["onnxruntime", "openvino"], typer.Option(help="Runtime; openvino runs on the CPU.")
+    ] = "onnxruntime",
     warmup: Annotated[
         int, typer.Option(min=0, help="Runs before the first sample; with 0 the first run is a sample.")
     ] = 5,
@@ -70,9 +73,14 @@ def run_model(
 
     The default optimization level is all for a model and disable for a kernel.
     """
+    from sparseflow.errors import InputError
     from sparseflow.latency.measure.runner import Runner
 
     provider, gpu = parse_provider(device)
+    if runtime == "openvino":
+        if provider != "cpu":
+            raise InputError(f"`--runtime openvino` runs on the CPU (got --device {device})")
+        provider = runtime
     runner = Runner(
         model,
         provider,

@@ -199,7 +199,8 @@ def analyze(
 
     Args:
         path: ONNX file.
-        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name, or `"openvino"` for the graph that represents its
+            runs, see `session.select_graph`.
         level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
         shapes: Input -> shape, for inputs with open dimensions.
         out_dir: Directory for `graph.json`, `kernels/` and the optimized graph; None saves nothing.
@@ -212,6 +213,7 @@ def analyze(
         RunError: A run for the shapes failed.
     """
     model_path = onnx_file.check_path(path)
+    provider, level = session.select_graph(provider, level)
     model = optimize(model_path, provider, level, shapes=shapes)
     tensors = describe_tensors(model, provider)
     optimized_path: Path | None = None
@@ -222,7 +224,7 @@ def analyze(
     graph = Graph(
         model_path=str(model_path),
         optimized_path=None if optimized_path is None else str(optimized_path),
-        provider=session.resolve_provider(provider),
+        provider=provider,
         level=level,
         ort_version=require("onnxruntime", "latency").__version__,
         opset_imports={entry.domain: entry.version for entry in model.opset_import},

@@ -112,7 +112,7 @@ def extract(
         ModelError, DeviceError: As `analyze`.
     """
     graph, model, selected_ids = _open_target(target, Path(out_dir), provider, kernel_ids, shapes)
-    provider_name = session.resolve_provider(provider or graph.provider)
+    provider_name, _ = session.select_graph(provider or graph.provider, graph.level)
     selected = [
         (index, node)
         for index, node in enumerate(graph.nodes)

@@ -47,7 +47,7 @@ class CollectionConfig(StrictModel):
     Attributes:
         kernels: Files or directories of extracted kernels.
         models: Files or directories of models.
-        provider: `"cpu"` or `"cuda"`.
+        provider: `"cpu"`, `"cuda"` or `"openvino"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.
         gpu: Index of the GPU.

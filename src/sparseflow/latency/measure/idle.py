@@ -1,8 +1,8 @@
 """Idle measurements on a device that other work uses too.
 
-On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
-latency that a run has without other work, apart from colder caches. Where other work is present, the samples
-that it disturbed least are closer still, if they are shorter than a time slice.
+On a CPU with one thread, onnxruntime and OpenVINO run in the calling thread. The CPU time of that thread is
+then the latency that a run has without other work, apart from colder caches. Where other work is present, the
+samples that it disturbed least are closer still, if they are shorter than a time slice.
 
 Elsewhere an idle row is valid only while other work uses at most `MAX_IDLE_LOAD` of the device.
 """
@@ -43,7 +43,7 @@ def get_load_before(row: Row) -> dict[str, float]:
 def has_cpu_time(row: Row) -> bool:
     """Return whether the CPU time of the measuring thread is the latency of a row without other work."""
     return (
-        row.get("provider") == session.PROVIDERS["cpu"]
+        row.get("provider") in session.CPU_PROVIDERS
         and row.get("threads") == 1
         and bool(row.get("cpu_ratio"))
     )

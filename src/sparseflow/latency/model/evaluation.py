@@ -199,7 +199,7 @@ def evaluate(
     files, problems = _select_models(models, fingerprint.provider)
     settings: dict[str, Any] = {
         "models": files,
-        "provider": fingerprint.kind,
+        "provider": fingerprint.provider,
         "threads": fingerprint.threads,
         "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
         "gpu": gpu,
