@@ -107,7 +107,7 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.site: $(VENV)/.run
 	@echo "installing the dependencies of the site and of all wings ..."
-	@$(PIP) -e ".[docs,latency,tuning,pruning,codesign,adaptive]"
+	@$(PIP) -e ".[docs,latency,openvino,tuning,pruning,codesign,adaptive]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)  # without it spikingjelly prints a warning
 	@touch $@
 

@@ -19,7 +19,8 @@ pytest.importorskip("scipy")
 from onnx import TensorProto, helper
 
 from sparseflow.cli.root import run
-from sparseflow.latency import calibration, first_answer
+from sparseflow.core.telemetry.schema import LoadReading
+from sparseflow.latency import api, calibration, first_answer
 from sparseflow.latency.measure import collection
 from sparseflow.latency.measure.blocks import list_blocks
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
@@ -95,10 +96,17 @@ def test_train_saves_predictor_and_reports_quality(
     assert {name: record[name] for name in predictor.quality} == predictor.quality
     assert record["fingerprint"] == predictor.fingerprint.to_dict() and record["notes"] == []
     assert set(record["models"]) == {"rest", "loaded", "loaded_blind"}
+    table = record["table"]
+    assert table["rows"] == record["counts"]["kernels"] and len(table["head"]) == 5
+    for row in table["head"]:
+        assert list(row) == ["kernel_id", *table["columns"], "latency_ms"]
+        assert row["latency_ms"] == predictor.measured_ms[row["kernel_id"]]
+        assert sum(row[name] for name in table["columns"] if name.startswith("op=")) == 1.0
 
     kernels = make_collection(tmp_path, [], trained.kernels, levels=[0.0], rounds=1)
     out = tmp_path / "predictor.json"
     text = run_text(["train", str(kernels), "--out", str(out), "--regressor", "random_forest"], capsys)
+    assert "training data:" in text and table["head"][0]["kernel_id"] in text
     assert "leaky" in text and "under load" not in text and "random_forest *" in text
     assert "Made Up, CPUExecutionProvider" in text
     assert Predictor.load(out).regressor.kind == "random_forest"
@@ -193,7 +201,6 @@ def test_predict_sweep_with_failures_and_limits(
     arguments = ["predict", path, "--predictor", str(trained.file)]
     result = run_json([*arguments, "--sweep", "batch=1,1000000000"], capsys, code=1)
     assert result["points"][0]["problem"] is None and "GB" in result["points"][1]["problem"]
-    assert run(["latency", *arguments, "--sweep", "batch=1,64", "--budget-ms", "0.001"]) == 1
     for options in (
         ["--sweep", "batch"], ["--sweep", "batch=x"], ["--sweep", "=1"], ["--sweep", "batch=1,-2"],
         ["--sweep", "batch=1", "--sweep", "batch=2"], ["--loads", "0.9:0"], ["--loads", "0"],
@@ -236,10 +243,77 @@ def test_predict_loop_from_its_body(
     assert "Loop" in run_text(["analyze", str(path)], capsys)
 
 
-def test_predict_above_budget_fails(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["predict", str(trained.models[0]), "--predictor", str(trained.file)]
-    mean_ms = run_json([*command, "--budget-ms", "1e6"], capsys)["mean_ms"]
-    run_json([*command, "--budget-ms", str(mean_ms / 2)], capsys, code=1)
+def test_check_exit_codes_report_and_baseline(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, junit, baseline = str(trained.models[0]), tmp_path / "report.xml", tmp_path / "latency.json"
+    command = ["check", path, "--predictor", str(trained.file)]
+    (entry,) = run_json([*command, "--budget-ms", "1e6", "--strict"], capsys)["models"]
+    assert entry["status"] == "passed" and entry["name"] == path
+    budget = ["--budget-ms", str(entry["mean_ms"] / 2), "--junit", str(junit)]
+    assert run_json([*command, *budget], capsys, code=1)["counts"] == {"passed": 0, "failed": 1, "error": 0}
+    assert b"<failure" in junit.read_bytes()
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"no model")
+    result = run_json([*command, str(bad), *budget], capsys, code=2)
+    assert result["counts"] == {"passed": 0, "failed": 1, "error": 1} and b"<error" in junit.read_bytes()
+
+    against = ["--baseline", str(baseline)]
+    run_json([*command, *against, "--update-baseline"], capsys)
+    record = json.loads(baseline.read_text())
+    assert record["mean_ms"] == {path: entry["mean_ms"]}
+    baseline.write_text(json.dumps({**record, "mean_ms": {path: entry["mean_ms"] / 1.2}}))
+    (regressed,) = run_json([*command, *against], capsys, code=1)["models"]
+    assert regressed["change"] == pytest.approx(0.2)
+    assert run(["latency", *command, *against]) == 1
+    out = capsys.readouterr().out
+    assert "+20.0 %" in out and f"{path}: the mean latency" in out
+    run_json([*command, *against, "--max-regression", "21%"], capsys)
+    run_json([*command, *against, "--update-baseline"], capsys)
+    assert json.loads(baseline.read_text()) == record
+
+
+def test_predict_config_gives_predictor_and_telemetry_and_options_win(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[dict[str, Any]] = []
+
+    class Reader:
+        def __init__(self, source: str, **settings: Any) -> None:
+            requests.append({"source": source, **settings})
+
+        def read(self, window_s: float) -> LoadReading:
+            requests[-1]["window_s"] = window_s
+            return LoadReading(
+                timestamp_s=1e9, interval_s=1.0, source="host", device="cpu", shares={"others": 0.4}
+            )
+
+    monkeypatch.setattr(api, "open_reader", Reader)
+    folder = tmp_path / "inference"
+    folder.mkdir()
+    (folder / "predictor.json").write_bytes(trained.file.read_bytes())
+    config = folder / "config.yaml"
+    config.write_text(
+        "predictor: predictor.json\nwindow_s: 5\ntelemetry:\n  source: prometheus\n  url: http://a:9090\n"
+        "  labels: {gpu: '0'}\n  metrics: [others]\n  max_age_s: 7\n"
+    )
+    command = ["predict", str(trained.models[0]), "--config", str(config)]
+    assert run_json(command, capsys)["load"] == {"others": 0.4}
+    options = ["--url", "http://b:1", "--label", "gpu=1", "--max-age-s", "30", "--window-s", "1"]
+    run_json([*command, *options], capsys)
+    run_json([*command, "--live", "host"], capsys)
+    shared = {"source": "prometheus", "metrics": ["others"], "device": "cuda:0"}
+    assert requests == [
+        {**shared, "url": "http://a:9090", "labels": {"gpu": "0"}, "max_age_s": 7.0, "window_s": 5.0},
+        {**shared, "url": "http://b:1", "labels": {"gpu": "1"}, "max_age_s": 30.0, "window_s": 1.0},
+        {**shared, "source": "host", "url": None, "labels": None, "metrics": None, "max_age_s": 30.0,
+         "window_s": 5.0},
+    ]  # fmt: skip
+    assert run_json([*command, "--load", "0.6"], capsys)["load"] == {"others": 0.6}
+    error = run_json([*command, "--predictor", str(tmp_path / "absent")], capsys, code=2)["error"]
+    assert "absent" in error["message"]
+    config.write_text("telemetry: {source: prometheus, adress: http://a}")
+    assert "telemetry.adress" in run_json(command, capsys, code=2)["error"]["message"]
 
 
 def test_predict_live_reads_current_load(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +367,7 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
     absent, trap, bad = (tmp_path / name for name in ("absent", "trap.json", "bad.onnx"))
     trap.write_bytes(pickle.dumps({"format": "sparseflow.latency.predictor"}))
     bad.write_bytes(b"no model")
+    (tmp_path / "empty").mkdir()
     base = ["predict", model, "--predictor", file]
     for arguments, kind, value in (
         (["train"], "UsageError", "collections"),
@@ -316,6 +391,11 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
         (["evaluate", model, "--predictor", file, "--rounds", "0"], "UsageError", "--rounds"),
         (["overlap", str(bad)], "FileFormatError", "bad.onnx"),
         (["quickstart", "--loads", "0.3,half"], "InputError", "--loads 0.3,half"),
+        (["check", model, "--predictor", file], "InputError", "--budget-ms"),
+        (["check", model, "--predictor", file, "--update-baseline"], "InputError", "--baseline"),
+        (["check", model, "--predictor", file, "--baseline", str(absent)], "InputError", "absent"),
+        (["check", model, "--predictor", file, "--max-guess", "0.1"], "InputError", "--max-guess 0.1"),
+        (["check", str(tmp_path / "empty"), "--predictor", file, "--strict"], "InputError", "empty"),
     ):
         error = run_json(arguments, capsys, code=2)["error"]
         assert error["type"] == kind and value in error["message"], (arguments, error)

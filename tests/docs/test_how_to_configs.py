@@ -12,6 +12,7 @@ import pytest
 
 from sparseflow.codesign import read_config, read_library
 from sparseflow.latency.graph.zoo import ZooConfig
+from sparseflow.latency.inference_config import load_inference_config
 from sparseflow.latency.measure.config import load_collection_config
 from sparseflow.pruning.config import parse_config
 from sparseflow.pruning.config import read_config as read_pruning_config
@@ -40,7 +41,7 @@ def read_changes(path: Path) -> Any:
     ("page", "readers"),
     [
         ("train-a-latency-predictor", [load_collection_config, read_zoo]),
-        ("predict-under-load", [load_collection_config]),
+        ("predict-under-load", [load_collection_config, load_inference_config]),
         ("prune-your-vit", [read_pruning_config, read_changes]),
         ("plan-a-partition", [read_library, read_library, read_task]),
     ],

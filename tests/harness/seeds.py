@@ -146,6 +146,7 @@ def _tuning(folder: Path) -> dict[str, bytes]:
 
 @_source
 def _latency(folder: Path) -> dict[str, bytes]:
+    from sparseflow.latency.check import LatencyBaseline
     from sparseflow.latency.measure.collection import read_rows
     from tests.latency.conftest import make
 
@@ -153,6 +154,7 @@ def _latency(folder: Path) -> dict[str, bytes]:
     graph = synthetic.graphs[0]
     graph.save(folder / "graph")
     synthetic.predictor.save(folder / "predictor.json")
+    LatencyBaseline(predictor_sha256="0" * 64, mean_ms={"a.onnx": 1.5}).save(folder / "baseline.json")
     kernels = (file for path in synthetic.kernels for file in (path / "kernels").glob("*.onnx"))
     kernel = min(kernels, key=lambda file: file.stat().st_size)
     return {
@@ -164,6 +166,8 @@ def _latency(folder: Path) -> dict[str, bytes]:
         ),
         "latency-zoo": _read_shipped("latency/configs/quickstart.yaml"),
         "latency-config": b"kernels: [k]\nmodels: [m]\nlevels: [0, 0.5]\ntelemetry: {source: host}\n",
+        "latency-inference": b"predictor: p.json\ntelemetry: {source: prometheus, labels: {gpu: '0'}}\n",
+        "latency-baseline": (folder / "baseline.json").read_bytes(),
         "latency-onnx": min(synthetic.models, key=lambda file: file.stat().st_size).read_bytes(),
         "latency-kernel": kernel.read_bytes(),
     }

@@ -285,6 +285,20 @@ def _(path: Path) -> None:
     load_collection_config(path)
 
 
+@_add("latency-inference", "inference.yaml", mutate_yaml)
+def _(path: Path) -> None:
+    from sparseflow.latency.inference_config import load_inference_config
+
+    load_inference_config(path)
+
+
+@_add("latency-baseline", "baseline.json", mutate_json)
+def _(path: Path) -> None:
+    from sparseflow.latency.check import LatencyBaseline
+
+    LatencyBaseline.load(path)
+
+
 @_add("latency-onnx", "model.onnx", mutate_bytes)
 def _(path: Path) -> None:
     from sparseflow.latency.graph.analysis import analyze

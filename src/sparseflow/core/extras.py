@@ -14,6 +14,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "latency": (
         "onnx",
         "onnxruntime",
+        "onnxscript",
         "transformers",
         "pyyaml",
         "nvidia-ml-py",
@@ -21,6 +22,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "scipy",
         "prometheus-client",
     ),
+    "openvino": ("openvino",),
     "tuning": ("scipy", "xgboost-cpu", "pyyaml"),
     "pruning": ("av", "scikit-learn", "pyyaml", "tensorboard"),
     "adaptive": (

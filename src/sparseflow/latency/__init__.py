@@ -12,7 +12,9 @@ Modules, from the ground up:
 - `measure`: latency of kernels and models, idle and under load; collections of measurements.
 - `model`: regressors, composition and contention, trained into a `Predictor` and evaluated.
 - `first_answer`, `calibration`: predictors without a collection: shipped, from peaks, and calibrated.
-- `api`, `sweeps`: predictions of models, under the current load, and over shapes and loads.
+- `api`, `sweeps`, `inference_config`: predictions of models, also under the current load, and over shapes
+  and loads.
+- `check`, `junit`: limits of predicted latencies for continuous integration.
 - `report`, `quickstart`: the report page, and all steps on a few networks.
 
 Exports are loaded when they are first used.
@@ -27,10 +29,12 @@ from sparseflow.core.lazy import attach
 if TYPE_CHECKING:
     from sparseflow.latency.api import CoRunner, predict
     from sparseflow.latency.calibration import CalibrationResult, calibrate
+    from sparseflow.latency.check import CheckResult, LatencyBaseline, ModelCheck, check_models
     from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.graph.analysis import Graph, analyze
     from sparseflow.latency.graph.extraction import ExtractionResult, extract
     from sparseflow.latency.graph.zoo import ExportResult, export_zoo
+    from sparseflow.latency.inference_config import InferenceConfig, load_inference_config
     from sparseflow.latency.measure.collection import CollectionSummary, collect
     from sparseflow.latency.measure.config import CollectionConfig, TelemetryConfig
     from sparseflow.latency.measure.exporter import Exporter
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationResult",
+    "CheckResult",
     "CoRunner",
     "CollectionConfig",
     "CollectionSummary",
@@ -52,7 +57,10 @@ __all__ = [
     "Exporter",
     "ExtractionResult",
     "Graph",
+    "InferenceConfig",
     "KernelPrediction",
+    "LatencyBaseline",
+    "ModelCheck",
     "Prediction",
     "Predictor",
     "PredictorEvaluation",
@@ -60,6 +68,7 @@ __all__ = [
     "TelemetryConfig",
     "analyze",
     "calibrate",
+    "check_models",
     "collect",
     "evaluate",
     "export_zoo",
@@ -67,6 +76,7 @@ __all__ = [
     "fan_out",
     "find_predictor",
     "hold_levels",
+    "load_inference_config",
     "measure_overlap",
     "predict",
     "predict_loads",
@@ -80,10 +90,12 @@ __getattr__, __dir__ = attach(
     {
         "api": ["CoRunner", "predict"],
         "calibration": ["CalibrationResult", "calibrate"],
+        "check": ["CheckResult", "LatencyBaseline", "ModelCheck", "check_models"],
         "first_answer": ["find_predictor"],
         "graph.analysis": ["Graph", "analyze"],
         "graph.extraction": ["ExtractionResult", "extract"],
         "graph.zoo": ["ExportResult", "export_zoo"],
+        "inference_config": ["InferenceConfig", "load_inference_config"],
         "measure.collection": ["CollectionSummary", "collect"],
         "measure.config": ["CollectionConfig", "TelemetryConfig"],
         "measure.exporter": ["Exporter"],

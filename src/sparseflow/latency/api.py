@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.errors import InputError
 from sparseflow.latency.first_answer import find_predictor
+from sparseflow.latency.graph import session
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.sources import AnalyzedSource, ModelSource, open_source
 from sparseflow.latency.graph.torch_export import Exporter
@@ -162,10 +163,13 @@ def analyze_for(
     graph = source.analyze(predictor.fingerprint.provider, sizes or {}, inputs)
     if not isinstance(source, AnalyzedSource):
         return graph
-    expected = (predictor.fingerprint.provider, predictor.fingerprint.ort_version)
-    if (graph.provider, graph.ort_version) != expected:
+    fingerprint = predictor.fingerprint
+    provider, level = session.select_graph(fingerprint.provider, graph.level)
+    expected = (provider, level, fingerprint.ort_version.partition(",")[0])
+    if (graph.provider, graph.level, graph.ort_version) != expected:
         raise InputError(
-            f"{source.name} was analyzed for {graph.provider} of onnxruntime {graph.ort_version}, the "
-            f"predictor is of {expected[0]} of {expected[1]}; analyze the model again"
+            f"{source.name} was analyzed for {graph.provider} of onnxruntime {graph.ort_version} (level "
+            f"{graph.level}), the predictor needs {provider} of {expected[2]} (level {level}); analyze the "
+            "model again"
         )
     return graph

@@ -7,12 +7,12 @@ shipped predictor of the same device type is transferred by the peaks of both.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from sparseflow.core.files import get_cache_dir, parse_json
 from sparseflow.errors import DeviceError, FileFormatError, InputError
-from sparseflow.latency.graph import session
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.peaks import Peaks, measure_peaks
 from sparseflow.latency.model.predictor import SHIPPED, Predictor
@@ -51,7 +51,7 @@ def find_predictor(
         return Predictor.load(DEFAULT_FILE if file is None else file)
     fingerprint = DeviceFingerprint.from_local_device(provider, gpu=gpu)
     if peaks is not None:
-        return _transfer(fingerprint, peaks)
+        return _transfer(_list_candidates(fingerprint), fingerprint, peaks)
     calibrated = _load_cached(get_calibrated_path(fingerprint), gpu)
     return calibrated or make_first_answer(fingerprint, gpu=gpu)
 
@@ -74,8 +74,11 @@ def make_first_answer(fingerprint: DeviceFingerprint, *, gpu: int = 0) -> Predic
     cached = _load_cached(path, gpu)
     if cached is not None:
         return cached
+    candidates = _list_candidates(fingerprint)
     logger.warning("measuring the peaks of this device for a first answer, which takes about 5 s")
-    result = _transfer(fingerprint, measure_peaks(fingerprint.provider, threads=fingerprint.threads, gpu=gpu))
+    result = _transfer(
+        candidates, fingerprint, measure_peaks(fingerprint.provider, threads=fingerprint.threads, gpu=gpu)
+    )
     result.save(path)
     return result
 
@@ -98,14 +101,27 @@ def load_shipped() -> list[Predictor]:
     return [Predictor.from_dict(parse_json(entry.read_bytes()), entry.name) for entry in entries]
 
 
-def _transfer(fingerprint: DeviceFingerprint, peaks: Peaks) -> Predictor:
-    """Transfer the shipped predictor of the same device type that has the most similar balance."""
-    candidates = [p for p in load_shipped() if p.fingerprint.kind == fingerprint.kind and p.peaks is not None]
+def _list_candidates(fingerprint: DeviceFingerprint) -> list[Predictor]:
+    """List the shipped predictors that can be transferred to a device.
+
+    Raises:
+        InputError: There is none.
+    """
+    candidates = [
+        predictor
+        for predictor in load_shipped()
+        if predictor.fingerprint.provider == fingerprint.provider and predictor.peaks is not None
+    ]
     if not candidates:
         raise InputError(
-            f"no predictor is shipped for {session.get_device_type(fingerprint.provider)}; run `sparseflow "
-            "latency quickstart` to train one"
+            f"no predictor is shipped for {fingerprint.provider}; train one with `sparseflow latency "
+            "quickstart`, or with `collect` and `train`"
         )
+    return candidates
+
+
+def _transfer(candidates: Sequence[Predictor], fingerprint: DeviceFingerprint, peaks: Peaks) -> Predictor:
+    """Transfer the predictor that has the most similar balance."""
 
     def compare_balance(predictor: Predictor) -> float:
         assert predictor.peaks is not None

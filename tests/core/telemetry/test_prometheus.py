@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -294,12 +295,16 @@ def test_read_http_error_shows_reason(fake: FakeServer) -> None:
         PrometheusReader(fake.url).read()
 
 
-def test_read_endless_response_times_out(fake: FakeServer) -> None:
+def write(response: bytes, handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(response)
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])
+def test_read_endless_response_times_out(fake: FakeServer, start: bytes) -> None:
     finished = threading.Event()
 
     def dribble(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
+        handler.wfile.write(start)
         while not finished.wait(0.05):
             handler.wfile.write(b" ")
 
@@ -319,6 +324,14 @@ def test_read_silent_server_times_out(fake: FakeServer) -> None:
             PrometheusReader(fake.url, timeout_s=0.2).read()
     finally:
         finished.set()
+
+
+def test_read_error_without_control_characters(fake: FakeServer) -> None:
+    for response in (b"\x1b[31mred\r\n", b"HTTP/1.1 500 \x1b[31mred\r\n\r\n"):
+        fake.respond = partial(write, response)
+        with pytest.raises(DeviceError, match=fake.url) as caught:
+            PrometheusReader(fake.url).read()
+        assert str(caught.value).isprintable()
 
 
 def test_read_broken_connection_raises(fake: FakeServer) -> None:

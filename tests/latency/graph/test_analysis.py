@@ -207,7 +207,7 @@ def test_bodies_of_loops_and_branches(tmp_path: Path) -> None:
     int64, boolean = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
     value = helper.make_tensor_value_info
     # Iterations 0 and 1 of four take the first branch, since a loop runs as often as its condition allows.
-    branches = {
+    branches: dict[str, Any] = {
         name: helper.make_graph([helper.make_node(op, ["s"], [op])], name, [], [value(op, FLOAT, [4, 4])])
         for name, op in (("then_branch", "Tanh"), ("else_branch", "Exp"))
     }
@@ -315,7 +315,7 @@ def test_graph_round_trip(tmp_path: Path) -> None:
     assert Graph.from_dict(json.loads(json.dumps(graph.to_dict())), "graph.json") == graph
     assert Graph.load(tmp_path / "out") == Graph.load(tmp_path / "out" / "graph.json") == graph
     files = {path.stem for path in (tmp_path / "out" / "kernels").glob("*.json")}
-    assert files == {kernel.id for kernel in graph.kernels}
+    assert files == {kernel.file_stem for kernel in graph.kernels}
     (tmp_path / "out").rename(tmp_path / "moved")
     moved = Graph.load(tmp_path / "moved")
     assert moved.optimized_path is not None and Path(moved.optimized_path).is_file()

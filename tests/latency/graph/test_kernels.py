@@ -96,6 +96,16 @@ def change_tensor(tensor: TensorSpec, **changes: Any) -> TensorSpec:
     return tensor.model_copy(update=changes)
 
 
+def test_file_stem_shows_the_shape_of_the_first_activation() -> None:
+    kernel = conv(op="Conv_Relu")
+    digest = kernel.id.removeprefix("Conv_Relu_")
+    assert kernel.file_stem == f"Conv_Relu_1x64x56x56_{digest}"
+    assert conv(op="Conv_Relu", constants=(0,)).file_stem.startswith("Conv_Relu_64x64x3x3_")
+    scalar = TensorSpec(name="input_0", dtype="float32", shape=())
+    assert conv(inputs=(scalar,), constants=()).file_stem.startswith("Conv_scalar_")
+    assert conv(inputs=(), constants=(), outputs=()).file_stem.startswith("Conv_scalar_")
+
+
 @given(kernels(), kernels())
 def test_equal_ids_iff_equal_identity(first: KernelSpec, second: KernelSpec) -> None:
     assert (first.id == second.id) == (identity(first) == identity(second))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -268,10 +268,23 @@ def test_exporter_busy_port_raises() -> None:
             Exporter(Reader(lambda: load(busy=0.5)), port=busy_socket.getsockname()[1])
 
 
-@pytest.mark.parametrize("arguments", [{"port": -1}, {"port": 65536}, {"interval_s": 0.01}])
-def test_exporter_invalid_arguments_raise(arguments: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"interval_s": 0.01},
+        {"host": ""},
+        {"host": "127.0.0.1\0"},
+        {"host": "\udc80"},
+        {"host": "256.0.0.1"},
+        {"labels": {"gpu-index": "0"}},
+        {"labels": {"__name__": "x"}},
+    ],
+)
+def test_exporter_invalid_arguments_raise(arguments: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        Exporter(Reader(lambda: load(busy=0.5)), **arguments)  # type: ignore[arg-type]
+        Exporter(Reader(lambda: load(busy=0.5)), **{"port": 0, **arguments})
 
 
 SERVE = """

@@ -102,7 +102,7 @@ def test_evaluate_all_models_and_levels(made_up: MadeUp, bench: type[Bench], tmp
     config = read_plan(tmp_path).config
     fingerprint = made_up.predictor.fingerprint
     assert (config["provider"], config["threads"], config["stressor"]) == (
-        "cpu",
+        fingerprint.provider,
         fingerprint.threads,
         "cpu-fma",
     )

@@ -24,7 +24,7 @@ from onnx import helper
 
 from sparseflow.errors import FileFormatError, InputError, SparseFlowError
 from sparseflow.latency.graph.analysis import Graph, analyze
-from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.extraction import extract, read_kernel
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.measure.overlap import CRITICAL_PATH, SUM
 from sparseflow.latency.measure.plan import Target
@@ -120,7 +120,7 @@ def test_dataset_slowdowns_relative_to_isolated(files: tuple[list[Path], list[Pa
     models, kernels = files
     folder = make_collection(tmp_path, models[:2], kernels[:2], rounds=2, bench=StreamedBench)
     data = load_dataset([folder])
-    paths = {path.stem: path for folder in kernels[:2] for path in (folder / "kernels").glob("*.onnx")}
+    paths = {read_kernel(path).id: path for folder in kernels[:2] for path in folder.glob("kernels/*.onnx")}
     assert {measurement.target for measurement in data.loaded if not measurement.is_model} == set(
         data.kernels
     )

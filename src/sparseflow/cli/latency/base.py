@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from sparseflow.cli.options import open_device, parse_device
+
+if TYPE_CHECKING:
+    from sparseflow.latency.inference_config import InferenceConfig
+    from sparseflow.latency.measure.config import TelemetryConfig
+    from sparseflow.latency.model.predictor import Predictor
 
 app = typer.Typer(
     name="latency",
@@ -140,6 +145,48 @@ def parse_gpu(device: str | None, *, required: str) -> int:
     if provider != required:
         raise InputError(f"`--device {device}` does not fit the input, which needs {required}")
     return gpu
+
+
+def select_telemetry(
+    context: typer.Context,
+    config: InferenceConfig,
+    *,
+    live: str | None,
+    url: str | None,
+    labels: list[str] | None,
+    max_age_s: float,
+) -> TelemetryConfig | None:
+    """Return the source of the current load: that of a configuration, with the options of the command line.
+
+    Raises:
+        InputError: An option of Prometheus is set, and the source is another one.
+    """
+    from sparseflow.errors import InputError
+    from sparseflow.latency.measure.config import TelemetryConfig
+
+    telemetry = config.telemetry
+    if live is not None and (telemetry is None or telemetry.source != live):
+        telemetry = TelemetryConfig(source=live)
+    if (url is not None or labels) and (telemetry is None or telemetry.source != "prometheus"):
+        raise InputError(f"`--url` and `--label` need `--live prometheus` (got --live {live})")
+    options = {
+        "url": url,
+        "labels": parse_labels(labels) or None,
+        "max_age_s": max_age_s if is_set(context, "max_age_s") else None,
+    }
+    changes = {name: value for name, value in options.items() if value is not None}
+    return telemetry and telemetry.model_copy(update=changes)
+
+
+def is_set(context: typer.Context, name: str) -> bool:
+    """Return whether an option is on the command line, so that its value is not the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
+    """Parse `--device` where a predictor implies its kind, as `parse_gpu` does."""
+    return parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
 
 
 def format_time(timestamp_s: float) -> str:

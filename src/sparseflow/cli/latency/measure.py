@@ -1,7 +1,8 @@
-"""`run`, `stress`, `collect`, `load` and `exporter`: latency measurements, idle and under load."""
+"""`run`, `stress`, `collect`, `load`, `exporter`, `dashboard`: latency measurements, idle and under load."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -33,6 +34,7 @@ from sparseflow.cli.options import (
     JsonOption,
     LoadsOption,
     OutDirOption,
+    OutFileOption,
     PortOption,
     SeedOption,
     ShapesOption,
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 def run_model(
     model: ModelArgument,
     device: DeviceOption = "cpu",
+    runtime: Annotated[
+        Literal["onnxruntime", "openvino"], typer.Option(help="Runtime; openvino runs on the CPU.")
+    ] = "onnxruntime",
     warmup: Annotated[
         int, typer.Option(min=0, help="Runs before the first sample; with 0 the first run is a sample.")
     ] = 5,
@@ -71,9 +76,14 @@ def run_model(
 
     The default optimization level is all for a model and disable for a kernel.
     """
+    from sparseflow.errors import InputError
     from sparseflow.latency.measure.runner import Runner
 
     provider, gpu = parse_provider(device)
+    if runtime == "openvino":
+        if provider != "cpu":
+            raise InputError(f"`--runtime openvino` runs on the CPU (got --device {device})")
+        provider = runtime
     runner = Runner(
         model,
         provider,
@@ -250,6 +260,21 @@ def exporter(
         )
 
     serve(Exporter(reader, host=host, port=port, interval_s=interval_s), ready=announce)
+
+
+@app.command()
+def dashboard(out: OutFileOption = Path("dashboard.json"), as_json: JsonOption = False) -> None:
+    """Write a Grafana dashboard of the metrics of the exporter and of the DCGM exporter."""
+    from sparseflow.core.files import write_json
+    from sparseflow.latency.measure.dashboard import make_dashboard
+
+    content = make_dashboard()
+    write_json(out, content, indent=2)
+    emit(
+        {"path": str(out), "title": content["title"], "panels": len(content["panels"])},
+        as_json,
+        f"{len(content['panels'])} panels: {out}; import it in Grafana",
+    )
 
 
 def _level_table(part: CollectionSummary) -> Table:

@@ -12,9 +12,11 @@ Source: Prometheus 2.42, "HTTP API", "Querying basics: Staleness".
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import re
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -25,6 +27,7 @@ from typing import Any
 
 from sparseflow.core.checks import check_positive
 from sparseflow.core.files import parse_json
+from sparseflow.core.telemetry.deadline_reader import DeadlineReader
 from sparseflow.errors import DeviceError, InputError
 
 MAX_RESPONSE_BYTES = 16 * 2**20
@@ -48,18 +51,46 @@ class TimeSeries:
     samples: tuple[tuple[float, str], ...]
 
 
+class _Request(urllib.request.Request):
+    """Request whose response, after all redirects, must be complete at `end_s` of `time.monotonic`."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], end_s: float) -> None:
+        super().__init__(url, headers=dict(headers))
+        self.end_s = end_s
+
+
+class _DeadlineHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Reads responses until the deadline of their request."""
+
+    def do_open(self, http_class: Any, req: Any, **http_conn_args: Any) -> Any:
+        def make_response(connection: socket.socket, *arguments: Any, **options: Any) -> Any:
+            response = http.client.HTTPResponse(connection, *arguments, **options)
+            response.fp.close()
+            response.fp = io.BufferedReader(DeadlineReader(connection, req.end_s))
+            return response
+
+        def connect(host: str, **options: Any) -> Any:
+            connection = http_class(host, **options)
+            connection.response_class = make_response
+            return connection
+
+        return super().do_open(connect, req, **http_conn_args)
+
+
 class _SameOriginRedirects(urllib.request.HTTPRedirectHandler):
     """Refuses a redirect to another origin, which must not receive the headers of the request."""
 
     def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
+        fp.close()  # urllib would read the whole body first
         if _get_origin(newurl) != _get_origin(req.full_url):
             raise DeviceError(
                 f"{req.full_url.partition('?')[0]} redirects to another server, {newurl[:200]!r}; if you "
                 "trust that server, use its URL"
             )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        return request and _Request(request.full_url, request.headers, req.end_s)
 
 
 def _get_origin(url: str) -> tuple[str, str | None, int | None] | None:
@@ -101,7 +132,7 @@ class PrometheusClient:
         # A proxy from the environment cannot reach the loopback interface of this machine.
         is_loopback = host == "localhost" or host == "::1" or host.startswith("127.")
         handlers = [urllib.request.ProxyHandler({})] if is_loopback else []
-        self._open = urllib.request.build_opener(_SameOriginRedirects, *handlers).open
+        self._open = urllib.request.build_opener(_SameOriginRedirects, _DeadlineHandler, *handlers).open
 
     def read_samples(self, selector: str, window_s: float) -> tuple[TimeSeries, ...]:
         """Read all samples of the last `window_s` seconds of the series that match `selector`.
@@ -136,20 +167,16 @@ class PrometheusClient:
 
     def _get(self, query: str) -> bytes:
         url = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        end_s = time.monotonic() + self.timeout_s
         timeout_error = DeviceError(
             f"{self.url} did not answer {query} within {self.timeout_s:g} s; check the load of the server, "
             "or increase `timeout_s`"
         )
         try:
-            request = urllib.request.Request(url, headers=self._headers)
+            request = _Request(url, self._headers, time.monotonic() + self.timeout_s)
             with self._open(request, timeout=self.timeout_s) as response:
                 body = b""
-                # The timeout of the socket restarts with every byte that arrives.
                 while chunk := response.read1(2**16):
                     body += chunk
-                    if time.monotonic() > end_s:
-                        raise timeout_error
                     if len(body) > MAX_RESPONSE_BYTES:
                         raise self._make_error(query, f"at most {MAX_RESPONSE_BYTES} bytes", body)
                 return body
@@ -165,9 +192,9 @@ class PrometheusClient:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise timeout_error from error
+            text = _format_excerpt(reason) or type(error).__name__
             raise DeviceError(
-                f"{self.url} is unreachable ({reason or type(error).__name__}); expected a Prometheus "
-                "server that answers /api/v1/query"
+                f"{self.url} is unreachable ({text}); expected a Prometheus server that answers /api/v1/query"
             ) from error
         except ValueError as error:
             raise InputError(f"`url` (={self.url!r}) or `headers` cannot be sent: {error}") from error
@@ -241,6 +268,11 @@ def _check_text(value: Any) -> str:
 def _read_reason(error: urllib.error.HTTPError) -> str:
     try:
         response = parse_json(error.read(2**12))
-        return f"{response['errorType']}: {response['error']}"
+        return _format_excerpt(f"{response['errorType']}: {response['error']}")
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return str(error.reason)
+        return _format_excerpt(error.reason)
+
+
+def _format_excerpt(value: object) -> str:
+    """Return the start of a text of the server, without characters that control a terminal."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in str(value)[:200])

@@ -167,7 +167,7 @@ class Graph(Artifact):
         root = Path(path)
         (root / KERNELS_FOLDER).mkdir(parents=True, exist_ok=True)
         for kernel in self.kernels:
-            file = root / KERNELS_FOLDER / f"{kernel.id}.json"
+            file = root / KERNELS_FOLDER / f"{kernel.file_stem}.json"
             write_json(file, kernel.model_dump(mode="json"), indent=indent, rescue=rescue)
         record = self.to_dict()
         if self.optimized_path is not None and Path(self.optimized_path).parent == root:
@@ -205,7 +205,8 @@ def analyze(
 
     Args:
         path: ONNX file.
-        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name, or `"openvino"` for the graph that represents its
+            runs, see `session.select_graph`.
         level: Optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`.
         shapes: Input -> shape, for inputs with open dimensions.
         inputs: Input -> value, as `inputs.read_value` takes it; the other inputs are random.
@@ -221,6 +222,7 @@ def analyze(
         RunError: A run for the shapes failed.
     """
     model_path = onnx_file.check_path(path)
+    provider, level = session.select_graph(provider, level)
     model, model_inputs = optimize(model_path, provider, level, shapes=shapes, values=inputs)
     tensors, feeds = describe_tensors(model, model_inputs, provider)
     optimized_path: Path | None = None
@@ -234,7 +236,7 @@ def analyze(
     graph = Graph(
         model_path=str(model_path),
         optimized_path=None if optimized_path is None else str(optimized_path),
-        provider=session.resolve_provider(provider),
+        provider=provider,
         level=level,
         ort_version=require("onnxruntime", "latency").__version__,
         opset_imports={entry.domain: entry.version for entry in model.opset_import},

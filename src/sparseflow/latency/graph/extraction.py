@@ -2,9 +2,11 @@
 
 ::
 
-    kernels/<id>.json   record of the kernel
-    kernels/<id>.onnx   the node with its weights; run it with optimization disabled
-    kernels/<id>.npz    values of inputs that select the computation inside the graph, such as indices
+    kernels/<name>.json   record of the kernel
+    kernels/<name>.onnx   the node with its weights; run it with optimization disabled
+    kernels/<name>.npz    values of inputs that select the computation inside the graph, such as indices
+
+The name is `KernelSpec.file_stem`, such as `Conv_Add_Relu_1x64x56x56_55d0777aba49`.
 
 The node keeps its operator, including a runtime's own, its attributes and the opsets of the graph. Outputs
 are declared by name only, since ONNX lacks types for a runtime's own operators. Inputs of a node with
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseflow.core.extras import require
-from sparseflow.core.files import parse_json, write_atomic, write_json
+from sparseflow.core.files import parse_json, read_json, write_atomic, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph import onnx_file, session
@@ -133,7 +135,7 @@ def extract(
         ModelError, DeviceError: As `analyze`.
     """
     graph, model, selected_ids = _open_target(target, Path(out_dir), provider, kernel_ids, shapes, inputs)
-    provider_name = session.resolve_provider(provider or graph.provider)
+    provider_name, _ = session.select_graph(provider or graph.provider, graph.level)
     selected = [
         (index, node)
         for index, node in enumerate(graph.nodes)
@@ -400,7 +402,7 @@ def _open_target(
             graph = analyze(path, provider or "cpu", shapes=shapes, inputs=inputs, out_dir=out_dir)
         elif path.suffix == ".json" and path.parent.name == KERNELS_FOLDER and path.is_file():
             graph = Graph.load(path.parent.parent / GRAPH_FILE)
-            selected_ids |= {path.stem}
+            selected_ids |= {parse_kernel(read_json(path), path).id}
         else:
             graph = Graph.load(path)
     missing = sorted(selected_ids - {kernel.id for kernel in graph.kernels})
@@ -422,7 +424,7 @@ def _open_target(
 
 def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Path) -> ExtractionResult:
     kernel = node.kernel
-    path = folder / f"{kernel.id}.onnx"
+    path = folder / f"{kernel.file_stem}.onnx"
     if kernel.opaque_tensors:
         reason = f"{', '.join(kernel.opaque_tensors)} of `{node.name}` is not a tensor"
         return ExtractionResult(kernel_id=kernel.id, op=kernel.op, path=None, nodes=1, skipped=reason)
@@ -438,21 +440,21 @@ def _write_kernel(graph_runner: _GraphRunner, index: int, node: Node, folder: Pa
 
 def _save_control_inputs(graph_runner: _GraphRunner, selected: list[tuple[int, Node]], folder: Path) -> None:
     """Save the inputs that select the computation of each kernel's first node, as inside the graph."""
-    first_nodes = {node.kernel_id: node for _, node in reversed(selected)}
+    first_nodes = {node.kernel.file_stem: node for _, node in reversed(selected)}
     sources = {
-        identity: [
+        stem: [
             (tensor.name, name)
             for position, (tensor, name) in enumerate(zip(node.kernel.inputs, node.reads, strict=True))
             if tensor.present
             and position not in node.kernel.constants
             and selects_computation(node.kernel.node_op, position, tensor.dtype)
         ]
-        for identity, node in first_nodes.items()
+        for stem, node in first_nodes.items()
     }
     names = [name for pairs in sources.values() for _, name in pairs]
     tensors = graph_runner.fetch(names) if names else {}
-    for kernel_id, pairs in sources.items():
-        save_values(folder / f"{kernel_id}.npz", {name: tensors[source] for name, source in pairs})
+    for stem, pairs in sources.items():
+        save_values(folder / f"{stem}.npz", {name: tensors[source] for name, source in pairs})
 
 
 def _compare_node(

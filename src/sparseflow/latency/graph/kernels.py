@@ -234,6 +234,17 @@ class KernelSpec(StrictModel):
         """Bytes of the inputs that are weights."""
         return sum(self.inputs[position].bytes for position in set(self.constants))
 
+    @property
+    def file_stem(self) -> str:
+        """Name of the kernel's files without suffix: the id with the shape of the first activation.
+
+        It is `Conv_Add_Relu_1x64x56x56_55d0777aba49` for the id `Conv_Add_Relu_55d0777aba49`.
+        """
+        activations = (t for n, t in enumerate(self.inputs) if t.present and n not in self.constants)
+        tensor = next(activations, next(iter(self.outputs), None))
+        shape = "x".join(map(str, tensor.shape)) if tensor is not None else ""
+        return f"{self.op}_{shape or 'scalar'}_{self.id.removeprefix(f'{self.op}_')}"
+
 
 def parse_kernel(record: object, source: object) -> KernelSpec:
     """Validate the JSON record of a kernel.

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 
     import onnxruntime
 
-PROVIDERS: Mapping[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-"""Device type -> onnxruntime's name of its provider."""
+PROVIDERS: Mapping[str, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "openvino": "OpenVINO",
+}
+"""Short name -> name of a provider: onnxruntime's, or OpenVINO, which runs on the CPU without onnxruntime."""
+
+CPU_PROVIDERS = (PROVIDERS["cpu"], PROVIDERS["openvino"])
+"""Providers whose device is the CPU."""
 
 LEVELS: Mapping[str, str] = {
     "disable": "ORT_DISABLE_ALL",
@@ -44,7 +51,7 @@ optimized for this machine, are expected.
 
 
 def resolve_provider(provider: str) -> str:
-    """Return onnxruntime's name of a provider, given that or `cpu` or `cuda`.
+    """Return the name of a provider, given that or its short name.
 
     Raises:
         InputError: The provider is unknown.
@@ -56,8 +63,26 @@ def resolve_provider(provider: str) -> str:
 
 def get_device_type(provider: str) -> str:
     """Return the device type of a provider: `cpu` or `cuda`."""
+    return "cpu" if resolve_provider(provider) in CPU_PROVIDERS else "cuda"
+
+
+def select_graph(provider: str, level: str) -> tuple[str, str]:
+    """Return the provider and the level of onnxruntime that determine the graph of a provider.
+
+    For OpenVINO it is the graph of the CPU at most at the extended level, whose operators OpenVINO supports.
+    """
     name = resolve_provider(provider)
-    return next(device_type for device_type, full_name in PROVIDERS.items() if full_name == name)
+    if name != PROVIDERS["openvino"]:
+        return name, level
+    return PROVIDERS["cpu"], "extended" if level == "all" else level
+
+
+def get_runtime_version(provider: str) -> str:
+    """Return the version of onnxruntime, followed by that of OpenVINO if the provider needs it."""
+    version = require("onnxruntime", "latency").__version__
+    if resolve_provider(provider) != PROVIDERS["openvino"]:
+        return version
+    return f"{version}, OpenVINO {require('openvino', 'openvino').__version__.partition('-')[0]}"
 
 
 def get_memory_device(provider: str, gpu: int = 0) -> tuple[str, int]:

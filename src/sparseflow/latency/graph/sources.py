@@ -40,8 +40,8 @@ class ModelSource(Protocol):
             inputs: Input of an ONNX file -> value, as `inputs.read_value` takes it.
 
         Raises:
-            InputError: A file is missing, a shape or value is missing or does not fit the model, or a model of
-                another kind has values.
+            InputError: A file is missing, a shape or value is missing or does not fit, or a model of another
+                kind has values.
             FileFormatError, ModelError: A file or model is invalid.
             RunError: torch cannot export the module.
         """
@@ -80,6 +80,21 @@ def open_source(
     return AnalyzedSource(path)
 
 
+def read_extents(path: Path) -> dict[str, Extents]:
+    """Return input -> extents of an ONNX file, for `dimensions.resolve_shapes`.
+
+    Raises:
+        InputError: The file is missing or invalid.
+    """
+    model = onnx_file.load_model(path)
+    return {
+        value.name: tuple(
+            _get_extent(dim, position) for position, dim in enumerate(value.type.tensor_type.shape.dim)
+        )
+        for value in onnx_file.list_inputs(model)
+    }
+
+
 class _OnnxSource:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -87,13 +102,7 @@ class _OnnxSource:
 
     @cached_property
     def _inputs(self) -> dict[str, Extents]:
-        model = onnx_file.load_model(self._path)
-        return {
-            value.name: tuple(
-                _get_extent(dim, position) for position, dim in enumerate(value.type.tensor_type.shape.dim)
-            )
-            for value in onnx_file.list_inputs(model)
-        }
+        return read_extents(self._path)
 
     def analyze(
         self, provider: str, sizes: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Any] | None = None
@@ -114,7 +123,7 @@ class AnalyzedSource:
     ) -> Graph:
         if sizes or inputs:
             raise InputError(
-                f"{self._path} was analyzed with fixed shapes and values; analyze the model again for other ones"
+                f"{self._path} was analyzed with fixed shapes and values; analyze the model again for others"
             )
         return Graph.load(self._path)
 

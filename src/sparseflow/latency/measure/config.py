@@ -56,7 +56,7 @@ class CollectionConfig(StrictModel):
         inputs: Likewise, input -> value, for the models that have this input: a number, a list or the path of
             a `.npy` file. The other inputs are random.
         sweep: Synthetic kernels to measure, such as `{kernels: 500}`, see `graph.sweep`; none by default.
-        provider: `"cpu"` or `"cuda"`.
+        provider: `"cpu"`, `"cuda"` or `"openvino"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.
         gpu: Index of the GPU.

@@ -30,7 +30,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from sparseflow.core.checks import check_between
 from sparseflow.core.extras import require
 from sparseflow.core.telemetry.dcgm import GPM_SOURCE, HOST_HELP, HOST_SOURCE, SERIES
+from sparseflow.core.telemetry.deadline_reader import DeadlineReader
 from sparseflow.core.telemetry.gpm import GpmReader
+from sparseflow.core.telemetry.prometheus_http import format_selector
 from sparseflow.core.telemetry.schema import LoadReader, LoadReading, check_window
 from sparseflow.errors import DeviceError, InputError, SparseFlowError
 
@@ -57,7 +59,8 @@ class Exporter:
         labels: Labels of every series; by default those of this machine and the reader's device.
 
     Raises:
-        InputError: `interval_s` is too short, or the port is out of range or in use.
+        InputError: `interval_s` is too short, a label is invalid, the host is not an address of this
+            machine, or the port is out of range or in use.
         MissingExtraError: prometheus-client is missing.
     """
 
@@ -76,14 +79,18 @@ class Exporter:
         self._reader = reader
         self._interval_s = interval_s
         self._labels = make_labels(reader) if labels is None else dict(labels)
+        format_selector(("x",), self._labels)
+        if not host:
+            raise InputError("`host` is empty; use 127.0.0.1, or 0.0.0.0 to accept other machines")
         self._latest: tuple[float, LoadReading | str] | None = None
         self._stopping = threading.Event()
         try:
             self._server = make_server(host, port, self._serve_request, _Server, _RequestHandler)
-        except OSError as error:
+        except (OSError, TypeError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another `--port`, or 0 "
-                "for a free one"
+                f"cannot listen on {host!r}, port {port}: {reason}; choose another `--host` or `--port`, or "
+                "port 0 for a free one"
             ) from error
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.05,), name="serve", daemon=True),
@@ -255,30 +262,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         logger.debug("the connection of %s ended", client_address, exc_info=True)
 
 
-class _RequestStream(io.RawIOBase):
-    """Bytes of a connection until a deadline; a timeout of the socket restarts with every byte."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._end_s = time.monotonic() + REQUEST_TIMEOUT_S
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        remaining_s = self._end_s - time.monotonic()
-        if remaining_s <= 0.0:
-            raise TimeoutError("the request was not complete in time")
-        self._connection.settimeout(remaining_s)
-        received = self._connection.recv_into(buffer)
-        self._connection.settimeout(REQUEST_TIMEOUT_S)
-        return received
-
-
 class _RequestHandler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_RequestStream(self.connection))
+        self.connection.settimeout(REQUEST_TIMEOUT_S)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(DeadlineReader(self.connection, time.monotonic() + REQUEST_TIMEOUT_S))
 
     def log_message(self, format: str, *args: Any) -> None:
         # Scrapes are too frequent for the default log.

@@ -7,7 +7,6 @@ from typing import Any
 
 from sparseflow.core.checks import check_one_of
 from sparseflow.core.device import describe_device
-from sparseflow.core.extras import require
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import session
 from sparseflow.latency.measure.config import CollectionConfig
@@ -24,8 +23,8 @@ class DeviceFingerprint:
         cores: Usable CPUs, or streaming multiprocessors.
         flags: Instruction sets of a CPU.
         compute_capability: Compute capability of a GPU.
-        provider: onnxruntime's name of the provider.
-        ort_version: Version of onnxruntime.
+        provider: Name of the provider, see `session.PROVIDERS`.
+        ort_version: Version of onnxruntime, followed by that of OpenVINO if it runs the models.
         threads: Threads within an operator; None is onnxruntime's choice.
         conv_search: `cudnn_conv_algo_search` of the CUDA provider, None on other providers.
         telemetry: Source of the load readings.
@@ -88,7 +87,7 @@ class DeviceFingerprint:
             flags=device.flags,
             compute_capability=device.compute_capability,
             provider=session.resolve_provider(provider),
-            ort_version=require("onnxruntime", "latency").__version__,
+            ort_version=session.get_runtime_version(provider),
             threads=defaults["threads"].default,
             conv_search=defaults["conv_search"].default if kind == "cuda" else None,
             telemetry="gpm" if kind == "cuda" else "host",
@@ -136,7 +135,7 @@ class DeviceFingerprint:
             cores=device.cores,
             flags=device.flags,
             compute_capability=device.compute_capability,
-            ort_version=require("onnxruntime", "latency").__version__,
+            ort_version=session.get_runtime_version(self.provider),
         )
         self.check_equal(local, "this machine")
 

@@ -1,9 +1,9 @@
 """Idle measurements on a device that other work uses too.
 
-On a CPU with one thread, onnxruntime runs in the calling thread. The CPU time of that thread is then the
-latency that a run has without other work, apart from colder caches, so the fastest of several rows counts.
-This holds for short and long runs alike, whereas the least disturbed samples would be faster only for runs
-that are shorter than a time slice, and the sum of kernels would be too small for a network.
+On a CPU with one thread, onnxruntime and OpenVINO run in the calling thread. The CPU time of that thread is
+then the latency that a run has without other work, apart from colder caches, so the fastest of several rows
+counts. This holds for short and long runs alike, whereas the least disturbed samples would be faster only for
+runs that are shorter than a time slice, and the sum of kernels would be too small for a network.
 
 With several threads, the CPU time of the calling thread contains the time in which it waits for the other
 threads by spinning. Beside other work it is only an upper bound, as is the wall time on a GPU. Such rows are

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
-from sparseflow.core.extras import require
 from sparseflow.core.load.stressor import Stressor
 from sparseflow.core.telemetry.readers import open_reader
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
@@ -90,7 +89,7 @@ class LocalInstruments:
         environment = collect_environment(
             f"cuda:{self._config.gpu}" if on_gpu else "cpu", seed=self._config.seed
         )
-        return environment | {"onnxruntime": require("onnxruntime", "latency").__version__}
+        return environment | {"onnxruntime": session.get_runtime_version(self._config.provider)}
 
     @contextmanager
     def block(self, level: float) -> Iterator[Mapping[str, Any]]:

@@ -21,7 +21,8 @@ from sparseflow.core.extras import require
 from sparseflow.core.metrics import quantile
 from sparseflow.latency.graph import onnx_file, session
 from sparseflow.latency.graph.extraction import is_kernel_model, make_dummy_inputs, read_inputs
-from sparseflow.latency.graph.inputs import open_session
+from sparseflow.latency.graph.inputs import fix_shapes, open_session
+from sparseflow.latency.measure.openvino import OpenVINOModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,7 @@ class Timing:
     Attributes:
         model: File of the model.
         kernel: Whether it is an extracted kernel.
-        provider: onnxruntime's name of the provider.
+        provider: Name of the provider, see `session.PROVIDERS`.
         level: Graph optimization level.
         threads: Threads within an operator; None is onnxruntime's choice.
         conv_search: `cudnn_conv_algo_search` of the CUDA provider, None on other providers.
@@ -49,7 +50,7 @@ class Timing:
         latency_ms: Wall time per run of each sample, in order.
         cpu_ms: CPU time of the calling thread over all samples.
         calls_per_sample: Runs per sample.
-        ort_version: Version of onnxruntime.
+        ort_version: Version of onnxruntime, followed by that of OpenVINO if it ran the model.
     """
 
     model: str
@@ -100,7 +101,7 @@ class Runner:
 
     Args:
         path: ONNX file: a model, or an extracted kernel.
-        provider: `"cpu"`, `"cuda"` or onnxruntime's name.
+        provider: `"cpu"`, `"cuda"` or onnxruntime's name, or `"openvino"`, which optimizes by itself.
         level: Graph optimization level: `"disable"`, `"basic"`, `"extended"` or `"all"`. By default
             `"disable"` for an extracted kernel, which comes from an optimized graph, and `"all"` for a model.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
@@ -143,6 +144,24 @@ class Runner:
         self._has_run = False
         element_types = {v.name: v.type.tensor_type.elem_type for v in onnx_file.list_inputs(model)}
         options = session.make_provider_options(provider, gpu, cudnn_conv_algo_search=conv_search)
+        self.conv_search: str | None = None
+        self._session: Any
+        self._binding: Any
+        if self.provider == session.PROVIDERS["openvino"]:
+            if self.is_kernel:
+                feeds = make_dummy_inputs(self.path, seed)
+            else:
+                feeds = next(model_inputs.iter_draws(seed))
+                fix_shapes(model, model_inputs.specs)
+            self._inputs: Mapping[str, Any] = feeds
+            self._session = self._binding = OpenVINOModel(
+                onnx_file.serialize(model, str(self.path)),
+                feeds,
+                threads=threads,
+                is_kernel=self.is_kernel,
+                description=str(self.path),
+            )
+            return
         self._session = open_session(
             model, model_inputs, str(self.path), provider, self.level, threads=threads,
             provider_options=options,
@@ -150,7 +169,7 @@ class Runner:
         feeds = self._find_feeds(model_inputs, seed)
         # The effective option, not the requested one.
         provider_options = self._session.get_provider_options().get(self.provider, {})
-        self.conv_search: str | None = provider_options.get("cudnn_conv_algo_search") if on_gpu else None
+        self.conv_search = provider_options.get("cudnn_conv_algo_search") if on_gpu else None
         memory_device = session.get_memory_device(provider, gpu)
         with session.translate_run_errors(f"{self.path} on {memory_device[0]}"):
             # The binding does not keep the tensors alive.
@@ -242,6 +261,7 @@ class Runner:
                     break
             cpu_ns = time.thread_time_ns() - cpu_ns
             end_s = start_s + (sample_start_ns - start_ns) / 1e9
+            share = binding.measure_kernel_share() if isinstance(binding, OpenVINOModel) else 1.0
         return Timing(
             model=str(self.path),
             kernel=self.is_kernel,
@@ -253,10 +273,10 @@ class Runner:
             warmup_ms=warmup_ms,
             start_s=start_s,
             end_s=end_s,
-            latency_ms=tuple(value / 1e6 / calls_per_sample for value in wall_ns),
-            cpu_ms=cpu_ns / 1e6,
+            latency_ms=tuple(share * value / 1e6 / calls_per_sample for value in wall_ns),
+            cpu_ms=share * cpu_ns / 1e6,
             calls_per_sample=calls_per_sample,
-            ort_version=require("onnxruntime", "latency").__version__,
+            ort_version=session.get_runtime_version(self.provider),
         )
 
     def run_once(self) -> list[np.ndarray]:

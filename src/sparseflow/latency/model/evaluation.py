@@ -212,7 +212,7 @@ def evaluate(
         "models": [onnx_file.check_path(path) for path in models],
         "shapes": {name: list(shape) for name, shape in (shapes or {}).items()},
         "inputs": dict(inputs or {}),
-        "provider": fingerprint.kind,
+        "provider": fingerprint.provider,
         "threads": fingerprint.threads,
         "conv_search": fingerprint.conv_search or "EXHAUSTIVE",
         "gpu": gpu,

@@ -24,7 +24,7 @@ MIN_KERNELS = 10
 
 
 def train(
-    collections: Iterable[Path | str],
+    collections: Iterable[Path | str] | LatencyDataset,
     *,
     kind: str | None = None,
     mode: str | None = None,
@@ -39,7 +39,7 @@ def train(
     `mape`, `within_10` and `count`.
 
     Args:
-        collections: Directories written by `latency collect`.
+        collections: Directories written by `latency collect`, or the data that `load_dataset` read from them.
         kind: Regressor, one of `kernel_regressor.KINDS`; by default all are evaluated and the best one on
             held-out kernels is used.
         mode: `"sum"`, `"critical_path"` (see `overlap`) or `"queue"`; by default a queue if kernels were
@@ -53,10 +53,10 @@ def train(
         MissingExtraError: XGBoost or scipy is missing.
     """
     report = progress or (lambda message, fraction: None)
-    report("reading the collections", 0.0)
     check_one_of((*KINDS, None), kind=kind)
     check_one_of((*MODES, None), mode=mode)
-    data = load_dataset(collections)
+    report("reading the collections", 0.0)
+    data = collections if isinstance(collections, LatencyDataset) else load_dataset(collections)
     if mode == QUEUE and not data.host_ms:
         raise InputError(
             "`mode` (='queue') requires kernels that were measured in a stream: collect with `copies` on a "
