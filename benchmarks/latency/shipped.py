@@ -5,8 +5,9 @@
     export PYTHONPATH=src:.
     python benchmarks/latency/shipped.py --work runs/shipped
 
-Exports a small zoo, writes the training blocks, extracts the kernels of both, measures them in about ten
-minutes and writes `src/sparseflow/latency/data/NAME.json`. Every step resumes.
+Exports a small zoo, writes the training blocks, extracts the kernels of both, measures them and the synthetic
+kernels of all operators in about a quarter of an hour, and writes `src/sparseflow/latency/data/NAME.json`.
+Every step resumes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.sweep import SweepConfig
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from sparseflow.latency.measure.blocks import list_blocks, list_training_blocks
 from sparseflow.latency.measure.collection import collect
@@ -70,6 +72,7 @@ def measure(work: Path) -> list[Path]:
         # Composition and intervals come from the few networks, so they are measured more often.
         "models": CollectionConfig(models=models, rounds=5, **common),
         "kernels": CollectionConfig(kernels=folders, rounds=2, **common),
+        "sweep": CollectionConfig(sweep=SweepConfig(), rounds=1, **common),
     }
     last_s = time.monotonic()
 

@@ -205,13 +205,18 @@ def test_options_have_no_former_spelling() -> None:
 def test_options_with_one_name_have_one_help_text() -> None:
     texts: dict[tuple[str, str | None], set[str]] = {}
     for _, parameter in OPTIONS:
-        # The placeholder tells whether `--out` is a directory or a file, and `--input` a file or a value.
+        # The placeholder tells whether `--out` is a directory or a file, `--input` a file or a value, and
+        # `--loads` a range or a list.
         texts.setdefault((parameter.opts[0], parameter.metavar), set()).add(parameter.help)
     assert {name: helps for name, helps in texts.items() if len(helps) > 1} == {}
     placeholders: dict[str, set[str | None]] = {}
     for name, metavar in texts:
         placeholders.setdefault(name, set()).add(metavar)
-    assert {name for name, metavars in placeholders.items() if len(metavars) > 1} == {"--input", "--out"}
+    assert {name for name, metavars in placeholders.items() if len(metavars) > 1} == {
+        "--input",
+        "--loads",
+        "--out",
+    }
     assert placeholders["--out"] == {"DIR", "FILE"}
 
 

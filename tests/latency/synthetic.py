@@ -63,7 +63,13 @@ def make_graph(nodes: Mapping[str, tuple[KernelSpec, Sequence[str]]]) -> Graph:
         model_path="made-up.onnx", optimized_path=None, provider="CPUExecutionProvider", level="all",
         ort_version="1.0", opset_imports={"": 17}, inputs=(), outputs=(),
         nodes=tuple(
-            Node(name=name, kernel=kernel, inputs=tuple(before), reads=tuple(before), writes=(name,))
+            Node(
+                name=name,
+                kernel=kernel,
+                inputs=tuple(before),
+                reads=tuple([*before, *(tensor.name for tensor in kernel.inputs)][: len(kernel.inputs)]),
+                writes=(name,),
+            )
             for name, (kernel, before) in nodes.items()
         ),
     )  # fmt: skip

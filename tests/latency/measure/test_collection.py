@@ -64,7 +64,8 @@ def keys(rows: list[dict[str, Any]]) -> list[str]:
 def test_sweep_measured_beside_kernels(files: Path, tmp_path: Path) -> None:
     config = config_of(files, sweep={"kernels": 5, "operators": ["unary"]}, levels=[0.0], rounds=1)
     summary = collect(config, tmp_path, instruments=FakeBench(config))
-    synthetic = {path.stem for path in (tmp_path / "sweep" / "kernels").glob("*.onnx")}
+    records = (tmp_path / "sweep" / "kernels").glob("*.json")
+    synthetic = {json.loads(path.read_text())["id"] for path in records}
     measured = {row["kernel_id"] for row in read_rows(tmp_path)}
     assert len(synthetic) >= 5 and synthetic < measured and "small" in measured
     assert collect(config, tmp_path, instruments=FakeBench(config)).added == 0 < summary.added

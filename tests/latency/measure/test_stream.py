@@ -573,8 +573,9 @@ class NoLoad:
     def set_level(self, level: float) -> None:
         self.level = level
 
-    def wait_until_steady(self, timeout_s: float) -> float:
-        return self.level
+    def reach_load(self, level: float, timeout_s: float) -> float:
+        self.level = level
+        return level
 
     @contextmanager
     def hold_duty(self) -> Iterator[None]:

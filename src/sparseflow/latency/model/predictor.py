@@ -332,10 +332,11 @@ class Predictor(Artifact):
             check_between(1, self.fingerprint.cores, cpus=cpus)
             core_share = compute_core_share(2 * min(self.fingerprint.threads or cpus, cpus), cpus)
         delays_ms = self._compute_delays_ms(graph, composed, estimates, contention)
-        delay_ms = core_share * _sum_delays_ms(composed, delays_ms)
+        call_delay_ms = contention.compute_delay_ms(composed.call_ms, _LAUNCH_ONLY)
+        delay_ms = core_share * (_sum_delays_ms(composed, delays_ms) + call_delay_ms)
         idle_ms = composed.total_ms
         kernels = {kernel.id: kernel for kernel in graph.kernels}
-        bottlenecks = [0.0] * len(BOTTLENECKS)
+        bottlenecks = [share * composed.call_ms / idle_ms for share in _LAUNCH_ONLY]
         for kernel_id, part in composed.parts.items():
             shares = self.regressor.roofline.compute_bottleneck_shares(
                 kernels[kernel_id], estimates[kernel_id].ms
