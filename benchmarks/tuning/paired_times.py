@@ -46,8 +46,12 @@ CLOSE = 1.1
 SAMPLE_S = 1e-3
 """Minimum duration of a sample of calls from Python, as in the runner."""
 
-MAX_CALLS_S = 3.0
-"""Maximum time of a comparison of calls from Python."""
+TURNS, TURN_S = 6, 0.25
+"""Turns of a comparison of calls from Python, and the duration of each, seconds.
+
+The first half of a turn does not count: threads that start on one CPU are only separated after some 100 ms of
+continuous work.
+"""
 
 MALLOC_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=4294967295"
@@ -243,13 +247,16 @@ def _compare_calls(
         contended, attempts = True, 0
         while contended and attempts < TRIES:
             attempts += 1
-            samples = [[], []]
             cpus = CpuUsageMonitor()
-            start_s = time.perf_counter()
-            while len(samples[1]) < PROCESSES * PAIRS and time.perf_counter() - start_s < MAX_CALLS_S:
-                for (function, count, calls), times_ms in zip(sides, samples, strict=True):
+            turns: list[list[list[float]]] = [[], []]
+            for _ in range(TURNS):
+                for (function, count, calls), side_turns in zip(sides, turns, strict=True):
                     set_threads(count)
-                    times_ms.append(1e3 * _time_calls(function, inputs, calls) / calls)
+                    side_turns.append(_time_turn(function, inputs, calls))
+            samples = [
+                [time_ms for turn, other in zip(*order, strict=True) for time_ms in turn[: len(other)]]
+                for order in (turns, turns[::-1])
+            ]
             contended = (cpus.measure_other_share() or 0.0) > MAX_OTHER_SHARE
         pairs = [a / b for a, b in zip(*samples, strict=True)]
         results[form] = {
@@ -262,6 +269,17 @@ def _compare_calls(
             "setup_s": setup_s,
         }
     return results
+
+
+def _time_turn(function: Callable[..., Any], inputs: Inputs, calls: int) -> list[float]:
+    """Return the time of a call in each sample of the second half of a turn, milliseconds."""
+    start_s = time.perf_counter()
+    times_ms: list[float] = []
+    while not times_ms or time.perf_counter() - start_s < TURN_S:
+        time_ms = 1e3 * _time_calls(function, inputs, calls) / calls
+        if not times_ms or time.perf_counter() - start_s > TURN_S / 2:
+            times_ms.append(time_ms)
+    return times_ms[1:] or times_ms
 
 
 def _time_calls(function: Callable[..., Any], inputs: Inputs, count: int) -> float:

@@ -123,7 +123,7 @@ class CusparseProduct:
         # float16 and bfloat16 are summed in float32.
         real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
         compute_type = _TYPES[torch.float64 if dtype == torch.float64 else torch.float32]
-        one, zero = real(1.0), real(0.0)
+        alpha, beta = real(1.0), real(0.0)
         stream = torch.cuda.current_stream(values.device).cuda_stream
         self._call("cusparseSetStream", self._handle, ctypes.c_void_p(stream))
         first, second = (self._describe_dense(tensor) for tensor in dense)
@@ -136,8 +136,8 @@ class CusparseProduct:
                 setup.values = values
             operands = (first, second, matrix) if self._is_sampled else (matrix, first, second)
             arguments = (
-                self._handle, *transposed, ctypes.byref(one), *operands[:2], ctypes.byref(zero), operands[2],
-                compute_type, self._number,
+                self._handle, *transposed, ctypes.byref(alpha), *operands[:2], ctypes.byref(beta),
+                operands[2], compute_type, self._number,
             )  # fmt: skip
             name = "cusparseSDDMM" if self._is_sampled else "cusparseSpMM"
             if setup is None:
