@@ -14,23 +14,24 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("xgboost")
 pytest.importorskip("scipy")
 
-from onnx import helper
+from onnx import TensorProto, helper
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.check import CheckResult, LatencyBaseline, ModelCheck, check_models
 from sparseflow.latency.graph.analysis import analyze
 from sparseflow.latency.junit import write_junit
 from tests.latency.conftest import MadeUp, of_this_machine
-from tests.latency.onnx_models import FLOAT, convnet, model, save, values
+from tests.latency.onnx_models import convnet, model, save
+
+TEXT = TensorProto.STRING
 
 pytestmark = pytest.mark.usefixtures("at_home")
 
 
-def make_gru(folder: Path) -> Path:
+def make_text_model(folder: Path) -> Path:
     """Save a model whose only operator was not measured and has unknown work."""
-    node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
-    weights = {"w": values(1, 24, 4), "r": values(1, 24, 8)}
-    return save(model([node], [("x", FLOAT, [5, 1, 4])], [("y", FLOAT, None)], weights), folder, "gru.onnx")
+    node = helper.make_node("StringConcat", ["x", "x"], ["y"])
+    return save(model([node], [("x", TEXT, [5])], [("y", TEXT, None)], opset=20), folder, "text.onnx")
 
 
 def get_statuses(result: CheckResult) -> list[str]:
@@ -51,12 +52,12 @@ def test_budget_limits_the_selected_statistic(made_up: MadeUp) -> None:
 
 
 def test_guess_and_unbounded_interval_fail_only_if_limited(made_up: MadeUp, tmp_path: Path) -> None:
-    path = make_gru(tmp_path)
+    path = make_text_model(tmp_path)
     for statistic, status in (("mean", "passed"), ("high", "failed")):
         result = check_models([path], made_up.predictor, budget_ms=1e9, statistic=statistic)
         assert get_statuses(result) == [status]
     (entry,) = check_models([path, *made_up.models[:1]], made_up.predictor, max_guess=0.05).models[:1]
-    assert len(entry.problems) == 2 and "GRU" in entry.problems[0]
+    assert len(entry.problems) == 2 and "StringConcat" in entry.problems[0]
     (entry,) = check_models([path], made_up.predictor, max_guess=1.0).models
     assert entry.status == "failed" and len(entry.problems) == 1
 
@@ -80,7 +81,7 @@ def test_directory_is_checked_beside_models_that_cannot_be_predicted(made_up: Ma
 
 def test_shapes_apply_to_models_with_the_input(made_up: MadeUp, tmp_path: Path) -> None:
     path = save(convnet(batch="N"), tmp_path, "open.onnx")
-    paths = [path, make_gru(tmp_path)]
+    paths = [path, make_text_model(tmp_path)]
     with pytest.raises(InputError, match="images"):
         check_models(paths, made_up.predictor, shapes={"images": (1, 3, 8, 8)})
     result = check_models([path], made_up.predictor, shapes={"x": (2, 3, 12, 12)}, load=0.5)

@@ -61,6 +61,11 @@ def optimize(
         optimized = onnx.load_model(str(target))
     onnx_file.check_model(optimized, f"the optimized graph of {path}")
     onnx_file.make_weights_dense(optimized, str(path))
+    # Old models list weights as inputs, which stay listed where the optimizer removes the weights.
+    names = {spec.name for spec in inputs.specs}
+    obsolete = [value for value in onnx_file.list_inputs(optimized) if value.name not in names]
+    for value in obsolete:
+        optimized.graph.input.remove(value)
     return optimized, inputs
 
 
