@@ -30,7 +30,7 @@ COMPOSED_FACTOR = 2.0
 TRIP_LAUNCHES = 0.3
 """Time of one run of a subgraph without its kernels, over the launch of an isolated kernel.
 
-Measured on a CPU with subgraphs of one trivial kernel; contains the views of the subgraph.
+Inferred from the latency of a Scan of a trivial kernel on a CPU; contains the views of the subgraph.
 """
 
 
