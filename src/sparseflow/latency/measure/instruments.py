@@ -135,7 +135,7 @@ class LocalInstruments:
         achieved = 0.0 if self._stressor is None else self._stressor.measure_share_between(start_s, end_s)
         return (
             row
-            | _make_columns(timing)
+            | timing.to_columns()
             | {"warmup": config.warmup, "warmup_ms": round(warmup_ms, 4)}
             | {"stress_achieved": round(achieved, 4)}
             | load.to_row()
@@ -214,23 +214,3 @@ class LocalInstruments:
             for name, value in self._reader.read(IDLE_WINDOW_S).to_row("before_").items()
             if isinstance(value, float)
         }
-
-
-def _make_columns(timing: Timing) -> dict[str, Any]:
-    """Convert a timing to columns of a row, with every sample in `samples_ns`."""
-    summary = timing.summarize()
-    return {
-        "latency_ms": summary.pop("mean_ms"),
-        **summary,
-        "cpu_ratio": round(timing.cpu_ratio, 4),
-        "loops": len(timing.latency_ms),
-        "calls_per_sample": timing.calls_per_sample,
-        "start_s": timing.start_s,
-        "end_s": timing.end_s,
-        "provider": timing.provider,
-        "graph_level": timing.level,
-        "threads": timing.threads,
-        "conv_search": timing.conv_search,
-        "ort_version": timing.ort_version,
-        "samples_ns": [round(value * 1e6) for value in timing.latency_ms],
-    }

@@ -118,17 +118,7 @@ def measure_idle_ms(runner: Runner, seconds: float) -> float:
     run_s = min(runner.warm_up(1) for _ in range(3)) / 1e3
     calls = max(1, round(seconds / (200 * max(run_s, 1e-6))))
     timing = runner.measure(warmup=0, loops=3, min_time_s=seconds, calls_per_sample=calls)
-    return compute_idle_ms(
-        {
-            "provider": timing.provider,
-            "threads": timing.threads,
-            "cpu_ratio": timing.cpu_ratio,
-            "latency_ms": timing.mean_ms,
-            "p50_ms": timing.quantile_ms(0.5),
-            # The share of the time in which other work had the CPU of this thread.
-            "before_others": max(1.0 - timing.cpu_ratio, 0.0),
-        }
-    )
+    return compute_idle_ms(timing.to_columns())
 
 
 def _make_model(op: str, shapes: tuple[tuple[int, ...], ...]) -> Any:

@@ -90,6 +90,25 @@ class Timing:
             "max_ms": max(self.latency_ms),
         }
 
+    def to_columns(self) -> dict[str, Any]:
+        """Convert to columns of a collection's row, with every sample in `samples_ns`."""
+        summary = self.summarize()
+        return {
+            "latency_ms": summary.pop("mean_ms"),
+            **summary,
+            "cpu_ratio": round(self.cpu_ratio, 4),
+            "loops": len(self.latency_ms),
+            "calls_per_sample": self.calls_per_sample,
+            "start_s": self.start_s,
+            "end_s": self.end_s,
+            "provider": self.provider,
+            "graph_level": self.level,
+            "threads": self.threads,
+            "conv_search": self.conv_search,
+            "ort_version": self.ort_version,
+            "samples_ns": [round(value * 1e6) for value in self.latency_ms],
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types, summary statistics first."""
         counts = {"loops": len(self.latency_ms), "cpu_ratio": self.cpu_ratio}
