@@ -13,6 +13,7 @@ from sparseflow.cli.options import open_device, parse_device
 if TYPE_CHECKING:
     from sparseflow.latency.inference_config import InferenceConfig
     from sparseflow.latency.measure.config import TelemetryConfig
+    from sparseflow.latency.measure.peaks import Peaks
     from sparseflow.latency.model.predictor import Predictor
 
 app = typer.Typer(
@@ -184,9 +185,15 @@ def is_set(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def parse_predictor_gpu(device: str | None, predictor: Predictor) -> int:
-    """Parse `--device` where a predictor implies its kind, as `parse_gpu` does."""
-    return parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
+def select_predictor(
+    file: Path | None, device: str | None, *, peaks: Peaks | None = None
+) -> tuple[Predictor, int]:
+    """Return the predictor of `find_predictor`, and the index of the GPU of `--device`."""
+    from sparseflow.latency.first_answer import find_predictor
+
+    provider, gpu = parse_provider(device or "cpu")
+    predictor = find_predictor(file, provider=provider, gpu=gpu, peaks=peaks)
+    return predictor, parse_gpu(device, required="cpu" if predictor.fingerprint.kind == "cpu" else "cuda")
 
 
 def format_time(timestamp_s: float) -> str:

@@ -11,9 +11,8 @@ import typer
 from sparseflow.cli.latency.base import (
     PredictorOption,
     app,
-    parse_predictor_gpu,
-    parse_provider,
     parse_shapes,
+    select_predictor,
 )
 from sparseflow.cli.options import (
     InferredDeviceOption,
@@ -82,7 +81,6 @@ def check(
     """
     from sparseflow.errors import InputError
     from sparseflow.latency.check import LatencyBaseline, check_models
-    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.junit import write_junit
     from sparseflow.latency.model.predictor import MAX_GUESS_SHARE
 
@@ -95,8 +93,7 @@ def check(
     max_guess_share = MAX_GUESS_SHARE if strict else None
     if max_guess is not None:
         max_guess_share = _parse_percentage("--max-guess", max_guess)
-    provider, gpu = parse_provider(device or "cpu")
-    fitted = find_predictor(predictor, provider=provider, gpu=gpu)
+    fitted, gpu = select_predictor(predictor, device)
     with progress_bar() as progress:
         result = check_models(
             models,
@@ -108,7 +105,7 @@ def check(
             max_regression=_parse_percentage("--max-regression", max_regression),
             load=load,
             shapes=parse_shapes(shape),
-            gpu=parse_predictor_gpu(device, fitted),
+            gpu=gpu,
             seed=seed,
             progress=progress,
         )

@@ -21,9 +21,9 @@ from sparseflow.cli.latency.base import (
     format_age,
     is_set,
     parse_inputs,
-    parse_predictor_gpu,
     parse_provider,
     parse_shapes,
+    select_predictor,
     select_telemetry,
 )
 from sparseflow.cli.latency.sweeps import (
@@ -195,7 +195,6 @@ def predict(
     from sparseflow.errors import InputError
     from sparseflow.latency.api import CoRunner
     from sparseflow.latency.api import predict as predict_latency
-    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.inference_config import InferenceConfig, load_inference_config
     from sparseflow.latency.measure.peaks import parse_peaks
 
@@ -215,11 +214,9 @@ def predict(
         raise InputError("`--beside-shape` and `--beside-cpus` need `--beside`")
     if plot is not None and not sweep and loads is None:
         raise InputError(f"`--plot {plot}` needs `--sweep` or `--loads`")
-    provider, gpu = parse_provider(device or "cpu")
-    fitted = find_predictor(
+    fitted, gpu = select_predictor(
         predictor or config_settings.predictor,
-        provider=provider,
-        gpu=gpu,
+        device,
         peaks=None if peaks is None else parse_peaks(peaks),
     )
     shares = None if load is None else {fitted.contention.metric: load}
@@ -227,7 +224,7 @@ def predict(
         "shapes": parse_shapes(shape),
         "inputs": parse_inputs(value),
         "exporter": exporter,
-        "gpu": parse_predictor_gpu(device, fitted),
+        "gpu": gpu,
         "seed": seed,
     }
     if sweep or loads is not None:
@@ -280,13 +277,10 @@ def evaluate(
     code is then 1. `--shape` and `--input` apply to all models with this input, and as
     MODEL:NAME=VALUE to one.
     """
-    from sparseflow.latency.first_answer import find_predictor
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor
     from sparseflow.latency.report import write_report
 
-    provider, gpu = parse_provider(device or "cpu")
-    fitted = find_predictor(predictor, provider=provider, gpu=gpu)
-    gpu = parse_predictor_gpu(device, fitted)
+    fitted, gpu = select_predictor(predictor, device)
     with progress_bar() as progress:
         evaluation = evaluate_predictor(
             models,
