@@ -697,9 +697,7 @@ class CompiledKernel(Kernel):
             self._library.omp_set_max_active_levels(0)
         packed = None if values is None else self._pack_values(values)
         if values is not None and packed is None:
-            kernel = self.replace_values(values)
-            assert isinstance(kernel, CompiledKernel)
-            return kernel.compute_at(addresses)
+            return self.replace_values(values).compute_at(addresses)
         buffer = self._acquire_buffer()
         output, output_array, input_array = buffer
         for index, address in enumerate(addresses, self._num_leading):

@@ -205,7 +205,7 @@ def pack(
 def _pack_triangle(matrix: CooMatrix, specs: Sequence[LevelSpec], max_bytes: int) -> PackedMatrix:
     """Store the elements up to the diagonal of a symmetric matrix."""
     mirror = find_mirror_elements(matrix)
-    if mirror is None or not np.array_equal(matrix.values, matrix.values[mirror]):
+    if mirror is None:
         raise InputError("the matrix is not symmetric; use a compressed level for the columns")
     stored = np.flatnonzero(matrix.rows >= matrix.cols)
     triangle = replace(
@@ -223,7 +223,7 @@ def _pack_triangle(matrix: CooMatrix, specs: Sequence[LevelSpec], max_bytes: int
 
 
 def find_mirror_elements(matrix: CooMatrix) -> np.ndarray | None:
-    """Find the element at (column, row) of each element, int64 [nnz]; None if one has no such element."""
+    """Find the element at (column, row) of each element, int64 [nnz]; None if the matrix is not symmetric."""
     if matrix.shape[0] != matrix.shape[1]:
         return None
     by_row, by_column = (
@@ -234,7 +234,7 @@ def find_mirror_elements(matrix: CooMatrix) -> np.ndarray | None:
         return None
     mirror = np.empty(matrix.nnz, np.int64)
     mirror[by_row] = by_column
-    return mirror
+    return mirror if np.array_equal(matrix.values, matrix.values[mirror]) else None
 
 
 def _interleave_lanes(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from sparseflow.tuning.schedule.formats import count_diagonals, find_mirror_elements
 from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
@@ -107,8 +105,7 @@ def build_matrix_presets(problem: SparseProblem, threads: int) -> dict[str, Sche
         }  # fmt: skip
     if matrix.nnz * (4 + problem.dtype.itemsize) < _MIN_SYMMETRIC_BYTES:
         return {}
-    mirror = find_mirror_elements(matrix)
-    if mirror is None or not np.array_equal(matrix.values, matrix.values[mirror]):
+    if find_mirror_elements(matrix) is None:
         return {}
     schedule = _make_schedule(
         operator, problem.extents, threads, ("i", "j"), None, columns=LevelMode.SYMMETRIC
