@@ -235,3 +235,19 @@ def test_frozen_weights_run_the_plan_with_gradients_enabled(planned: Callable[..
     functional.reset_net(net)
     with pytest.warns(UserWarning, match=r"no_grad"):
         assert net(X).requires_grad and runs == [1]
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["no_grad", "grad"])
+def test_frozen_network_does_not_look_for_changes(enabled: bool, planned: Callable[..., Any]) -> None:
+    net = small()
+    planned(net, X, freeze=True)
+    before = from_rest(net, X)
+    net.sn2.v_threshold = 0.25
+    hook = net.sn2.register_forward_hook(lambda *_: pytest.fail("the hook was called"))
+    with torch.set_grad_enabled(enabled):
+        functional.reset_net(net)
+        after = net(X)
+    assert same(after, before) and not after.requires_grad
+    hook.remove()
+    changed = from_rest(sparseflow.optimize(net, X), X)
+    assert not same(changed, before)

@@ -116,7 +116,7 @@ class AcceleratedForward:
         model: The network.
         graph: Its analysis.
         inputs: The sample of the analysis, or None.
-        policy, dtype, reset, measure, offload_weights, cache, progress: See `optimize`.
+        policy, dtype, reset, measure, freeze, offload_weights, cache, progress: See `optimize`.
     """
 
     def __init__(
@@ -129,12 +129,13 @@ class AcceleratedForward:
         dtype: torch.dtype | None = None,
         reset: bool = False,
         measure: MeasureTime = "call",
+        freeze: bool = False,
         offload_weights: bool = False,
         cache: DecisionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.model, self.policy, self.dtype, self.reset, self.measure = model, policy, dtype, reset, measure
-        self.offload_weights = offload_weights
+        self.freeze, self.offload_weights = freeze, offload_weights
         self.loaded_decisions: dict[Any, ShapeDecisions] = {}
         self._graph: SpikeGraph | None = graph
         self._analyzed_key: Any = None if inputs is None else make_input_key(inputs)
@@ -276,7 +277,7 @@ class AcceleratedForward:
             plan = None if tuned is None else tuned.plan
             if tuned is None or plan is None:
                 return self._finish(self.run_original(*args))
-            needs_module_calls = plan.needs_module_calls()
+            needs_module_calls = not self.freeze and plan.needs_module_calls()
             if needs_module_calls and plan.get_bypass_conflict():
                 return self._finish(self.run_original(*args))
             with torch.no_grad():
@@ -304,19 +305,20 @@ class AcceleratedForward:
 
     def _get_tuned(self, args: tuple[torch.Tensor, ...]) -> _TunedShape | None:
         """Return how inputs of this shape run, tuned on first use; None if the own code runs this time."""
-        self._apply_mutations()
-        if torch.is_grad_enabled() and self._has_trainable_parameters():
-            self._warn(
-                "gradients are enabled and parameters of this network require them, so its own code runs; "
-                "call it under torch.no_grad() or torch.inference_mode() to run it accelerated"
-            )
-            return None
+        if not self.freeze:
+            self._apply_mutations()
+            if torch.is_grad_enabled() and self._has_trainable_parameters():
+                self._warn(
+                    "gradients are enabled and parameters of this network require them, so its own code runs; "
+                    "call it under torch.no_grad() or torch.inference_mode() to run it accelerated"
+                )
+                return None
         self._num_calls += 1
         key = make_input_key(args)
         if self.measure == "background":
             self._take_background_decisions()
         for tuned in self._tuned.get(key, ()):
-            if tuned.reads is None or tuned.reads.is_unchanged():
+            if self.freeze or tuned.reads is None or tuned.reads.is_unchanged():
                 tuned.last_call = self._num_calls
                 return tuned
         # A thread that tunes may wait for this network's lock, so a call never waits for that thread.

@@ -76,15 +76,16 @@ def optimize(
     reset: bool = False,
     compile: bool | None = None,
     measure: MeasureTime = "call",
+    freeze: bool = False,
     offload_weights: bool = False,
     cache: bool | str | Path = True,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Accelerate a trained spiking network. Returns `model` itself, or the network of a NIR graph.
 
-    Weights, modules and constants of neurons may change afterwards; the next call detects it. Only values
-    written through a tensor's `.data` are not detected: call `optimize` again after that. If an error is
-    raised, the model is unchanged.
+    Weights, modules and constants of neurons may change afterwards; the next call detects it, unless
+    `freeze` is True. Only values written through a tensor's `.data` are not detected: call `optimize` again
+    after that. If an error is raised, the model is unchanged.
 
     Args:
         model: A network in eval mode whose neurons are known: those of spikingjelly, snnTorch, norse and
@@ -105,6 +106,9 @@ def optimize(
         measure: When inputs of another shape than the sample's are measured. "call": in their first call,
             which takes seconds. "never": they follow the decisions about the last shape that was measured.
             "background": so do their first calls, while a thread measures them on a copy of the network.
+        freeze: Treat weights, modules, hooks and whatever the forward reads as constants. Calls do not look
+            for changes, which saves 0.1 to 0.2 ms of each, and compute no gradients. After a change, call
+            `optimize` again.
         offload_weights: Move the parameters that no call reads any more to slower memory, because the network
             runs with copies of them that were prepared: from a CPU to a temporary file that is memory-mapped,
             from a GPU to page-locked memory of the host. They keep their device and can be used as before,
@@ -136,7 +140,7 @@ def optimize(
     decision_cache = DecisionCache(None if cache is True else Path(cache)) if cache else None
     options: dict[str, Any] = {
         "policy": policy, "dtype": dtype, "reset": reset, "measure": measure, "cache": decision_cache,
-        "offload_weights": offload_weights, "progress": progress,
+        "freeze": freeze, "offload_weights": offload_weights, "progress": progress,
     }  # fmt: skip
     if is_nir_graph(model):
         model = import_nir(model)

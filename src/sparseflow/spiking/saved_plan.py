@@ -95,6 +95,7 @@ def load_plan(
     path: str | Path,
     sample: torch.Tensor | tuple[torch.Tensor, ...],
     *,
+    freeze: bool = False,
     offload_weights: bool = False,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -107,7 +108,7 @@ def load_plan(
         model: The network, as for `optimize`; its weights may differ from those it was measured with.
         path: A file of `save_plan`.
         sample: A typical input, or a tuple of inputs.
-        offload_weights: See `optimize`.
+        freeze, offload_weights: See `optimize`.
         progress: Called with a message and the fraction done.
 
     Raises:
@@ -118,7 +119,8 @@ def load_plan(
     """
     plan = SavedPlan.load(path)
     options: dict[str, Any] = {
-        "reset": plan.reset, "offload_weights": offload_weights, "cache": None, "progress": progress,
+        "reset": plan.reset, "freeze": freeze, "offload_weights": offload_weights, "cache": None,
+        "progress": progress,
     }  # fmt: skip
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     with install_forward(model, sample, dtype=dtype, **options) as (forward, inputs):
