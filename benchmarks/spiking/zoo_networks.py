@@ -8,9 +8,9 @@
 The settings are eager execution and one CUDA graph of the whole network, with spikingjelly's torch and
 Triton neurons, in float32, TF32, fp16 and bf16, in NCHW and channels_last, with BatchNorm folded; and
 `torch.compile` of the folded network in a CUDA graph. On a CPU they are eager, folded and compiled, in both
-layouts. Graphs and the optimized network start from rest without `reset_net`, and neither looks for changes of
-the network. Each setting is timed once; the
-two fastest, eager execution and the optimized network are then timed in turn.
+layouts. Graphs and the optimized network start from rest without `reset_net`, and neither looks for changes
+of the network. Each setting is timed once; the two fastest, eager execution and the optimized network are
+then timed in turn.
 
 Weights are random. BatchNorm has seen eight batches, and each neuron has the threshold at which it fires as
 often as `FIRING_RATE` says.

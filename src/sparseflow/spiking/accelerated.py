@@ -309,8 +309,8 @@ class AcceleratedForward:
             self._apply_mutations()
             if torch.is_grad_enabled() and self._has_trainable_parameters():
                 self._warn(
-                    "gradients are enabled and parameters of this network require them, so its own code runs; "
-                    "call it under torch.no_grad() or torch.inference_mode() to run it accelerated"
+                    "gradients are enabled and parameters of this network require them, so its own code "
+                    "runs; call it under torch.no_grad() or torch.inference_mode() to run it accelerated"
                 )
                 return None
         self._num_calls += 1

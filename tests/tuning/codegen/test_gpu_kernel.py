@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,6 +33,8 @@ MAPPINGS = {
     "one element": GpuMapping(template="segments", tile=32, warps=2),
     "split rows": GpuMapping(template="segments", tile=16, warps=1, step=2, chunk=32),
     "rows": GpuMapping(template="rows", tile=16, warps=4, rows=8),
+    "panels": GpuMapping(template="panels", tile=32, warps=2, rows=4, step=2),
+    "even columns": GpuMapping(template="panels", tile=16, warps=1, rows=8),
     "blocks": GpuMapping(template="blocks", tile=32, warps=2, rows=16, inner=16),
     "tall blocks": GpuMapping(template="blocks", tile=16, warps=4, rows=32, inner=16),
 }
@@ -76,10 +78,18 @@ def test_spmm_matches_dense(name: str, dtype: torch.dtype) -> None:
         assert (result - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("chunk", [None, 32])
-def test_sddmm_matches_dense(chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        GpuMapping(template="segments", tile=16, warps=1, step=4),
+        GpuMapping(template="segments", tile=16, warps=1, step=4, chunk=32),
+        GpuMapping(template="segments", tile=32, warps=1, step=2),
+        GpuMapping(template="elements", tile=16, warps=2, step=8),
+    ],
+    ids=lambda mapping: f"{mapping.template} {mapping.tile} {mapping.chunk}",
+)
+def test_sddmm_matches_dense(mapping: GpuMapping) -> None:
     matrix = make_matrix(37, 50)
-    mapping = GpuMapping(template="segments", tile=16, warps=1, step=4, chunk=chunk)
     kernel = make_kernel("sddmm", mapping, matrix, 20)
     x, y = torch.randn(37, 20, device=DEVICE), torch.randn(50, 20, device=DEVICE)
     expected = torch.from_numpy(matrix.toarray()).to(DEVICE) * (x.double() @ y.double().mT)
@@ -126,10 +136,26 @@ def test_kernel_takes_vectors_batches_and_reductions() -> None:
     torch.testing.assert_close(compiled(dense[0]), (full @ dense[0]).relu())
 
 
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_extrema_match_dense(reduce: Literal["max", "min"]) -> None:
+    matrix = make_matrix(9, 12)
+    kernel = make_kernel("spmm", MAPPINGS["blocks"], matrix, 5)
+    full = torch.from_numpy(matrix.toarray()).float().to(DEVICE)
+    dense = torch.randn(12, 20, device=DEVICE, requires_grad=True)
+    products = full.unsqueeze(-1) * dense
+    absent = -torch.inf if reduce == "max" else torch.inf
+    expected = getattr(torch, f"a{reduce}")(products.masked_fill(full.unsqueeze(-1) == 0, absent), 1)
+    expected = expected.masked_fill((full == 0).all(1, keepdim=True), 0)
+    result = kernel(dense, reduce=reduce)
+    torch.testing.assert_close(result, expected)
+    (gradient,), (expected_gradient,) = (
+        torch.autograd.grad(item.sum(), dense) for item in (result, expected)
+    )
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
 def test_kernel_refuses_what_it_cannot_do() -> None:
     kernel = make_kernel("spmm", MAPPINGS["segments"], make_matrix(9, 12), 5)
-    with pytest.raises(InputError, match="not implemented on GPUs"):
-        kernel(torch.zeros(12, 5, device=DEVICE), reduce="max")
     with pytest.raises(InputError, match="shape"):
         kernel(torch.zeros(11, 5, device=DEVICE))
     with pytest.raises(InputError, match="expected 3"):

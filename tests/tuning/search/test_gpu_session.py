@@ -40,7 +40,7 @@ def test_session_selects_a_right_kernel(operator: str, monkeypatch: pytest.Monke
         operator, MATRIX, DEVICE, n_cols=5, budget_s=60, max_trials=3,
         progress=lambda message, _: messages.append(message),
     )  # fmt: skip
-    assert len(result.trials) == len(messages) == (7 if operator == "spmm" else 5)
+    assert len(result.trials) == len(messages) == (8 if operator == "spmm" else 6)
     assert all(trial.error is None for trial in result.trials)
     assert {"csr", "library"} <= set(result.baselines)
     assert result.kernel.speedup is not None and result.best_ratio is not None
@@ -76,7 +76,7 @@ def test_space_has_schedules_that_are_read_back(operator: str) -> None:
     samples += [space.crossover(a, b, rng) for a, b in itertools.pairwise(samples)]
     mappings = {GpuMapping.from_schedule(sample, problem.operator, problem.extents) for sample in samples}
     assert {mapping.template for mapping in mappings} == (
-        {"segments"} if operator == "sddmm" else {"segments", "rows", "blocks"}
+        {"segments", "elements"} if operator == "sddmm" else {"segments", "rows", "panels", "blocks"}
     )
     assert all(mapping.tile <= 128 for mapping in mappings), "a tile is not wider than the matrix"
     features = GpuScheduleFeatures(problem)

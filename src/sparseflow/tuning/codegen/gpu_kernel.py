@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +13,11 @@ from torch import Tensor
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.extrema import Extremum
-from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
+from sparseflow.tuning.codegen.gpu_program import (
+    GpuLibraryProgram,
+    GpuProgram,
+    find_tensor_extrema,
+)
 from sparseflow.tuning.codegen.kernel import Kernel
 from sparseflow.tuning.codegen.program import compute_storage_limit
 from sparseflow.tuning.codegen.variants import KernelFamily
@@ -25,7 +30,7 @@ class GpuKernel(Kernel):
     """SpMM or SDDMM with a matrix on a GPU; see `Kernel`.
 
     Inputs are tensors on the GPU; half precision, with float32 sums, is possible. The schedule does not
-    depend on the number of columns, which can be any. Maxima and minima are not implemented.
+    depend on the number of columns, which can be any.
 
     Args:
         program: Schedule or library implementation with the matrix on the device.
@@ -120,8 +125,17 @@ class GpuKernel(Kernel):
         ones = self._get_variant(operator="sddmm", values="ones")
         return ones.sample_tensors(x, y)
 
-    def find_extrema(self, dense: np.ndarray, reduce: Extremum, values: np.ndarray | None = None) -> NoReturn:
-        raise InputError(f"`reduce` (={reduce!r}) is not implemented on GPUs; tune on a CPU")
+    def find_tensor_extrema(
+        self, dense: Tensor, values: Tensor | None, reduce: Extremum
+    ) -> tuple[Tensor, Tensor]:
+        if values is None:
+            values = torch.tensor(self.problem.matrix.values, dtype=dense.dtype, device=dense.device)
+        return find_tensor_extrema(*self._csr_tensors, values.contiguous(), dense.contiguous(), reduce)
+
+    @cached_property
+    def _csr_tensors(self) -> tuple[Tensor, Tensor]:
+        pos, crd = (torch.from_numpy(part.astype(np.int32)).to(self.device) for part in self._csr_indices)
+        return pos, crd
 
 
 def _adapt_program(base: GpuProgram, problem: SparseProblem) -> tuple[GpuProgram, str]:

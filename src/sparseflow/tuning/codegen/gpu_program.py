@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.cusparse import CusparseProduct
+from sparseflow.tuning.codegen.extrema import Extremum
+from sparseflow.tuning.codegen.torch_ops import build_csr_tensor
 from sparseflow.tuning.schedule.formats import LevelSpec, PackedMatrix, pack
 from sparseflow.tuning.schedule.gpu import GpuMapping
 from sparseflow.tuning.schedule.matrices import CooMatrix
@@ -22,6 +25,18 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
 _MAX_POSITIONS = 2**31 - 1
+
+
+class _ValuesByDtype:
+    """Values of a matrix on the device, converted once to each dtype that inputs have."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._converted = values, {values.dtype: values}
+
+    def convert(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._converted:
+            self._converted[dtype] = self._values.to(dtype)
+        return self._converted[dtype]
 
 
 class GpuProgram:
@@ -46,12 +61,12 @@ class GpuProgram:
         self._arrays = {
             name: torch.from_numpy(array).to(device) for name, array in self._storage.arrays.items()
         }
-        self._values = {problem.dtype.name: self.pack_values(torch.tensor(problem.matrix.values))}
+        self._values = _ValuesByDtype(self.pack_values(torch.tensor(problem.matrix.values)))
 
     def replace_values(self, values: Tensor) -> GpuProgram:
         """Create a program with other values, in the order of the matrix, that shares the storage."""
         program = copy.copy(self)
-        program._values = {str(values.dtype).removeprefix("torch."): self.pack_values(values)}
+        program._values = _ValuesByDtype(self.pack_values(values))
         return program
 
     def pack_values(self, values: Tensor) -> Tensor:
@@ -81,56 +96,87 @@ class GpuProgram:
                 the number of columns can be another.
             values: Values of A of the same dtype, in the order of the storage; by default the matrix's.
         """
-        dtype = inputs[0].dtype
-        if values is None:
-            name = str(dtype).removeprefix("torch.")
-            if name not in self._values:
-                self._values[name] = next(iter(self._values.values())).to(dtype)
-            values = self._values[name]
-        if self.problem.operator.sparse_output:
-            return self._sample(inputs[0], inputs[1], values)
-        return self._multiply(inputs[0], values)
+        return self._execute(_launch, inputs, values)
 
-    def _multiply(self, dense: Tensor, values: Tensor) -> Tensor:
+    def request_compilation(self, *inputs: Tensor) -> None:
+        """Request the compilation of the kernel for inputs; see `core.kernel_compilation`."""
+        self._execute(_request_compilation, inputs, None)
+
+    def _execute(self, launch: _Launch, inputs: tuple[Tensor, ...], values: Tensor | None) -> Tensor:
+        values = self._values.convert(inputs[0].dtype) if values is None else values
+        if self.problem.operator.sparse_output:
+            return self._sample(launch, inputs[0], inputs[1], values)
+        return self._multiply(launch, inputs[0], values)
+
+    def _multiply(self, launch: _Launch, dense: Tensor, values: Tensor) -> Tensor:
         kernels: Any = import_kernels()
         mapping, arrays = self.mapping, self._arrays
         rows, num_cols = self.problem.matrix.shape[0], dense.shape[1]
         grid_columns = -(-num_cols // mapping.tile)
-        options: dict[str, Any] = {"TILE": mapping.tile, "num_warps": mapping.warps}
+        options: dict[str, Any] = {
+            "TILE": mapping.tile, "EVEN": num_cols % mapping.tile == 0, "num_warps": mapping.warps
+        }  # fmt: skip
+        wide = max(dense.numel(), rows * num_cols) > _MAX_POSITIONS
         if mapping.template == "segments":
             split = mapping.chunk is not None
             out = dense.new_empty(rows, num_cols)
             if split:
                 sums = torch.float64 if dense.dtype == torch.float64 else torch.float32
                 out = dense.new_zeros(rows, num_cols, dtype=sums)
-            kernels.spmm_segments[(len(arrays["starts"]), grid_columns)](
+            launch(
+                kernels.spmm_segments, (len(arrays["starts"]), grid_columns),
                 arrays["rows"], arrays["starts"], arrays["ends"], arrays["shared"], arrays["crd"], values,
-                dense, out, num_cols, STEP=mapping.step, SPLIT=split, **options,
+                dense, out, num_cols, STEP=mapping.step, SPLIT=split, WIDE=wide, **options,
             )  # fmt: skip
             return out.to(dense.dtype)
         out = dense.new_empty(rows, num_cols)
         grid = -(-rows // mapping.rows), grid_columns
+        operands = arrays["pos"], arrays["crd"], values, dense, out, rows
+        options["ROWS"] = mapping.rows
         if mapping.template == "rows":
-            kernels.spmm_rows[grid](
-                arrays["pos"], arrays["crd"], values, dense, out, rows, num_cols, ROWS=mapping.rows, **options
-            )
-            return out
-        kernels.spmm_blocks[grid](
-            arrays["pos"], arrays["crd"], values, dense, out, rows, dense.shape[0], num_cols,
-            ROWS=mapping.rows, INNER=mapping.inner,
-            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee", **options,
-        )  # fmt: skip
+            launch(kernels.spmm_rows, grid, *operands, num_cols, WIDE=wide, **options)
+        elif mapping.template == "panels":
+            launch(kernels.spmm_panels, grid, *operands, num_cols, STEP=mapping.step, **options)
+        else:
+            precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+            launch(
+                kernels.spmm_blocks, grid, *operands, dense.shape[0], num_cols, INNER=mapping.inner,
+                PRECISION=precision, **options,
+            )  # fmt: skip
         return out
 
-    def _sample(self, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    def _sample(self, launch: _Launch, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
         kernels: Any = import_kernels()
         mapping, arrays = self.mapping, self._arrays
-        out = torch.empty_like(values)
-        kernels.sddmm_segments[(len(arrays["starts"]),)](
-            arrays["rows"], arrays["starts"], arrays["ends"], arrays["crd"], values, x, y, out, x.shape[1],
-            STEP=mapping.step, SPLIT=mapping.chunk is not None, TILE=mapping.tile, num_warps=mapping.warps,
-        )  # fmt: skip
+        num_cols, out = x.shape[1], torch.empty_like(values)
+        options: dict[str, Any] = {
+            "STEP": mapping.step, "TILE": mapping.tile, "num_warps": mapping.warps,
+            "EVEN": num_cols % mapping.tile == 0, "WIDE": max(x.numel(), y.numel()) > _MAX_POSITIONS,
+        }  # fmt: skip
+        if mapping.template == "elements":
+            launch(
+                kernels.sddmm_elements, (-(-len(values) // mapping.step),),
+                arrays["rows"], arrays["crd"], values, x, y, out, len(values), num_cols, **options,
+            )  # fmt: skip
+        else:
+            launch(
+                kernels.sddmm_segments, (len(arrays["starts"]),),
+                arrays["rows"], arrays["starts"], arrays["ends"], arrays["crd"], values, x, y, out, num_cols,
+                SPLIT=mapping.chunk is not None, ONCE=num_cols <= mapping.tile, **options,
+            )  # fmt: skip
         return out
+
+
+_Launch = Callable[..., object]
+"""(kernel, grid, *arguments, **options) -> None."""
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel[grid](*arguments, **options)
+
+
+def _request_compilation(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    kernel.warmup(*arguments, grid=grid, **options)
 
 
 class GpuLibraryProgram:
@@ -154,7 +200,7 @@ class GpuLibraryProgram:
         self._indices = tuple(
             torch.from_numpy(part.astype(np.int32)).to(device) for part in (csr.indptr, csr.indices)
         )
-        self._values = torch.tensor(matrix.values, device=device)
+        self._values = _ValuesByDtype(torch.tensor(matrix.values, device=device))
         self._product: CusparseProduct | None = None
         if algorithm is not None:
             rows = torch.from_numpy(matrix.rows.astype(np.int32)).to(device)
@@ -165,14 +211,15 @@ class GpuLibraryProgram:
 
     def replace_values(self, values: Tensor) -> GpuLibraryProgram:
         program = copy.copy(self)
-        program._values = self.pack_values(values)
+        program._values = _ValuesByDtype(self.pack_values(values))
         return program
 
     def pack_values(self, values: Tensor) -> Tensor:
         return values.to(self.device)
 
     def run(self, *inputs: Tensor, values: Tensor | None = None) -> Tensor:
-        values = (self._values if values is None else values).to(inputs[0].dtype)
+        dtype = inputs[0].dtype
+        values = self._values.convert(dtype) if values is None else values.to(dtype)
         if self.problem.operator.sparse_output:
             x, y = inputs
             if self._product is not None:
@@ -185,9 +232,29 @@ class GpuLibraryProgram:
 
     def _build_matrix(self, values: Tensor) -> Tensor:
         indptr, indices = self._indices
-        return torch.sparse_csr_tensor(
-            indptr, indices, values, size=self.problem.matrix.shape, check_invariants=False
-        )
+        return build_csr_tensor(indptr, indices, values, self.problem.matrix.shape)
+
+
+def find_tensor_extrema(
+    pos: Tensor, crd: Tensor, values: Tensor, dense: Tensor, reduce: Extremum
+) -> tuple[Tensor, Tensor]:
+    """Find the largest or smallest products of every row on a GPU; see `extrema.find_extrema`.
+
+    Args:
+        pos, crd: First element of each row, and the end, and columns; int32.
+        values: Values of the elements.
+        dense: Contiguous; shape [columns, n], with the dtype of the values.
+        reduce: `"max"` or `"min"`.
+    """
+    num_rows, num_cols = len(pos) - 1, dense.shape[1]
+    out = dense.new_empty(num_rows, num_cols)
+    elements = torch.empty_like(out, dtype=torch.int64 if dense.itemsize == 8 else torch.int32)
+    tile = min(max(16, 1 << (num_cols - 1).bit_length()), 128)
+    import_kernels().spmm_extrema[(num_rows, -(-num_cols // tile))](
+        pos, crd, values, dense, out, elements, num_cols, TILE=tile, EVEN=num_cols % tile == 0,
+        LARGEST=reduce == "max", num_warps=1,
+    )  # fmt: skip
+    return out, elements
 
 
 def import_kernels() -> Any:
@@ -220,9 +287,11 @@ class _Storage:
 def _store(matrix: CooMatrix, mapping: GpuMapping, max_bytes: int) -> _Storage:
     if matrix.nnz > _MAX_POSITIONS:
         raise InputError(f"the matrix has {matrix.nnz} elements; GPU kernels take at most {_MAX_POSITIONS}")
-    if mapping.template == "blocks":
+    if mapping.template in ("blocks", "panels"):
         return _store_blocks(matrix, mapping, max_bytes)
     pos, crd = matrix.to_scipy().indptr.astype(np.int32), matrix.cols.astype(np.int32)
+    if mapping.template == "elements":
+        return _Storage(arrays={"rows": matrix.rows.astype(np.int32), "crd": crd}, num_values=matrix.nnz)
     if mapping.template == "rows":
         return _Storage(arrays={"pos": pos, "crd": crd}, num_values=matrix.nnz)
     starts, ends, rows = pos[:-1], pos[1:], np.arange(matrix.shape[0], dtype=np.int32)

@@ -493,6 +493,16 @@ class Kernel(ABC):
             cache_dir=self._cache_dir,
         )
 
+    def find_tensor_extrema(
+        self, dense: Tensor, values: Tensor | None, reduce: Extremum
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `find_extrema` of tensors."""
+        import torch
+
+        array = None if values is None else to_array(values)
+        result, elements = self.find_extrema(to_array(dense), reduce, array)
+        return torch.from_numpy(result), torch.from_numpy(elements)
+
     def sample(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Compute the values of D, in the order of the matrix, from contiguous arrays of one dtype."""
         kernel = self.get_fitting_variant((x.shape, y.shape), x.dtype.name)

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.extrema import Extremum
-from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, Reduction, get_kernel, to_array
+from sparseflow.tuning.codegen.kernel import CompiledKernel, Kernel, Reduction, get_kernel
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -128,14 +128,21 @@ def _reduce_rows(kernel: Kernel, dense: Tensor, reduce: Extremum) -> Tensor:
     if torch.compiler.is_compiling() or _is_recorded(dense, *(() if values is None else (values,))):
         result, _ = torch.ops.sparseflow.spmm_extrema(columns.flatten(1), values, reduce, kernel._number)
     else:
-        result, _ = _find_extrema(columns.flatten(1), values, reduce, kernel)
+        result, _ = kernel.find_tensor_extrema(columns.flatten(1), values, reduce)
     result = result.unflatten(1, columns.shape[1:]).movedim(0, -2)
     return result[..., 0] if dense.dim() == 1 else result
 
 
+def build_csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Build a CSR tensor without checks."""
+    # torch 2.11 warns about `check_invariants=False` unless the checks are switched off as a whole, too.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
+
+
 def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
     indptr, indices = (torch.tensor(part, device=values.device) for part in kernel._csr_indices)
-    return torch.sparse_csr_tensor(indptr, indices, values, size=kernel.shape, check_invariants=False)
+    return build_csr_tensor(indptr, indices, values, kernel.shape)
 
 
 def _multiply(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:
@@ -155,14 +162,6 @@ def _compute_product(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Te
 
 def _compute_samples(x: Tensor, y: Tensor, kernel: Kernel) -> Tensor:
     return kernel.sample_products(x, y)
-
-
-def _find_extrema(
-    dense: Tensor, values: Tensor | None, reduce: Extremum, kernel: Kernel
-) -> tuple[Tensor, Tensor]:
-    array = None if values is None else to_array(values)
-    result, elements = kernel.find_extrema(to_array(dense), reduce, array)
-    return torch.from_numpy(result), torch.from_numpy(elements)
 
 
 class _Product(torch.autograd.Function):
@@ -343,9 +342,9 @@ _sddmm.register_autograd(
 )
 
 
-@torch.library.custom_op("sparseflow::spmm_extrema", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("sparseflow::spmm_extrema", mutates_args=(), device_types=("cpu", "cuda"))
 def _spmm_extrema(dense: Tensor, values: Tensor | None, reduce: str, kernel: int) -> tuple[Tensor, Tensor]:
-    return _find_extrema(dense, values, "max" if reduce == "max" else "min", get_kernel(kernel))
+    return get_kernel(kernel).find_tensor_extrema(dense, values, "max" if reduce == "max" else "min")
 
 
 @_spmm_extrema.register_fake
@@ -381,7 +380,7 @@ def _differentiate_extrema(ctx: Any, gradient: Tensor, _: Tensor | None) -> tupl
     """Return the gradients: a result depends on one element of its row only."""
     dense, values, elements = ctx.saved_tensors
     gradient = gradient.masked_fill(elements < 0, 0)
-    indptr, indices = map(torch.from_numpy, ctx.kernel._csr_indices)
+    indptr, indices = (torch.from_numpy(part).to(dense.device) for part in ctx.kernel._csr_indices)
     elements = indptr[:-1, None] + elements.clamp(min=0).long()
     elements = elements.clamp(max=len(indices) - 1)  # of rows without elements
     columns = indices[elements].long()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from sparseflow.core import timing
+from sparseflow.core.kernel_compilation import compile_kernels
 from sparseflow.errors import InputError
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
 from sparseflow.tuning.codegen.program import compute_storage_limit
@@ -50,6 +52,7 @@ class GpuEvaluator:
         self._scale = float(self._expected.abs().max()) if self._expected.numel() else 1.0
         self._limit_bytes = compute_storage_limit(problem)
         self._reference: Callable[[], object] | None = None
+        self._programs: dict[Schedule, GpuProgram] = {}
 
     def set_reference(self, program: GpuProgram | GpuLibraryProgram) -> None:
         """Set the program that the ratios of trials are relative to."""
@@ -63,6 +66,16 @@ class GpuEvaluator:
         """
         return GpuProgram(self.problem, schedule, self.device, max_bytes=self._limit_bytes)
 
+    def prepare(self, schedules: Sequence[Schedule]) -> None:
+        """Store the matrix in the format of each schedule, and compile the kernels in several processes."""
+        self._programs = {}
+        for schedule in schedules:
+            with suppress(InputError):  # `measure` reports the error
+                self._programs[schedule] = self.build(schedule)
+        if self.device.type == "cuda":
+            programs = self._programs.values()
+            compile_kernels(lambda: [program.request_compilation(*self.inputs) for program in programs])
+
     def measure(self, schedule: Schedule) -> Trial:
         """Measure one schedule; its errors are part of the trial.
 
@@ -74,7 +87,7 @@ class GpuEvaluator:
         seconds: dict[str, float] = {}
         start_s = time.perf_counter()
         try:
-            program = self.build(schedule)
+            program = self._programs.pop(schedule, None) or self.build(schedule)
             seconds["build"] = time.perf_counter() - start_s
             error = self.check(program)  # compiles
             seconds["compile"] = time.perf_counter() - start_s - seconds["build"]
@@ -100,13 +113,13 @@ class GpuEvaluator:
             seconds=seconds,
         )
 
-    def compare(self, programs: Mapping[str, GpuProgram | GpuLibraryProgram]) -> dict[str, float]:
-        """Measure programs in turns; return the median time of a call, milliseconds."""
+    def compare(self, programs: Mapping[str, GpuProgram | GpuLibraryProgram]) -> dict[str, list[float]]:
+        """Measure programs in turns; return the time of a call in each round, milliseconds."""
         calls = {name: self._capture(program) for name, program in programs.items()}
         comparison = timing.compare(
             calls, baseline=next(iter(calls)), rounds=_THOROUGH_ROUNDS, warmup=2, device=self.device
         )
-        return {name: comparison.samples(name).median_ms / _CALLS for name in calls}
+        return {name: [ms / _CALLS for ms in comparison.samples(name).times_ms] for name in calls}
 
     def check(self, program: GpuProgram | GpuLibraryProgram) -> str | None:
         """Compare the result with scipy's in float64; return an error message or None."""
@@ -132,4 +145,7 @@ class GpuEvaluator:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
+
+        # A graph does not hold the tensors that it reads: `run` does.
+        graph.run = run  # type: ignore[attr-defined]
         return graph.replay

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from sparseflow.tuning.model.block_counts import BlockCounts
-from sparseflow.tuning.schedule.gpu import GpuMapping
+from sparseflow.tuning.schedule.gpu import GpuMapping, Template
 from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 
-_TEMPLATES = ("segments", "rows", "blocks")
+_TEMPLATES = get_args(Template)
 _PROGRAM_COST = 8.0
 """Time of a program's start and end, in steps."""
 
@@ -69,6 +70,10 @@ class GpuScheduleFeatures:
             num_programs = float(np.maximum(-(-lengths // limit), 0 if mapping.chunk else 1).sum())
             stored = float((-(-lengths // mapping.step)).sum()) * mapping.step
             longest = float(min(limit, lengths.max()))
+        elif mapping.template == "elements":
+            num_programs = float(-(-nnz // mapping.step))
+            stored = num_programs * mapping.step
+            longest = float(mapping.step)
         elif mapping.template == "rows":
             num_programs = float(-(-rows // mapping.rows))
             stored = float(self.blocks.count_padded(mapping.rows, None))
@@ -93,7 +98,7 @@ class GpuScheduleFeatures:
             math.log2(mapping.chunk or 2**12),
             math.log2(mapping.rows),
             math.log2(mapping.inner),
-            _log2(mapping.tile * max(mapping.rows, mapping.step) / threads),
+            _log2(mapping.tile * mapping.lanes / threads),
             _log2(num_programs * num_tiles),
             _log2(longest),
             _log2(stored / nnz),

@@ -8,6 +8,9 @@ template    storage of A                      parallel loop    other parts of th
 segments    rows dense, columns compressed    rows             unrolled columns: elements of one step
 segments    rows dense, columns compressed    columns          chunk: longest part of a row in one program
 rows        blocks of rows, rows, columns     blocks of rows   size of a block: rows of one program
+panels      blocks of rows, columns, rows     blocks of rows   size of a block: rows that share columns;
+                                                               unrolled columns: columns of one step
+elements    rows and columns of each element  rows             unrolled columns: elements of one program
 blocks      blocks in both directions, dense  blocks of rows   sizes of a block: tiles of tensor cores
 ==========  ================================  ===============  ===============================================
 
@@ -17,7 +20,7 @@ of threads is that of one program. A program that takes a part of a row adds to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -28,7 +31,7 @@ from sparseflow.tuning.schedule.operators import Operator
 from sparseflow.tuning.schedule.parser import AxisSplit, FormatLevel, LevelMode, SparseFormat
 from sparseflow.tuning.schedule.schedule import Schedule
 
-Template = Literal["segments", "rows", "blocks"]
+Template = Literal["segments", "rows", "panels", "blocks", "elements"]
 
 WARP_THREADS = 32
 
@@ -38,6 +41,15 @@ _STEPS = (1, 2, 4, 8, 16, 32)
 _CHUNKS = (None, 32, 64, 128, 256, 512)
 _ROWS = (2, 4, 8, 16, 32)
 _BLOCKS = ((16, 16), (32, 16), (32, 32), (64, 16), (64, 32), (64, 64))
+_PANEL_ROWS = (2, 4, 8, 16)
+_PANEL_STEPS = (1, 2, 4, 8)
+_ELEMENT_STEPS = (4, 8, 16, 32, 64)
+_TEMPLATES: Mapping[bool, tuple[Template, ...]] = {
+    False: ("segments", "rows", "panels", "blocks"),
+    True: ("segments", "elements"),
+}
+"""Whether the output is sparse -> templates."""
+
 _MAX_THREAD_SUMS = 64
 """Largest number of sums of one thread, which are in registers."""
 
@@ -50,9 +62,9 @@ class GpuMapping:
         template: Template.
         tile: Columns of one program, or of one step of SDDMM; a power of two.
         warps: Warps of one program.
-        step: Elements of one step; of `segments`.
+        step: Elements of one step; of `segments`, `panels` and `elements`.
         chunk: Most elements of one program; None for whole rows; of `segments`.
-        rows: Rows of one program; of `rows` and `blocks`.
+        rows: Rows of one program; of `rows`, `panels` and `blocks`.
         inner: Columns of a block of A; of `blocks`.
     """
 
@@ -63,6 +75,11 @@ class GpuMapping:
     chunk: int | None = None
     rows: int = 1
     inner: int = 1
+
+    @property
+    def lanes(self) -> int:
+        """Rows of a tile of sums: rows of the matrix, or elements."""
+        return self.step if self.template in ("segments", "elements") else self.rows
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, operator: Operator, extents: Mapping[str, int]) -> GpuMapping:
@@ -80,8 +97,15 @@ class GpuMapping:
         (dense,) = operator.dense_axes or (None,)
         sizes = {split.axis: split.inner_size for split in (*schedule.fsplit, *schedule.lsplit)}
         split = schedule.parallel == cols
+        template: Template = "segments"
+        if schedule.formats[0].modes[0].mode == LevelMode.COMPRESSED_NONUNIQUE:
+            template = "elements"
+        elif cols in sizes:
+            template = "blocks"
+        elif rows in sizes:
+            template = "rows" if schedule.formats[0].order[-1] == cols else "panels"
         mapping = cls(
-            template="blocks" if cols in sizes else "rows" if rows in sizes else "segments",
+            template=template,
             tile=sizes.get(dense or "", 1),
             warps=max(schedule.threads // WARP_THREADS, 1),
             step=max(schedule.unroll_factor, 1),
@@ -106,14 +130,22 @@ class GpuMapping:
         (dense,) = operator.dense_axes
         tile = AxisSplit.from_inner_size(dense, extents[dense], self.tile)
         fsplit: tuple[AxisSplit, ...] = ()
-        order, modes = (rows, cols), (LevelMode.DENSE, LevelMode.COMPRESSED)
-        if self.template != "segments":
+        if self.template not in ("segments", "elements"):
             fsplit = (AxisSplit.from_inner_size(rows, extents[rows], self.rows),)
-            order, modes = (f"{rows}0", f"{rows}1", cols), (LevelMode.DENSE, *modes)
         if self.template == "blocks":
             fsplit = (*fsplit, AxisSplit.from_inner_size(cols, extents[cols], self.inner))
-            order = (f"{rows}0", f"{cols}0", f"{rows}1", f"{cols}1")
-            modes = (LevelMode.DENSE, LevelMode.COMPRESSED, LevelMode.DENSE, LevelMode.DENSE)
+        orders: dict[Template, tuple[str, ...]] = {
+            "segments": (rows, cols),
+            "elements": (rows, cols),
+            "rows": (f"{rows}0", f"{rows}1", cols),
+            "panels": (f"{rows}0", cols, f"{rows}1"),
+            "blocks": (f"{rows}0", f"{cols}0", f"{rows}1", f"{cols}1"),
+        }
+        order = orders[self.template]
+        compressed = order.index(cols if cols in order else f"{cols}0")
+        modes = [LevelMode.COMPRESSED if i == compressed else LevelMode.DENSE for i in range(len(order))]
+        if self.template == "elements":
+            modes = [LevelMode.COMPRESSED_NONUNIQUE, LevelMode.SINGLETON]
         levels = tuple(FormatLevel(axis=axis, mode=mode) for axis, mode in zip(order, modes, strict=True))
         outer = (f"{dense}0",)
         # SDDMM sums over the dense axis for each element.
@@ -147,7 +179,7 @@ class GpuScheduleSpace:
         widest = max(16, 1 << (self.shape[dense] - 1).bit_length())
         tiles = [tile for tile in _TILES if tile <= widest]
         self._options: dict[str, list[Any]] = {
-            "template": ["segments"] if operator.sparse_output else ["segments", "rows", "blocks"],
+            "template": list(_TEMPLATES[operator.sparse_output]),
             "tile": tiles,
             "warps": list(_WARPS),
             "step": list(_STEPS),
@@ -187,13 +219,17 @@ class GpuScheduleSpace:
         if template == "segments":
             mapping = replace(mapping, step=parameters["step"], chunk=parameters["chunk"])
         elif template == "rows":
-            rows = parameters["rows"] if parameters["rows"] in _ROWS else _sample(rng, list(_ROWS))
-            mapping = replace(mapping, rows=rows)
+            mapping = replace(mapping, rows=_keep(parameters["rows"], _ROWS, rng))
+        elif template == "elements":
+            mapping = replace(mapping, step=_keep(parameters["step"], _ELEMENT_STEPS, rng))
+        elif template == "panels":
+            rows = _keep(parameters["rows"], _PANEL_ROWS, rng)
+            mapping = replace(mapping, rows=rows, step=_keep(parameters["step"], _PANEL_STEPS, rng))
         else:
             rows, inner = parameters["block"]
             mapping = replace(mapping, rows=rows, inner=inner)
         max_sums = _MAX_THREAD_SUMS * WARP_THREADS * mapping.warps
-        while mapping.tile > _TILES[0] and mapping.tile * max(mapping.rows, mapping.step) > max_sums:
+        while mapping.tile > _TILES[0] and mapping.tile * mapping.lanes > max_sums:
             mapping = replace(mapping, tile=mapping.tile // 2)
         return mapping.to_schedule(self.operator, self.shape)
 
@@ -214,10 +250,18 @@ def build_gpu_presets(operator: Operator, extents: Mapping[str, int]) -> dict[st
         "csr": GpuMapping(template="segments", tile=tile, warps=1, step=4),
         "csr_split": GpuMapping(template="segments", tile=tile, warps=1, step=4, chunk=256),
     }
-    if not operator.sparse_output:
+    if operator.sparse_output:
+        mappings["coo"] = GpuMapping(template="elements", tile=tile, warps=4, step=16)
+    else:
         mappings["csr_rows"] = GpuMapping(template="rows", tile=tile, warps=4, rows=8)
+        mappings["csr_panels"] = GpuMapping(template="panels", tile=tile, warps=1, rows=4, step=4)
         mappings["bsr16x16"] = GpuMapping(template="blocks", tile=tile, warps=2, rows=16, inner=16)
     return {name: mapping.to_schedule(operator, extents) for name, mapping in mappings.items()}
+
+
+def _keep(value: int, options: Sequence[int], rng: np.random.Generator) -> int:
+    """Return a value if it is an option, else a random option."""
+    return value if value in options else _sample(rng, list(options))
 
 
 def _sample(rng: np.random.Generator, options: list[Any]) -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from sparseflow.core.kernel_compilation import MAX_PROCESSES
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.codegen.cusparse import ALGORITHMS
@@ -29,7 +33,10 @@ from sparseflow.tuning.search.guided import GuidedSearch
 from sparseflow.tuning.search.rerank import LIBRARY
 from sparseflow.tuning.search.session import TuneResult
 
-_NUM_FINALISTS = 4
+_NUM_FINALISTS = 6
+_MIN_BATCH = 4
+"""Minimum number of schedules that are compiled at once; more on more CPUs."""
+
 _MAX_REPEATS = 50
 """Consecutive proposals that were measured before, after which a search ends."""
 
@@ -51,7 +58,7 @@ def tune_on_gpu(
 ) -> TuneResult:
     """Search for the fastest kernel of SpMM or SDDMM for one matrix on a GPU.
 
-    Triton kernels of four hand-written schedules are measured first, then those that boosted trees rank
+    Triton kernels of hand-written schedules are measured first, then those that boosted trees rank
     highest, and the fastest are measured again with cuSPARSE, which is the result if it is the fastest.
 
     Args:
@@ -99,8 +106,11 @@ def tune_on_gpu(
     reference = next(iter(presets.values()))
     evaluator.set_reference(evaluator.build(reference))
     space = GpuScheduleSpace(problem.operator, problem.extents)
+    batch_size = max(_MIN_BATCH, min(len(os.sched_getaffinity(0)), MAX_PROCESSES))
     strategy = GuidedSearch(
-        EvolutionarySearch(space, np.random.default_rng(seed)), BoostedTrees(features, prior=features.score)
+        EvolutionarySearch(space, np.random.default_rng(seed)),
+        BoostedTrees(features, prior=features.score),
+        batch_size=batch_size,
     )
     trials: dict[Schedule, Trial] = {}
 
@@ -112,16 +122,20 @@ def tune_on_gpu(
             message = f"{len(trials)} schedules, best {best_ms:.4f} ms"
             progress(message, min(deadline.elapsed_s / budget_s, 1.0))
 
-    for schedule in presets.values():
-        measure(schedule)
     limit = len(presets) + (math.inf if max_trials is None else max_trials)
-    num_repeats = 0
-    while deadline.remaining_s > 0.1 * budget_s and len(trials) < limit and num_repeats < _MAX_REPEATS:
-        schedule = strategy.propose()
-        num_repeats = num_repeats + 1 if schedule in trials else 0
-        if schedule not in trials:
-            measure(schedule)
-    return _select(problem, evaluator, trials, presets, deadline)
+    batch = list(presets.values())
+    compile_s = 0.0
+    while batch:
+        start_s = deadline.elapsed_s
+        evaluator.prepare(batch)
+        compile_s += deadline.elapsed_s - start_s
+        for schedule in batch:
+            if schedule in presets.values() or deadline.remaining_s > 0.1 * budget_s:
+                measure(schedule)
+        batch = []
+        if deadline.remaining_s > 0.1 * budget_s:
+            batch = _propose(strategy, trials, int(min(batch_size, limit - len(trials))))
+    return _select(problem, evaluator, trials, presets, deadline, compile_s)
 
 
 def read_dtype(matrix: Any, dtype: Any = None) -> torch.dtype:
@@ -143,12 +157,25 @@ def read_dtype(matrix: Any, dtype: Any = None) -> torch.dtype:
         raise InputError(f"`dtype` (={dtype!r}) must be a floating-point dtype of torch or numpy") from None
 
 
+def _propose(strategy: GuidedSearch, trials: Mapping[Schedule, Trial], count: int) -> list[Schedule]:
+    """Propose schedules that were not measured, fewer than `count` if the space has no more."""
+    batch: dict[Schedule, None] = {}
+    num_repeats = 0
+    while len(batch) < count and num_repeats < _MAX_REPEATS:
+        schedule = strategy.propose()
+        num_repeats = num_repeats + 1 if schedule in trials or schedule in batch else 0
+        if schedule not in trials:
+            batch[schedule] = None
+    return list(batch)
+
+
 def _select(
     problem: SparseProblem,
     evaluator: GpuEvaluator,
     trials: dict[Schedule, Trial],
     presets: dict[str, Schedule],
     deadline: Deadline,
+    compile_s: float,
 ) -> TuneResult:
     """Measure the best schedules, the hand-written ones and cuSPARSE again, and select the fastest."""
     ranked = sorted((trial for trial in trials.values() if trial.error is None), key=lambda item: item.ratio)
@@ -160,7 +187,8 @@ def _select(
     libraries, messages = _list_library_programs(problem, evaluator)
     programs |= libraries
     start_s = deadline.elapsed_s
-    times_ms = evaluator.compare(programs)
+    samples_ms = evaluator.compare(programs)
+    times_ms = {name: statistics.median(samples) for name, samples in samples_ms.items()}
     rerank_s = deadline.elapsed_s - start_s
     best = min(times_ms, key=lambda name: times_ms[name] * (1.0 - _MIN_GAIN if name in libraries else 1.0))
     reference_ms = times_ms[next(iter(presets))]
@@ -168,6 +196,7 @@ def _select(
     kernel = GpuKernel(programs[best], evaluator.dtype)
     kernel.speedup = min(baselines.values()) / (times_ms[best] / reference_ms)
     seconds = sum_phases(trials.values()) | {"rerank": rerank_s}
+    seconds["compile"] = seconds.get("compile", 0.0) + compile_s
     seconds["other"] = deadline.elapsed_s - sum(seconds.values())
     saved_ms = min((times_ms[name] for name in libraries), default=math.inf) - times_ms[best]
     return TuneResult(
@@ -177,6 +206,7 @@ def _select(
         best_ratio=times_ms[best] / reference_ms,
         seconds=seconds,
         warnings=messages,
+        samples_ms={"kernel": samples_ms[best]} | {name: samples_ms[name] for name in baselines},
         break_even=math.ceil(1e3 * sum(seconds.values()) / saved_ms) if 0 < saved_ms < math.inf else None,
     )
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -122,6 +122,8 @@ class TuneResult:
         seconds: Phase ("propose", "build", "compile", "measure", "rerank", "other") -> duration of this run,
             seconds.
         warnings: Why the ratios are unreliable or baselines are missing, as sentences; they are also logged.
+        samples_ms: Baseline name or `"kernel"` -> time of a call in each round of the final measurement,
+            milliseconds; on a GPU only.
         break_even: Calls after which the kernel has saved the seconds of this run against scipy; None if it
             is not faster.
     """
@@ -134,6 +136,7 @@ class TuneResult:
     warnings: tuple[str, ...] = ()
     break_even: int | None = None
     similar: tuple[Schedule, ...] = ()
+    samples_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON types."""

@@ -144,7 +144,7 @@ import os
 import torch
 from triton.runtime import driver
 from benchmarks.spiking.offline_compile import CompileOnlyDriver
-from sparseflow.spiking.backends.packed import codec, compilation, pooling
+from sparseflow.spiking.backends.packed import codec, pooling, words
 from sparseflow.spiking.backends.packed.format import allocate_packed
 
 driver.set_active(CompileOnlyDriver(90))
@@ -158,14 +158,14 @@ def run():
     compiled_here.append(os.getpid())
 
 
-assert compilation.compile_kernels(run) == 2 and compiled_here == [os.getpid()]
+assert words.compile_launches(run) == 2 and compiled_here == [os.getpid()]
 try:
-    compilation.compile_kernels(lambda: [run(), 1 / 0])
+    words.compile_launches(lambda: [run(), 1 / 0])
 except ZeroDivisionError:
     pass
 else:
     raise AssertionError("an error of the function is raised")
-assert compilation.words.launcher is None
+assert words.launcher is None
 """
 
 

@@ -34,7 +34,6 @@ from sparseflow.spiking.backends.conv_geometry import ConvGeometry
 from sparseflow.spiking.backends.packed import (
     attention,
     codec,
-    compilation,
     pooling,
     stem,
     triton_fallback,
@@ -154,7 +153,7 @@ class PackedBackend:
                 self._variant_index = index
                 run()
 
-        compilation.compile_kernels(run_all_variants)
+        words.compile_launches(run_all_variants)
 
     def attend(
         self,

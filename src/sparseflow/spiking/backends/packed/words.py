@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseflow.core.kernel_compilation import compile_kernels
 from sparseflow.errors import DeviceError, InputError
 from sparseflow.spiking.backends.packed.format import PackedSpikes
 
@@ -122,6 +123,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> An
     if launcher is not None:
         return launcher(kernel, grid, args, options)
     return kernel[grid](*args, **options)
+
+
+def compile_launches(run: Callable[[], object]) -> int:
+    """Compile the kernels that a function launches; see `compile_kernels`.
+
+    Args:
+        run: Launches kernels by `launch`; results of kernels are undefined while it runs.
+    """
+
+    def request_compilation(
+        kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        return kernel.warmup(*args, grid=grid, **options)
+
+    def request() -> None:
+        global launcher
+        launcher = request_compilation
+        try:
+            run()
+        finally:
+            launcher = None
+
+    return compile_kernels(request)
 
 
 def get_activity(spikes: PackedSpikes, max_tile: int) -> tuple[int, torch.Tensor | None]:

@@ -1,7 +1,7 @@
-"""Compilation of kernels in several processes, before their first launch.
+"""Compilation of Triton kernels in several processes, before their first launch.
 
-Triton compiles a kernel at its first launch, which takes about a second of one processor. The variants of a
-network's groups are independent, so forked processes compile them and fill Triton's cache on disk.
+Triton compiles a kernel at its first launch, which takes up to a second of one processor. Kernels are
+independent, so forked processes compile them and fill Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -15,40 +15,32 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
-import triton
-
-from sparseflow.spiking.backends.packed import words
-
 MAX_PROCESSES = 16
 TIMEOUT_S = 120.0
 """Time after which the remaining kernels are compiled at their first launch."""
 
 
-def compile_kernels(run: Callable[[], object]) -> int:
-    """Compile the kernels that a function launches, without launching them.
+def compile_kernels(request: Callable[[], object]) -> int:
+    """Compile kernels in forked processes; kernels that do not compile are left out.
 
     Does nothing where processes cannot be forked or Triton interprets its kernels.
 
     Args:
-        run: Launches kernels; results of kernels are undefined while it runs.
+        request: Calls the `warmup` of each kernel instead of launching it.
 
     Returns:
         The number of different kernels.
     """
-    can_fork = "fork" in multiprocessing.get_all_start_methods()
-    if not can_fork or not isinstance(words.compute_channel_shift, triton.JITFunction):
+    import triton
+    from triton import knobs
+
+    if "fork" not in multiprocessing.get_all_start_methods() or knobs.runtime.interpret:
         return 0
     compiler = _ForkingExecutor()
-
-    def request(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return kernel.warmup(*args, grid=grid, **options)
-
     with triton.AsyncCompileMode(compiler, ignore_errors=True):
-        words.launcher = request
         try:
-            run()
+            request()
         finally:
-            words.launcher = None
             compiler.compile()
     return len(compiler.tasks)
 
