@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("scipy")
 
@@ -84,7 +85,7 @@ def test_tuning_tune_is_the_same_command(matrix: str, capsys: pytest.CaptureFixt
         (["spmv", "--n-cols", "3"], "3"),
         (["matmul"], "matmul"),
         (["spmv", "--method", "guess"], "guess"),
-        (["spmv", "--dtype", "float16"], "'float16'"),
+        (["spmv", "--dtype", "int8"], "'int8'"),
         (["spmv", "--budget-s", "-1"], "--budget-s"),
     ],
 )
@@ -120,3 +121,11 @@ def test_unreadable_matrix_exits_with_2(
     Path(matrix).write_text(text)
     assert run(["tune", "spmv", matrix]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_half_precision_needs_a_gpu(matrix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "spmm", matrix, "--n-cols", "8", "--dtype", "float16"]) == 2
+    assert "for GPUs" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert run(["tune", "spmm", matrix, "--n-cols", "8", "--device", "cuda"]) != 0
+        assert "CUDA" in capsys.readouterr().err

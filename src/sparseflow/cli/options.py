@@ -110,6 +110,7 @@ CompileOption = Annotated[
 DtypeOption = Annotated[Literal["float32", "float64"], _DTYPE]
 HalfDtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], _DTYPE]
 """As `DtypeOption`, for models that run in half precision."""
+AnyDtypeOption = Annotated[Literal["float32", "float64", "float16", "bfloat16"], _DTYPE]
 Fp16DtypeOption = Annotated[Literal["float32", "float16"], _DTYPE]
 CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
 

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparseflow.cli.options import (
+    AnyDtypeOption,
     BudgetSOption,
     ClusterOption,
-    DtypeOption,
+    DeviceOption,
     JsonOption,
     MethodOption,
     OptionalOutDirOption,
     SeedOption,
     ThreadsOption,
+    open_device,
 )
 from sparseflow.cli.output import emit, make_table
+from sparseflow.errors import InputError
 
 if TYPE_CHECKING:
     from sparseflow.tuning.search.session import TuneResult
@@ -49,7 +52,8 @@ def tune(
     trials: OptionalTrialsOption = None,
     budget_s: BudgetSOption = 60.0,
     net: NetOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: AnyDtypeOption = "float32",
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     cluster: ClusterOption = None,
     machines: Annotated[int, typer.Option(min=1, help="Machines of the cluster to measure on.")] = 1,
@@ -63,40 +67,64 @@ def tune(
     out: OptionalOutDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the fastest schedule for a sparse matrix; compare it with scipy and expert schedules.
+    """Find the fastest schedule for a sparse matrix; compare it with libraries and expert schedules.
 
     Methods are random, evolutionary, annealing and qlearning; with the prefix guided-, a cost model selects
     the candidates. All ratios are relative to the reference: for spmm, CSR with sums in registers; otherwise
     CSR. The output directory receives all trials and the kernel, kernel.sfk.
+
+    On a GPU (--device cuda), spmm and sddmm are compared with cuSPARSE, float16 and bfloat16 are possible,
+    and of the options of the search only --trials, --budget-s and --seed apply.
     """
     import numpy as np
+    import torch
 
     from sparseflow.cli.progress import progress_bar
     from sparseflow.tuning.model.net.pretrained import load_prior
     from sparseflow.tuning.schedule.matrix_files import read_matrix
+    from sparseflow.tuning.search.gpu_session import tune_on_gpu
     from sparseflow.tuning.search.session import TuningSession
 
-    coo = read_matrix(matrix, dtype=np.dtype(dtype))
+    target = open_device(device)
+    is_half = dtype in ("float16", "bfloat16")
+    if is_half and target.type == "cpu":
+        raise InputError(f"`--dtype {dtype}` is for GPUs; kernels for CPUs compute in float32 or float64")
+    coo = read_matrix(matrix, dtype=np.dtype("float32" if is_half else dtype))
     with progress_bar() as progress:
-        session = TuningSession(
-            operator,
-            coo,
-            n_cols=n_cols,
-            budget_s=budget_s,
-            max_trials=trials,
-            method=method,
-            prior=None if net is None else load_prior(net),
-            threads=threads,
-            seed=seed,
-            out_dir=out,
-            cluster=cluster,
-            num_machines=machines,
-            warm_start=warm_start,
-            progress=progress,
-        )
-        result = session.run()
+        if target.type == "cpu":
+            session = TuningSession(
+                operator,
+                coo,
+                n_cols=n_cols,
+                budget_s=budget_s,
+                max_trials=trials,
+                method=method,
+                prior=None if net is None else load_prior(net),
+                threads=threads,
+                seed=seed,
+                out_dir=out,
+                cluster=cluster,
+                num_machines=machines,
+                warm_start=warm_start,
+                progress=progress,
+            )
+            result = session.run()
+        else:
+            result = tune_on_gpu(
+                operator,
+                coo,
+                target,
+                n_cols=n_cols,
+                dtype=getattr(torch, dtype),
+                budget_s=budget_s,
+                max_trials=trials,
+                seed=seed,
+                progress=progress,
+            )
+    library = "scipy" if target.type == "cpu" else "cuSPARSE"
     kernel = None if out is None else out / KERNEL_FILE
     if kernel is not None:
+        kernel.parent.mkdir(parents=True, exist_ok=True)
         result.kernel.save(kernel)
     baselines = sorted(result.baselines.items(), key=lambda item: -item[1])
     num_failed = sum(trial.error is not None for trial in result.trials)
@@ -116,16 +144,16 @@ def tune(
         ),
         f"{len(result.trials)} schedules, {num_failed} of them failed, {num_disturbed} disturbed; "
         + ", ".join(f"{phase} {duration_s:.1f} s" for phase, duration_s in result.seconds.items()),
-        *([] if result.best_ratio is None else _describe_gain(result)),
+        *([] if result.best_ratio is None else _describe_gain(result, library)),
         *(f"started from the schedule of a similar matrix: {schedule}" for schedule in result.similar),
-        f"schedule: {result.kernel.schedule or 'none, scipy computes'}",
+        f"schedule: {result.kernel.schedule or f'none, {library} computes'}",
         *([] if kernel is None else [f"kernel: {kernel}"]),
     )
 
 
-def _describe_gain(result: TuneResult) -> list[str]:
+def _describe_gain(result: TuneResult, library: str) -> list[str]:
     """Describe the speedup of a tuned kernel and when it has paid for the search."""
     gain = f"speedup over the best baseline: {result.kernel.speedup or 1.0:.2f}x"
     if result.break_even is None:
-        return [gain, "break-even: none, scipy is as fast"]
-    return [gain, f"break-even against scipy, with the time of this run: {result.break_even:,} calls"]
+        return [gain, f"break-even: none, {library} is as fast"]
+    return [gain, f"break-even against {library}, with the time of this run: {result.break_even:,} calls"]

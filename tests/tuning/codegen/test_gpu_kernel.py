@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,10 +13,13 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from sparseflow.errors import InputError, RunError
+from sparseflow.core.device import describe_device
+from sparseflow.errors import DeviceError, InputError, RunError
+from sparseflow.tuning.codegen import gpu_kernel
 from sparseflow.tuning.codegen.cusparse import ALGORITHMS
 from sparseflow.tuning.codegen.gpu_kernel import GpuKernel
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
+from sparseflow.tuning.codegen.kernel import load
 from sparseflow.tuning.schedule.gpu import GpuMapping, build_gpu_presets
 from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.operators import get_operator
@@ -152,6 +157,30 @@ def test_extrema_match_dense(reduce: Literal["max", "min"]) -> None:
         torch.autograd.grad(item.sum(), dense) for item in (result, expected)
     )
     torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("name", ["panels", "cuSPARSE"])
+def test_saved_kernel_computes_the_same(name: str, tmp_path: Path) -> None:
+    kernel = make_kernel("spmm", MAPPINGS.get(name), make_matrix(9, 12), 5, torch.float16)
+    kernel.save(tmp_path / "kernel.sfk")
+    loaded = load(tmp_path / "kernel.sfk", device=DEVICE)
+    dense = torch.randn(12, 5, dtype=torch.float16, device=DEVICE)
+    if name == "cuSPARSE" and DEVICE.type == "cpu":
+        dense = dense.float()  # torch multiplies no half precision on a CPU
+    torch.testing.assert_close(loaded(dense), kernel(dense))
+    assert str(loaded.schedule) == str(kernel.schedule) and loaded.torch_dtype == torch.float16
+    with pytest.raises(InputError, match="with_values"):
+        kernel.with_values(torch.ones(kernel.problem.matrix.nnz, device=DEVICE)).save(tmp_path / "other.sfk")
+
+
+def test_kernel_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = make_kernel("spmm", MAPPINGS["segments"], make_matrix(9, 12), 5)
+    kernel.save(tmp_path / "kernel.sfk")
+    other = replace(describe_device(DEVICE), name="another GPU")
+    monkeypatch.setattr(gpu_kernel, "describe_device", lambda _: other)
+    with pytest.raises(DeviceError, match="another GPU"):
+        load(tmp_path / "kernel.sfk", device=DEVICE)
+    load(tmp_path / "kernel.sfk", device=DEVICE, any_cpu=True)
 
 
 def test_kernel_refuses_what_it_cannot_do() -> None:

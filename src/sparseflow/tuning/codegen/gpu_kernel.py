@@ -5,20 +5,22 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflow.errors import InputError
+from sparseflow.core.device import describe_device
+from sparseflow.errors import DeviceError, InputError
 from sparseflow.tuning.codegen.extrema import Extremum
 from sparseflow.tuning.codegen.gpu_program import (
     GpuLibraryProgram,
     GpuProgram,
     find_tensor_extrema,
 )
-from sparseflow.tuning.codegen.kernel import Kernel
+from sparseflow.tuning.codegen.kernel import Kernel, KernelFile
 from sparseflow.tuning.codegen.program import compute_storage_limit
 from sparseflow.tuning.codegen.variants import KernelFamily
 from sparseflow.tuning.schedule.gpu import build_gpu_presets
@@ -58,10 +60,20 @@ class GpuKernel(Kernel):
         return self._torch_dtype
 
     def __reduce__(self) -> NoReturn:
-        raise InputError("a kernel on a GPU cannot be pickled; copy the matrix and tune again")
+        raise InputError("a kernel on a GPU cannot be pickled; save it to a file")
 
-    def save(self, path: Any) -> NoReturn:
-        raise InputError("a kernel on a GPU cannot be saved; save the matrix and tune again")
+    def save(self, path: Path | str) -> None:
+        if self._value_tensor is not None:
+            raise InputError("the kernel has values of `with_values`; save the kernel that was tuned")
+        super().save(path)
+
+    def _describe_gpu(self) -> dict[str, Any]:
+        program = self.program
+        return {
+            "gpu": describe_device(self.device).name,
+            "dtype": str(self.torch_dtype).removeprefix("torch."),
+            "algorithm": program.algorithm if isinstance(program, GpuLibraryProgram) else None,
+        }
 
     def compute(self, *inputs: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
         tensors = [torch.tensor(value, device=self.device) for value in inputs]
@@ -136,6 +148,38 @@ class GpuKernel(Kernel):
     def _csr_tensors(self) -> tuple[Tensor, Tensor]:
         pos, crd = (torch.from_numpy(part.astype(np.int32)).to(self.device) for part in self._csr_indices)
         return pos, crd
+
+
+def build_saved_kernel(
+    file: KernelFile, problem: SparseProblem, device: str | torch.device, *, any_gpu: bool
+) -> GpuKernel:
+    """Build a kernel from its file; see `load`."""
+    target = find_gpu(device)
+    name = describe_device(str(target)).name
+    if name != file.gpu and not any_gpu:
+        raise DeviceError(
+            f"the kernel was tuned on another GPU: {file.gpu}; this one is {name}. Tune again, or load with "
+            "any_cpu=True"
+        )
+    if file.schedule is None:
+        program = GpuLibraryProgram(problem, target, file.algorithm)
+    else:
+        program = GpuProgram(problem, file.schedule, target, max_bytes=compute_storage_limit(problem))
+    return GpuKernel(program, getattr(torch, str(file.dtype)), speedup=file.speedup)
+
+
+def find_gpu(device: str | torch.device) -> torch.device:
+    """Return a GPU with its index, or the CPU if Triton interprets its kernels.
+
+    Raises:
+        DeviceError: There is no GPU.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise DeviceError(f"torch sees no GPU, so `device` (={device}) is not possible; use the CPU")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _adapt_program(base: GpuProgram, problem: SparseProblem) -> tuple[GpuProgram, str]:

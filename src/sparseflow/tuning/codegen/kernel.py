@@ -74,6 +74,9 @@ class KernelFile(Artifact):
         speedup: Time of the best baseline over the time of the kernel; None if it was not tuned.
         cpu: CPU that the kernel was tuned on.
         sha256: Checksum of the matrix.
+        gpu: Name of the GPU that the kernel was tuned on; None for a CPU.
+        dtype: Dtype of the dense operands on a GPU, such as `"float16"`.
+        algorithm: Algorithm of cuSPARSE of a library kernel on a GPU; None for the one that torch uses.
     """
 
     FORMAT: ClassVar[str] = "sparseflow.tuning.kernel"
@@ -87,6 +90,9 @@ class KernelFile(Artifact):
     speedup: float | None
     cpu: str
     sha256: str
+    gpu: str | None = None
+    dtype: str | None = None
+    algorithm: str | None = None
 
 
 class Kernel(ABC):
@@ -607,9 +613,14 @@ class Kernel(ABC):
             speedup=self.speedup,
             cpu=describe_cpu(),
             sha256=matrix.digest(),
+            **self._describe_gpu(),
         )
         # `from_numpy` warns of read-only arrays.
         file.save_tensors(path, {name: torch.tensor(getattr(matrix, name)) for name in _ARRAYS})
+
+    def _describe_gpu(self) -> dict[str, Any]:
+        """Return the fields of a kernel file that only kernels on a GPU have."""
+        return {}
 
     def export_c(self, folder: Path | str, *, prefix: str = DEFAULT_PREFIX) -> ExportResult:
         """Write C code, the packed matrix and a test program, for C and C++ programs without Python.
@@ -788,18 +799,25 @@ def get_kernel(number: int) -> Kernel:
     return kernel
 
 
-def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = None) -> Kernel:
+def load(
+    path: Path | str,
+    *,
+    any_cpu: bool = False,
+    device: str | torch.device = "cuda",
+    cache_dir: Path | None = None,
+) -> Kernel:
     """Read a kernel from a file of `Kernel.save`.
 
     Args:
         path: File.
-        any_cpu: Accept a kernel that was tuned on another CPU; it is correct but may be slow.
+        any_cpu: Accept a kernel that was tuned on another CPU or GPU; it is correct but may be slow.
+        device: The GPU of a kernel that was tuned on a GPU.
         cache_dir: Directory of compiled code.
 
     Raises:
         InputError: The file does not exist.
         FileFormatError: The file is not a kernel, or damaged.
-        DeviceError: The kernel was tuned on another CPU, or there is no C compiler.
+        DeviceError: The kernel was tuned on another CPU or GPU, or there is no C compiler or no GPU.
         RunError: The compilation fails.
     """
     file, tensors = KernelFile.load_tensors(path)
@@ -810,6 +828,10 @@ def load(path: Path | str, *, any_cpu: bool = False, cache_dir: Path | None = No
         problem = SparseProblem(
             operator=get_operator(file.operator), matrix=as_coo(matrix), n_cols=file.n_cols
         )
+        if file.gpu is not None:
+            from sparseflow.tuning.codegen.gpu_kernel import build_saved_kernel
+
+            return build_saved_kernel(file, problem, device, any_gpu=any_cpu)
         limit = compute_storage_limit(problem)
         if file.schedule is None and 8 * file.shape[0] > limit:  # the row pointers of scipy
             raise FileFormatError(f"the matrix has {file.shape[0]} rows and only {matrix.nnz} elements")

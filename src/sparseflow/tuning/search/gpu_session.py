@@ -15,7 +15,7 @@ from sparseflow.core.kernel_compilation import MAX_PROCESSES
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, InputError, RunError
 from sparseflow.tuning.codegen.cusparse import ALGORITHMS
-from sparseflow.tuning.codegen.gpu_kernel import GpuKernel
+from sparseflow.tuning.codegen.gpu_kernel import GpuKernel, find_gpu
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
 from sparseflow.tuning.codegen.program import compute_storage_limit
 from sparseflow.tuning.measure.evaluator import Trial, sum_phases
@@ -78,11 +78,7 @@ def tune_on_gpu(
         MissingExtraError: Triton is missing.
     """
     deadline = Deadline(budget_s)
-    device = torch.device(device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError(f"torch sees no GPU, so `device` (={device}) is not possible; use the CPU")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = find_gpu(device)
     if dtype not in TOLERANCE:
         raise InputError(f"`dtype` (={dtype}) must be one of: {', '.join(map(str, TOLERANCE))}")
     values = np.float64 if dtype == torch.float64 else np.float32
