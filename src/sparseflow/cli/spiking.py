@@ -156,6 +156,9 @@ def check(
     ] = None,
     rounds: PairedRoundsOption = 20,
     compile_dense: CompileOption = True,
+    freeze: Annotated[
+        bool, typer.Option("--freeze", help="Let calls look for no changes of the network.")
+    ] = False,
     offload_weights: Annotated[
         bool, typer.Option("--offload-weights", help="Move weights that no call reads to slower memory.")
     ] = False,
@@ -183,6 +186,7 @@ def check(
             tolerance=tolerance,
             rounds=rounds,
             compile_baselines=compile_dense,
+            freeze=freeze,
             offload_weights=offload_weights,
             cache=cache,
             progress=progress,

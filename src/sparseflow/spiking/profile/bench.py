@@ -139,6 +139,7 @@ def bench(
     dtype: torch.dtype | None = None,
     rounds: int = 20,
     compile_baselines: bool = True,
+    freeze: bool = False,
     offload_weights: bool = False,
     cache: bool = True,
     progress: Progress | None = None,
@@ -153,7 +154,7 @@ def bench(
         dtype: See `optimize`.
         rounds: Paired timing rounds.
         compile_baselines: Let the dense baselines use `torch.compile` too.
-        offload_weights: See `optimize`.
+        freeze, offload_weights: See `optimize`.
         cache: Cache the autotuner's decisions on disk.
         progress: Called with a message and the fraction done.
     """
@@ -169,6 +170,7 @@ def bench(
         model,
         timed[0],
         dtype=dtype,
+        freeze=freeze,
         offload_weights=offload_weights,
         cache=cache,
         progress=subrange(progress, 0.4, 0.7),

@@ -101,6 +101,7 @@ def check_network(
     tolerance: float | None = None,
     rounds: int = 20,
     compile_baselines: bool = True,
+    freeze: bool = False,
     offload_weights: bool = False,
     cache: bool = True,
     progress: Progress | None = None,
@@ -113,7 +114,7 @@ def check_network(
     Args:
         model: Network in eval mode; it is optimized in place.
         inputs: Typical inputs on the model's device.
-        dtype, rounds, compile_baselines, offload_weights, cache, progress: See `bench`.
+        dtype, rounds, compile_baselines, freeze, offload_weights, cache, progress: See `bench`.
         tolerance: Largest accepted mean error of outputs and membranes, as a fraction of their mean size;
             spikes that flip through different rounding cause such errors. By default 0.01, or for
             `torch.float16` and `torch.bfloat16` 0.1 and 0.2.
@@ -136,6 +137,7 @@ def check_network(
         dtype=dtype,
         rounds=rounds,
         compile_baselines=compile_baselines,
+        freeze=freeze,
         offload_weights=offload_weights,
         cache=cache,
         progress=subrange(progress, 0.0, 0.9),
