@@ -151,7 +151,7 @@ class GpuKernel(Kernel):
 
 
 def build_saved_kernel(
-    file: KernelFile, problem: SparseProblem, device: str | torch.device, *, any_gpu: bool
+    file: KernelFile, problem: SparseProblem, device: str | torch.device, *, any_gpu: bool, max_bytes: int
 ) -> GpuKernel:
     """Build a kernel from its file; see `load`."""
     target = find_gpu(device)
@@ -164,8 +164,8 @@ def build_saved_kernel(
     if file.schedule is None:
         program = GpuLibraryProgram(problem, target, file.algorithm)
     else:
-        program = GpuProgram(problem, file.schedule, target, max_bytes=compute_storage_limit(problem))
-    return GpuKernel(program, getattr(torch, str(file.dtype)), speedup=file.speedup)
+        program = GpuProgram(problem, file.schedule, target, max_bytes=max_bytes)
+    return GpuKernel(program, getattr(torch, file.dtype), speedup=file.speedup)
 
 
 def find_gpu(device: str | torch.device) -> torch.device:

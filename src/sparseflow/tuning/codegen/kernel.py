@@ -75,7 +75,7 @@ class KernelFile(Artifact):
         cpu: CPU that the kernel was tuned on.
         sha256: Checksum of the matrix.
         gpu: Name of the GPU that the kernel was tuned on; None for a CPU.
-        dtype: Dtype of the dense operands on a GPU, such as `"float16"`.
+        dtype: Dtype of the dense operands on a GPU.
         algorithm: Algorithm of cuSPARSE of a library kernel on a GPU; None for the one that torch uses.
     """
 
@@ -91,7 +91,7 @@ class KernelFile(Artifact):
     cpu: str
     sha256: str
     gpu: str | None = None
-    dtype: str | None = None
+    dtype: Literal["float32", "float64", "float16", "bfloat16"] = "float32"
     algorithm: str | None = None
 
 
@@ -828,13 +828,14 @@ def load(
         problem = SparseProblem(
             operator=get_operator(file.operator), matrix=as_coo(matrix), n_cols=file.n_cols
         )
+        limit = compute_storage_limit(problem)
+        has_row_pointers = file.schedule is None or file.gpu is not None
+        if has_row_pointers and 8 * file.shape[0] > limit:
+            raise FileFormatError(f"the matrix has {file.shape[0]} rows and only {matrix.nnz} elements")
         if file.gpu is not None:
             from sparseflow.tuning.codegen.gpu_kernel import build_saved_kernel
 
-            return build_saved_kernel(file, problem, device, any_gpu=any_cpu)
-        limit = compute_storage_limit(problem)
-        if file.schedule is None and 8 * file.shape[0] > limit:  # the row pointers of scipy
-            raise FileFormatError(f"the matrix has {file.shape[0]} rows and only {matrix.nnz} elements")
+            return build_saved_kernel(file, problem, device, any_gpu=any_cpu, max_bytes=limit)
         program = None if file.schedule is None else build_program(problem, file.schedule, max_bytes=limit)
     except (KeyError, ValueError, TypeError) as error:
         raise FileFormatError(f"{path} is not a readable kernel: {error}; {file.HINT}") from error
