@@ -111,6 +111,7 @@ DtypeOption = Annotated[Literal["float32", "float64"], _DTYPE]
 HalfDtypeOption = Annotated[Literal["float32", "bfloat16", "float16"], _DTYPE]
 """As `DtypeOption`, for models that run in half precision."""
 AnyDtypeOption = Annotated[Literal["float32", "float64", "float16", "bfloat16"], _DTYPE]
+"""As `DtypeOption`, where a GPU also computes in half precision."""
 Fp16DtypeOption = Annotated[Literal["float32", "float16"], _DTYPE]
 CacheOption = Annotated[bool, typer.Option("--cache/--no-cache", help="Cache decisions on disk.")]
 

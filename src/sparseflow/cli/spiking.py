@@ -157,7 +157,7 @@ def check(
     rounds: PairedRoundsOption = 20,
     compile_dense: CompileOption = True,
     freeze: Annotated[
-        bool, typer.Option("--freeze", help="Let calls look for no changes of the network.")
+        bool, typer.Option("--freeze", help="Do not check for changes of the network in each call.")
     ] = False,
     offload_weights: Annotated[
         bool, typer.Option("--offload-weights", help="Move weights that no call reads to slower memory.")

@@ -80,10 +80,9 @@ def tune(
     import torch
 
     from sparseflow.cli.progress import progress_bar
+    from sparseflow.tuning.api import run_search
     from sparseflow.tuning.model.net.pretrained import load_prior
     from sparseflow.tuning.schedule.matrix_files import read_matrix
-    from sparseflow.tuning.search.gpu_session import tune_on_gpu
-    from sparseflow.tuning.search.session import TuningSession
 
     target = open_device(device)
     is_half = dtype in ("float16", "bfloat16")
@@ -91,36 +90,24 @@ def tune(
         raise InputError(f"`--dtype {dtype}` is for GPUs; kernels for CPUs compute in float32 or float64")
     coo = read_matrix(matrix, dtype=np.dtype("float32" if is_half else dtype))
     with progress_bar() as progress:
-        if target.type == "cpu":
-            session = TuningSession(
-                operator,
-                coo,
-                n_cols=n_cols,
-                budget_s=budget_s,
-                max_trials=trials,
-                method=method,
-                prior=None if net is None else load_prior(net),
-                threads=threads,
-                seed=seed,
-                out_dir=out,
-                cluster=cluster,
-                num_machines=machines,
-                warm_start=warm_start,
-                progress=progress,
-            )
-            result = session.run()
-        else:
-            result = tune_on_gpu(
-                operator,
-                coo,
-                target,
-                n_cols=n_cols,
-                dtype=getattr(torch, dtype),
-                budget_s=budget_s,
-                max_trials=trials,
-                seed=seed,
-                progress=progress,
-            )
+        result = run_search(
+            operator,
+            coo,
+            n_cols=n_cols,
+            dtype=None if target.type == "cpu" else getattr(torch, dtype),
+            device=str(target),
+            budget_s=budget_s,
+            max_trials=trials,
+            method=method,
+            prior=None if net is None else load_prior(net),
+            threads=threads,
+            seed=seed,
+            out_dir=out,
+            cluster=cluster,
+            num_machines=machines,
+            warm_start=warm_start,
+            progress=progress,
+        )
     library = "scipy" if target.type == "cpu" else "cuSPARSE"
     kernel = None if out is None else out / KERNEL_FILE
     if kernel is not None:

@@ -107,8 +107,8 @@ def optimize(
             which takes seconds. "never": they follow the decisions about the last shape that was measured.
             "background": so do their first calls, while a thread measures them on a copy of the network.
         freeze: Treat weights, modules, hooks and whatever the forward reads as constants. Calls do not look
-            for changes, which saves 0.1 to 0.2 ms of each, and compute no gradients. After a change, call
-            `optimize` again.
+            for changes, which saves time where a network is small, and compute no gradients. After a change,
+            call `optimize` again.
         offload_weights: Move the parameters that no call reads any more to slower memory, because the network
             runs with copies of them that were prepared: from a CPU to a temporary file that is memory-mapped,
             from a GPU to page-locked memory of the host. They keep their device and can be used as before,

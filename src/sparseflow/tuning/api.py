@@ -9,7 +9,9 @@ from sparseflow.core.progress import Progress
 from sparseflow.tuning.codegen.kernel import Kernel
 from sparseflow.tuning.schedule.matrices import is_tensor
 from sparseflow.tuning.search.methods import DEFAULT_METHOD, Prior
-from sparseflow.tuning.search.session import TuningSession
+from sparseflow.tuning.search.session import TuneResult, TuningSession
+
+_GPU_OPTIONS = ("n_cols", "budget_s", "max_trials", "seed", "progress")
 
 
 def tune(
@@ -65,38 +67,40 @@ def tune(
         warm_start: Whether to start from the fastest schedules of similar matrices.
         progress: Progress callback.
     """
-    device = device or (str(matrix.device) if is_tensor(matrix) else "cpu")
-    if device != "cpu":
-        from sparseflow.tuning.search.gpu_session import read_dtype, tune_on_gpu
-
-        result = tune_on_gpu(
-            operator,
-            matrix,
-            device,
-            n_cols=n_cols,
-            dtype=read_dtype(matrix, dtype),
-            budget_s=budget_s,
-            max_trials=max_trials,
-            seed=seed,
-            progress=progress,
-        )
-        return result.kernel
-    session = TuningSession(
+    return run_search(
         operator,
         matrix,
         n_cols=n_cols,
         budget_s=budget_s,
         max_trials=max_trials,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        progress=progress,
         method=method,
         prior=prior,
         threads=threads,
-        dtype=dtype,
-        seed=seed,
         out_dir=out_dir,
         cache_dir=cache_dir,
         cluster=cluster,
         num_machines=num_machines,
         warm_start=warm_start,
-        progress=progress,
-    )
-    return session.run().kernel
+    ).kernel
+
+
+def run_search(
+    operator: str, matrix: Any, *, dtype: Any = None, device: str | None = None, **options: Any
+) -> TuneResult:
+    """Search as `tune` does, and return all measurements.
+
+    Args:
+        operator, matrix, dtype, device: See `tune`.
+        options: Other arguments of `tune`, of which a GPU takes those in `_GPU_OPTIONS`.
+    """
+    device = device or (str(matrix.device) if is_tensor(matrix) else "cpu")
+    if device == "cpu":
+        return TuningSession(operator, matrix, dtype=dtype, **options).run()
+    from sparseflow.tuning.search.gpu_session import read_dtype, tune_on_gpu
+
+    options = {name: value for name, value in options.items() if name in _GPU_OPTIONS}
+    return tune_on_gpu(operator, matrix, device, dtype=read_dtype(matrix, dtype), **options)

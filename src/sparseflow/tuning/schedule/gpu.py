@@ -134,19 +134,16 @@ class GpuMapping:
             fsplit = (AxisSplit.from_inner_size(rows, extents[rows], self.rows),)
         if self.template == "blocks":
             fsplit = (*fsplit, AxisSplit.from_inner_size(cols, extents[cols], self.inner))
-        orders: dict[Template, tuple[str, ...]] = {
-            "segments": (rows, cols),
-            "elements": (rows, cols),
-            "rows": (f"{rows}0", f"{rows}1", cols),
-            "panels": (f"{rows}0", cols, f"{rows}1"),
-            "blocks": (f"{rows}0", f"{cols}0", f"{rows}1", f"{cols}1"),
+        full, compressed = LevelMode.DENSE, LevelMode.COMPRESSED
+        storage: dict[Template, dict[str, LevelMode]] = {
+            "segments": {rows: full, cols: compressed},
+            "rows": {f"{rows}0": full, f"{rows}1": full, cols: compressed},
+            "panels": {f"{rows}0": full, cols: compressed, f"{rows}1": full},
+            "blocks": {f"{rows}0": full, f"{cols}0": compressed, f"{rows}1": full, f"{cols}1": full},
+            "elements": {rows: LevelMode.COMPRESSED_NONUNIQUE, cols: LevelMode.SINGLETON},
         }
-        order = orders[self.template]
-        compressed = order.index(cols if cols in order else f"{cols}0")
-        modes = [LevelMode.COMPRESSED if i == compressed else LevelMode.DENSE for i in range(len(order))]
-        if self.template == "elements":
-            modes = [LevelMode.COMPRESSED_NONUNIQUE, LevelMode.SINGLETON]
-        levels = tuple(FormatLevel(axis=axis, mode=mode) for axis, mode in zip(order, modes, strict=True))
+        order = tuple(storage[self.template])
+        levels = tuple(FormatLevel(axis=axis, mode=mode) for axis, mode in storage[self.template].items())
         outer = (f"{dense}0",)
         # SDDMM sums over the dense axis for each element.
         loops = (*order, *outer) if operator.sparse_output else (order[0], *outer, *order[1:])
