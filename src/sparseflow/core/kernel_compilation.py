@@ -69,10 +69,15 @@ class _ForkingExecutor(Executor):
             context.Process(target=_run_tasks, args=(self.tasks[index::num_processes],), daemon=True)
             for index in range(num_processes)
         ]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the processes only compile
-            for process in processes:
-                process.start()
+        collects = gc.isenabled()
+        gc.disable()  # a forked process must not free memory of the GPU
+        try:
+            with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # they only compile
+                for process in processes:
+                    process.start()
+        finally:
+            if collects:
+                gc.enable()
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -82,8 +87,7 @@ class _ForkingExecutor(Executor):
 
 
 def _run_tasks(tasks: list[Callable[[], Any]]) -> None:
-    """Run tasks in a forked process, in which nothing may use the GPU or free memory of it."""
-    gc.disable()
+    """Run tasks in a forked process, which must not use the GPU."""
     for task in tasks:
         try:
             task()

@@ -36,6 +36,12 @@ ALGORITHMS: Mapping[str, Mapping[str, int]] = {
 """Operator -> name of the algorithm -> number in cuSPARSE. The format is the start of the name."""
 
 
+def list_algorithms(operator: str, dtype: torch.dtype) -> list[str]:
+    """List the algorithms of an operator for a dtype."""
+    # cuSPARSE has no SDDMM of bfloat16, and prints each attempt.
+    return [] if (operator, dtype) == ("sddmm", torch.bfloat16) else list(ALGORITHMS[operator])
+
+
 @cache
 def load_library() -> ctypes.CDLL:
     """Load cuSPARSE, which torch for CUDA has loaded already.

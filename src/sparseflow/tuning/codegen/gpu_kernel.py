@@ -142,10 +142,13 @@ class GpuKernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         if values is None:
             values = torch.tensor(self.problem.matrix.values, dtype=dense.dtype, device=dense.device)
-        return find_tensor_extrema(*self._csr_tensors, values.contiguous(), dense.contiguous(), reduce)
+        return find_tensor_extrema(*self.csr_tensors, values.contiguous(), dense.contiguous(), reduce)
 
     @cached_property
-    def _csr_tensors(self) -> tuple[Tensor, Tensor]:
+    def csr_tensors(self) -> tuple[Tensor, Tensor]:
+        template = self._family.template
+        if template is not None:
+            return self._family.get_similar(template, self._key).csr_tensors
         pos, crd = (torch.from_numpy(part.astype(np.int32)).to(self.device) for part in self._csr_indices)
         return pos, crd
 

@@ -589,6 +589,17 @@ class Kernel(ABC):
         csr = self.problem.matrix.to_scipy()
         return csr.indptr, csr.indices
 
+    @property
+    def csr_tensors(self) -> tuple[Tensor, Tensor]:
+        """Start of each row, and column of each element, as tensors for CSR tensors on the kernel's device.
+
+        A kernel on a GPU has one pair; all sparse tensors that it returns share it.
+        """
+        import torch
+
+        indptr, indices = (torch.tensor(part) for part in self._csr_indices)
+        return indptr, indices
+
     def build_sparse_output(self, values: np.ndarray) -> scipy.sparse.csr_array:
         """Build D from its values."""
         from scipy import sparse

@@ -141,8 +141,7 @@ def build_csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tup
 
 
 def _build_sparse_output(kernel: Kernel, values: Tensor) -> Tensor:
-    indptr, indices = (torch.tensor(part, device=values.device) for part in kernel._csr_indices)
-    return build_csr_tensor(indptr, indices, values, kernel.shape)
+    return build_csr_tensor(*kernel.csr_tensors, values, kernel.shape)
 
 
 def _multiply(dense: Tensor, values: Tensor | None, kernel: Kernel) -> Tensor:

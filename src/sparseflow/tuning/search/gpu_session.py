@@ -14,7 +14,7 @@ import torch
 from sparseflow.core.kernel_compilation import MAX_PROCESSES
 from sparseflow.core.progress import Progress
 from sparseflow.errors import DeviceError, InputError, RunError
-from sparseflow.tuning.codegen.cusparse import ALGORITHMS
+from sparseflow.tuning.codegen.cusparse import list_algorithms
 from sparseflow.tuning.codegen.gpu_kernel import GpuKernel, find_gpu
 from sparseflow.tuning.codegen.gpu_program import GpuLibraryProgram, GpuProgram
 from sparseflow.tuning.codegen.program import compute_storage_limit
@@ -211,7 +211,8 @@ def _list_library_programs(
     problem: SparseProblem, evaluator: GpuEvaluator
 ) -> tuple[dict[str, GpuLibraryProgram], tuple[str, ...]]:
     """List the algorithms of cuSPARSE that run and are right, and a sentence if there is none."""
-    algorithms = {LIBRARY: None} | {f"cusparse_{name}": name for name in ALGORITHMS[problem.operator.name]}
+    names = list_algorithms(problem.operator.name, evaluator.dtype)
+    algorithms = {LIBRARY: None} | {f"cusparse_{name}": name for name in names}
     programs: dict[str, GpuLibraryProgram] = {}
     problems: list[str] = []
     for name, algorithm in algorithms.items():
