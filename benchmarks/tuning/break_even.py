@@ -5,10 +5,11 @@
     export PYTHONPATH=src:.
     python benchmarks/tuning/break_even.py matrices/*.mtx.gz --out runs/break_even.jsonl
 
-Every matrix of `matrix_suite.py` is tuned with each budget in a new process with an empty cache of compiled
-code. The time of a search is the time from the call of `tune` to the kernel, with everything that it imports
-and compiles. The kernel is then timed in pairs with scipy and with each form of torch, called from Python.
-The search has paid after as many calls as save its time.
+Every matrix of `matrix_suite.py` is tuned with each budget, without winners of similar matrices. The searches
+of a run follow each other in one process, whose cache of compiled code is empty at first, so the first ones
+import packages and compile schedules that later ones have. The time of a search is the time from the call of
+`tune` to the kernel. The kernel is then timed in pairs with scipy and with each form of torch, called from
+Python. The search has paid after as many calls as save its time.
 
 The same command resumes an interrupted run. `python -m benchmarks.claims record` makes the claims.
 """
@@ -52,20 +53,21 @@ MAX_CALLS = 100
 Row = dict[str, Any]
 
 
-def search(matrix: CooMatrix, budget_s: float, threads: int) -> tuple[float, str | None]:
+def search(matrix: CooMatrix, budget_s: float, threads: int, cache_dir: Path) -> tuple[float, str | None]:
     """Tune in this process; return the seconds and the schedule, which is None if scipy is the fastest."""
-    with tempfile.TemporaryDirectory() as folder:
-        start_s = time.perf_counter()
-        schedule = tune(
-            "spmm", matrix, n_cols=N_COLS, budget_s=budget_s, threads=threads, cache_dir=Path(folder)
-        ).schedule
-        return time.perf_counter() - start_s, None if schedule is None else str(schedule)
+    start_s = time.perf_counter()
+    schedule = tune(
+        "spmm", matrix, n_cols=N_COLS, budget_s=budget_s, threads=threads, cache_dir=cache_dir,
+        warm_start=False,
+    ).schedule  # fmt: skip
+    return time.perf_counter() - start_s, None if schedule is None else str(schedule)
 
 
-def measure(matrix: CooMatrix, budget_s: float, threads: int) -> Row:
-    """Tune a matrix in a new process and compare the kernel with the libraries."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        search_s, line = pool.submit(search, matrix, budget_s, threads).result()
+def measure(
+    matrix: CooMatrix, budget_s: float, threads: int, pool: ProcessPoolExecutor, cache_dir: Path
+) -> Row:
+    """Tune a matrix in the process of a pool and compare the kernel with the libraries."""
+    search_s, line = pool.submit(search, matrix, budget_s, threads, cache_dir).result()
     row: Row = {"search_s": round(search_s, 3), "schedule": line, "against": {}}
     if line is None:
         return row
@@ -139,7 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + args.time_limit_s
     args.out.parent.mkdir(parents=True, exist_ok=True)
     journal: Journal[Row]
-    with Journal(args.out, dict) as journal:
+    with (
+        Journal(args.out, dict) as journal,
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
         if not journal.rows:
             settings = {"threads": args.threads, "dtype": args.dtype}
             journal.append({"environment": collect_environment("cpu"), "settings": settings})
@@ -150,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 matrix = item.make(np.dtype(args.dtype))
                 row = {"matrix": item.name, "family": item.family, "nnz": matrix.nnz, "budget_s": budget_s}
-                row |= measure(matrix, budget_s, args.threads)
+                row |= measure(matrix, budget_s, args.threads, pool, Path(folder))
                 journal.append(row)
                 calls = {name: other["calls"] for name, other in row["against"].items()}
                 print(f"{item.name}, {budget_s:g} s: {row['search_s']} s, {calls} calls", flush=True)

@@ -198,10 +198,3 @@ def test_generate_wide_positions_matches_reference(cache: Path) -> None:
     )
     assert "int64_t *restrict const pos1" in wide.source
     check(wide, cache)
-
-
-def test_generate_equal_shapes_share_source() -> None:
-    sources = {
-        program_of("spmm", SPMM["csr"], samples(33, 61, 0.2, seed=seed), 40).source for seed in range(3)
-    }
-    assert len(sources) == 1

@@ -1,11 +1,12 @@
 """C code of a loop nest, with vector extensions and OpenMP.
 
-The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the first step of
-each thread if the schedule balances elements (int64 [threads + 1]), then the arrays of
-`formats.PackedMatrix.arrays`, then the dense inputs and, for an output stored like the matrix, the number of
-its values as one int64; `out` has the output. Extents are constants in the source, because a schedule is
-tuned for one shape. The content of the matrix is not in the source, so matrices of one shape share the
-compiled code of a schedule.
+The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the rows and columns
+of the matrix and the chunk of the schedule (int64 [3]), then the first step of each thread if the schedule
+balances elements (int64 [threads + 1]), then the arrays of `formats.PackedMatrix.arrays`, then the dense
+inputs and, for an output stored like the matrix, the number of its values as one int64; `out` has the output.
+
+The source has neither the content of the matrix nor, in most schedules, its shape, so matrices share the
+compiled code of a schedule. Extents of dense axes, blocks and inner dense levels are constants.
 
 In the generated code `c0` is a coordinate along the sub axis of loop 0, `p0` a position in storage level 0,
 and `s…` a sum.
@@ -87,6 +88,7 @@ class _SourceWriter:
         self.sums: _Accumulators | None = None
         self.in_array = False
         self.last = nest.loops[-1]
+        self.extents = dict(zip(nest.operator.sparse_axes, ("rows", "cols"), strict=True))
         self.diagonal = next((loop for loop in nest.loops if loop.mode is LevelMode.DIAGONAL), None)
         rows = nest.operator.sparse_axes[0]
         self.last_row = [loop for loop in nest.loops if loop.axis == rows][-1]
@@ -131,7 +133,7 @@ class _SourceWriter:
         )
 
     def format_arguments(self) -> Iterator[str]:
-        names = [("ranges", "int64_t")] if self.nest.balanced else []
+        names = [("sizes", "int64_t"), *([("ranges", "int64_t")] if self.nest.balanced else [])]
         for number, spec in enumerate(self.nest.levels):
             if spec.mode.has_loop and spec.mode is not LevelMode.DENSE:
                 names.append((f"pos{number}", "int64_t" if self.wide else "int32_t"))
@@ -144,6 +146,8 @@ class _SourceWriter:
         for index, (name, kind) in enumerate(names):
             yield f"    const {kind} *restrict const {name} = in[{index}];"
         yield "    real *restrict const res = out[0];"
+        for index, name in enumerate((*self.extents.values(), "chunk")):
+            yield f"    const long {name} = sizes[{index}];"
         if self.nest.threads > 1:
             yield f"    const int threads = least({self.nest.threads}, omp_get_max_threads());"
 
@@ -153,7 +157,8 @@ class _SourceWriter:
         if shape is None:
             self.write("const long results = *count;")
         else:
-            self.write(f"const long results = {math.prod(shape)};")
+            rows = self.format_padded_extent(nest.operator.output_axes[0])
+            self.write(f"const long results = {_format_multiple(rows, math.prod(shape[1:]))};")
         step = _ZERO_CHUNK_BYTES // nest.dtype.itemsize
         if nest.threads > 1 and any(loop.parallel for loop in nest.loops):
             self.write("#pragma omp parallel for schedule(static) num_threads(threads)")
@@ -208,9 +213,12 @@ class _SourceWriter:
     def write_counted_loop(self, index: int, loop: Loop, env: _Env) -> None:
         """Write a loop of fixed extent; a partial last block gets its own code."""
         tail = self.get_tail(loop)
-        full_steps = self.get_extent(loop, env) - (tail > 0)
+        full_steps: int | str = self.get_extent(loop, env) - (tail > 0)
+        if index == 0 and loop.level is not None and self.nest.region != 0:
+            full_steps = self.format_steps(loop.axis)  # so that the source does not depend on the shape
         inner = self.get_inner_axis(loop)
         if tail and loop.parallel:
+            assert isinstance(full_steps, int)
             with self.open_counted_loop(index, full_steps + 1, self.format_pragma(loop)):
                 with self.open_block(f"if (c{index} < {full_steps})"):
                     self.write_loop(index + 1, env.with_coordinate(loop, f"c{index}"))
@@ -251,8 +259,7 @@ class _SourceWriter:
 
     def format_pragma(self, loop: Loop) -> str | None:
         if loop.parallel:
-            shared = f"schedule(dynamic, {self.nest.chunk}) num_threads(threads)"
-            return f"#pragma omp parallel for {shared}"
+            return "#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)"
         if loop is self.last and self.nest.vector == "hint" and (loop.mode is None or loop.mode.unique):
             return "#pragma omp simd"
         return f"#pragma GCC unroll {loop.unroll}" if loop.unroll > 1 else None
@@ -343,12 +350,11 @@ class _SourceWriter:
         other threads, so their sums follow the results in the output, and are added in the end.
         """
         threads = self.nest.threads
-        extent = self.nest.extents[self.nest.operator.output_axes[0]]
         ((x, _),) = DENSE_INPUTS[self.nest.operator.name]
         if threads == 1:
             self.write("const long first = 0;")
-            self.write(f"memset(res, 0, {extent} * sizeof(real));")
-            self.write_triangle(x, f"{extent}", shared=False)
+            self.write("memset(res, 0, rows * sizeof(real));")
+            self.write_triangle(x, "rows", shared=False)
             return
         loop = f"for (long t = 0; t < {threads}; t++)"
         self.write("#pragma omp parallel num_threads(threads)")
@@ -391,10 +397,10 @@ class _SourceWriter:
         assert self.diagonal is not None
         ((name, axes),) = DENSE_INPUTS[self.nest.operator.name]
         start = env.coordinate[self.diagonal.sub_axis]
-        extent, rows = self.nest.extents[axes[0]], self.last.extent
+        extent, rows = self.extents[axes[0]], self.last.extent
         self.write(f"real edge[{rows}];")
         self.write("const real *diagonal = edge;")
-        with self.open_block(f"if ({start} >= 0 && {start} <= {extent - rows})"):
+        with self.open_block(f"if ({start} >= 0 && {start} <= {extent} - {rows})"):
             self.write(f"diagonal = {name} + {start};")
         with self.open_block("else"), self.open_block(f"for (long v = 0; v < {rows}; v++)"):
             column = f"{start} + v"
@@ -532,9 +538,9 @@ class _SourceWriter:
             part = self.format_coordinate(axis, env)
             if axis in clamped:
                 # Blocks beyond the end of the axis have zeros there, so any element is correct.
-                part = f"least({part}, {extent - 1})"
+                part = f"least({part}, {self.extents[axis]} - 1)"
             elif self.diagonal is not None and axis == self.diagonal.axis:
-                part = f"clamp({part}, {extent - 1})"  # diagonals have zeros outside of the matrix
+                part = f"clamp({part}, {self.extents[axis]} - 1)"  # diagonals have zeros outside of the matrix
             total = _format_sum(_format_multiple(total, extent), part) if total else part
         return total
 
@@ -571,6 +577,19 @@ class _SourceWriter:
     def get_extent(self, loop: Loop, env: _Env) -> int:
         return env.extents.get(loop.sub_axis, loop.extent)
 
+    def format_steps(self, axis: str) -> str:
+        """Format the steps of the outermost loop of a sparse axis."""
+        inner, extent = self.get_inner_extent(axis), self.extents[axis]
+        return extent if inner == 1 else f"({extent} + {inner - 1}) / {inner}"
+
+    def format_padded_extent(self, axis: str) -> str:
+        """Format the extent of a sparse axis, rounded up to full blocks."""
+        return _format_multiple(self.format_steps(axis), self.get_inner_extent(axis))
+
+    def get_inner_extent(self, axis: str) -> int:
+        """Return the coordinates that a step of the outermost loop of an axis covers."""
+        return max(loop.weight for loop in self.nest.loops if loop.axis == axis)
+
     def get_tail(self, loop: Loop) -> int:
         """Return the steps of the last, partial block of a dense axis for its outer loop; 0 otherwise."""
         return self.nest.tail(loop.axis) if loop.level is None and loop.weight > 1 else 0
@@ -586,7 +605,7 @@ class _SourceWriter:
         self.lines.append(line if line.startswith("#") else "    " * self.depth + line)
 
     def open_counted_loop(
-        self, index: int, steps: int, pragma: str | None = None
+        self, index: int, steps: int | str, pragma: str | None = None
     ) -> AbstractContextManager[None]:
         return self.open_block(f"for (long c{index} = 0; c{index} < {steps}; c{index}++)", pragma)
 

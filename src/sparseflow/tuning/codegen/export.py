@@ -126,7 +126,7 @@ def export_schedule(
 class _Exporter:
     def __init__(self, program: KernelProgram, prefix: str, preset: str | None) -> None:
         self.program, self.prefix, self.preset = program, prefix, preset
-        digest = hashlib.sha256(program.source.encode()).digest()
+        digest = hashlib.sha256(f"{program.source}{program.problem.extents}".encode()).digest()
         self.fingerprint = int.from_bytes(digest[:8], "little")
         problem = program.problem
         rows, columns = problem.matrix.shape[0], program.output_shape[1:]

@@ -54,8 +54,13 @@ class KernelProgram:
 
     @property
     def leading_arrays(self) -> tuple[np.ndarray, ...]:
-        """Kernel arguments before the dense inputs: the first step of each thread and the packed matrix."""
-        return (*([self.ranges] if self.nest.balanced else []), *self.packed.arrays)
+        """Kernel arguments before the dense inputs: sizes, the first step of each thread, packed matrix."""
+        return (self.sizes, *([self.ranges] if self.nest.balanced else []), *self.packed.arrays)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows and columns of the matrix, and the chunk of the schedule; int64 [3]."""
+        return np.array([*self.problem.matrix.shape, self.nest.chunk], np.int64)
 
     @cached_property
     def ranges(self) -> np.ndarray:

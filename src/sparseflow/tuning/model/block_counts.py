@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sparseflow.tuning.schedule.formats import count_diagonals
-from sparseflow.tuning.schedule.matrices import CooMatrix
+from sparseflow.tuning.schedule.matrices import CooMatrix, are_sorted
 
 BlockSize = tuple[int | None, int | None]
 """Rows and columns of a block; None for all."""
@@ -26,11 +26,10 @@ class BlockCounts:
     def __init__(self, matrix: CooMatrix) -> None:
         self._matrix, self.nnz = matrix, matrix.nnz
         self.shape = matrix.shape
-        order = np.lexsort((matrix.cols, matrix.rows))
-        if (order[1:] > order[:-1]).all():
-            self._rows, self._cols = matrix.rows, matrix.cols
-        else:
-            self._rows, self._cols = matrix.rows[order], matrix.cols[order]
+        self._rows, self._cols = matrix.rows, matrix.cols
+        if not are_sorted(self._rows, self._cols):
+            order = np.lexsort((self._cols, self._rows))
+            self._rows, self._cols = self._rows[order], self._cols[order]
         self._counts: dict[BlockSize, int] = {(None, None): min(self.nnz, 1), (1, 1): self.nnz}
         self._max_in_strip: dict[tuple[int, int], int] = {}
         self._padded_counts: dict[tuple[int, int | None], int] = {}

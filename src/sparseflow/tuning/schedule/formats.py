@@ -82,7 +82,11 @@ class LevelSpec:
         """Compute the coordinate of each element in this level, int64 [elements]."""
         if self.mode is LevelMode.DIAGONAL:
             return matrix.cols - matrix.rows % self.block_rows
-        return (matrix.rows, matrix.cols)[self.dim] // self.weight % self.extent
+        coordinates = (matrix.rows, matrix.cols)[self.dim]
+        if self.weight > 1:
+            coordinates = coordinates // self.weight
+        is_outermost = self.weight * self.extent >= matrix.shape[self.dim]
+        return coordinates if is_outermost else coordinates % self.extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +151,10 @@ def pack(
     if any(spec.mode is LevelMode.SYMMETRIC for spec in specs):
         return _pack_triangle(matrix, specs, max_bytes)
     parts = [spec.compute_coordinates(matrix) for spec in specs]
-    order = np.lexsort(parts[::-1])
-    nnz = len(order)
-    parts = [part[order] for part in parts]
+    nnz, element_values = matrix.nnz, matrix.values
+    order = _sort_elements(parts)
+    if order is not None:
+        parts, element_values = [part[order] for part in parts], element_values[order]
     parent, count = np.zeros(nnz, np.int64), 1
     stored, used_bytes = [], 0
     value_bytes = matrix.values.dtype.itemsize
@@ -196,10 +201,25 @@ def pack(
         stored.append(StoredLevel(spec=spec, positions=count, pos=pos, crd=crd))
     check_capacity(count, value_bytes)
     values = np.zeros(count, matrix.values.dtype)
-    values[parent] = matrix.values[order]
-    leaf = np.empty(nnz, np.int64)
-    leaf[order] = parent
-    return PackedMatrix(levels=tuple(stored), values=values, element_positions=leaf)
+    values[parent] = element_values
+    positions = parent
+    if order is not None:
+        positions = np.empty(nnz, np.int64)
+        positions[order] = parent
+    return PackedMatrix(levels=tuple(stored), values=values, element_positions=positions)
+
+
+def _sort_elements(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the order of elements by their coordinates, first level first; None if they are in order."""
+    key, extent = np.zeros(len(parts[0]), np.int64), 1
+    for part in parts:
+        low = int(part.min(initial=0))
+        width = int(part.max(initial=0)) - low + 1
+        extent *= width
+        if extent >= 2**63:
+            return np.lexsort(parts[::-1])
+        key = key * width + (part - low)
+    return None if bool((key[1:] >= key[:-1]).all()) else np.argsort(key, kind="stable")
 
 
 def _pack_triangle(matrix: CooMatrix, specs: Sequence[LevelSpec], max_bytes: int) -> PackedMatrix:

@@ -167,14 +167,15 @@ def as_coo(matrix: Any, *, dtype: np.dtype | type | None = None) -> CooMatrix:
         )
     _check_bounds(rows, cols, shape)
     rows, cols = rows.astype(np.int64), cols.astype(np.int64)
-    order = np.lexsort((cols, rows))
-    rows, cols = rows[order], cols[order]
-    sums = _convert_values(values[order], np.dtype(np.float64))
-    first = np.ones(len(rows), bool)
-    first[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
-    if not first.all():
-        sums = np.add.reduceat(sums, np.flatnonzero(first))
-        rows, cols = rows[first], cols[first]
+    sums = _convert_values(values, np.dtype(np.float64))
+    if not are_sorted(rows, cols):
+        order = np.lexsort((cols, rows))
+        rows, cols, sums = rows[order], cols[order], sums[order]
+        first = np.ones(len(rows), bool)
+        first[1:] = (rows[1:] != rows[:-1]) | (cols[1:] != cols[:-1])
+        if not first.all():
+            sums = np.add.reduceat(sums, np.flatnonzero(first))
+            rows, cols = rows[first], cols[first]
     if values.dtype.kind != "f":
         # Sums of integers are integers; these conversions refuse or avoid rounding.
         if np.abs(sums).max(initial=0.0) >= _MAX_EXACT_INTEGER:
@@ -225,6 +226,12 @@ def _validate_extents(shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) != 2 or not all(1 <= extent <= MAX_EXTENT for extent in shape):
         raise InputError(f"`shape` (={shape}) must be two extents from 1 to {MAX_EXTENT}")
     return int(shape[0]), int(shape[1])
+
+
+def are_sorted(rows: np.ndarray, cols: np.ndarray) -> bool:
+    """Return whether coordinates are sorted by row and column, without duplicates."""
+    same_row, later_col = rows[1:] == rows[:-1], cols[1:] > cols[:-1]
+    return bool((rows[1:] >= rows[:-1]).all() and (later_col | ~same_row).all())
 
 
 def _check_bounds(rows: np.ndarray, cols: np.ndarray, shape: tuple[int, ...]) -> None:
