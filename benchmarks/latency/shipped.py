@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseflow.latency.graph.extraction import extract
-from sparseflow.latency.graph.sweep import SweepConfig
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from sparseflow.latency.measure.blocks import list_blocks, list_training_blocks
 from sparseflow.latency.measure.collection import collect
@@ -72,7 +72,7 @@ def measure(work: Path) -> list[Path]:
         # Composition and intervals come from the few networks, so they are measured more often.
         "models": CollectionConfig(models=models, rounds=5, **common),
         "kernels": CollectionConfig(kernels=folders, rounds=2, **common),
-        "sweep": CollectionConfig(sweep=SweepConfig(), rounds=1, **common),
+        "synthetic": CollectionConfig(synthetic=SyntheticKernelsConfig(), rounds=1, **common),
     }
     last_s = time.monotonic()
 

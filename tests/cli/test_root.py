@@ -62,6 +62,14 @@ def test_no_command_prints_one_line_for_each_wing(capsys: pytest.CaptureFixture[
     assert "sparseflow --help" in more and "sparseflow doctor" in more
 
 
+def test_help_fills_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert root.run(["latency", "evaluate", "--help"]) == 0
+    text = capsys.readouterr().out.partition("╭")[0]
+    paragraph = text.split("Creates no load")[1].rstrip().splitlines()
+    assert len(paragraph) > 2 and all(len(line) > 60 for line in paragraph[:-1])
+
+
 @pytest.mark.parametrize(("words", "expected"), [("lat", "latency"), ("latency pre", "predict")])
 def test_shell_completion(words: str, expected: str) -> None:
     process = subprocess.run(

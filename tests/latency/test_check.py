@@ -21,7 +21,7 @@ from sparseflow.latency.check import CheckResult, LatencyBaseline, ModelCheck, c
 from sparseflow.latency.graph.analysis import analyze
 from sparseflow.latency.junit import write_junit
 from tests.latency.conftest import MadeUp, of_this_machine
-from tests.latency.onnx_models import convnet, model, save
+from tests.latency.onnx_models import branching, convnet, model, save
 
 TEXT = TensorProto.STRING
 
@@ -87,6 +87,20 @@ def test_shapes_apply_to_models_with_the_input(made_up: MadeUp, tmp_path: Path) 
     result = check_models([path], made_up.predictor, shapes={"x": (2, 3, 12, 12)}, load=0.5)
     assert result.models[0].name == f"{path.as_posix()} x=2,3,12,12 load=0.5"
     assert get_statuses(result) == ["passed"]
+
+
+def test_dimensions_and_values_apply_to_models_that_have_them(made_up: MadeUp, tmp_path: Path) -> None:
+    paths = [save(convnet(batch="N"), tmp_path, "open.onnx"), save(branching(), tmp_path, "branch.onnx")]
+    for key in ("flag", "branch:flag"):
+        result = check_models(
+            paths, made_up.predictor, budget_ms=1e9, shapes={"batch": (2,)}, inputs={key: "true"}
+        )
+        assert get_statuses(result) == ["passed", "passed"]
+        assert [entry.name for entry in result.models] == [
+            f"{paths[0].as_posix()} batch=2", f"{paths[1].as_posix()} flag=true",
+        ]  # fmt: skip
+    with pytest.raises(InputError, match="flags, open:flag"):
+        check_models(paths, made_up.predictor, inputs={"flags": True, "open:flag": True})
 
 
 def test_baseline_detects_regressions_and_new_models(made_up: MadeUp, tmp_path: Path) -> None:

@@ -278,9 +278,20 @@ def _import_command(name: str) -> Any:
     if isinstance(target, typer.Typer):
         parent.add_typer(target, name=name)
         parent.callback()(_do_nothing)
-        return typer.main.get_group(parent).commands[name]
-    parent.command(name=name)(target)
-    return typer.main.get_command(parent)
+        command = typer.main.get_group(parent).commands[name]
+    else:
+        parent.command(name=name)(target)
+        command = typer.main.get_command(parent)
+    _join_help_lines(command)
+    return command
+
+
+def _join_help_lines(command: Any) -> None:
+    """Join the lines of each paragraph of help texts, which Typer would break where the source does."""
+    if command.help is not None:
+        command.help = "\n\n".join(" ".join(text.split()) for text in command.help.split("\n\n"))
+    for subcommand in getattr(command, "commands", {}).values():
+        _join_help_lines(subcommand)
 
 
 def _do_nothing() -> None:

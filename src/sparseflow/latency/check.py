@@ -25,8 +25,8 @@ from sparseflow.errors import InputError, RunError
 from sparseflow.latency.api import predict
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import GRAPH_FILE
-from sparseflow.latency.graph.dimensions import Extents, resolve_shapes
-from sparseflow.latency.graph.sources import read_extents
+from sparseflow.latency.graph.dimensions import is_size, list_names, select_for_model
+from sparseflow.latency.graph.sources import list_extents
 from sparseflow.latency.measure.plan import list_models
 from sparseflow.latency.model.kernel_estimates import COMPOSED
 from sparseflow.latency.model.kernel_regressor import ROOFLINE
@@ -67,7 +67,7 @@ class ModelCheck:
     """Result for one model.
 
     Attributes:
-        name: Path of the model, with the requested shapes and load.
+        name: Path of the model, with the requested shapes, values and load.
         prediction: The prediction; None if there is none.
         baseline_ms: Mean latency in the baseline; None without one.
         problems: One sentence for each limit that is exceeded, or why there is no prediction.
@@ -190,6 +190,7 @@ def check_models(
     max_regression: float = MAX_REGRESSION,
     load: float | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     gpu: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -210,14 +211,16 @@ def check_models(
         max_regression: Maximum relative increase of the mean over the baseline.
         load: Share of the device that other work uses; None for an idle device.
         shapes: Input -> shape, or open dimension -> its extent as a shape of one entry, for each model that
-            has it.
+            has it, or MODEL:NAME -> shape for one of them.
+        inputs: Likewise, input -> value: a number, a list or the path of a `.npy` file.
         gpu: Index of the GPU.
         seed: Random seed of the quantiles.
         progress: Receives each model and the fraction done.
 
     Raises:
-        InputError: A directory has no model, no model has an input of `shapes`, the predictor is of another
-            device or another one than that of the baseline, or was trained on idle measurements only.
+        InputError: A directory has no model, no model has an input of `shapes` or `inputs`, the predictor is
+            of another device or another one than that of the baseline, or was trained on idle measurements
+            only.
         FileFormatError: The predictor is invalid.
         DeviceError: The device is not available.
     """
@@ -239,12 +242,12 @@ def check_models(
         baseline=baseline,
         max_regression=max_regression,
     )
-    cases = _select_shapes(list(_iter_models(models)), shapes or {})
+    cases = _select_entries(list(_iter_models(models)), shapes or {}, inputs or {})
     results = []
-    for index, (path, model_shapes) in enumerate(cases):
+    for index, (path, model_shapes, values) in enumerate(cases):
         if progress is not None:
             progress(path.name, index / len(cases))
-        name = _format_name(path, model_shapes, load)
+        name = _format_name(path, model_shapes | values, load)
         baseline_ms = None if baseline is None else baseline.mean_ms.get(name)
         try:
             prediction = predict(
@@ -252,6 +255,7 @@ def check_models(
                 fitted,
                 load=None if load is None else {fitted.contention.metric: load},
                 shapes=model_shapes,
+                inputs=values,
                 gpu=gpu,
                 seed=seed,
             )
@@ -277,34 +281,35 @@ def _iter_models(paths: Sequence[Path | str]) -> Iterator[Path]:
         yield from files
 
 
-def _select_shapes(
-    paths: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]
-) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
-    """Return each path with the shapes of its inputs and dimensions; with all if it cannot be read."""
-    cases, inputs = [], set[str]()
+def _select_entries(
+    paths: Sequence[Path], shapes: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Any]
+) -> list[tuple[Path, dict[str, tuple[int, ...]], dict[str, Any]]]:
+    """Return each path with the shapes of its inputs and dimensions, and the values of its inputs.
+
+    A model that cannot be read gets all of them; its prediction reports the error.
+    """
+    cases, used = [], set[str]()
     for path in paths:
-        names = set(shapes)
-        if shapes and path.is_file():
-            try:
-                names = set(_list_known(read_extents(path), shapes))
-            except InputError:
-                names = set(shapes)  # the prediction reports the error
-        inputs |= names
-        cases.append((path, {name: shape for name, shape in shapes.items() if name in names}))
-    unknown = sorted(set(shapes) - inputs)
+        model = path.stem
+        names = list_names([*shapes, *inputs], model)
+        if names and path.is_file():
+            with suppress(InputError):
+                extents = list_extents(onnx_file.load_model(path))
+                names = [name for name in names if is_size(name, extents)]
+        used |= {*names, *(f"{model}:{name}" for name in names)}
+        cases.append((path, select_for_model(shapes, model, names), select_for_model(inputs, model, names)))
+    unknown = sorted({*shapes, *inputs} - used)
     if unknown:
-        raise InputError(f"no model has an input or open dimension {', '.join(unknown)}; correct `--shape`")
+        raise InputError(
+            f"no model has an input or open dimension {', '.join(unknown)}; correct `--shape` or `--input`"
+        )
     return cases
 
 
-def _list_known(inputs: Mapping[str, Extents], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield the names of shapes that are inputs or open dimensions."""
-    for name, shape in shapes.items():
-        with suppress(InputError):
-            resolve_shapes(inputs, {name: shape})
-            yield name
-
-
-def _format_name(path: Path, shapes: Mapping[str, tuple[int, ...]], load: float | None) -> str:
-    parts = [path.as_posix(), *(f"{name}={','.join(map(str, s))}" for name, s in sorted(shapes.items()))]
+def _format_name(path: Path, entries: Mapping[str, Any], load: float | None) -> str:
+    parts = [path.as_posix(), *(f"{name}={_format_entry(entry)}" for name, entry in sorted(entries.items()))]
     return " ".join(parts if load is None else [*parts, f"load={load:g}"])
+
+
+def _format_entry(entry: Any) -> str:
+    return str(entry) if isinstance(entry, str | int | float) else ",".join(map(str, entry))

@@ -17,7 +17,7 @@ from sparseflow.core.progress import Progress, subrange
 from sparseflow.errors import DeviceError, RunError
 from sparseflow.latency.graph import session
 from sparseflow.latency.graph.extraction import extract
-from sparseflow.latency.graph.sweep import SweepConfig
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig
 from sparseflow.latency.graph.zoo import ZooConfig, export_zoo
 from sparseflow.latency.measure.collection import PLAN, collect
 from sparseflow.latency.measure.config import CollectionConfig
@@ -40,7 +40,7 @@ NOTE = (
 )
 
 _STEPS = {
-    "export": (0.0, 0.12), "extract": (0.12, 0.20), "idle": (0.20, 0.40), "sweep": (0.40, 0.55),
+    "export": (0.0, 0.12), "extract": (0.12, 0.20), "idle": (0.20, 0.40), "synthetic": (0.40, 0.55),
     "load": (0.55, 0.75), "train": (0.75, 0.85), "evaluate": (0.85, 1.0),
 }  # fmt: skip
 """Step -> fraction of the total time at its start and end."""
@@ -124,13 +124,13 @@ def run_quickstart(
         max_samples=200,
         **common,
     )
-    # The sweep covers operators that the networks lack.
-    sweep_config = CollectionConfig(
-        sweep=SweepConfig(), levels=[0.0], rounds=1, min_time_s=0.1, max_samples=200, **common
+    # Synthetic kernels cover operators that the networks lack.
+    synthetic_config = CollectionConfig(
+        synthetic=SyntheticKernelsConfig(), levels=[0.0], rounds=1, min_time_s=0.1, max_samples=200, **common
     )
-    collections = [root / "rest", root / "sweep"]
+    collections = [root / "rest", root / "synthetic"]
     collect(idle_config, collections[0], progress=_get_step_progress(progress, "idle"))
-    collect(sweep_config, collections[1], progress=_get_step_progress(progress, "sweep"))
+    collect(synthetic_config, collections[1], progress=_get_step_progress(progress, "synthetic"))
     # One model per network suffices under load, since kernels of the same kind respond equally.
     network_models = list({get_network(path.stem): path for path in models}.values())
     problems: list[str] = []

@@ -27,11 +27,12 @@ import pyarrow.parquet as pq
 from sparseflow.core.journal import read_journal
 from sparseflow.errors import FileFormatError, InputError, RunError, SparseFlowError
 from sparseflow.latency.graph.extraction import extract
-from sparseflow.latency.graph.sweep import SweepConfig
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig
 from sparseflow.latency.measure import collection as module
 from sparseflow.latency.measure.collection import collect, read_plan, read_rows
 from sparseflow.latency.measure.config import CollectionConfig, load_collection_config
-from sparseflow.latency.measure.plan import CollectionPlan, make_plan
+from sparseflow.latency.measure.fanout import split_config
+from sparseflow.latency.measure.plan import CollectionPlan, find_targets, make_plan
 from tests.latency.fake_bench import FakeBench
 from tests.latency.onnx_models import branching, convnet, save
 
@@ -61,15 +62,15 @@ def keys(rows: list[dict[str, Any]]) -> list[str]:
     return [row["key"] for row in rows]
 
 
-def test_sweep_measured_beside_kernels(files: Path, tmp_path: Path) -> None:
-    config = config_of(files, sweep={"kernels": 5, "operators": ["unary"]}, levels=[0.0], rounds=1)
+def test_synthetic_kernels_measured_beside_kernels(files: Path, tmp_path: Path) -> None:
+    config = config_of(files, synthetic={"kernels": 5, "operators": ["unary"]}, levels=[0.0], rounds=1)
     summary = collect(config, tmp_path, instruments=FakeBench(config))
-    records = (tmp_path / "sweep" / "kernels").glob("*.json")
+    records = (tmp_path / "synthetic" / "kernels").glob("*.json")
     synthetic = {json.loads(path.read_text())["id"] for path in records}
     measured = {row["kernel_id"] for row in read_rows(tmp_path)}
     assert len(synthetic) >= 5 and synthetic < measured and "small" in measured
     assert collect(config, tmp_path, instruments=FakeBench(config)).added == 0 < summary.added
-    synthetic_only = CollectionConfig(sweep=SweepConfig(kernels=3), levels=[0.0])
+    synthetic_only = CollectionConfig(synthetic=SyntheticKernelsConfig(kernels=3), levels=[0.0])
     summary = collect(synthetic_only, tmp_path / "only", instruments=FakeBench(synthetic_only))
     assert summary.targets >= 3
 
@@ -435,5 +436,23 @@ def test_shapes_and_values_of_collections(tmp_path: Path) -> None:
     summary = collect(config, tmp_path / "out", instruments=FakeBench(config))
     assert summary.rows and not summary.problems
     file.write_text("models: models/branch.onnx\ninputs: {flags: true}\n")
-    with pytest.raises(InputError, match="no model has an input flags; the inputs are: flag, x"):
+    with pytest.raises(InputError, match=r"no model has an input or open dimension flags; .* are: flag, x"):
         make_plan(load_collection_config(file), {})
+
+
+def test_extents_of_open_dimensions(tmp_path: Path) -> None:
+    save(convnet(batch="n"), tmp_path / "models", "open.onnx")
+    save(convnet(batch="n"), tmp_path / "models", "other.onnx")
+    save(convnet(), tmp_path / "models", "fixed.onnx")
+    file = tmp_path / "collect.yaml"
+    file.write_text("models: models\nshapes: {batch: [3], 'other:n': [2]}\nrounds: 1\nlevels: [0]\n")
+    config = load_collection_config(file)
+    shapes = {target.id: target.shapes["x"][0] for target in make_plan(config, {}).targets}
+    assert shapes == {"open": 3, "other": 2, "fixed": 1}
+    parts = [find_targets(part) for part in split_config(config, 3)]
+    assert {target.id: target.shapes["x"][0] for part in parts for target in part} == shapes
+    file.write_text("models: models\nshapes: {batch: [3, 4]}\n")
+    problems = make_plan(load_collection_config(file), {}).problems
+    assert len(problems) == 2 and all(
+        "`batch` has one extent, got [3, 4]" in text for text in problems.values()
+    )

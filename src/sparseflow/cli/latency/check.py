@@ -11,11 +11,13 @@ import typer
 from sparseflow.cli.latency.base import (
     PredictorOption,
     app,
+    parse_inputs,
     parse_shapes,
     select_predictor,
 )
 from sparseflow.cli.options import (
     InferredDeviceOption,
+    InputValuesOption,
     JsonOption,
     LoadOption,
     OptionalBudgetMsOption,
@@ -71,13 +73,15 @@ def check(
     ] = None,
     load: LoadOption = None,
     shape: ShapesOption = None,
+    value: InputValuesOption = None,
     device: InferredDeviceOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Check predicted latencies against a budget or a baseline, without running the models.
 
-    Exits with 1 if a model is beyond a limit, and with 2 if a model has no prediction.
+    Exits with 1 if a model is beyond a limit, and with 2 if a model has no prediction. `--shape` and
+    `--input` apply to all models with this input or open dimension, and as MODEL:NAME=VALUE to one.
     """
     from sparseflow.errors import InputError
     from sparseflow.latency.check import LatencyBaseline, check_models
@@ -105,6 +109,7 @@ def check(
             max_regression=_parse_percentage("--max-regression", max_regression),
             load=load,
             shapes=parse_shapes(shape),
+            inputs=parse_inputs(value),
             gpu=gpu,
             seed=seed,
             progress=progress,

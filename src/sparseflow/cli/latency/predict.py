@@ -274,7 +274,7 @@ def evaluate(
 
     Creates no load by default; the default stressor is cpu-fma or gpu-matmul. The output directory receives
     the measurements and report.html. A model that fails is reported and does not stop the others; the exit
-    code is then 1. `--shape` and `--input` apply to all models with this input, and as
+    code is then 1. `--shape` and `--input` apply to all models with this input or open dimension, and as
     MODEL:NAME=VALUE to one.
     """
     from sparseflow.latency.model.evaluation import evaluate as evaluate_predictor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from sparseflow.errors import InputError
 
@@ -60,6 +61,29 @@ def resolve_shapes(
         elif any(isinstance(extent, str) for extent in extents) and None not in resolved:
             shapes[name] = tuple(extent for extent in resolved if extent is not None)
     return shapes
+
+
+def is_size(name: str, inputs: Mapping[str, Extents]) -> bool:
+    """Return whether a model has an input or an open dimension of this name; see `resolve_shapes`."""
+    names = {term for extents in inputs.values() for term in _list_terms(extents)}
+    return name in inputs or _match_dimension(name, names, inputs) is not None
+
+
+def list_names(entries: Iterable[str], model: str) -> list[str]:
+    """List the names that entries of NAME or MODEL:NAME have for one model.
+
+    Those of MODEL:NAME are last, so that they have precedence if a dimension has several names.
+    """
+    own = f"{model}:"
+    return list(
+        dict.fromkeys(key.removeprefix(own) for key in sorted(entries, key=lambda k: k.startswith(own)))
+    )
+
+
+def select_for_model(entries: Mapping[str, Any], model: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return name -> entry of one model: the entry of MODEL:NAME, otherwise that of NAME."""
+    keys = {name: f"{model}:{name}" if f"{model}:{name}" in entries else name for name in names}
+    return {name: entries[key] for name, key in keys.items() if key in entries}
 
 
 def _match_dimension(name: str, dimensions: Iterable[str], inputs: Mapping[str, Extents]) -> str | None:

@@ -17,6 +17,7 @@ from sparseflow.latency.graph.dimensions import BATCH, OPEN, Extents, resolve_sh
 from sparseflow.latency.graph.torch_export import Exporter
 
 if TYPE_CHECKING:
+    import onnx
     import torch
     from torch import nn
 
@@ -80,13 +81,8 @@ def open_source(
     return AnalyzedSource(path)
 
 
-def read_extents(path: Path) -> dict[str, Extents]:
-    """Return input -> extents of an ONNX file, for `dimensions.resolve_shapes`.
-
-    Raises:
-        InputError: The file is missing or invalid.
-    """
-    model = onnx_file.load_model(path)
+def list_extents(model: onnx.ModelProto) -> dict[str, Extents]:
+    """Return input -> extents of an ONNX model, for `dimensions.resolve_shapes`."""
     return {
         value.name: tuple(
             _get_extent(dim, position) for position, dim in enumerate(value.type.tensor_type.shape.dim)
@@ -102,7 +98,7 @@ class _OnnxSource:
 
     @cached_property
     def _inputs(self) -> dict[str, Extents]:
-        return read_extents(self._path)
+        return list_extents(onnx_file.load_model(self._path))
 
     def analyze(
         self, provider: str, sizes: Mapping[str, tuple[int, ...]], inputs: Mapping[str, Any] | None = None

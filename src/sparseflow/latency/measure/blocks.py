@@ -14,14 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
+from sparseflow.latency.graph.model_builder import ModelBuilder
 
 if TYPE_CHECKING:
     import onnx
-
-OPSET = 17
-_INPUT = "x"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +41,15 @@ class Block:
         return path
 
 
-class _GraphBuilder:
-    """Nodes and random weights of one model with one float input."""
+class _GraphBuilder(ModelBuilder):
+    """Layers with random weights, of a model with one float input."""
 
     def __init__(self, *shape: int) -> None:
         import numpy as np
 
-        self._shape = shape
-        self._nodes: list[Any] = []
-        self._weights: dict[str, np.ndarray] = {}
+        super().__init__()
+        self.input = self.add_input(shape)
         self._generator = np.random.default_rng(0)
-
-    def add(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
-        """Add a node and return the name of its output, or the names of several."""
-        helper = require("onnx", "latency").helper
-        names = [f"t{len(self._nodes)}_{index}" for index in range(outputs)]
-        self._nodes.append(helper.make_node(op, list(inputs), names, domain=domain, **attributes))
-        return names[0] if outputs == 1 else names
 
     def add_weight(self, rows: int, *columns: int) -> str:
         """Add a weight with the variance of an initialized layer and return its name."""
@@ -68,62 +57,37 @@ class _GraphBuilder:
 
         fan_in = math.prod(columns) if len(columns) > 1 else rows
         values = self._generator.standard_normal((rows, *columns), dtype=np.float32)
-        values /= np.float32(fan_in**0.5)
-        return self._add_constant(values)
+        return self.add_constant(values / np.float32(fan_in**0.5))
 
-    def add_scalar(self, value: float) -> str:
-        import numpy as np
-
-        return self._add_constant(np.array(value, dtype=np.float32))
-
-    def add_vector(self, *values: float) -> str:
-        import numpy as np
-
-        return self._add_constant(np.array(values, dtype=np.float32))
+    def add_float(self, value: float) -> str:
+        return self.add_constant(value, "float32")
 
     def add_integers(self, *values: int) -> str:
-        import numpy as np
-
-        return self._add_constant(np.array(values, dtype=np.int64))
-
-    def build(self, *outputs: str) -> onnx.ModelProto:
-        onnx = require("onnx", "latency")
-        helper, element_type = onnx.helper, onnx.TensorProto.FLOAT
-        graph = helper.make_graph(
-            self._nodes,
-            "block",
-            [helper.make_tensor_value_info(_INPUT, element_type, self._shape)],
-            [helper.make_tensor_value_info(name, element_type, None) for name in outputs],
-            initializer=[onnx.numpy_helper.from_array(array, name) for name, array in self._weights.items()],
-        )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
-
-    def _add_constant(self, array: Any) -> str:
-        name = f"w{len(self._weights)}"
-        self._weights[name] = array
-        return name
+        return self.add_constant(values, "int64")
 
     def conv(self, tensor: str, channels: int, filters: int, size: int, **attributes: Any) -> str:
         """Add a convolution with bias that keeps height and width at stride 1."""
         weight = self.add_weight(filters, channels // attributes.get("group", 1), size, size)
         padding = [size // 2] * 4
-        return self.add(
+        return self.add_node(
             "Conv", tensor, weight, self.add_weight(filters), kernel_shape=[size, size], pads=padding,
             **attributes,
         )  # fmt: skip
 
     def linear(self, tensor: str, depth: int, columns: int) -> str:
-        return self.add(
-            "Add", self.add("MatMul", tensor, self.add_weight(depth, columns)), self.add_weight(columns)
+        return self.add_node(
+            "Add", self.add_node("MatMul", tensor, self.add_weight(depth, columns)), self.add_weight(columns)
         )
 
     def layer_norm(self, tensor: str, width: int) -> str:
-        return self.add("LayerNormalization", tensor, self.add_weight(width), self.add_weight(width), axis=-1)
+        return self.add_node(
+            "LayerNormalization", tensor, self.add_weight(width), self.add_weight(width), axis=-1
+        )
 
     def gelu(self, tensor: str) -> str:
-        scaled = self.add("Erf", self.add("Div", tensor, self.add_scalar(2.0**0.5)))
-        shifted = self.add("Add", scaled, self.add_scalar(1.0))
-        return self.add("Mul", self.add("Mul", tensor, shifted), self.add_scalar(0.5))
+        scaled = self.add_node("Erf", self.add_node("Div", tensor, self.add_float(2.0**0.5)))
+        shifted = self.add_node("Add", scaled, self.add_float(1.0))
+        return self.add_node("Mul", self.add_node("Mul", tensor, shifted), self.add_float(0.5))
 
 
 def list_blocks() -> list[Block]:
@@ -201,13 +165,15 @@ def _make_block(build: Callable[..., onnx.ModelProto], **parameters: Any) -> Blo
 def _build_residual(*, channels: int, size: int, kernel: int, batch: int) -> onnx.ModelProto:
     """Build convolutions with ReLU and a residual sum, strided reduction, pooling and a classifier."""
     graph = _GraphBuilder(batch, channels, size, size)
-    first = graph.add("Relu", graph.conv(_INPUT, channels, channels, kernel))
-    second = graph.add("Relu", graph.conv(first, channels, channels, kernel))
-    total = graph.add("Relu", graph.add("Add", graph.conv(second, channels, channels, kernel), first))
-    pooled = graph.add("MaxPool", total, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    first = graph.add_node("Relu", graph.conv(graph.input, channels, channels, kernel))
+    second = graph.add_node("Relu", graph.conv(first, channels, channels, kernel))
+    total = graph.add_node(
+        "Relu", graph.add_node("Add", graph.conv(second, channels, channels, kernel), first)
+    )
+    pooled = graph.add_node("MaxPool", total, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     reduced = graph.conv(pooled, channels, 2 * channels, kernel, strides=[2, 2])
-    features = graph.add("Flatten", graph.add("GlobalAveragePool", reduced))
-    classes = graph.add("Gemm", features, graph.add_weight(2 * channels, 100), graph.add_weight(100))
+    features = graph.add_node("Flatten", graph.add_node("GlobalAveragePool", reduced))
+    classes = graph.add_node("Gemm", features, graph.add_weight(2 * channels, 100), graph.add_weight(100))
     return graph.build(classes)
 
 
@@ -215,18 +181,18 @@ def _build_inverted(*, channels: int, expansion: int, size: int, kernel: int) ->
     """Build an inverted residual with a depthwise convolution and squeeze-and-excitation."""
     graph = _GraphBuilder(1, channels, size, size)
     width = channels * expansion
-    hidden = graph.add(
-        "Clip", graph.conv(_INPUT, channels, width, 1), graph.add_scalar(0.0), graph.add_scalar(6.0)
+    hidden = graph.add_node(
+        "Clip", graph.conv(graph.input, channels, width, 1), graph.add_float(0.0), graph.add_float(6.0)
     )
     hidden = graph.conv(hidden, width, width, kernel, group=width)
-    hidden = graph.add("Mul", hidden, graph.add("Sigmoid", hidden))
-    squeezed = graph.add("GlobalAveragePool", hidden)
-    squeezed = graph.add("Relu", graph.conv(squeezed, width, max(width // 4, 8), 1))
-    gate = graph.add("HardSigmoid", graph.conv(squeezed, max(width // 4, 8), width, 1))
-    narrow = graph.conv(graph.add("Mul", hidden, gate), width, channels, 1)
+    hidden = graph.add_node("Mul", hidden, graph.add_node("Sigmoid", hidden))
+    squeezed = graph.add_node("GlobalAveragePool", hidden)
+    squeezed = graph.add_node("Relu", graph.conv(squeezed, width, max(width // 4, 8), 1))
+    gate = graph.add_node("HardSigmoid", graph.conv(squeezed, max(width // 4, 8), width, 1))
+    narrow = graph.conv(graph.add_node("Mul", hidden, gate), width, channels, 1)
     wide = graph.conv(narrow, channels, width, 1)
-    hidden = graph.conv(graph.add("HardSwish", wide), width, channels, 1)
-    return graph.build(graph.add("Add", hidden, narrow))
+    hidden = graph.conv(graph.add_node("HardSwish", wide), width, channels, 1)
+    return graph.build(graph.add_node("Add", hidden, narrow))
 
 
 def _build_attention(*, tokens: int, width: int, heads: int, layers: int = 1) -> onnx.ModelProto:
@@ -235,106 +201,124 @@ def _build_attention(*, tokens: int, width: int, heads: int, layers: int = 1) ->
     Several layers have the kernels of one, but their weights do not stay in a cache.
     """
     graph = _GraphBuilder(1, tokens, width)
-    hidden = _INPUT
+    hidden = graph.input
     for _ in range(layers):
         normed = graph.layer_norm(hidden, width)
         split_shape = graph.add_integers(1, tokens, heads, width // heads)
         query, key, value = (
-            graph.add("Reshape", graph.linear(normed, width, width), split_shape) for _ in range(3)
+            graph.add_node("Reshape", graph.linear(normed, width, width), split_shape) for _ in range(3)
         )
-        query, value = (graph.add("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, value))
-        key = graph.add("Transpose", key, perm=[0, 2, 3, 1])
-        scores = graph.add("Div", graph.add("MatMul", query, key), graph.add_scalar((width / heads) ** 0.5))
-        mixed = graph.add("MatMul", graph.add("Softmax", scores, axis=-1), value)
-        merged = graph.add("Transpose", mixed, perm=[0, 2, 1, 3])
-        merged = graph.add("Reshape", merged, graph.add_integers(1, tokens, width))
-        total = graph.add("Add", graph.linear(merged, width, width), hidden)
+        query, value = (graph.add_node("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, value))
+        key = graph.add_node("Transpose", key, perm=[0, 2, 3, 1])
+        scores = graph.add_node(
+            "Div", graph.add_node("MatMul", query, key), graph.add_float((width / heads) ** 0.5)
+        )
+        mixed = graph.add_node("MatMul", graph.add_node("Softmax", scores, axis=-1), value)
+        merged = graph.add_node("Transpose", mixed, perm=[0, 2, 1, 3])
+        merged = graph.add_node("Reshape", merged, graph.add_integers(1, tokens, width))
+        total = graph.add_node("Add", graph.linear(merged, width, width), hidden)
         wide = graph.gelu(graph.linear(graph.layer_norm(total, width), width, 4 * width))
-        hidden = graph.add("Add", graph.linear(wide, 4 * width, width), total)
+        hidden = graph.add_node("Add", graph.linear(wide, 4 * width, width), total)
     return graph.build(hidden)
 
 
 def _build_mlp(*, batch: int, width: int, activation: str) -> onnx.ModelProto:
     """Build two linear layers with an activation, and a softmax over classes."""
     graph = _GraphBuilder(batch, width)
-    hidden = _INPUT
+    hidden = graph.input
     for columns in (width, 2 * width):
         depth = width
-        hidden = graph.add("Gemm", hidden, graph.add_weight(depth, columns), graph.add_weight(columns))
-        hidden = graph.add(activation, hidden)
-    classes = graph.add("Gemm", hidden, graph.add_weight(2 * width, 10), graph.add_weight(10))
-    return graph.build(graph.add("Softmax", classes, axis=-1))
+        hidden = graph.add_node("Gemm", hidden, graph.add_weight(depth, columns), graph.add_weight(columns))
+        hidden = graph.add_node(activation, hidden)
+    classes = graph.add_node("Gemm", hidden, graph.add_weight(2 * width, 10), graph.add_weight(10))
+    return graph.build(graph.add_node("Softmax", classes, axis=-1))
 
 
 def _build_elementwise(*, length: int, width: int) -> onnx.ModelProto:
     """Build elementwise operators, reductions and data movement on a matrix."""
     graph = _GraphBuilder(1, length, width)
-    hidden = graph.add("Mul", graph.add("Tanh", _INPUT), graph.add_weight(width))
-    mean = graph.add("ReduceMean", hidden, axes=[-1], keepdims=1)
-    centered = graph.add("Sub", hidden, mean)
-    variance = graph.add(
-        "ReduceMean", graph.add("Pow", centered, graph.add_scalar(2.0)), axes=[-1], keepdims=1
+    hidden = graph.add_node("Mul", graph.add_node("Tanh", graph.input), graph.add_weight(width))
+    mean = graph.add_node("ReduceMean", hidden, axes=[-1], keepdims=1)
+    centered = graph.add_node("Sub", hidden, mean)
+    variance = graph.add_node(
+        "ReduceMean", graph.add_node("Pow", centered, graph.add_float(2.0)), axes=[-1], keepdims=1
     )
-    hidden = graph.add("Div", centered, graph.add("Sqrt", variance))
-    hidden = graph.add("Exp", graph.add("Clip", hidden, graph.add_scalar(-4.0), graph.add_scalar(4.0)))
-    positive = graph.add("Greater", hidden, graph.add_scalar(1.0))
-    hidden = graph.add("Where", positive, hidden, _INPUT)
-    first, second = graph.add("Split", hidden, outputs=2, axis=-1)
-    hidden = graph.add("Concat", graph.add("Mul", first, graph.add("Sigmoid", second)), second, axis=-1)
-    hidden = graph.add("Transpose", hidden, perm=[0, 2, 1])
+    hidden = graph.add_node("Div", centered, graph.add_node("Sqrt", variance))
+    hidden = graph.add_node(
+        "Exp", graph.add_node("Clip", hidden, graph.add_float(-4.0), graph.add_float(4.0))
+    )
+    positive = graph.add_node("Greater", hidden, graph.add_float(1.0))
+    hidden = graph.add_node("Where", positive, hidden, graph.input)
+    first, second = graph.add_split_node("Split", hidden, outputs=2, axis=-1)
+    hidden = graph.add_node(
+        "Concat", graph.add_node("Mul", first, graph.add_node("Sigmoid", second)), second, axis=-1
+    )
+    hidden = graph.add_node("Transpose", hidden, perm=[0, 2, 1])
     bounds = [graph.add_integers(value) for value in (0, max(length // 2, 1), 2)]
-    sliced = graph.add("Slice", hidden, *bounds)
-    return graph.build(graph.add("Softmax", sliced, axis=-1))
+    sliced = graph.add_node("Slice", hidden, *bounds)
+    return graph.build(graph.add_node("Softmax", sliced, axis=-1))
 
 
 def _build_arithmetic(*, length: int, width: int) -> onnx.ModelProto:
     """Build further elementwise operators, reductions, normalizations and lookups."""
     graph = _GraphBuilder(1, width, length)
-    hidden = graph.add("Neg", _INPUT)
-    hidden = graph.add("Add", graph.add("Cos", hidden), graph.add("Sin", hidden))
-    hidden = graph.add("Log", graph.add("Softplus", hidden))
-    hidden = graph.add("Max", graph.add("Elu", hidden), graph.add("Reciprocal", graph.add("Exp", hidden)))
-    hidden = graph.add("InstanceNormalization", hidden, graph.add_weight(width), graph.add_weight(width))
-    hidden = graph.add("PRelu", hidden, graph.add_weight(width, 1))
-    mask = graph.add("Not", graph.add("Equal", hidden, graph.add_scalar(0.0)))
-    hidden = graph.add("Mul", hidden, graph.add("Cast", mask, to=1))
-    hidden = graph.add("Sub", hidden, graph.add("ReduceMax", hidden, axes=[-1], keepdims=1))
-    hidden = graph.add("Div", hidden, graph.add("ReduceSum", hidden, graph.add_integers(-1), keepdims=1))
-    picked = graph.add("ArgMax", hidden, axis=-1, keepdims=0)
-    rows = graph.add("Gather", graph.add_weight(max(length, 2), width), picked)
-    hidden = graph.add(
-        "Expand", graph.add("ReduceMean", rows, axes=[1], keepdims=1), graph.add_integers(1, width, width)
+    hidden = graph.add_node("Neg", graph.input)
+    hidden = graph.add_node("Add", graph.add_node("Cos", hidden), graph.add_node("Sin", hidden))
+    hidden = graph.add_node("Log", graph.add_node("Softplus", hidden))
+    hidden = graph.add_node(
+        "Max", graph.add_node("Elu", hidden), graph.add_node("Reciprocal", graph.add_node("Exp", hidden))
+    )
+    hidden = graph.add_node("InstanceNormalization", hidden, graph.add_weight(width), graph.add_weight(width))
+    hidden = graph.add_node("PRelu", hidden, graph.add_weight(width, 1))
+    mask = graph.add_node("Not", graph.add_node("Equal", hidden, graph.add_float(0.0)))
+    hidden = graph.add_node("Mul", hidden, graph.add_node("Cast", mask, to=1))
+    hidden = graph.add_node("Sub", hidden, graph.add_node("ReduceMax", hidden, axes=[-1], keepdims=1))
+    hidden = graph.add_node(
+        "Div", hidden, graph.add_node("ReduceSum", hidden, graph.add_integers(-1), keepdims=1)
+    )
+    picked = graph.add_node("ArgMax", hidden, axis=-1, keepdims=0)
+    rows = graph.add_node("Gather", graph.add_weight(max(length, 2), width), picked)
+    hidden = graph.add_node(
+        "Expand",
+        graph.add_node("ReduceMean", rows, axes=[1], keepdims=1),
+        graph.add_integers(1, width, width),
     )
     return graph.build(
-        graph.add("LogSoftmax", graph.add("Tile", hidden, graph.add_integers(1, 1, 2)), axis=-1)
+        graph.add_node("LogSoftmax", graph.add_node("Tile", hidden, graph.add_integers(1, 1, 2)), axis=-1)
     )
 
 
 def _build_pyramid(*, channels: int, size: int) -> onnx.ModelProto:
     """Build a feature pyramid: pooling, upsampling, concatenation and a transposed convolution."""
     graph = _GraphBuilder(1, channels, size, size)
-    half = graph.add("MaxPool", _INPUT, kernel_shape=[2, 2], strides=[2, 2])
-    half = graph.add("LeakyRelu", graph.conv(half, channels, 2 * channels, 3), alpha=0.1)
-    resized = graph.add("Resize", half, "", graph.add_vector(1.0, 1.0, 2.0, 2.0), mode="nearest")
-    merged = graph.add("Concat", resized, _INPUT, axis=1)
+    half = graph.add_node("MaxPool", graph.input, kernel_shape=[2, 2], strides=[2, 2])
+    half = graph.add_node("LeakyRelu", graph.conv(half, channels, 2 * channels, 3), alpha=0.1)
+    resized = graph.add_node(
+        "Resize", half, "", graph.add_constant((1.0, 1.0, 2.0, 2.0), "float32"), mode="nearest"
+    )
+    merged = graph.add_node("Concat", resized, graph.input, axis=1)
     merged = graph.conv(merged, 3 * channels, channels, 3)
-    merged = graph.add("Mul", merged, graph.add("Sigmoid", merged))
-    pooled = graph.add("AveragePool", merged, kernel_shape=[2, 2], strides=[2, 2])
+    merged = graph.add_node("Mul", merged, graph.add_node("Sigmoid", merged))
+    pooled = graph.add_node("AveragePool", merged, kernel_shape=[2, 2], strides=[2, 2])
     weight = graph.add_weight(channels, channels, 2, 2)
-    enlarged = graph.add("ConvTranspose", pooled, weight, kernel_shape=[2, 2], strides=[2, 2])
-    linear = graph.add("Resize", enlarged, "", graph.add_vector(1.0, 1.0, 0.5, 0.5), mode="linear")
-    return graph.build(graph.add("Pad", linear, graph.add_integers(0, 0, 1, 1, 0, 0, 1, 1)))
+    enlarged = graph.add_node("ConvTranspose", pooled, weight, kernel_shape=[2, 2], strides=[2, 2])
+    linear = graph.add_node(
+        "Resize", enlarged, "", graph.add_constant((1.0, 1.0, 0.5, 0.5), "float32"), mode="linear"
+    )
+    return graph.build(graph.add_node("Pad", linear, graph.add_integers(0, 0, 1, 1, 0, 0, 1, 1)))
 
 
 def _build_signal(*, channels: int, length: int) -> onnx.ModelProto:
     """Build convolutions over time, and their reduction to one vector."""
     graph = _GraphBuilder(1, channels, length)
-    hidden = _INPUT
+    hidden = graph.input
     for stride in (1, 2):
         weight = graph.add_weight(channels if stride == 1 else 2 * channels, channels, 5)
-        hidden = graph.add("Conv", hidden, weight, kernel_shape=[5], pads=[2, 2], strides=[stride])
-        hidden = graph.add("Relu", hidden)
-    hidden = graph.add("Sqrt", graph.add("Abs", hidden))
+        hidden = graph.add_node("Conv", hidden, weight, kernel_shape=[5], pads=[2, 2], strides=[stride])
+        hidden = graph.add_node("Relu", hidden)
+    hidden = graph.add_node("Sqrt", graph.add_node("Abs", hidden))
     return graph.build(
-        graph.add("ReduceMean", graph.add("Unsqueeze", hidden, graph.add_integers(0)), axes=[-1], keepdims=0)
+        graph.add_node(
+            "ReduceMean", graph.add_node("Unsqueeze", hidden, graph.add_integers(0)), axes=[-1], keepdims=0
+        )
     )

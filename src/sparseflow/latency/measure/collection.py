@@ -9,7 +9,7 @@
       kernels.csv     Kernel_ID, OpType, Input_Shape, one column per load metric, Latency_ms
       kernels/        description of every kernel
       graphs/         graph of every model
-      sweep/          synthetic kernels, with `sweep`
+      synthetic/      synthetic kernels, with `synthetic`
 
 If the collection is interrupted (SIGKILL, a full disk), the rows are kept and the same command resumes it.
 Rows are written completely or not at all, and identified by the keys of the
@@ -55,7 +55,7 @@ from sparseflow.core.journal import Journal, read_journal
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, RunError
 from sparseflow.latency.graph import session
-from sparseflow.latency.graph.sweep import write_sweep
+from sparseflow.latency.graph.synthetic_kernels import write_synthetic_kernels
 from sparseflow.latency.measure import descriptions
 from sparseflow.latency.measure.config import CollectionConfig
 from sparseflow.latency.measure.idle import (
@@ -69,7 +69,7 @@ from sparseflow.latency.measure.instruments import Instruments, LocalInstruments
 from sparseflow.latency.measure.plan import CollectionPlan, PlanStep, make_plan
 
 PLAN, ROWS, TABLE, CSV = "plan.json", "rows.jsonl", "rows.parquet", "kernels.csv"
-SWEEP = "sweep"
+SYNTHETIC = "synthetic"
 LOAD_PREFIX = "load_"
 TEXT_COLUMNS = ("error", "stream_error", "stressor", "conv_search")
 NON_METRIC_COLUMNS = ("timestamp_s", "interval_s", "source", "device")
@@ -181,9 +181,11 @@ def collect(
         with LocalInstruments(config) as local_instruments:
             return collect(config, out_dir, instruments=local_instruments, progress=progress)
     folder = Path(out_dir)
-    if config.sweep is not None:
-        sweep_dir = write_sweep(config.sweep, folder / SWEEP, provider=config.provider, progress=progress)
-        config = config.model_copy(update={"kernels": [*config.kernels, sweep_dir]})
+    if config.synthetic is not None:
+        kernels_dir = write_synthetic_kernels(
+            config.synthetic, folder / SYNTHETIC, provider=config.provider, progress=progress
+        )
+        config = config.model_copy(update={"kernels": [*config.kernels, kernels_dir]})
     plan = _open_plan(config, folder, instruments, progress)
     finished = _read_finished_rows(folder, plan)
     if finished is not None:

@@ -25,7 +25,7 @@ from sparseflow.core.config import StrictModel, load_config
 from sparseflow.core.load.workloads import DEFAULT_KINDS, KINDS
 from sparseflow.core.telemetry.schema import MIN_WINDOW_S
 from sparseflow.latency.graph import session
-from sparseflow.latency.graph.sweep import SweepConfig
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig
 
 DEFAULT_COPIES = 48
 """Default number of copies on a GPU; a device time of 2 µs per copy is then distinguishable from noise."""
@@ -51,11 +51,13 @@ class CollectionConfig(StrictModel):
     Attributes:
         kernels: Files or directories of extracted kernels.
         models: Files or directories of models.
-        shapes: Input -> shape, for the models that have this input with open dimensions; MODEL:INPUT -> shape
-            for one of them, where MODEL is the name of its file without the ending.
+        shapes: Input -> shape, for the models that have this input with open dimensions, or open dimension
+            -> its extent as a shape of one entry; MODEL:NAME -> shape for one of them, where MODEL is the
+            name of its file without the ending.
         inputs: Likewise, input -> value, for the models that have this input: a number, a list or the path of
             a `.npy` file. The other inputs are random.
-        sweep: Synthetic kernels to measure, such as `{kernels: 500}`, see `graph.sweep`; none by default.
+        synthetic: Synthetic kernels to measure, such as `{kernels: 500}`, see `graph.synthetic_kernels`; none
+            by default.
         provider: `"cpu"`, `"cuda"` or `"openvino"`.
         threads: Threads within an operator; None leaves the choice to onnxruntime.
         cpus: CPUs for the measured work and a CPU load; by default all usable ones.
@@ -84,7 +86,7 @@ class CollectionConfig(StrictModel):
     models: Paths = Field(default=[])
     shapes: dict[str, list[Annotated[int, Field(ge=0)]]] = Field(default={})
     inputs: dict[str, InputValue] = Field(default={})
-    sweep: SweepConfig | None = None
+    synthetic: SyntheticKernelsConfig | None = None
     provider: str = "cpu"
     threads: Annotated[int, Field(ge=1)] | None = 1
     cpus: list[int] | None = None
@@ -124,9 +126,9 @@ class CollectionConfig(StrictModel):
 
     @pydantic.model_validator(mode="after")
     def _check_consistency(self) -> CollectionConfig:
-        if not self.kernels and not self.models and self.sweep is None:
+        if not self.kernels and not self.models and self.synthetic is None:
             raise ValueError(
-                "`kernels` or `models` must contain at least one file or directory, or set `sweep`"
+                "`kernels` or `models` must contain at least one file or directory, or set `synthetic`"
             )
         if self.stressor not in KINDS:
             raise ValueError(f"`stressor` (={self.stressor!r}) must be one of: {', '.join(KINDS)}")

@@ -10,16 +10,19 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import PositiveFloat
 
-from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import InputError
 from sparseflow.latency.graph import session
+from sparseflow.latency.graph.model_builder import ModelBuilder
 from sparseflow.latency.measure.idle import compute_idle_ms
 from sparseflow.latency.measure.runner import Runner
+
+if TYPE_CHECKING:
+    import onnx
 
 _SIDES: Mapping[str, int] = {"cpu": 1024, "cuda": 8192}
 """Device type -> rows and columns of the multiplied matrices."""
@@ -121,17 +124,6 @@ def measure_idle_ms(runner: Runner, seconds: float) -> float:
     return compute_idle_ms(timing.to_columns())
 
 
-def _make_model(op: str, shapes: tuple[tuple[int, ...], ...]) -> Any:
-    onnx = require("onnx", "latency")
-    helper, element_type = onnx.helper, onnx.TensorProto.FLOAT
-    names = [f"input_{index}" for index in range(len(shapes))]
-    graph = helper.make_graph(
-        [helper.make_node(op, names, ["output"])],
-        "peak",
-        [
-            helper.make_tensor_value_info(*entry)
-            for entry in zip(names, [element_type] * len(names), shapes, strict=True)
-        ],
-        [helper.make_tensor_value_info("output", element_type, None)],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+def _make_model(op: str, shapes: tuple[tuple[int, ...], ...]) -> onnx.ModelProto:
+    builder = ModelBuilder()
+    return builder.build(builder.add_node(op, *[builder.add_input(shape) for shape in shapes]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,8 +24,10 @@ from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
+from sparseflow.latency.graph.dimensions import is_size, list_names, resolve_shapes, select_for_model
 from sparseflow.latency.graph.extraction import is_kernel_model, read_inputs, read_kernel
 from sparseflow.latency.graph.inputs import is_open
+from sparseflow.latency.graph.sources import list_extents
 from sparseflow.latency.measure.config import CollectionConfig, Paths
 
 MODEL_OP = "Model"
@@ -44,6 +46,7 @@ class Target:
         sha256: Digest of the file.
         flops: Operations of a kernel, None for a model.
         shapes: Input -> shape.
+        sizes: Keys of the settings `shapes` that apply, inputs or open dimensions, alone or as MODEL:NAME.
     """
 
     id: str
@@ -53,11 +56,12 @@ class Target:
     sha256: str
     flops: float | None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
 
     @property
     def input_keys(self) -> set[str]:
-        """Names of the inputs of a model, alone and as MODEL:INPUT."""
-        return {*self.shapes, *(f"{self.id}:{name}" for name in self.shapes)}
+        """Names of the inputs of a model, alone and as MODEL:INPUT, and `sizes`."""
+        return {*self.shapes, *(f"{self.id}:{name}" for name in self.shapes), *self.sizes}
 
     def select_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return input -> value of a model, from the values of all models."""
@@ -293,17 +297,17 @@ def _check_inputs_used(config: CollectionConfig, targets: Sequence[Target]) -> N
     unknown = {*config.shapes, *config.inputs}.difference(*(target.input_keys for target in targets))
     if unknown:
         raise InputError(
-            f"`shapes` or `inputs`: no model has an input {', '.join(sorted(unknown))}; the inputs are: "
+            "`shapes` or `inputs`: no model has an input or open dimension "
+            f"{', '.join(sorted(unknown))}; the inputs are: "
             f"{', '.join(sorted({name for target in targets for name in target.shapes}))}"
         )
+    applied = {key for target in targets for key in target.sizes}
     for key, shape in config.shapes.items():
-        used = {
-            target.shapes[key.removeprefix(f"{target.id}:")] for target in targets if key in target.input_keys
-        }
-        if tuple(shape) not in used:
+        declared = {target.shapes[key] for target in targets if key in target.shapes}
+        if key not in applied and tuple(shape) not in declared:
             raise InputError(
                 f"the shape {shape} of `{key}` fits no model; the declared shapes are: "
-                f"{', '.join(map(str, sorted(map(list, used))))}"
+                f"{', '.join(map(str, sorted(map(list, declared))))}"
             )
 
 
@@ -332,12 +336,6 @@ def _iter_files(entries: Paths, are_kernels: bool) -> Iterator[Path]:
             raise InputError(f"{entry} does not exist")
 
 
-def select_for_model(entries: Mapping[str, Any], model: str, inputs: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of one model's inputs: those of MODEL:INPUT, otherwise of INPUT."""
-    keys = {name: f"{model}:{name}" if f"{model}:{name}" in entries else name for name in inputs}
-    return {name: entries[key] for name, key in keys.items() if key in entries}
-
-
 def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Target:
     """Read a file and check that a collection can feed it.
 
@@ -348,11 +346,17 @@ def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Targe
     model = onnx_file.load_model(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
-    infos = onnx_file.list_inputs(model)
+    extents, own = list_extents(model), f"{path.stem}:"
     # A shape without the name of a model leaves fixed dimensions alone.
-    names = [info.name for info in infos if is_open(info) or f"{path.stem}:{info.name}" in config.shapes]
-    shapes = select_for_model(config.shapes, path.stem, names)
-    values = select_for_model(config.inputs, path.stem, [info.name for info in infos])
+    fixed = {info.name for info in onnx_file.list_inputs(model) if not is_open(info)}
+    entries = {
+        key: tuple(shape)
+        for key, shape in config.shapes.items()
+        if key not in fixed and is_size(key.removeprefix(own), extents)
+    }
+    sizes = select_for_model(entries, path.stem, list_names(entries, path.stem))
+    shapes = resolve_shapes(extents, sizes) if sizes else {}
+    values = select_for_model(config.inputs, path.stem, extents)
     specs = read_inputs(path, model, shapes, values).specs
     kernel = read_kernel(path, model) if is_kernel else None
     return Target(
@@ -363,4 +367,5 @@ def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Targe
         sha256=onnx_file.compute_sha256(path),
         flops=kernel.flops if kernel else None,
         shapes={} if kernel else {spec.name: spec.shape for spec in specs},
+        sizes=() if kernel else tuple(entries),
     )

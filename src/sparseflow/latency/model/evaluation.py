@@ -189,7 +189,8 @@ def evaluate(
         min_time_s: Minimum time of a measurement.
         stressor: Kind of load; by default `cpu-fma` or `gpu-matmul`.
         telemetry: Source of the load readings; by default that of the training.
-        shapes: Input -> shape, for the models that have this input, or MODEL:INPUT -> shape for one of them.
+        shapes: Input -> shape, or open dimension -> its extent as a shape of one entry, for the models that
+            have it, or MODEL:NAME -> shape for one of them.
         inputs: Likewise, input -> value: a number, a list or the path of a `.npy` file.
         out_dir: Directory of the measurements, resumed if it exists; None discards them.
         gpu: Index of the GPU.

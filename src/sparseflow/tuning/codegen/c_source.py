@@ -1,9 +1,10 @@
 """C code of a loop nest, with vector extensions and OpenMP.
 
-The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the rows and columns
-of the matrix and the chunk of the schedule (int64 [3]), then the first step of each thread if the schedule
-balances elements (int64 [threads + 1]), then the arrays of `formats.PackedMatrix.arrays`, then the dense
-inputs and, for an output stored like the matrix, the number of its values as one int64; `out` has the output.
+The function is `void sparseflow_kernel(const void *const *in, void *const *out)`. `in` has the rows and
+columns of the matrix and the chunk of the schedule (int64 [3]), then the first step of each thread if the
+schedule balances elements (int64 [threads + 1]), then the arrays of `formats.PackedMatrix.arrays`, then the
+dense inputs and, for an output stored like the matrix, the number of its values as one int64; `out` has the
+output.
 
 The source has neither the content of the matrix nor, in most schedules, its shape, so matrices share the
 compiled code of a schedule. Extents of dense axes, blocks and inner dense levels are constants.
@@ -540,7 +541,8 @@ class _SourceWriter:
                 # Blocks beyond the end of the axis have zeros there, so any element is correct.
                 part = f"least({part}, {self.extents[axis]} - 1)"
             elif self.diagonal is not None and axis == self.diagonal.axis:
-                part = f"clamp({part}, {self.extents[axis]} - 1)"  # diagonals have zeros outside of the matrix
+                # Diagonals have zeros outside of the matrix.
+                part = f"clamp({part}, {self.extents[axis]} - 1)"
             total = _format_sum(_format_multiple(total, extent), part) if total else part
         return total
 

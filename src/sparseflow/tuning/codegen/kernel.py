@@ -589,11 +589,11 @@ class Kernel(ABC):
         csr = self.problem.matrix.to_scipy()
         return csr.indptr, csr.indices
 
-    @property
+    @cached_property
     def csr_tensors(self) -> tuple[Tensor, Tensor]:
-        """Start of each row, and column of each element, as tensors for CSR tensors on the kernel's device.
+        """Start of each row, and column of each element, on the kernel's device.
 
-        A kernel on a GPU has one pair; all sparse tensors that it returns share it.
+        All sparse tensors that the kernel returns share them.
         """
         import torch
 

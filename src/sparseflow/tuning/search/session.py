@@ -267,7 +267,8 @@ class TuningSession:
             )
         baselines = self._build_baselines()
         if self._budget_s == 0:
-            return self._select_by_model([*baselines.values(), *self._use_one_thread(baselines).values()])
+            single = self._use_one_thread(baselines) if self._is_small else {}
+            return self._select_by_model([*baselines.values(), *single.values()])
         reference = self._reference = baselines[REFERENCE_PRESETS[problem.operator.name]]
         self._baselines = baselines
         self._trial_limit += len(baselines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ pytest.importorskip("onnxruntime")
 from pydantic import ValidationError
 
 from sparseflow.errors import RunError
-from sparseflow.latency.graph import sweep
+from sparseflow.latency.graph import synthetic_kernels
 from sparseflow.latency.graph.extraction import read_kernel
-from sparseflow.latency.graph.sweep import SweepConfig, write_sweep
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig, write_synthetic_kernels
 from sparseflow.latency.measure.runner import Runner
 
 
@@ -22,9 +23,10 @@ def list_kernels(folder: Path) -> list[Path]:
     return sorted((folder / "kernels").glob("*.onnx"))
 
 
-@pytest.mark.parametrize("group", sweep._GROUPS)
+@pytest.mark.parametrize("group", synthetic_kernels._GROUPS)
 def test_kernels_of_each_group_run(group: str, tmp_path: Path) -> None:
-    paths = list_kernels(write_sweep(SweepConfig(kernels=16, operators=[group], seed=3), tmp_path))
+    config = SyntheticKernelsConfig(kernels=16, operators=[group], seed=3)
+    paths = list_kernels(write_synthetic_kernels(config, tmp_path))
     assert len(paths) >= 16
     for path in paths:
         kernel = read_kernel(path)
@@ -33,35 +35,36 @@ def test_kernels_of_each_group_run(group: str, tmp_path: Path) -> None:
 
 
 def test_types_and_fusions(tmp_path: Path) -> None:
-    folder = write_sweep(SweepConfig(kernels=60, operators=["conv", "gemm"]), tmp_path)
+    folder = write_synthetic_kernels(SyntheticKernelsConfig(kernels=60, operators=["conv", "gemm"]), tmp_path)
     names = {read_kernel(path).op for path in list_kernels(folder)}
     assert {"Conv", "Gemm", "QLinearConv", "QGemm"} <= names
     assert any(name.startswith("Conv_") for name in names) and any(name.startswith("Gemm_") for name in names)
 
 
-def test_sweep_deterministic_and_kept(tmp_path: Path) -> None:
-    config = SweepConfig(kernels=12)
-    first, second = (write_sweep(config, tmp_path / name) for name in ("first", "second"))
+def test_kernels_are_deterministic_and_kept(tmp_path: Path) -> None:
+    config = SyntheticKernelsConfig(kernels=12)
+    first, second = (write_synthetic_kernels(config, tmp_path / name) for name in ("first", "second"))
     assert [(p.name, p.read_bytes()) for p in list_kernels(first)] == [
         (p.name, p.read_bytes()) for p in list_kernels(second)
     ]
-    assert {path.name for path in first.iterdir()} == {"kernels", "sweep.json"}
+    assert {path.name for path in first.iterdir()} == {"kernels", "synthetic.json"}
     times = [path.stat().st_mtime_ns for path in list_kernels(first)]
-    write_sweep(config, first)
+    write_synthetic_kernels(config, first)
     assert [path.stat().st_mtime_ns for path in list_kernels(first)] == times
-    write_sweep(SweepConfig(kernels=12, seed=1), second)
+    write_synthetic_kernels(SyntheticKernelsConfig(kernels=12, seed=1), second)
     assert [p.name for p in list_kernels(first)] != [p.name for p in list_kernels(second)]
 
 
 def test_frequent_operators_limited(tmp_path: Path) -> None:
-    config = SweepConfig(kernels=40, operators=["unary", "binary"], dtypes=["int8"])
-    names = [read_kernel(path).op for path in list_kernels(write_sweep(config, tmp_path))]
+    config = SyntheticKernelsConfig(kernels=40, operators=["unary", "binary"], dtypes=["int8"])
+    names = [read_kernel(path).op for path in list_kernels(write_synthetic_kernels(config, tmp_path))]
     assert names.count("DequantizeLinear") == names.count("QuantizeLinear") == 2
 
 
-def test_invalid_sweep_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match="unknown convolution; expected some of: conv, "):
-        SweepConfig(operators=["convolution"])
-    monkeypatch.setitem(sweep._GROUPS, "unary", lambda b: b.add_output(b.add_node("Bad", b.add_input([2]))))  # type: ignore[arg-type]
+        SyntheticKernelsConfig(operators=["convolution"])
+    groups: Any = synthetic_kernels._GROUPS
+    monkeypatch.setitem(groups, "unary", lambda b: b.add_output(b.add_node("Bad", b.add_input([2]))))
     with pytest.raises(RunError, match="Bad"):
-        write_sweep(SweepConfig(operators=["unary"], kernels=2), tmp_path)
+        write_synthetic_kernels(SyntheticKernelsConfig(operators=["unary"], kernels=2), tmp_path)

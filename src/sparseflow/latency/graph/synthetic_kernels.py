@@ -7,8 +7,8 @@ by a quantized operator if it has one; with `float16` it adds casts where a prov
 
 ::
 
-    OUT/kernels/      extracted kernels, as of `latency extract`
-    OUT/sweep.json    configuration; written last, so that it marks a complete sweep
+    OUT/kernels/          extracted kernels, as of `latency extract`
+    OUT/synthetic.json    settings; written last, so that it marks a complete directory
 """
 
 from __future__ import annotations
@@ -18,27 +18,25 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
 from sparseflow.core.config import StrictModel
-from sparseflow.core.extras import require
 from sparseflow.core.files import read_json, write_json
 from sparseflow.core.progress import Progress
 from sparseflow.errors import InputError, RunError
 from sparseflow.latency.graph.analysis import GRAPH_FILE, OPTIMIZED_FILE
 from sparseflow.latency.graph.extraction import extract
+from sparseflow.latency.graph.model_builder import MICROSOFT, ModelBuilder
 
 if TYPE_CHECKING:
     import onnx
 
-SWEEP_FILE = "sweep.json"
+SETTINGS_FILE = "synthetic.json"
 
-_OPSET = 17
-_MICROSOFT = "com.microsoft"
 _MAX_ELEMENTS = 2**19
 """Maximum number of elements of a drawn tensor."""
 _MAX_PRODUCTS = 2**26
@@ -53,8 +51,8 @@ logger = logging.getLogger(__name__)
 DType = Literal["float32", "int8", "float16"]
 
 
-class SweepConfig(StrictModel):
-    """Size of a sweep of synthetic kernels.
+class SyntheticKernelsConfig(StrictModel):
+    """Number and kinds of synthetic kernels.
 
     Attributes:
         kernels: Minimum number of kernels.
@@ -77,13 +75,17 @@ class SweepConfig(StrictModel):
         return operators
 
 
-def write_sweep(
-    config: SweepConfig, out_dir: Path | str, *, provider: str = "cpu", progress: Progress | None = None
+def write_synthetic_kernels(
+    config: SyntheticKernelsConfig,
+    out_dir: Path | str,
+    *,
+    provider: str = "cpu",
+    progress: Progress | None = None,
 ) -> Path:
-    """Write synthetic kernels and return the directory; a complete sweep of equal settings is kept.
+    """Write synthetic kernels and return the directory; a complete one of equal settings is kept.
 
     Args:
-        config: Size of the sweep.
+        config: Number and kinds.
         out_dir: Directory.
         provider: Provider that optimizes the models.
         progress: Receives a message and the fraction done.
@@ -94,7 +96,7 @@ def write_sweep(
     """
     folder = Path(out_dir)
     settings = config.model_dump(mode="json") | {"provider": provider}
-    marker = folder / SWEEP_FILE
+    marker = folder / SETTINGS_FILE
     if marker.is_file() and read_json(marker) == settings:
         return folder
     marker.unlink(missing_ok=True)
@@ -103,16 +105,16 @@ def write_sweep(
     kernel_ids: set[str] = set()
     counts: Counter[str] = Counter()
     problem: Exception | None = None
-    with tempfile.TemporaryDirectory(prefix="sparseflow-sweep-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="sparseflow-synthetic-") as temporary:
         path = Path(temporary) / "model.onnx"
         # Some models repeat kernels or are rejected.
         for number in range(4 * config.kernels):
             name = names[number % len(names)]
             is_varied = name in _CONTRACTIONS or generator.random() < 0.25
             dtype = generator.choice(config.dtypes) if is_varied else config.dtypes[0]
-            builder = _ModelBuilder(generator, dtype)
+            builder = _KernelBuilder(generator, dtype)
             _GROUPS[name](builder)
-            path.write_bytes(builder.build().SerializeToString())
+            path.write_bytes(builder.build_model().SerializeToString())
             try:
                 results = extract(path, folder, provider=provider, check=False, threads=1)
             except (InputError, RunError) as error:
@@ -140,20 +142,16 @@ def write_sweep(
     return folder
 
 
-class _ModelBuilder:
+class _KernelBuilder(ModelBuilder):
     """Builds a model of an operator; inputs and outputs are quantized if its type is `int8`."""
 
     def __init__(self, generator: random.Random, dtype: str) -> None:
         import numpy as np
 
+        super().__init__()
         self.generator, self.dtype = generator, dtype
         self.numpy = np.random.default_rng(generator.getrandbits(32))
-        self._helper = require("onnx.helper", "latency")
-        self._onnx = require("onnx", "latency")
-        self._nodes: list[Any] = []
-        self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
-        self._weights: list[Any] = []
+        self._outputs: list[str] = []
 
     def draw(self, low: int, high: int) -> int:
         """Draw a size, uniform in its logarithm."""
@@ -175,11 +173,10 @@ class _ModelBuilder:
             remaining = max(remaining // shape[-1], 1)
         return [*shape, remaining][-rank:]
 
-    def add_input(self, shape: list[int], dtype: str | None = None) -> str:
+    def add_input(self, shape: Sequence[int], dtype: str | None = None) -> str:
         """Add an input of the model, by default of the model's type."""
-        name = f"x{len(self._inputs)}"
         stored = dtype or ("uint8" if self.dtype == "int8" else self.dtype)
-        self._inputs.append(self._helper.make_tensor_value_info(name, self._get_element_type(stored), shape))
+        name = super().add_input(shape, stored)
         return self._dequantize(name, "uint8") if stored == "uint8" else name
 
     def add_weight(self, shape: list[int], dtype: str | None = None) -> str:
@@ -193,45 +190,19 @@ class _ModelBuilder:
         """Add random indices in [0, high)."""
         return self.add_constant(self.numpy.integers(0, high, shape))
 
-    def add_constant(self, value: Any, dtype: str | None = None) -> str:
-        import numpy as np
-
-        name = f"w{len(self._weights)}"
-        self._weights.append(self._onnx.numpy_helper.from_array(np.asarray(value, dtype=dtype), name))
-        return name
-
-    def add_node(self, op: str, *inputs: str, domain: str = "", outputs: int = 1, **attributes: Any) -> str:
+    def add_main_node(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any) -> str:
         """Add a node and return its first output; the others are outputs of the model."""
-        names = self.add_split_node(op, *inputs, domain=domain, outputs=outputs, **attributes)
+        names = self.add_split_node(op, *inputs, outputs=outputs, domain=domain, **attributes)
         self._outputs.extend(names[1:])
         return names[0]
-
-    def add_split_node(
-        self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any
-    ) -> list[str]:
-        """Add a node and return all its outputs."""
-        names = [f"t{len(self._nodes)}_{position}" for position in range(outputs)]
-        self._nodes.append(self._helper.make_node(op, list(inputs), names, domain=domain, **attributes))
-        return names
 
     def add_output(self, name: str, *, quantize: bool = True) -> None:
         if self.dtype == "int8" and quantize:
             name = self.add_node("QuantizeLinear", name, *self._add_scale("uint8"))
         self._outputs.append(name)
 
-    def build(self) -> onnx.ModelProto:
-        graph = self._helper.make_graph(
-            self._nodes,
-            "sweep",
-            self._inputs,
-            [self._onnx.ValueInfoProto(name=name) for name in self._outputs],
-            self._weights,
-        )
-        imports = [self._helper.make_opsetid("", _OPSET), self._helper.make_opsetid(_MICROSOFT, 1)]
-        return self._helper.make_model(graph, opset_imports=imports, ir_version=8)
-
-    def _get_element_type(self, dtype: str) -> int:
-        return self._onnx.TensorProto.DataType.Value({"float32": "FLOAT"}.get(dtype, dtype.upper()))
+    def build_model(self) -> onnx.ModelProto:
+        return self.build(*self._outputs)
 
     def _add_scale(self, dtype: str) -> tuple[str, str]:
         zero = 128 if dtype == "uint8" else 0
@@ -244,13 +215,13 @@ class _ModelBuilder:
 _ACTIVATIONS = ("", "", "Relu", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "HardSigmoid")
 
 
-def _activate(b: _ModelBuilder, name: str) -> str:
+def _activate(b: _KernelBuilder, name: str) -> str:
     """Add an activation after a product; the range of a quantized result contains it."""
     op = b.choose(*_ACTIVATIONS) if b.dtype != "int8" else ""
     return b.add_node(op, name) if op else name
 
 
-def _add_conv(b: _ModelBuilder) -> None:
+def _add_conv(b: _KernelBuilder) -> None:
     dims, size = b.choose(1, 2, 2, 2), b.choose(1, 1, 1, 3, 3, 3, 5, 7)
     channels, filters = b.draw_width(3, 512), b.draw_width(4, 512)
     groups = b.choose(1, 1, 1, 1, channels, channels, 4)
@@ -276,20 +247,20 @@ def _add_conv(b: _ModelBuilder) -> None:
         b.add_output(_activate(b, product))
 
 
-def _add_conv_transpose(b: _ModelBuilder) -> None:
+def _add_conv_transpose(b: _KernelBuilder) -> None:
     channels, filters, size = b.draw_width(4, 256), b.draw_width(4, 256), b.choose(2, 3, 4)
     extent = b.draw(2, max(round((_MAX_PRODUCTS / (channels * filters * size**2)) ** 0.5), 3))
     inputs = b.add_input([1, channels, extent, extent]), b.add_weight([channels, filters, size, size])
     b.add_output(b.add_node("ConvTranspose", *inputs, strides=[2, 2], kernel_shape=[size, size]))
 
 
-def _draw_product(b: _ModelBuilder) -> tuple[int, int, int]:
+def _draw_product(b: _KernelBuilder) -> tuple[int, int, int]:
     """Draw rows, depth and columns of a matrix product."""
     depth, columns = b.draw_width(8, 2048), b.draw_width(4, 2048)
     return b.draw(1, max(_MAX_PRODUCTS // (depth * columns), 1) if b.choose(0, 1) else 256), depth, columns
 
 
-def _add_matmul(b: _ModelBuilder) -> None:
+def _add_matmul(b: _KernelBuilder) -> None:
     rows, depth, columns = _draw_product(b)
     product = b.add_node("MatMul", b.add_input([1, rows, depth]), b.add_weight([depth, columns]))
     if b.dtype != "int8" and b.choose(0, 1):
@@ -297,7 +268,7 @@ def _add_matmul(b: _ModelBuilder) -> None:
     b.add_output(product)
 
 
-def _add_batched_matmul(b: _ModelBuilder) -> None:
+def _add_batched_matmul(b: _KernelBuilder) -> None:
     heads, depth = b.choose(1, 3, 6, 8, 12), b.choose(16, 32, 64, 64, 100)
     rows, columns = b.draw(4, 512), b.draw(4, 512)
     first, second = b.add_input([1, heads, rows, depth]), b.add_input([1, heads, depth, columns])
@@ -309,7 +280,7 @@ def _add_batched_matmul(b: _ModelBuilder) -> None:
     b.add_output(product)
 
 
-def _add_gemm(b: _ModelBuilder) -> None:
+def _add_gemm(b: _KernelBuilder) -> None:
     rows, depth, columns = _draw_product(b)
     transposed = b.choose(0, 1)
     weight = b.add_weight([columns, depth] if transposed else [depth, columns])
@@ -318,7 +289,7 @@ def _add_gemm(b: _ModelBuilder) -> None:
     b.add_output(_activate(b, product))
 
 
-def _add_integer_matmul(b: _ModelBuilder) -> None:
+def _add_integer_matmul(b: _KernelBuilder) -> None:
     """Add a product of float inputs with weights of eight or four bits."""
     rows, depth, columns = _draw_product(b)
     b.dtype = "float32"
@@ -328,7 +299,7 @@ def _add_integer_matmul(b: _ModelBuilder) -> None:
         weight = b.add_constant(b.numpy.integers(0, 256, blocks, "uint8"))
         inputs = b.add_input([1, rows, depth]), weight, b.add_weight([columns * depth // 32])
         product = b.add_node(
-            "MatMulNBits", *inputs, domain=_MICROSOFT, K=depth, N=columns, bits=4, block_size=32
+            "MatMulNBits", *inputs, domain=MICROSOFT, K=depth, N=columns, bits=4, block_size=32
         )
         b.add_output(product)
         return
@@ -340,7 +311,7 @@ def _add_integer_matmul(b: _ModelBuilder) -> None:
     b.add_output(b.add_node("Mul", b.add_node("Cast", product, to=1), scale))
 
 
-def _add_pool(b: _ModelBuilder) -> None:
+def _add_pool(b: _KernelBuilder) -> None:
     op, size = b.choose("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"), b.choose(2, 3, 3, 5)
     shape = b.draw_shape(3, 2**16)
     extent = max(round(shape[2] ** 0.5), size)
@@ -362,14 +333,14 @@ _UNARY = (
 )  # fmt: skip
 
 
-def _add_unary(b: _ModelBuilder) -> None:
+def _add_unary(b: _KernelBuilder) -> None:
     op = b.choose(*_UNARY)
     if op == "Not":
         b.dtype = "bool"
     b.add_output(b.add_node(op, b.add_input(b.draw_shape(b.choose(1, 2, 3, 4)))), quantize=op != "IsNaN")
 
 
-def _add_binary(b: _ModelBuilder) -> None:
+def _add_binary(b: _KernelBuilder) -> None:
     op = b.choose(
         "Add", "Sub", "Mul", "Div", "Add", "Mul", "Max", "Min", "Pow", "Greater", "Less", "Equal", "Where",
         "PRelu",
@@ -388,7 +359,7 @@ def _add_binary(b: _ModelBuilder) -> None:
     b.add_output(b.add_node(op, b.add_input(shape), second), quantize=op not in ("Greater", "Less", "Equal"))
 
 
-def _add_normalization(b: _ModelBuilder) -> None:
+def _add_normalization(b: _KernelBuilder) -> None:
     op = b.choose(
         "Softmax", "Softmax", "LogSoftmax", "LayerNormalization", "LayerNormalization", "BatchNormalization",
         "InstanceNormalization", "LpNormalization", "LRN", "MeanVarianceNormalization",
@@ -415,7 +386,7 @@ def _add_normalization(b: _ModelBuilder) -> None:
     b.add_output(result)
 
 
-def _add_reduction(b: _ModelBuilder) -> None:
+def _add_reduction(b: _KernelBuilder) -> None:
     op = b.choose(
         "ReduceMean", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2",
         "ReduceL1", "ReduceSumSquare", "ReduceLogSumExp", "ArgMax", "ArgMin", "CumSum",
@@ -431,7 +402,7 @@ def _add_reduction(b: _ModelBuilder) -> None:
         b.add_output(b.add_node(op, x, axes=axes, keepdims=b.choose(0, 1)))
 
 
-def _add_movement(b: _ModelBuilder) -> None:
+def _add_movement(b: _KernelBuilder) -> None:
     op = b.choose(
         "Transpose", "Transpose", "Concat", "Concat", "Split", "Slice", "Pad", "Expand", "Tile", "Reshape",
         "Squeeze", "Cast", "DepthToSpace", "SpaceToDepth", "Resize", "Resize", "Trilu",
@@ -485,10 +456,10 @@ def _add_movement(b: _ModelBuilder) -> None:
         mode = b.choose("nearest", "linear", "linear", "cubic")
         inputs += ["", b.add_constant([1.0, 1.0, 2.0, 2.0], "float32")]
         attributes = {"mode": mode, "coordinate_transformation_mode": b.choose("asymmetric", "half_pixel")}
-    b.add_output(b.add_node(op, *inputs, outputs=num_outputs, **attributes), quantize=quantize)
+    b.add_output(b.add_main_node(op, *inputs, outputs=num_outputs, **attributes), quantize=quantize)
 
 
-def _add_lookup(b: _ModelBuilder) -> None:
+def _add_lookup(b: _KernelBuilder) -> None:
     op = b.choose("Gather", "Gather", "GatherElements", "GatherND", "ScatterND", "ScatterElements", "OneHot")
     rows, width, count = b.draw(16, 4096), b.draw(1, 512), b.draw(1, 1024)
     if op == "OneHot":
@@ -518,13 +489,13 @@ def _add_lookup(b: _ModelBuilder) -> None:
     b.add_output(result)
 
 
-def _add_selection(b: _ModelBuilder) -> None:
+def _add_selection(b: _KernelBuilder) -> None:
     op = b.choose("TopK", "NonZero", "NonMaxSuppression", "Compress", "Unique", "RoiAlign", "GridSample")
     b.dtype = "float32"
     shape = b.draw_shape(2, 2**14)
     if op == "TopK":
         x, k = b.add_input(shape), b.draw(1, max(min(shape[-1], 300), 1))
-        b.add_output(b.add_node(op, x, b.add_constant([k]), outputs=2))
+        b.add_output(b.add_main_node(op, x, b.add_constant([k]), outputs=2))
     elif op == "NonMaxSuppression":
         boxes, classes = b.draw(16, 2000), b.draw(1, 80)
         inputs = (
@@ -552,7 +523,7 @@ def _add_selection(b: _ModelBuilder) -> None:
         b.add_output(b.add_node(op, b.add_input(shape)))
 
 
-def _add_recurrent(b: _ModelBuilder) -> None:
+def _add_recurrent(b: _KernelBuilder) -> None:
     op = b.choose("LSTM", "LSTM", "GRU", "GRU", "RNN")
     b.dtype = "float32"
     gates, directions = {"LSTM": 4, "GRU": 3, "RNN": 1}[op], b.choose(1, 1, 2)
@@ -574,7 +545,7 @@ def _add_recurrent(b: _ModelBuilder) -> None:
     )
 
 
-def _add_transformer(b: _ModelBuilder) -> None:
+def _add_transformer(b: _KernelBuilder) -> None:
     """Add an operator that onnxruntime's optimizer creates in transformers."""
     op = b.choose(
         "Gelu", "FastGelu", "QuickGelu", "BiasGelu", "SkipLayerNormalization",
@@ -605,13 +576,13 @@ def _add_transformer(b: _ModelBuilder) -> None:
         inputs += [b.add_constant([total - 1], "int32"), b.add_constant(total, "int32")]
         attributes = {"num_heads": heads, "kv_num_heads": key_heads}
     outputs = 3 if op == "GroupQueryAttention" else 1
-    b.add_output(b.add_node(op, x, *inputs, domain=_MICROSOFT, outputs=outputs, **attributes))
+    b.add_output(b.add_main_node(op, x, *inputs, domain=MICROSOFT, outputs=outputs, **attributes))
 
 
 _CONTRACTIONS = ("conv", "matmul", "gemm")
 """Groups that occur three times as often as the others, and in all types."""
 
-_GROUPS: Mapping[str, Callable[[_ModelBuilder], None]] = {
+_GROUPS: Mapping[str, Callable[[_KernelBuilder], None]] = {
     "conv": _add_conv,
     "matmul": _add_matmul,
     "unary": _add_unary,
