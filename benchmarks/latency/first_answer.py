@@ -19,8 +19,9 @@ the median of rounds in random order before and after each calibration. Predicto
   the measured time. It stands for a machine whose efficiencies differ from those of the shipped one.
 - *peaks_calibrated*, *shipped_calibrated*, *distorted_calibrated*: each after ``calibrate``.
 
-Only *roofline* and *distorted* tell about unknown machines, since the shipped efficiencies come from one of
-this kind.
+On a machine of a kind that no shipped predictor has, these are *roofline*, *peaks* and *peaks_calibrated*,
+with claims of their own. On a machine of a shipped kind only *roofline* and *distorted* tell about unknown
+machines.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import SparseFlowError
 from sparseflow.latency.calibration import calibrate
-from sparseflow.latency.first_answer import load_shipped
+from sparseflow.latency.first_answer import find_predictor, load_shipped
 from sparseflow.latency.graph.analysis import Graph, analyze
 from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.peaks import Peaks, measure_idle_ms, measure_peaks
 from sparseflow.latency.measure.runner import Runner
-from sparseflow.latency.model.predictor import PEAKS, Predictor
+from sparseflow.latency.model.predictor import PEAKS, SHIPPED, Predictor
 from sparseflow.latency.model.transfer import transfer
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -156,8 +157,13 @@ def build_torch_networks() -> dict[str, tuple[Any, tuple[int, ...]]]:
     }
 
 
-def export_networks(folder: Path) -> dict[str, Path]:
-    """Export the networks of torch and transformers; return name -> file."""
+def export_networks(folder: Path, *, batch: int | None = None) -> dict[str, Path]:
+    """Export the networks of torch and transformers; return name -> file.
+
+    Args:
+        folder: Directory of the files.
+        batch: Batch size of all networks; by default each has its own.
+    """
     import torch
     import transformers
 
@@ -191,6 +197,7 @@ def export_networks(folder: Path) -> dict[str, Path]:
         try:
             if not path.is_file():
                 network, shape, input_kind = build()
+                shape = shape if batch is None else (batch, *shape[1:])
                 example = torch.randint(0, 1000, shape) if input_kind == "text" else torch.randn(shape)
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
@@ -312,9 +319,6 @@ TARGET_PERCENT = {
 }  # fmt: skip
 """Predictor -> target of its median error, percent."""
 
-CALIBRATED = ("peaks", "shipped", "distorted")
-"""Predictors that are calibrated."""
-
 DESCRIPTIONS = {
     "roofline": "by measured peaks alone, without learned efficiencies",
     "peaks": "by measured peaks and shipped efficiencies of this kind of machine",
@@ -326,20 +330,29 @@ DESCRIPTIONS = {
 }
 
 
+UNKNOWN_DESCRIPTIONS = {
+    "peaks": "by measured peaks and shipped efficiencies of another kind of machine",
+    "peaks_calibrated": "by peaks and efficiencies of another kind of machine, calibrated in a minute",
+}
+
+
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: median error and interval coverage of each predictor."""
     networks = len(record["measured_ms"])
-    for name, target in TARGET_PERCENT.items():
-        result = record["predictors"][name]
+    is_unknown = SHIPPED not in record["predictors"]
+    machine = f"{record['fingerprint']['kind']}-{'unknown' if is_unknown else 'first'}"
+    descriptions = DESCRIPTIONS | (UNKNOWN_DESCRIPTIONS if is_unknown else {})
+    for name, result in record["predictors"].items():
+        target = TARGET_PERCENT[name]
         yield Claim(
-            id=f"latency/8-{record['fingerprint']['kind']}-first-{name.replace('_', '-')}",
-            claim=f"Median latency error on {networks} networks outside the zoo, {DESCRIPTIONS[name]}.",
+            id=f"latency/8-{machine}-{name.replace('_', '-')}",
+            claim=f"Median latency error on {networks} networks outside the zoo, {descriptions[name]}.",
             value=round(100.0 * result["median_error"], 2),
             unit="%",
             target=None if target is None else f"<= {target}",
             device=record["fingerprint"]["name"],
             command="python benchmarks/latency/first_answer.py --work runs/first --packages packages --out "
-            "results/latency/first-answer-cpu.json",
+            f"results/latency/first-answer-{'unknown' if is_unknown else 'cpu'}.json",
             details={
                 "mean_error_percent": round(100.0 * result["mean_error"], 2),
                 "interval_coverage_percent": round(100.0 * result["interval_coverage"], 2),
@@ -359,19 +372,20 @@ def main() -> int:
     args = parser.parse_args()
     start_s = time.monotonic()
     fingerprint = DeviceFingerprint.from_local_device()
-    shipped = next(p for p in load_shipped() if p.fingerprint.is_same_kind(fingerprint))
+    same = [p for p in load_shipped() if p.fingerprint.is_same_kind(fingerprint)]
     networks = list_networks(args.work, args.packages)
     peaks = measure_peaks()
+    base = same[0] if same else find_predictor(peaks=peaks)
     predictors = {
-        "roofline": make_roofline_predictor(shipped, peaks),
-        "peaks": transfer(shipped, fingerprint, peaks),
-        "shipped": shipped,
-        "distorted": transfer(shipped, fingerprint, distort(peaks)),
+        "roofline": make_roofline_predictor(base, peaks),
+        PEAKS: transfer(base, fingerprint, peaks) if same else base,
     }
+    if same:
+        predictors |= {SHIPPED: base, "distorted": transfer(base, fingerprint, distort(peaks))}
     graphs, problems = analyze_networks(networks)
     networks = {name: networks[name] for name in graphs}
     rounds = [measure_round(networks, args.seconds, 0)]
-    for name in CALIBRATED:
+    for name in list(predictors)[1:]:
         path = args.work / f"{name}-calibrated.json"
         calibration = calibrate(path, base=predictors[name], budget_s=args.calibration_s)
         predictors[f"{name}_calibrated"] = Predictor.load(path)
@@ -385,7 +399,7 @@ def main() -> int:
         "fingerprint": fingerprint.to_dict(),
         "git": get_git_revision(),
         "peaks": vars(peaks),
-        "shipped_measured_s": shipped.measured_s,
+        "shipped_measured_s": base.measured_s,
         "measured_ms": {name: round(ms, 5) for name, ms in measured_ms.items()},
         "samples_ms": {name: [round(ms, 5) for ms in values] for name, values in samples_ms.items()},
         "nodes": {name: len(graph.nodes) for name, graph in graphs.items()},
