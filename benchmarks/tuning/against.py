@@ -204,7 +204,7 @@ def _make_operator_claims(operator_name: str, rows: Sequence[Row], record: dict[
         if pairs:
             yield make_ratio_claim(slugify(name), title, pairs, targets.get(name))
     best = [(row, min(list_ratios(row).values())) for row in rows]
-    yield make_ratio_claim("best", "the best baseline of each case", best, None)
+    yield make_ratio_claim("best", "the best baseline of each case", best, ">= 1.5")
     yield Claim(
         id=f"tuning/3-{operator_name}-floor",
         claim=f"Speedup of tuned {operator_name} over the best baseline, worst of {len(rows)} cases.",
@@ -224,7 +224,7 @@ def _make_operator_claims(operator_name: str, rows: Sequence[Row], record: dict[
         if row["matrix"].startswith(FIVE_POINTS) and "mkl" in (ratios := list_ratios(row))
     ]
     if points:
-        yield make_ratio_claim("five-points", "Intel MKL on five-point stencils", points, None)
+        yield make_ratio_claim("five-points", "Intel MKL on five-point stencils", points, ">= 1")
     calls = [break_even(row) for row in rows]
     scipy_calls = [math.inf if row["break_even_scipy"] is None else row["break_even_scipy"] for row in rows]
     yield Claim(

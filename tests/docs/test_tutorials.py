@@ -23,7 +23,12 @@ def _mask(text: str) -> str:
     return " ".join(_NUMBER.sub("#", text).split())
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    # `make site` runs all of them.
+    [path if path.stem == "spiking" else pytest.param(path, marks=pytest.mark.slow) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_example_prints_the_output_of_its_notebook(path: Path) -> None:
     notebook = tutorials.read_notebook(path)  # raises if its cells differ from the script
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
