@@ -74,9 +74,11 @@ def list_names(entries: Iterable[str], model: str) -> list[str]:
 
     Those of MODEL:NAME are last, so that they have precedence if a dimension has several names.
     """
-    own = f"{model}:"
+    own_prefix = f"{model}:"
     return list(
-        dict.fromkeys(key.removeprefix(own) for key in sorted(entries, key=lambda k: k.startswith(own)))
+        dict.fromkeys(
+            key.removeprefix(own_prefix) for key in sorted(entries, key=lambda k: k.startswith(own_prefix))
+        )
     )
 
 

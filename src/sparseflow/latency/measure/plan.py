@@ -346,13 +346,13 @@ def _read_target(path: Path, is_kernel: bool, config: CollectionConfig) -> Targe
     model = onnx_file.load_model(path)
     if is_kernel and not is_kernel_model(model):
         raise FileFormatError(f"{path} is not a kernel from `latency extract`; list it under `models`")
-    extents, own = list_extents(model), f"{path.stem}:"
+    extents, own_prefix = list_extents(model), f"{path.stem}:"
     # A shape without the name of a model leaves fixed dimensions alone.
     fixed = {info.name for info in onnx_file.list_inputs(model) if not is_open(info)}
     entries = {
         key: tuple(shape)
         for key, shape in config.shapes.items()
-        if key not in fixed and is_size(key.removeprefix(own), extents)
+        if key not in fixed and is_size(key.removeprefix(own_prefix), extents)
     }
     sizes = select_for_model(entries, path.stem, list_names(entries, path.stem))
     shapes = resolve_shapes(extents, sizes) if sizes else {}
