@@ -48,8 +48,8 @@ def tune(
         operator: `"spmm"`, `"spmv"` or `"sddmm"`.
         matrix: scipy.sparse matrix, sparse torch tensor or 2-D numpy array.
         n_cols: Columns of the dense operands; None for SpMV.
-        budget_s: Time budget, seconds. With 0, nothing is measured: the cost model selects one of
-            the hand-written schedules.
+        budget_s: Time budget, seconds. With 0, nothing is measured: the fill of blocks or the cost
+            model selects one of the hand-written schedules.
         max_trials: Maximum number of schedules to measure besides the baselines.
         method: Search method.
         prior: Initial scores of a guided method.

@@ -458,6 +458,22 @@ def test_session_without_budget_measures_nothing(name: str, options: dict[str, A
     assert np.abs(tuned.kernel.compute(*inputs) - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(("kind", "preset"), [("blocks", "bcsr4x1"), ("scattered", "tiled_csr")])
+def test_session_without_budget_selects_by_fill(
+    kind: str, preset: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = {
+        "blocks": scipy.sparse.kron(scipy.sparse.eye(2000), np.ones((4, 4))),
+        "scattered": scipy.sparse.random_array((9000, 9000), density=4e-4, rng=0),
+    }[kind]
+    monkeypatch.setattr("sparseflow.tuning.search.session.load_default_prior", None)  # needs no network
+    tuned = search("spmm", matrix, **options | {"n_cols": 64, "budget_s": 0, "threads": 2})
+    expected = build_presets(OPERATORS["spmm"], tuned.kernel.problem.extents, threads=2)[preset]
+    schedule = tuned.kernel.schedule
+    assert schedule == expected.canonicalize(OPERATORS["spmm"], tuned.kernel.problem.extents)
+    assert tuned.kernel.origin == "selected by the fill of blocks, not measured"
+
+
 def test_session_states_when_the_kernel_pays(options: dict[str, Any], created: Made) -> None:
     created.library = 10.0
     tuned = search("spmm", samples(), max_trials=1, **options)
