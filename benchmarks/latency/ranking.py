@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from first_answer import export_networks
 
 from benchmarks.claims import Claim, record_claims
@@ -35,6 +34,7 @@ from sparseflow.core.files import write_json
 from sparseflow.errors import SparseFlowError
 from sparseflow.latency import find_predictor, predict
 from sparseflow.latency.graph import onnx_file
+from sparseflow.latency.graph.inputs import resolve_inputs
 from sparseflow.latency.measure.peaks import measure_idle_ms
 from sparseflow.latency.measure.runner import Runner
 
@@ -42,21 +42,17 @@ BATCHES = (1, 8)
 MIN_DIFFERENCE = 0.1
 ROUNDS = 3
 
-Variant = tuple[str, int, int]
-"""Precision, batch and threads."""
-
 
 def quantize(path: Path, out: Path) -> Path:
     """Quantize the weights and activations of a model, with ranges of random inputs."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    model = onnx_file.load_model(path)
+    inputs = resolve_inputs(onnx_file.load_model(path))
 
     class RandomReader(CalibrationDataReader):
         def __init__(self) -> None:
-            generator = np.random.default_rng(0)
-            self._samples = iter([make_inputs(model, generator) for _ in range(4)])
+            self._samples = (next(inputs.iter_draws(seed)) for seed in range(4))
 
         def get_next(self) -> Any:
             return next(self._samples, None)
@@ -66,19 +62,6 @@ def quantize(path: Path, out: Path) -> Path:
     quantize_static(str(prepared), str(out), RandomReader(), quant_format=QuantFormat.QDQ, per_channel=True)
     prepared.unlink()
     return out
-
-
-def make_inputs(model: Any, generator: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return random inputs; integers are token ids."""
-    inputs = {}
-    for info in onnx_file.list_inputs(model):
-        shape = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
-        is_float = info.type.tensor_type.elem_type == 1
-        inputs[info.name] = (
-            generator.standard_normal(shape).astype(np.float32) if is_float
-            else generator.integers(0, 1000, shape)
-        )  # fmt: skip
-    return inputs
 
 
 def list_variants(work: Path) -> Iterator[tuple[str, str, int, Path]]:

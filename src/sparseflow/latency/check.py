@@ -26,7 +26,7 @@ from sparseflow.latency.api import predict
 from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import GRAPH_FILE
 from sparseflow.latency.graph.dimensions import is_size, list_names, select_for_model
-from sparseflow.latency.graph.sources import list_extents
+from sparseflow.latency.graph.inputs import list_extents
 from sparseflow.latency.measure.plan import list_models
 from sparseflow.latency.model.kernel_estimates import COMPOSED
 from sparseflow.latency.model.kernel_regressor import ROOFLINE

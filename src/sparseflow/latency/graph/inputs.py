@@ -20,6 +20,7 @@ from sparseflow.core.extras import require
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import FileFormatError, InputError, ModelError, RunError
 from sparseflow.latency.graph import onnx_file, session
+from sparseflow.latency.graph.dimensions import BATCH, OPEN, Extents
 from sparseflow.latency.graph.kernels import DTYPE_BITS, STRING, TensorSpec
 
 if TYPE_CHECKING:
@@ -446,11 +447,23 @@ def load_values(path: Path, specs: Sequence[TensorSpec]) -> dict[str, np.ndarray
     return values
 
 
+def list_extents(model: onnx.ModelProto) -> dict[str, Extents]:
+    """Return input -> extents of a model, for `dimensions.resolve_shapes`.
+
+    An open dimension without a name is the batch if it comes first.
+    """
+    inputs = {info.name: _list_extents(info) for info in onnx_file.list_inputs(model)}
+    return {
+        name: (BATCH, *extents[1:]) if extents[:1] == [OPEN] else tuple(extents)
+        for name, extents in inputs.items()
+    }
+
+
 def _list_extents(info: onnx.ValueInfoProto) -> list[int | str]:
-    """List the declared extents of an input; the name of an open dimension, or `?`."""
+    """List the declared extents of an input; the name of an open dimension, or `OPEN`."""
     # Some exporters write -1 for an open dimension.
     return [
-        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or "?"
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or OPEN
         for dim in info.type.tensor_type.shape.dim
     ]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparseflow.errors import InputError
 from sparseflow.latency.graph import huggingface, onnx_file, torch_export
 from sparseflow.latency.graph.analysis import Graph, analyze
-from sparseflow.latency.graph.dimensions import BATCH, OPEN, Extents, resolve_shapes
+from sparseflow.latency.graph.dimensions import BATCH, Extents, resolve_shapes
+from sparseflow.latency.graph.inputs import list_extents
 from sparseflow.latency.graph.torch_export import Exporter
 
 if TYPE_CHECKING:
-    import onnx
     import torch
     from torch import nn
 
@@ -79,16 +79,6 @@ def open_source(
     if path.suffix == ".onnx" or (path.is_file() and path.suffix != ".json"):
         return _OnnxSource(path)
     return AnalyzedSource(path)
-
-
-def list_extents(model: onnx.ModelProto) -> dict[str, Extents]:
-    """Return input -> extents of an ONNX model, for `dimensions.resolve_shapes`."""
-    return {
-        value.name: tuple(
-            _get_extent(dim, position) for position, dim in enumerate(value.type.tensor_type.shape.dim)
-        )
-        for value in onnx_file.list_inputs(model)
-    }
 
 
 class _OnnxSource:
@@ -171,13 +161,6 @@ def _refuse_values(inputs: Mapping[str, Any] | None, name: str) -> None:
         raise InputError(
             f"values of inputs ({', '.join(inputs)}) are for ONNX files; {name} is exported with its example"
         )
-
-
-def _get_extent(dim: Any, position: int) -> int | str:
-    """Return an extent of an ONNX input; an open one without a name is the batch if it comes first."""
-    if dim.HasField("dim_value") and dim.dim_value >= 0:
-        return int(dim.dim_value)
-    return dim.dim_param or (OPEN if position else BATCH)
 
 
 def _repeat(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -26,8 +26,7 @@ from sparseflow.latency.graph import onnx_file
 from sparseflow.latency.graph.analysis import KERNELS_FOLDER
 from sparseflow.latency.graph.dimensions import is_size, list_names, resolve_shapes, select_for_model
 from sparseflow.latency.graph.extraction import is_kernel_model, read_inputs, read_kernel
-from sparseflow.latency.graph.inputs import is_open
-from sparseflow.latency.graph.sources import list_extents
+from sparseflow.latency.graph.inputs import is_open, list_extents
 from sparseflow.latency.measure.config import CollectionConfig, Paths
 
 MODEL_OP = "Model"
