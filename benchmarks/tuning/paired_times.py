@@ -40,6 +40,9 @@ TRIES = 2
 TIMEOUT_S = 120.0
 """Time limit of a process, which includes the preparation of a library."""
 
+CLEAR, CLEAR_PROCESSES = 1.25, 2
+"""A comparison ends after that many processes if the kernel is more than that many times as fast in each."""
+
 CLOSE = 1.1
 """Forms of a baseline that are at most this many times as slow as its fastest are compared in pairs."""
 
@@ -107,11 +110,15 @@ def checker(problem: SparseProblem, inputs: Inputs) -> Check:
 def slower(baseline: KernelJob, tuned: KernelJob, right: Check, processes: int = PROCESSES) -> dict[str, Any]:
     """Measure the time of a baseline over the tuned kernel's: median over processes of medians over pairs.
 
+    Two processes are enough for a clear result, `CLEAR`.
     The two kernels take turns in loading their arrays first, because the first arrays may get better pages.
     """
     result: list[tuple[KernelTiming, list[float]]] = []
     attempts = 0
     while len(result) < processes:
+        clear = [statistics.median(pairs) > CLEAR for _, pairs in result]
+        if len(clear) >= CLEAR_PROCESSES and all(clear):
+            break
         attempts += 1
         tuned_first = len(result) % 2 == 1
         first, second = (tuned, baseline) if tuned_first else (baseline, tuned)
@@ -190,35 +197,38 @@ def strongest_call(
     """Measure the fastest form of a baseline against the tuned kernel, both called from Python.
 
     A new process for each number of the baseline's threads makes all calls. Its OpenMP settings are those of
-    the runner. One OpenMP runtime serves both sides; the kernel always has `threads`.
+    the runner. One OpenMP runtime serves both sides; the kernel always has `threads`. In each process, every
+    form is timed alone first, and the close ones are compared with the kernel.
 
     Returns:
-        As `strongest`; the forms have their ratios.
+        As `strongest`.
 
     Raises:
         RunError: The process dies or a result is wrong.
     """
     results: dict[str, dict[str, Any]] = {}
+    alone_ms: dict[str, float] = {}
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "sparseflow.tuning"])
     for count in sorted({1, threads}):
-        with _openmp_environment(count):
-            context = get_context("spawn")
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-                try:
-                    calls = pool.submit(_compare_calls, make_calls, kernel, inputs, count, threads).result()
-                except BrokenProcessPool as error:
-                    raise RunError("the process of a library died") from error
+        with _openmp_environment(), ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            try:
+                calls, forms = pool.submit(
+                    _compare_calls, make_calls, kernel, inputs, count, threads
+                ).result()
+            except BrokenProcessPool as error:
+                raise RunError("the process of a library died") from error
         results |= {f"{form}, {count} threads": result for form, result in calls.items()}
+        alone_ms |= {f"{form}, {count} threads": time_ms for form, time_ms in forms.items()}
     best = min(results, key=lambda form: results[form]["ratio"])
-    return results[best] | {"form": best, "forms": {form: item["ratio"] for form, item in results.items()}}
+    return results[best] | {"form": best, "forms": alone_ms}
 
 
 @contextmanager
-def _openmp_environment(threads: int) -> Iterator[None]:
+def _openmp_environment() -> Iterator[None]:
     """Set the environment of new processes, in which a library uses the libgomp of the kernel."""
-    changes = OPENMP_ENVIRONMENT | {"LD_PRELOAD": "libgomp.so.1"}
-    changes |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     previous = dict(os.environ)
-    os.environ.update(changes)
+    os.environ.update(OPENMP_ENVIRONMENT | {"LD_PRELOAD": "libgomp.so.1"})
     try:
         yield
     finally:
@@ -228,17 +238,29 @@ def _openmp_environment(threads: int) -> Iterator[None]:
 
 def _compare_calls(
     make_calls: MakeCalls, kernel: CompiledKernel, inputs: Inputs, threads: int, kernel_threads: int
-) -> dict[str, dict[str, Any]]:
-    """Compare each form of a baseline with the kernel in this process."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Compare the close forms of a baseline with the kernel in this process.
+
+    Returns:
+        The results of the close forms, and the time of each form alone, milliseconds.
+    """
     right = checker(kernel.problem, inputs)
     set_threads = ctypes.CDLL("libgomp.so.1").omp_set_num_threads
     start_s = time.perf_counter()
     forms = make_calls(kernel.problem, threads)
     setup_s = time.perf_counter() - start_s
+    set_threads(threads)
+    alone_ms: dict[str, float] = {}
+    for form, call in forms.items():
+        if not right(np.asarray(call(*inputs))):
+            raise RunError(f"the result of {form} is wrong")
+        alone_ms[form] = min(_time_turn(call, inputs, _count_calls(call, inputs)))
+    if not right(kernel.compute(*inputs)):
+        raise RunError("the result of the kernel is wrong")
     results: dict[str, dict[str, Any]] = {}
     for form, call in forms.items():
-        if not (right(np.asarray(call(*inputs))) and right(kernel.compute(*inputs))):
-            raise RunError(f"the result of {form} is wrong")
+        if alone_ms[form] > CLOSE * min(alone_ms.values()):
+            continue
         sides: list[tuple[Callable[..., Any], int, int]] = []
         for function, count in ((call, threads), (kernel.compute, kernel_threads)):
             set_threads(count)
@@ -268,7 +290,7 @@ def _compare_calls(
             "attempts": attempts,
             "setup_s": setup_s,
         }
-    return results
+    return results, alone_ms
 
 
 def _time_turn(function: Callable[..., Any], inputs: Inputs, calls: int) -> list[float]:
