@@ -327,3 +327,10 @@ def test_apply_overrides_changes_only_what_it_names(content: dict[str, Any], pat
         }
         assert result == expected
     assert content == before
+
+
+def test_copy_with_unknown_field_is_refused() -> None:
+    settings = Settings().model_copy(update={"train": Train(epochs=3)})
+    assert settings.train.epochs == 3
+    with pytest.raises(TypeError, match="Settings has no field epochs, rates"):
+        settings.model_copy(update={"epochs": 3, "rates": 1})

@@ -50,7 +50,7 @@ DIAMOND = make_graph(
 def composition(**changes: Any) -> CompositionModel:
     costs: dict[str, Any] = {
         "mode": SUM, "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_activation_ms": 0.0,
-        "min_weights": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
+        "cache": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0, "models": 1,
     }  # fmt: skip
     return CompositionModel(**(costs | changes))
 
@@ -127,8 +127,6 @@ def test_fit_recovers_costs(mode: str, per_kernel: float, monkeypatch: pytest.Mo
     graphs, isolated_ms, measured = networks(true)
     fitted = to_record(CompositionModel.fit(graphs, isolated_ms, measured, mode))
     assert (fitted.pop("models"), fitted.pop("mode")) == (12, mode)
-    weights = [sum(kernel.constant_bytes for kernel in graph.kernels) / MEBIBYTE for graph in graphs]
-    assert fitted.pop("min_weights") == pytest.approx(min(weights))
     assert fitted == pytest.approx({name: to_record(true)[name] for name in fitted}, rel=0.01)
 
 
@@ -191,11 +189,38 @@ def test_byte_costs_proportional_to_size() -> None:
     assert kernel.constant_bytes == MEBIBYTE
 
 
-def test_weight_cost_lower_in_small_models() -> None:
-    model = composition(per_weight_ms=2.0, min_weights=4.0)
-    kernel = make_kernel("MatMul", [(256, 512), (512, 512)], (256, 512), constants=(1,))
-    assert [model.predict_kernel_ms(kernel, 1.0, weights) for weights in (1.0, 4.0, 99.0)] == [1.5, 3.0, 3.0]
-    assert model.compose(chain([kernel]), {kernel.id: 1.0}).total_ms == pytest.approx(1.5)
+def test_weights_cost_if_the_graph_evicts_them() -> None:
+    model = composition(per_weight_ms=2.0, cache=2.0)
+    kernel = make_kernel("MatMul", [(256, 512), (512, 512)], (256, 512), constants=(1,))  # 1 MiB of weights
+    costs = [model.predict_kernel_ms(kernel, 1.0, weights) - 1.0 for weights in (1.0, 2.0, 5.0, 8.0, 99.0)]
+    assert costs == pytest.approx([0.0, 0.0, 1.0, 2.0, 2.0])
+    # Half of 5 MiB are not in the cache if the kernel runs alone, either.
+    large = make_kernel("MatMul", [(256, 1024), (1024, 1280)], (256, 1280), constants=(1,))
+    assert model.predict_kernel_ms(large, 1.0, 99.0) == pytest.approx(1.0 + 2.0 * 5.0 / 2.0)
+    graph = chain([kernel] * 8)
+    assert model.compose(graph, {kernel.id: 1.0}).total_ms == pytest.approx(8 * 3.0)
+
+
+def test_fit_finds_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition_module, "_REGULARIZATION", 1e-3)
+    true = composition(per_weight_ms=0.5, cache=2.0)
+    kernels = [
+        make_kernel("MatMul", [(8, 512), (512, width)], (8, width), constants=(1,))
+        for width in (128, 256, 512, 1024, 2048)
+    ]
+    graphs = [chain([kernel] * count) for kernel in kernels for count in (1, 2, 4, 8, 16)]
+    isolated_ms = {kernel.id: 1.0 + kernel.flops / 1e7 for kernel in kernels}
+    measured = [true.compose(graph, isolated_ms).total_ms for graph in graphs]
+    fitted = CompositionModel.fit(graphs, isolated_ms, measured)
+    assert fitted.cache == 2.0
+    assert fitted.per_weight_ms == pytest.approx(0.5, rel=0.01)
+
+
+def test_lookup_reads_few_weights() -> None:
+    table = make_kernel("Gather", [(30_000, 256), (1, 16)], (1, 16, 256), constants=(0,))
+    assert table.constant_bytes > table.bytes_moved
+    predicted_ms = composition(per_weight_ms=2.0).predict_kernel_ms(table, 1.0)
+    assert predicted_ms == pytest.approx(1.0 + 2.0 * table.bytes_moved / MEBIBYTE)
 
 
 @pytest.mark.parametrize(

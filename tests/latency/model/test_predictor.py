@@ -324,7 +324,9 @@ def get_parent(record: Any, path: Place) -> Any:
 def test_predictor_missing_part_raises(record: str, tmp_path: Path) -> None:
     full_record = json.loads(record)
     for path in iter_paths(full_record | {"measured_ms": {}, "quality": {}}):
-        names = (("regressor", "encoder", "categories"), ("regressor", "ranges"))
+        names = (
+            ("regressor", "encoder", "categories"), ("regressor", "ranges"), ("graph_corrections", "by_class")
+        )  # fmt: skip
         if len(path) > 3 or isinstance(path[-1], int) or any(path[: len(n)] == n != path for n in names):
             continue
         damaged = json.loads(record)

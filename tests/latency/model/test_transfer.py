@@ -41,6 +41,7 @@ def test_transfer_scales_with_peaks(source: Predictor, made_up: MadeUp) -> None:
     slower = Peaks(flops_per_s=FLOPS_PER_S / 3.0, bytes_per_s=BYTES_PER_S / 3.0, launch_ms=3.0 * LAUNCH_MS)
     transferred = transfer(source, source.fingerprint, slower)
     assert transferred.origin == "peaks" and transferred.idle_interval == TRANSFER_INTERVAL
+    assert transferred.kernel_intervals.frequent == transferred.kernel_intervals.rare == TRANSFER_INTERVAL
     for graph in made_up.graphs:
         ratio = transferred.predict(graph).mean_ms / source.predict(graph).mean_ms
         assert ratio == pytest.approx(3.0, rel=0.02)
@@ -86,6 +87,18 @@ def test_calibrate_corrects_networks(source: Predictor, made_up: MadeUp) -> None
         prediction = both.predictor.predict(graph)
         assert prediction.mean_ms == pytest.approx(expected, rel=0.1)
         assert prediction.interval[0] <= expected <= prediction.interval[1]
+
+
+def test_calibrate_fits_intervals_of_kernels(source: Predictor, made_up: MadeUp) -> None:
+    kernels = [made_up.data.kernels[name] for name in made_up.data.list_device_kernels()]
+    noise = [1.3 if number % 4 == 0 else 1.0 for number in range(len(kernels))]
+    kernel_ms = [rest_ms(kernel) * factor for kernel, factor in zip(kernels, noise, strict=True)]
+    networks = [source.predict(graph).mean_ms for graph in made_up.graphs]
+    calibrated = calibrate_predictor(source, kernels, kernel_ms, made_up.graphs, networks).predictor
+    intervals = calibrated.kernel_intervals
+    assert intervals.frequent.samples == len(kernels)
+    assert 1.1 < intervals.frequent.high < 1.5 and intervals.frequent.low > 0.7
+    assert intervals.rare.high >= source.kernel_intervals.rare.high
 
 
 def test_calibrate_twice_replaces_corrections(source: Predictor, made_up: MadeUp) -> None:

@@ -20,7 +20,7 @@ KINDS = (BOOSTED, FOREST)
 
 _PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     BOOSTED: {
-        "eta": 0.05, "max_depth": 6, "min_child_weight": 2.0, "subsample": 0.8, "colsample_bytree": 0.7,
+        "eta": 0.05, "max_depth": 6, "min_child_weight": 1.0, "subsample": 0.8, "colsample_bytree": 0.7,
         "lambda": 1.0,
     },
     FOREST: {
@@ -28,7 +28,7 @@ _PARAMETERS: Mapping[str, Mapping[str, Any]] = {
         "lambda": 0.0, "num_parallel_tree": 100,
     },
 }  # fmt: skip
-_NUM_ROUNDS = {BOOSTED: 500, FOREST: 1}
+_NUM_ROUNDS = {BOOSTED: 800, FOREST: 1}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,14 @@ from sparseflow.latency.model.corrections import (
     KernelCorrections,
     get_class,
 )
+from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.predictor import CALIBRATED, PEAKS, Predictor
 
 CALIBRATED_INTERVAL = ConformalInterval(low=0.7, high=1.4, coverage=0.9, samples=0)
 """Narrowest interval of a calibrated predictor whose efficiencies come from another device."""
+
+_FOLDS = 5
+"""Folds of the kernels; each is predicted by corrections that were fitted without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ def calibrate_predictor(
         )
         for kernel, measured_ms in zip(kernels, kernel_ms, strict=True)
     ]
-    networks = [_make_sample(initial, graph, ms) for graph, ms in zip(graphs, graph_ms, strict=True)]
+    networks = [make_network_sample(initial, graph, ms) for graph, ms in zip(graphs, graph_ms, strict=True)]
     corrections = KernelCorrections.fit([*samples, *networks])
     ratios_after = []
     for index, network in enumerate(networks):
@@ -73,14 +77,13 @@ def calibrate_predictor(
         ratios_after.append(network.measured_ms / network.predict_ms(held_out))
     narrowest = CALIBRATED_INTERVAL if predictor.origin == PEAKS else predictor.idle_interval
     errors = ConformalInterval.fit([1.0] * len(ratios_after), ratios_after)
-    interval = narrowest.model_copy(
-        update={"low": min(narrowest.low, errors.low), "high": max(narrowest.high, errors.high)}
-    )
+    interval = _combine(narrowest, errors)
     calibrated = predictor.model_copy(
         update={
             "origin": CALIBRATED,
             "measured_s": time.time(),
             "corrections": corrections,
+            "kernel_intervals": _fit_kernel_intervals(predictor.kernel_intervals, samples, networks),
             "idle_interval": interval,
             "loaded_interval": interval,
         }
@@ -92,8 +95,40 @@ def calibrate_predictor(
     )
 
 
-def _make_sample(predictor: Predictor, graph: Graph, measured_ms: float) -> CorrectionSample:
-    """Describe a network by the latency of its kernels inside the graph."""
+def _combine(first: ConformalInterval, second: ConformalInterval) -> ConformalInterval:
+    """Return the first interval, with the ends of the second where it is wider."""
+    return first.model_copy(update={"low": min(first.low, second.low), "high": max(first.high, second.high)})
+
+
+def _fit_kernel_intervals(
+    known: KernelIntervals, kernels: Sequence[CorrectionSample], networks: Sequence[CorrectionSample]
+) -> KernelIntervals:
+    """Fit the interval of frequent operators to kernels; return the known ones without any.
+
+    Each kernel is predicted by corrections that were fitted without it.
+    """
+    if not kernels:
+        return known
+    predicted_ms: list[float] = []
+    measured_ms: list[float] = []
+    for fold in range(_FOLDS):
+        held_out = kernels[fold::_FOLDS]
+        remaining = [sample for index, sample in enumerate(kernels) if index % _FOLDS != fold]
+        corrections = KernelCorrections.fit([*remaining, *networks])
+        predicted_ms += [sample.predict_ms(corrections) for sample in held_out]
+        measured_ms += [sample.measured_ms for sample in held_out]
+    frequent = ConformalInterval.fit(predicted_ms, measured_ms)
+    return KernelIntervals(frequent=frequent, rare=_combine(frequent, known.rare))
+
+
+def make_network_sample(predictor: Predictor, graph: Graph, measured_ms: float) -> CorrectionSample:
+    """Describe a network by the latency of its kernels inside the graph.
+
+    Args:
+        predictor: Predictor without `corrections`.
+        graph: Graph of the network.
+        measured_ms: Its latency.
+    """
     _, composed = predictor.compose(graph)
     kernels = {kernel.id: kernel for kernel in graph.kernels}
     class_ms: dict[str, float] = {}

@@ -41,9 +41,15 @@ MIN_SHARE = 0.05
 _REGULARIZATION = 0.25
 """Weight of the penalty on costs, each as a share of a model's latency."""
 
+_CACHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Sizes of a cache that are fitted, mebibytes."""
+
+_CACHE_RANGE = 4.0
+"""Weights over the size of a cache at which nothing of them stays in it; up to 1 all of them stay."""
+
 _NO_COSTS = {
     "per_kernel_ms": 0.0, "per_view_ms": 0.0, "per_weight_ms": 0.0, "per_activation_ms": 0.0,
-    "min_weights": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0,
+    "cache": 0.0, "issue_scale": 1.0, "per_issue_ms": 0.0, "call_ms": 0.0,
 }  # fmt: skip
 
 MIN_VIEW_MS = 1e-4
@@ -93,9 +99,9 @@ class CompositionModel:
         per_kernel_ms: Cost per kernel; negative if the overhead of an isolated call is larger. Outside a
             queue its magnitude is at most the latency of the fastest isolated kernel.
         per_view_ms: Latency of a view, independent of its isolated latency; unused in a queue.
-        per_weight_ms: Cost per mebibyte of weights.
-        min_weights: Smallest weights of a model of the fit, mebibytes. Weights of a smaller model stay in the
-            caches more, so that it has a proportionally lower cost per mebibyte.
+        per_weight_ms: Cost per mebibyte of weights that come from the cache if the kernel runs alone, but not
+            in the graph.
+        cache: Size of that cache, mebibytes; 0 if all weights have the cost.
         per_activation_ms: Cost per mebibyte of activations, inputs and outputs.
         issue_scale: In a queue, factor of the measured host time.
         per_issue_ms: In a queue, additional host time per node, of either sign.
@@ -109,7 +115,7 @@ class CompositionModel:
     per_view_ms: float
     per_weight_ms: float
     per_activation_ms: float
-    min_weights: NonNegativeFloat
+    cache: NonNegativeFloat
     issue_scale: float
     per_issue_ms: float
     call_ms: NonNegativeFloat
@@ -152,8 +158,6 @@ class CompositionModel:
             costs = _fit_queue(graphs, isolated_ms, measured_ms, host_ms or {})
         elif graphs:
             costs = _fit_sum(graphs, isolated_ms, measured_ms, mode)
-        if graphs:
-            costs["min_weights"] = min(map(_count_weights, graphs))
         return cls(mode=mode, models=len(graphs), **(_NO_COSTS | costs))
 
     def predict_kernel_ms(self, kernel: KernelSpec, isolated_ms: float, weights: float = 0.0) -> float:
@@ -171,10 +175,9 @@ class CompositionModel:
                 return isolated_ms
             cost = max(self.per_view_ms, MIN_VIEW_MS)
             return min(cost, isolated_ms) if isolated_ms else cost
-        weight_share = min(weights / self.min_weights, 1.0) if self.min_weights else 1.0
-        per_weight_ms = self.per_weight_ms * weight_share
-        costs = (self.per_kernel_ms, self.per_view_ms, per_weight_ms, self.per_activation_ms)
-        added = sum(cost * term for cost, term in zip(costs, _compute_terms(kernel), strict=True))
+        costs = (self.per_kernel_ms, self.per_view_ms, self.per_weight_ms, self.per_activation_ms)
+        terms = _compute_terms(kernel, weights, self.cache)
+        added = sum(cost * term for cost, term in zip(costs, terms, strict=True))
         return max(isolated_ms + added, MIN_SHARE * isolated_ms)
 
     def compose(
@@ -250,17 +253,35 @@ def find_critical_path(graph: Graph, ms: Mapping[str, float]) -> list[str]:
 
 
 def _count_weights(graph: Graph) -> float:
-    """Return the mebibytes of all weights."""
-    return sum(node.kernel.constant_bytes for node in graph.nodes) / 2**20
+    """Return the mebibytes of all weights that a run reads."""
+    return sum(_get_weight_bytes(node.kernel) for node in graph.nodes) / 2**20
 
 
-def _compute_terms(kernel: KernelSpec) -> tuple[float, float, float, float]:
-    """Return the multiplicities of the costs: kernels, views, mebibytes of weights and of activations."""
+def _get_weight_bytes(kernel: KernelSpec) -> int:
+    """Return the bytes of weights that a kernel reads; a lookup reads few rows of a large table."""
+    return min(kernel.constant_bytes, kernel.bytes_moved)
+
+
+def _compute_terms(
+    kernel: KernelSpec, graph_weights: float, cache: float
+) -> tuple[float, float, float, float]:
+    """Return the multiplicities of the costs: kernels, views, mebibytes of weights and of activations.
+
+    Weights only count if they are in the cache when the kernel runs alone, but not in the graph.
+    """
     if kernel.node_op in VIEW_OPS:
         return 0.0, 1.0, 0.0, 0.0
     mebibyte = 1 << 20
-    weights = kernel.constant_bytes / mebibyte
-    return 1.0, 0.0, weights, kernel.bytes_moved / mebibyte - weights
+    weights = _get_weight_bytes(kernel) / mebibyte
+    uncached = 1.0
+    if cache:
+        uncached = _compute_cached_share(weights, cache) * (1.0 - _compute_cached_share(graph_weights, cache))
+    return 1.0, 0.0, uncached * weights, kernel.bytes_moved / mebibyte - weights
+
+
+def _compute_cached_share(weights: float, cache: float) -> float:
+    """Return the share of weights that stay in a cache between two runs, both in mebibytes."""
+    return min(max((_CACHE_RANGE - weights / cache) / (_CACHE_RANGE - 1.0), 0.0), 1.0)
 
 
 def _fit_sum(
@@ -269,29 +290,34 @@ def _fit_sum(
     """Fit the costs of kernels that add up."""
     import numpy as np
 
-    terms, targets = [], []
-    for graph, measured in zip(graphs, measured_ms, strict=True):
-        counted = list_counted_kernels(graph, isolated_ms, mode)
-        totals = np.sum([_compute_terms(kernel) for kernel in counted], axis=0)
-        # Divided by the latency, so that errors are relative.
-        terms.append(totals / measured)
-        kernels_ms = sum(isolated_ms[kernel.id] for kernel in counted if kernel.node_op not in VIEW_OPS)
-        targets.append(1.0 - kernels_ms / measured)
+    counted = [list_counted_kernels(graph, isolated_ms, mode) for graph in graphs]
+    kernels_ms = np.array(
+        [sum(isolated_ms[k.id] for k in kernels if k.node_op not in VIEW_OPS) for kernels in counted]
+    )
+    measured = np.asarray(measured_ms, float)
+    targets = 1.0 - kernels_ms / measured
     # Inside a graph a kernel needs no call of its own, so its cost is at most one launch, of either sign.
     launch_ms = min(isolated_ms[kernel_id] for graph in graphs for kernel_id in graph.count_kernel_uses())
     max_launch_ms = max(launch_ms, MIN_VIEW_MS)
-    calls = np.array([1.0 / measured for measured in measured_ms])
-    kernel, view, weight, flow = _solve_least_squares(
-        np.asarray(terms) - np.outer(calls, [1.0, 0.0, 0.0, 0.0]), np.asarray(targets), max_launch_ms
-    )
-    if kernel > 0.0:
-        # A graph has no call that its isolated kernels have not.
-        kernel, view, weight, flow = _solve_least_squares(
-            np.asarray(terms), np.asarray(targets), max_launch_ms
-        )
+    weights = [_count_weights(graph) for graph in graphs]
+    solutions = []
+    for cache in _CACHES:
+        totals = [
+            np.sum([_compute_terms(kernel, total, cache) for kernel in kernels], axis=0)
+            for total, kernels in zip(weights, counted, strict=True)
+        ]
+        # Divided by the latency, so that errors are relative.
+        terms = np.array(totals) / measured[:, None]
+        calls = np.outer(1.0 / measured, [1.0, 0.0, 0.0, 0.0])
+        costs, error = _solve_least_squares(terms - calls, targets, max_launch_ms)
+        if costs[0] > 0.0:
+            # A graph has no call that its isolated kernels have not.
+            costs, error = _solve_least_squares(terms, targets, max_launch_ms)
+        solutions.append((error, cache, costs))
+    _, cache, (kernel, view, weight, flow) = min(solutions)
     return {
         "per_kernel_ms": kernel, "per_view_ms": view, "per_weight_ms": weight, "per_activation_ms": flow,
-        "call_ms": max(-kernel, 0.0),
+        "cache": cache, "call_ms": max(-kernel, 0.0),
     }  # fmt: skip
 
 
@@ -307,7 +333,7 @@ def _fit_queue(
     optimize = require("scipy.optimize", "latency")
     models = []
     for graph, measured in zip(graphs, measured_ms, strict=True):
-        terms = np.array([_compute_terms(node.kernel) for node in graph.nodes])
+        terms = np.array([_compute_terms(node.kernel, 0.0, 0.0) for node in graph.nodes])
         on_device = terms[:, 1] == 0.0
         device = np.array([isolated_ms[node.kernel_id] for node in graph.nodes]) * on_device
         host = np.array([host_ms[node.kernel_id] for node in graph.nodes])
@@ -354,8 +380,12 @@ def _compute_end_times_ms(host: Any, device: Any) -> Any:
     return np.cumsum(host) + np.cumsum(device[::-1])[::-1]
 
 
-def _solve_least_squares(terms: Any, targets: Any, max_first: float) -> list[float]:
-    """Solve for non-negative costs, except for the first one, whose magnitude is at most `max_first`."""
+def _solve_least_squares(terms: Any, targets: Any, max_first: float) -> tuple[list[float], float]:
+    """Solve for non-negative costs, except for the first one, whose magnitude is at most `max_first`.
+
+    Returns:
+        The costs, and the squared error with the penalty.
+    """
     import numpy as np
 
     scale = np.abs(terms).max(axis=0)
@@ -370,4 +400,4 @@ def _solve_least_squares(terms: Any, targets: Any, max_first: float) -> list[flo
         bounds=(lowest, highest),
         method="bvls",
     )
-    return (solved.x / scale).tolist()
+    return (solved.x / scale).tolist(), float(solved.cost)

@@ -9,9 +9,10 @@ from sparseflow.errors import InputError
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.measure.idle import LOAD_METRICS
 from sparseflow.latency.measure.overlap import SUM
+from sparseflow.latency.model.calibration import make_network_sample
 from sparseflow.latency.model.composition import QUEUE, CompositionModel
 from sparseflow.latency.model.contention import ContentionModel, ContentionSample
-from sparseflow.latency.model.corrections import NO_CORRECTIONS
+from sparseflow.latency.model.corrections import NO_CORRECTIONS, KernelCorrections
 from sparseflow.latency.model.dataset import LatencyDataset, LoadedMeasurement
 from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.kernel_regressor import RATIO, KernelRegressor
@@ -76,6 +77,7 @@ def fit_predictor(
         fingerprint=data.fingerprint,
         peaks=None,
         corrections=NO_CORRECTIONS,
+        graph_corrections=NO_CORRECTIONS,
         regressor=regressor,
         measured_ms=measured_ms,
         composition=composition,
@@ -87,6 +89,9 @@ def fit_predictor(
         other_load=data.other_load,
         quality={},
     )
+    if composition.mode != QUEUE:
+        networks = [make_network_sample(predictor, data.graphs[n], data.idle_ms[n]) for n in model_names]
+        predictor = predictor.model_copy(update={"graph_corrections": KernelCorrections.fit(networks)})
     selected = {*names, *model_names}
     rows = [
         measurement

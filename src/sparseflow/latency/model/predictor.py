@@ -165,6 +165,7 @@ class Predictor(Artifact):
         fingerprint: Device and settings.
         peaks: Peaks of the device; None if they were not measured, and the predictor cannot be transferred.
         corrections: Factors of the latencies of kernels, from a calibration.
+        graph_corrections: Factors of the latencies of kernels inside graphs, from the training.
         regressor: Regressor of kernels.
         measured_ms: Kernel id -> measured idle latency.
         composition: Latency of a graph from the latencies of its kernels.
@@ -179,7 +180,7 @@ class Predictor(Artifact):
     """
 
     FORMAT: ClassVar[str] = "sparseflow.latency.predictor"
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
     HINT: ClassVar[str] = "run `sparseflow latency train` again"
 
     origin: Literal["trained", "shipped", "peaks", "calibrated"]
@@ -187,6 +188,7 @@ class Predictor(Artifact):
     fingerprint: DeviceFingerprint
     peaks: Peaks | None
     corrections: KernelCorrections
+    graph_corrections: KernelCorrections
     regressor: KernelRegressor
     measured_ms: Mapping[str, PositiveFloat]
     composition: CompositionModel
@@ -211,12 +213,15 @@ class Predictor(Artifact):
         isolated_ms = {name: estimate.ms for name, estimate in estimates.items()}
         composed = self.composition.compose(graph, isolated_ms, host_ms)
         factors = {
-            kernel.id: 1.0
-            if kernel.node_op in VIEW_OPS
-            else self.corrections.get_factor(get_class(kernel, self.regressor.roofline))
+            kernel.id: 1.0 if kernel.node_op in VIEW_OPS else self._get_correction(kernel)
             for kernel in graph.kernels
         }
         return estimates, composed.scale(factors)
+
+    def _get_correction(self, kernel: KernelSpec) -> float:
+        """Return the factor of a kernel inside a graph."""
+        name = get_class(kernel, self.regressor.roofline)
+        return self.corrections.get_factor(name) * self.graph_corrections.get_factor(name)
 
     def estimate_kernels(self, kernels: Iterable[KernelSpec]) -> dict[str, KernelEstimate]:
         """Return kernel id -> estimate of the isolated kernel, also of those in subgraphs."""

@@ -16,11 +16,12 @@ from sparseflow.latency.measure.fingerprint import DeviceFingerprint
 from sparseflow.latency.measure.idle import LOAD_METRICS
 from sparseflow.latency.measure.peaks import Peaks
 from sparseflow.latency.model.contention import ContentionModel
+from sparseflow.latency.model.kernel_estimates import KernelIntervals
 from sparseflow.latency.model.kernel_regressor import RATIO
 from sparseflow.latency.model.predictor import PEAKS, Predictor
 
 TRANSFER_INTERVAL = ConformalInterval(low=0.5, high=2.0, coverage=0.9, samples=0)
-"""Interval of a transferred predictor."""
+"""Interval of a transferred predictor, and of its kernels."""
 
 
 def transfer(predictor: Predictor, fingerprint: DeviceFingerprint, peaks: Peaks) -> Predictor:
@@ -69,7 +70,7 @@ def transfer(predictor: Predictor, fingerprint: DeviceFingerprint, peaks: Peaks)
                 per_activation_ms=composition.per_activation_ms * memory,
             ),
             "contention": ContentionModel.fit([], LOAD_METRICS[fingerprint.kind], 0.0, []),
-            "kernel_interval": TRANSFER_INTERVAL,
+            "kernel_intervals": KernelIntervals(frequent=TRANSFER_INTERVAL, rare=TRANSFER_INTERVAL),
             "idle_interval": TRANSFER_INTERVAL,
             "loaded_interval": TRANSFER_INTERVAL,
         }

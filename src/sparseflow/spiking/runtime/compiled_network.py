@@ -108,7 +108,7 @@ def compile_network(
         The compiled network, or a clause that says why there is none.
     """
     try:
-        network = DenseNetwork(plan.graph, plan.dtype, torch.channels_last)
+        network = DenseNetwork(plan.graph, plan.dtype, torch.channels_last, keeps_membranes=not reset)
         reset_neurons(plan.graph.model)
         ignore_missing_triton()
         with warnings.catch_warnings(action="ignore"):  # of the compiler, about settings and its own code

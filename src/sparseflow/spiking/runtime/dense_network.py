@@ -1,7 +1,7 @@
 """`DenseNetwork`: a network from rest as plain operations, for compilers.
 
 BatchNorm is folded into the layer before it, each neuron is a loop of elementwise operations over the time
-steps, and the membranes are outputs.
+steps, and the membranes are outputs if they are kept.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ class DenseNetwork:
         graph: The simplified graph of a network with a sample (see `simplify_network`).
         dtype: Precision of the operations; inputs and outputs keep the network's.
         memory_format: Layout of the weights of convolutions of feature maps.
+        keeps_membranes: Whether the membranes after a run are outputs.
 
     Attributes:
         dtype: Precision of the operations.
-        module: From the network's inputs to (output, membranes).
+        module: From the network's inputs to (output, membranes); the membranes are empty if not kept.
         neurons: The network's neurons, in the order of the membranes.
 
     Raises:
@@ -146,6 +147,8 @@ class DenseNetwork:
         graph: SpikeGraph,
         dtype: torch.dtype,
         memory_format: torch.memory_format = torch.contiguous_format,
+        *,
+        keeps_membranes: bool = True,
     ) -> None:
         assert graph.module is not None
         self._network, self.dtype = graph, dtype
@@ -155,6 +158,7 @@ class DenseNetwork:
         self._graph = fx.Graph()
         self._attributes: dict[str, Any] = {}
         self._new_nodes: dict[fx.Node, fx.Node] = {}
+        self._keeps_membranes = keeps_membranes
         self._membranes: list[fx.Node] = []
         self.neurons: list[nn.Module] = []
         self._add_nodes()
@@ -251,7 +255,8 @@ class DenseNetwork:
         self._attributes[name] = LoopNeuron(spec)
         self.neurons.append(neuron)
         both = self._graph.call_module(name, (self._new_nodes[node.all_input_nodes[0]],))
-        self._membranes.append(self._graph.call_function(operator.getitem, (both, 1)))
+        if self._keeps_membranes:
+            self._membranes.append(self._graph.call_function(operator.getitem, (both, 1)))
         return self._graph.call_function(operator.getitem, (both, 0))
 
     def _convert_layer(self, name: str) -> nn.Module:
