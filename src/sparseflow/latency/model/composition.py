@@ -257,7 +257,7 @@ def _count_weights(graph: Graph) -> float:
     return sum(_get_weight_bytes(node.kernel) for node in graph.nodes) / 2**20
 
 
-def _get_weight_bytes(kernel: KernelSpec) -> int:
+def _get_weight_bytes(kernel: KernelSpec) -> float:
     """Return the bytes of weights that a kernel reads; a lookup reads few rows of a large table."""
     return min(kernel.constant_bytes, kernel.bytes_moved)
 
