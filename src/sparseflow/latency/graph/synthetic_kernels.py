@@ -289,11 +289,12 @@ def _add_gemm(b: _KernelBuilder) -> None:
     b.add_output(_activate(b, product))
 
 
-def _add_integer_matmul(b: _KernelBuilder) -> None:
-    """Add a product of float inputs with weights of eight or four bits."""
-    rows, depth, columns = _draw_product(b)
+def _add_integer_product(b: _KernelBuilder) -> None:
+    """Add a product of float inputs and weights of four or eight bits, or a convolution with eight bits."""
+    kind = b.choose("nbits", "nbits", "matmul", "conv")
     b.dtype = "float32"
-    if b.choose(0, 1):
+    if kind == "nbits":
+        rows, depth, columns = _draw_product(b)
         depth = max(depth // 32, 1) * 32
         blocks = [columns, depth // 32, 16]
         weight = b.add_constant(b.numpy.integers(0, 256, blocks, "uint8"))
@@ -303,10 +304,18 @@ def _add_integer_matmul(b: _KernelBuilder) -> None:
         )
         b.add_output(product)
         return
-    x = b.add_input([1, rows, depth])
+    if kind == "matmul":
+        rows, depth, columns = _draw_product(b)
+        x, weight, operator, attributes = b.add_input([1, rows, depth]), [depth, columns], "MatMulInteger", {}
+    else:
+        channels, filters, size = b.draw_width(3, 256), b.draw_width(4, 256), b.choose(1, 3, 3, 5)
+        weight = [filters, channels, size, size]
+        extent = max(b.draw(size, round((_MAX_PRODUCTS / math.prod(weight)) ** 0.5)), size)
+        x, operator = b.add_input([1, channels, extent, extent]), "ConvInteger"
+        attributes = {"kernel_shape": [size] * 2, "pads": [size // 2] * 4}
     quantized, scale, zero = b.add_split_node("DynamicQuantizeLinear", x, outputs=3)
-    weight = b.add_constant(b.numpy.integers(-99, 99, [depth, columns], "int8"))
-    product = b.add_node("MatMulInteger", quantized, weight, zero)
+    integers = b.add_constant(b.numpy.integers(-99, 99, weight, "int8"))
+    product = b.add_node(operator, quantized, integers, zero, **attributes)
     scale = b.add_node("Mul", scale, b.add_constant(0.01, "float32"))
     b.add_output(b.add_node("Mul", b.add_node("Cast", product, to=1), scale))
 
@@ -525,22 +534,40 @@ def _add_selection(b: _KernelBuilder) -> None:
 
 def _add_recurrent(b: _KernelBuilder) -> None:
     op = b.choose("LSTM", "LSTM", "GRU", "GRU", "RNN")
+    is_quantized = b.dtype == "int8" and op == "LSTM"
     b.dtype = "float32"
     gates, directions = {"LSTM": 4, "GRU": 3, "RNN": 1}[op], b.choose(1, 1, 2)
     width, hidden, batch = b.draw(4, 512), b.draw_width(8, 512), b.choose(1, 1, 1, 4)
     steps = b.draw(
         1, max(min(_MAX_PRODUCTS // (gates * hidden * (width + hidden) * batch * directions), 100), 1)
     )
+    x = b.add_input([steps, batch, width])
+    attributes: dict[str, Any] = {
+        "hidden_size": hidden, "direction": "bidirectional" if directions == 2 else "forward"
+    }  # fmt: skip
+    if is_quantized:
+        weights = [
+            b.add_constant(b.numpy.integers(-99, 99, [directions, depth, 4 * hidden], "int8"))
+            for depth in (width, hidden)
+        ]
+        scale = b.add_constant([0.01] * directions, "float32"), b.add_constant([0] * directions, "int8")
+        b.add_output(
+            b.add_node(
+                "DynamicQuantizeLSTM", x, *weights, "", "", "", "", "", *scale, *scale,
+                domain=MICROSOFT, **attributes,
+            )
+        )  # fmt: skip
+        return
+    if op == "GRU":
+        attributes["linear_before_reset"] = b.choose(0, 1)
     b.add_output(
         b.add_node(
             op,
-            b.add_input([steps, batch, width]),
+            x,
             b.add_weight([directions, gates * hidden, width]),
             b.add_weight([directions, gates * hidden, hidden]),
             b.add_weight([directions, 2 * gates * hidden]),
-            hidden_size=hidden,
-            direction="bidirectional" if directions == 2 else "forward",
-            **({"linear_before_reset": b.choose(0, 1)} if op == "GRU" else {}),
+            **attributes,
         )
     )
 
@@ -596,7 +623,7 @@ _GROUPS: Mapping[str, Callable[[_KernelBuilder], None]] = {
     "lookup": _add_lookup,
     "recurrent": _add_recurrent,
     "transformer": _add_transformer,
-    "integer_matmul": _add_integer_matmul,
+    "integer_product": _add_integer_product,
     "conv_transpose": _add_conv_transpose,
     "selection": _add_selection,
 }
