@@ -64,6 +64,7 @@ def transfer(predictor: Predictor, fingerprint: DeviceFingerprint, peaks: Peaks)
             "measured_ms": {},
             "composition": replace(
                 composition,
+                call_ms=composition.call_ms * launch,
                 per_kernel_ms=composition.per_kernel_ms * launch,
                 per_view_ms=composition.per_view_ms * launch,
                 per_weight_ms=composition.per_weight_ms * memory,
