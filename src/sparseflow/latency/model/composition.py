@@ -42,7 +42,8 @@ _REGULARIZATION = 0.25
 """Weight of the penalty on costs, each as a share of a model's latency."""
 
 _CACHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Sizes of a cache that are fitted, mebibytes."""
+_QUEUE_CACHES = (0.0, 4.0, 16.0)
+"""Sizes of a cache that are fitted, mebibytes; a queue has few, because each takes seconds."""
 
 _CACHE_RANGE = 4.0
 """Weights over the size of a cache at which nothing of them stays in it; up to 1 all of them stay."""
@@ -328,12 +329,27 @@ def _fit_queue(
     host_ms: Mapping[str, float],
 ) -> dict[str, float]:
     """Fit the costs of kernels in a queue."""
+    solutions = [
+        _fit_queue_costs(graphs, isolated_ms, measured_ms, host_ms, cache) for cache in _QUEUE_CACHES
+    ]
+    return min(solutions, key=lambda solution: solution[0])[1]
+
+
+def _fit_queue_costs(
+    graphs: Sequence[Graph],
+    isolated_ms: Mapping[str, float],
+    measured_ms: Sequence[float],
+    host_ms: Mapping[str, float],
+    cache: float,
+) -> tuple[float, dict[str, float]]:
+    """Fit the costs of kernels in a queue for a size of the cache; return the error and the costs."""
     import numpy as np
 
     optimize = require("scipy.optimize", "latency")
     models = []
     for graph, measured in zip(graphs, measured_ms, strict=True):
-        terms = np.array([_compute_terms(node.kernel, 0.0, 0.0) for node in graph.nodes])
+        weights = _count_weights(graph)
+        terms = np.array([_compute_terms(node.kernel, weights, cache) for node in graph.nodes])
         on_device = terms[:, 1] == 0.0
         device = np.array([isolated_ms[node.kernel_id] for node in graph.nodes]) * on_device
         host = np.array([host_ms[node.kernel_id] for node in graph.nodes])
@@ -367,10 +383,11 @@ def _fit_queue(
         f_scale=0.05,
     )
     kernel, weight, flow, scale, issued, call = (float(value) for value in (solved.x - 1.0) / units)
-    return {
-        "per_kernel_ms": kernel, "per_weight_ms": weight, "per_activation_ms": flow,
+    costs = {
+        "per_kernel_ms": kernel, "per_weight_ms": weight, "per_activation_ms": flow, "cache": cache,
         "issue_scale": 1.0 + scale, "per_issue_ms": issued, "call_ms": call,
     }  # fmt: skip
+    return float(solved.cost), costs
 
 
 def _compute_end_times_ms(host: Any, device: Any) -> Any:
