@@ -293,6 +293,7 @@ def _add_integer_product(b: _KernelBuilder) -> None:
     """Add a product of float inputs and weights of four or eight bits, or a convolution with eight bits."""
     kind = b.choose("nbits", "nbits", "matmul", "conv")
     b.dtype = "float32"
+    attributes: dict[str, Any] = {}
     if kind == "nbits":
         rows, depth, columns = _draw_product(b)
         depth = max(depth // 32, 1) * 32
@@ -306,7 +307,7 @@ def _add_integer_product(b: _KernelBuilder) -> None:
         return
     if kind == "matmul":
         rows, depth, columns = _draw_product(b)
-        x, weight, operator, attributes = b.add_input([1, rows, depth]), [depth, columns], "MatMulInteger", {}
+        x, weight, operator = b.add_input([1, rows, depth]), [depth, columns], "MatMulInteger"
     else:
         channels, filters, size = b.draw_width(3, 256), b.draw_width(4, 256), b.choose(1, 3, 3, 5)
         weight = [filters, channels, size, size]
