@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -88,8 +89,9 @@ def get_calibrated_path(fingerprint: DeviceFingerprint) -> Path:
     return get_cache_dir() / "latency" / f"calibrated-{fingerprint.kind}.json"
 
 
-def load_shipped() -> list[Predictor]:
-    """Load all shipped predictors.
+@cache
+def load_shipped() -> tuple[Predictor, ...]:
+    """Load all shipped predictors, once in a process.
 
     Raises:
         FileFormatError: The package data is damaged.
@@ -98,7 +100,7 @@ def load_shipped() -> list[Predictor]:
     entries = sorted(
         (entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda e: e.name
     )
-    return [Predictor.from_dict(parse_json(entry.read_bytes()), entry.name) for entry in entries]
+    return tuple(Predictor.from_dict(parse_json(entry.read_bytes()), entry.name) for entry in entries)
 
 
 def _list_candidates(fingerprint: DeviceFingerprint) -> list[Predictor]:

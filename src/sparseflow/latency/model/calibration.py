@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparseflow.core.costmodel.intervals import ConformalInterval
+from sparseflow.core.costmodel.splits import split_k_fold
 from sparseflow.latency.graph.analysis import Graph
 from sparseflow.latency.graph.kernels import KernelSpec
 from sparseflow.latency.model.composition import VIEW_OPS
@@ -103,20 +104,18 @@ def _combine(first: ConformalInterval, second: ConformalInterval) -> ConformalIn
 def _fit_kernel_intervals(
     known: KernelIntervals, kernels: Sequence[CorrectionSample], networks: Sequence[CorrectionSample]
 ) -> KernelIntervals:
-    """Fit the interval of frequent operators to kernels; return the known ones without any.
+    """Fit the interval of frequent operators to kernels; return the known ones with fewer than `_FOLDS`.
 
     Each kernel is predicted by corrections that were fitted without it.
     """
-    if not kernels:
+    if len(kernels) < _FOLDS:
         return known
     predicted_ms: list[float] = []
     measured_ms: list[float] = []
-    for fold in range(_FOLDS):
-        held_out = kernels[fold::_FOLDS]
-        remaining = [sample for index, sample in enumerate(kernels) if index % _FOLDS != fold]
-        corrections = KernelCorrections.fit([*remaining, *networks])
-        predicted_ms += [sample.predict_ms(corrections) for sample in held_out]
-        measured_ms += [sample.measured_ms for sample in held_out]
+    for train_indices, test_indices in split_k_fold(len(kernels), _FOLDS):
+        corrections = KernelCorrections.fit([*(kernels[n] for n in train_indices), *networks])
+        predicted_ms += [kernels[n].predict_ms(corrections) for n in test_indices]
+        measured_ms += [kernels[n].measured_ms for n in test_indices]
     frequent = ConformalInterval.fit(predicted_ms, measured_ms)
     return KernelIntervals(frequent=frequent, rare=_combine(frequent, known.rare))
 
