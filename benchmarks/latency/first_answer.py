@@ -265,27 +265,29 @@ def list_networks(work: Path, packages: Path | None) -> dict[str, tuple[Path, Sh
 
 
 def analyze_networks(
-    networks: Mapping[str, tuple[Path, Shapes]],
+    networks: Mapping[str, tuple[Path, Shapes]], provider: str
 ) -> tuple[dict[str, Graph], dict[str, str]]:
     """Return name -> graph, and name -> problem of the networks that cannot run."""
     graphs: dict[str, Graph] = {}
     problems: dict[str, str] = {}
     for name, (path, shapes) in networks.items():
         try:
-            graph = analyze(path, shapes=shapes)
-            Runner(path, threads=1, shapes=shapes).warm_up(1)
+            graph = analyze(path, provider, shapes=shapes)
+            Runner(path, provider, threads=1, shapes=shapes).warm_up(1)
             graphs[name] = graph
         except SparseFlowError as error:
             problems[name] = str(error)
     return graphs, problems
 
 
-def measure_round(networks: Mapping[str, tuple[Path, Shapes]], seconds: float, seed: int) -> dict[str, float]:
+def measure_round(
+    networks: Mapping[str, tuple[Path, Shapes]], provider: str, seconds: float, seed: int
+) -> dict[str, float]:
     """Measure every network once in random order; return name -> milliseconds."""
     measured = {}
     for name in random.Random(seed).sample(sorted(networks), len(networks)):
         path, shapes = networks[name]
-        measured[name] = measure_idle_ms(Runner(path, threads=1, shapes=shapes), seconds)
+        measured[name] = measure_idle_ms(Runner(path, provider, threads=1, shapes=shapes), seconds)
     return measured
 
 
@@ -390,7 +392,8 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             unit="%",
             target=None if target is None else f"<= {target}",
             device=record["fingerprint"]["name"],
-            command="python benchmarks/latency/first_answer.py --work runs/first --packages packages --out "
+            command="python benchmarks/latency/first_answer.py --work runs/first --packages packages "
+            f"{'--provider cuda ' if record['fingerprint']['kind'] == 'cuda' else ''}--out "
             f"results/latency/first-answer-{'unknown' if is_unknown else maker}.json",
             details={
                 "mean_error_percent": round(100.0 * result["mean_error"], 2),
@@ -408,29 +411,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--seconds", type=float, default=0.5, help="time of each measurement")
     parser.add_argument("--calibration-s", type=float, default=60.0, help="time of each calibration")
+    parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     start_s = time.monotonic()
-    fingerprint = DeviceFingerprint.from_local_device()
+    fingerprint = DeviceFingerprint.from_local_device(args.provider)
     same = [p for p in load_shipped() if p.fingerprint.is_same_kind(fingerprint)]
     networks = list_networks(args.work, args.packages)
-    peaks = measure_peaks()
-    base = same[0] if same else find_predictor(peaks=peaks)
+    peaks = measure_peaks(args.provider)
+    base = same[0] if same else find_predictor(provider=args.provider, peaks=peaks)
     predictors = {
         "roofline": make_roofline_predictor(base, peaks),
         PEAKS: transfer(base, fingerprint, peaks) if same else base,
     }
     if same:
         predictors |= {SHIPPED: base, "distorted": transfer(base, fingerprint, distort(peaks))}
-    graphs, problems = analyze_networks(networks)
+    graphs, problems = analyze_networks(networks, args.provider)
     networks = {name: networks[name] for name in graphs}
-    rounds = [measure_round(networks, args.seconds, 0)]
+    rounds = [measure_round(networks, args.provider, args.seconds, 0)]
     for name in [name for name in predictors if name != "roofline"]:
         path = args.work / f"{name}-calibrated.json"
-        calibration = calibrate(path, base=predictors[name], budget_s=args.calibration_s)
+        calibration = calibrate(
+            path, base=predictors[name], budget_s=args.calibration_s, provider=args.provider
+        )
         predictors[f"{name}_calibrated"] = Predictor.load(path)
         print(f"{time.monotonic() - start_s:4.0f} s  {calibration.to_dict()}", flush=True)
         # Between the calibrations, so that a slower phase of the machine does not count for one of them.
-        rounds.append(measure_round(networks, args.seconds, len(rounds)))
+        rounds.append(measure_round(networks, args.provider, args.seconds, len(rounds)))
     samples_ms = {name: [measured[name] for measured in rounds] for name in graphs}
     measured_ms = {name: statistics.median(values) for name, values in samples_ms.items()}
     results = {name: evaluate(predictor, graphs, measured_ms) for name, predictor in predictors.items()}

@@ -246,7 +246,7 @@ def test_queue_held_out_networks_accurate(queued: MadeUp) -> None:
 
 def test_queue_held_out_data_unused(queued: MadeUp) -> None:
     data = queued.data
-    models, exclusive = validation.list_cases(data, "net1"), validation.find_exclusive_kernels(data, "net1")
+    models, exclusive = validation.list_cases(data, "net1"), validation.find_exclusive_kernels(data, ["net1"])
     assert exclusive and any(data.kernels[name].node_op not in VIEW_OPS for name in exclusive)
 
     def spoiled(items: set[str]) -> LatencyDataset:
@@ -310,7 +310,7 @@ def test_queue_network_leaving_only_views_skipped(
         models.append(save(similar_model, tmp_path / "models", f"other_b1_{size}.onnx"))
     folder = make_collection(tmp_path, models, kernels, levels=[0.0], rounds=1, bench=StreamedBench)
     data = load_dataset([folder])
-    remaining = set(data.list_kernels()) - validation.find_exclusive_kernels(data, "net")
+    remaining = set(data.list_kernels()) - validation.find_exclusive_kernels(data, ["net"])
     assert remaining and {data.kernels[name].node_op for name in remaining} <= VIEW_OPS
     with few_tries():
         quality = train([folder], kind=RATIO).quality

@@ -69,7 +69,10 @@ def predicted(predictions: list[HeldOutPrediction], network: str = NET) -> list[
 @pytest.mark.parametrize("strict", [False, True])
 def test_held_out_network_does_not_affect_prediction(data: LatencyDataset, strict: bool) -> None:
     models = validation.list_cases(data, NET)
-    exclusive, all_of_it = validation.find_exclusive_kernels(data, NET), validation.list_kernels(data, models)
+    exclusive, all_of_it = (
+        validation.find_exclusive_kernels(data, [NET]),
+        validation.list_kernels(data, models),
+    )
     assert exclusive < all_of_it, "the networks must share a kernel"
     other = spoiled(data, {*models, *(all_of_it if strict else exclusive)})
     before, after = (
@@ -92,11 +95,22 @@ def test_strict_excludes_shared_kernels(data: LatencyDataset) -> None:
     measured = set(data.list_kernels())
     for network in predictors:
         models = validation.list_cases(data, network)
-        assert set(predictors[network].measured_ms) == measured - validation.find_exclusive_kernels(
-            data, network
-        )
+        exclusive = validation.find_exclusive_kernels(data, [network])
+        assert set(predictors[network].measured_ms) == measured - exclusive
         assert set(strict[network].measured_ms) == measured - validation.list_kernels(data, models)
         assert predictors[network].composition.models == len(data.list_models()) - len(models)
+
+
+def test_many_networks_are_held_out_in_groups(data: LatencyDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "NETWORK_FOLDS", 2)
+    assert validation.split_networks(data) == [["net0"], ["net1", "net2"]]
+    predictors = validation.fit_without_each_network(data, RATIO)
+    assert predictors["net1"] is predictors["net2"] is not predictors["net0"]
+    exclusive = validation.find_exclusive_kernels(data, ["net1", "net2"])
+    assert exclusive > validation.find_exclusive_kernels(data, ["net1"])
+    assert not exclusive & set(predictors["net1"].measured_ms)
+    models = [*validation.list_cases(data, "net1"), *validation.list_cases(data, "net2")]
+    assert predictors["net1"].composition.models == len(data.list_models()) - len(models)
 
 
 def test_held_out_level_predicted(data: LatencyDataset) -> None:
@@ -147,12 +161,12 @@ def test_by_network_excludes_own_kernels(data: LatencyDataset) -> None:
     exclusive = {
         name
         for network in validation.list_networks(data)
-        for name in validation.find_exclusive_kernels(data, network)
+        for name in validation.find_exclusive_kernels(data, [network])
     }
     assert sorted(prediction.name for prediction in predictions) == sorted(exclusive) and exclusive < set(
         data.list_kernels()
     )
-    kernel_ids = validation.find_exclusive_kernels(data, NET)
+    kernel_ids = validation.find_exclusive_kernels(data, [NET])
     before, after = (
         {
             prediction.name: prediction.predicted_ms

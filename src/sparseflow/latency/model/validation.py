@@ -1,7 +1,8 @@
 """Errors of predictors on held-out kernels, networks and levels.
 
 A predicted kernel was not learned from any measurement. A predicted network was learned neither from its
-cases nor from kernels that only it has. The `leaky` split is shown for comparison: it splits rows, so that
+cases nor from kernels that only it has. More than `NETWORK_FOLDS` networks are held out in groups of similar
+names, so that the sizes of one architecture are held out together. The `leaky` split is shown for comparison: it splits rows, so that
 other measurements of the same kernel reveal the answer.
 """
 
@@ -21,6 +22,7 @@ from sparseflow.latency.model.kernel_regressor import KernelRegressor
 from sparseflow.latency.model.predictor import Predictor
 
 FOLDS = 5
+NETWORK_FOLDS = 12
 _CASE = re.compile(r"_b\d+_\d+$")
 
 
@@ -51,6 +53,13 @@ def list_networks(data: LatencyDataset) -> list[str]:
     return list(dict.fromkeys(get_network(name) for name in data.list_models()))
 
 
+def split_networks(data: LatencyDataset) -> list[list[str]]:
+    """Split the measured networks into at most `NETWORK_FOLDS` groups of consecutive names."""
+    names = sorted(list_networks(data))
+    folds = min(NETWORK_FOLDS, len(names))
+    return [names[len(names) * n // folds : len(names) * (n + 1) // folds] for n in range(folds)]
+
+
 def compute_scores(predictions: Sequence[HeldOutPrediction]) -> dict[str, float]:
     """Return `mape`, `within_10` and `count` of predictions."""
     predicted, measured = [p.predicted_ms for p in predictions], [p.measured_ms for p in predictions]
@@ -75,12 +84,12 @@ def predict_by_kernel(data: LatencyDataset, kind: str, seed: int = 0) -> list[He
 
 
 def predict_by_network(data: LatencyDataset, kind: str, seed: int = 0) -> list[HeldOutPrediction]:
-    """Predict the kernels that only one network has by a regressor without them, for each network."""
+    """Predict the kernels that only one network, or group, has by a regressor without them."""
     names = data.list_device_kernels()
     idle = [(name, data.idle_ms[name]) for name in names]
     folds = []
-    for network in list_networks(data):
-        exclusive = find_exclusive_kernels(data, network)
+    for networks in split_networks(data):
+        exclusive = find_exclusive_kernels(data, networks)
         held_out = [n for n, name in enumerate(names) if name in exclusive]
         remaining = [n for n, name in enumerate(names) if name not in exclusive]
         if remaining and held_out:
@@ -103,7 +112,7 @@ def fit_without_each_network(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Predictor]:
-    """Return network -> predictor without it, for networks that leave kernels to learn.
+    """Return network -> predictor without it and its group, for networks that leave kernels to learn.
 
     Args:
         data: Measurements.
@@ -113,25 +122,20 @@ def fit_without_each_network(
         seed: Random seed of the trees.
         progress: Receives the network and the fraction done.
     """
-    network_names = list_networks(data)
+    groups = split_networks(data)
     predictors: dict[str, Predictor] = {}
-    for index, network in enumerate(network_names):
+    for index, networks in enumerate(groups):
         if progress is not None:
-            progress(f"without {network}", index / len(network_names))
-        excluded = (
-            list_kernels(data, list_cases(data, network)) if strict else find_exclusive_kernels(data, network)
-        )
+            progress(f"without {', '.join(networks)}", index / len(groups))
+        cases = [case for network in networks for case in list_cases(data, network)]
+        excluded = list_kernels(data, cases) if strict else find_exclusive_kernels(data, networks)
         remaining = set(data.list_kernels()) - excluded
         if not remaining.intersection(data.list_device_kernels()):
             continue
-        predictors[network] = fit_predictor(
-            data,
-            kind,
-            kernels=remaining,
-            models=set(data.list_models()) - set(list_cases(data, network)),
-            mode=mode,
-            seed=seed,
+        predictor = fit_predictor(
+            data, kind, kernels=remaining, models=set(data.list_models()) - set(cases), mode=mode, seed=seed
         )
+        predictors |= dict.fromkeys(networks, predictor)
     return predictors
 
 
@@ -186,10 +190,10 @@ def list_kernels(data: LatencyDataset, models: Iterable[str]) -> set[str]:
     return {kernel.id for name in models for kernel in data.graphs[name].kernels}
 
 
-def find_exclusive_kernels(data: LatencyDataset, network: str) -> set[str]:
-    """Return the ids of the kernels that only cases of this network run."""
-    network_cases = list_cases(data, network)
-    return list_kernels(data, network_cases) - list_kernels(data, set(data.graphs) - set(network_cases))
+def find_exclusive_kernels(data: LatencyDataset, networks: Sequence[str]) -> set[str]:
+    """Return the ids of the kernels that only cases of these networks run."""
+    cases = {case for network in networks for case in list_cases(data, network)}
+    return list_kernels(data, cases) - list_kernels(data, set(data.graphs) - cases)
 
 
 def _cross_validate(
