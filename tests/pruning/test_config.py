@@ -15,7 +15,7 @@ from tests.pruning.small import quick
 
 
 def test_shipped_configs_build_models() -> None:
-    assert list_configs("sparseflow.pruning") == ["ast2_ucf101", "moving_digits"]
+    assert list_configs("sparseflow.pruning") == ["ast2_ucf101", "moving_digits", "moving_objects"]
     for name in list_configs("sparseflow.pruning"):
         settings = read_config(name)
         assert settings.mode == "ast"

@@ -17,9 +17,7 @@ from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
 from sparseflow.pruning.compaction.saved_model import load_model, save_model
 from sparseflow.pruning.config import PruningConfig, parse_config
-from sparseflow.pruning.data.datasets import load_video_dataset
-from sparseflow.pruning.data.moving_digits import MovingDigits
-from sparseflow.pruning.data.splits import read_split
+from sparseflow.pruning.data.datasets import count_classes, load_video_dataset
 from sparseflow.pruning.evaluation.accuracy import VideoAccuracy, evaluate_accuracy
 from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel, fit_latency_model
 from sparseflow.pruning.evaluation.profile import VideoViTProfile, make_dense, profile_video_vit
@@ -36,8 +34,6 @@ from sparseflow.pruning.training.comparison import (
     write_results,
 )
 from sparseflow.pruning.training.task import VideoEpochTrainer
-
-_UCF101_CLASSES = 101
 
 
 def evaluate_model(
@@ -212,15 +208,8 @@ def profile_model(
 
 
 def _build_model(config: PruningConfig, seed: int) -> VideoViT:
-    """Build the untrained model of a configuration; without its lists, with the classes of UCF-101."""
-    data = config.data
-    if data.kind == "moving_digits":
-        num_classes, num_channels = len(MovingDigits.classes), 1
-    else:
-        num_channels = 3
-        num_classes = (
-            len(read_split(data.lists, data.split).classes) if data.lists.is_dir() else _UCF101_CLASSES
-        )
+    """Build the untrained model of a configuration."""
+    num_classes, num_channels = count_classes(config.data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return config.build_model(num_classes, num_channels).eval()

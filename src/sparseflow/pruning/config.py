@@ -11,6 +11,7 @@ from pydantic import Field
 from sparseflow.core.artifact import DictField
 from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.errors import InputError
+from sparseflow.pruning.data.moving_objects import Background, Camera
 from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.pretrained import load_pretrained
 from sparseflow.pruning.model.video_vit import VideoViT
@@ -50,6 +51,22 @@ class MovingDigitsConfig(StrictModel):
     noise: float = 0.05
     frozen: bool = False
     """Repeat the first frame: a control in which the motion cannot be recognized."""
+
+
+class MovingObjectsConfig(StrictModel):
+    """Synthetic clips; see `data.moving_objects`."""
+
+    kind: Literal["moving_objects"]
+    train_clips: int = Field(default=8192, ge=1)
+    """Clips per epoch; every epoch has new ones."""
+    test_clips: int = Field(default=2048, ge=1)
+    object_size: int = 12
+    speed: int = 3
+    background: Background = "texture"
+    camera: Camera = "still"
+    camera_speed: float = 1.0
+    distractors: int = 1
+    noise: float = 0.02
 
 
 class UCF101Config(StrictModel):
@@ -121,7 +138,7 @@ class PruningConfig(StrictModel):
     mode: Literal["dense", "ast", "ast+latency"] = "ast"
     model: VideoModelConfig
     ast: Annotated[ASTConfig, DictField()] = Field(default_factory=ASTConfig)
-    data: Annotated[MovingDigitsConfig | UCF101Config, Field(discriminator="kind")]
+    data: Annotated[MovingDigitsConfig | MovingObjectsConfig | UCF101Config, Field(discriminator="kind")]
     train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
     pretrained: Path | None = None
     latency: LatencyLossConfig | None = None

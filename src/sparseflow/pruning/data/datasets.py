@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sparseflow.core.progress import Progress
-from sparseflow.pruning.config import MovingDigitsConfig, PruningConfig
+from sparseflow.pruning.config import MovingDigitsConfig, MovingObjectsConfig, PruningConfig, UCF101Config
 from sparseflow.pruning.data.moving_digits import MovingDigits
+from sparseflow.pruning.data.moving_objects import MovingObjects
+from sparseflow.pruning.data.splits import read_split
 from sparseflow.pruning.data.ucf101 import UCF101
 
 Batch = dict[str, Tensor]
+
+SYNTHETIC_DATASETS: Mapping[str, type[MovingDigits] | type[MovingObjects]] = {
+    "moving_digits": MovingDigits,
+    "moving_objects": MovingObjects,
+}
+"""`kind` of a configuration -> dataset of gray clips that are generated on access."""
+
+_UCF101_CLASSES = 101
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,18 +69,19 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
         MissingExtraError: A package is missing.
     """
     data, model = config.data, config.model
-    if isinstance(data, MovingDigitsConfig):
+    if isinstance(data, MovingDigitsConfig | MovingObjectsConfig):
+        dataset = SYNTHETIC_DATASETS[data.kind]
+        settings = data.model_dump(exclude={"kind", "train_clips", "test_clips"})
         clips = {
-            train: MovingDigits(
+            train: dataset(
                 num_clips=data.train_clips * config.train.epochs if train else data.test_clips,
                 train=train, seed=config.train.seed if train else 0, num_frames=model.num_frames,
-                size=model.img_size, speed=data.speed, clutter=data.clutter, noise=data.noise,
-                frozen=data.frozen,
+                size=model.img_size, **settings,
             )
             for train in (True, False)
         }  # fmt: skip
         return VideoDataset(
-            train=clips[True], test=clips[False], classes=MovingDigits.classes, num_channels=1,
+            train=clips[True], test=clips[False], classes=dataset.classes, num_channels=1,
             epoch_clips=data.train_clips, new_clips_per_epoch=True,
         )  # fmt: skip
     splits = {
@@ -86,6 +97,13 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
         train=splits[True], test=splits[False], classes=tuple(splits[True].classes), num_channels=3,
         epoch_clips=len(splits[True]), new_clips_per_epoch=False,
     )  # fmt: skip
+
+
+def count_classes(data: MovingDigitsConfig | MovingObjectsConfig | UCF101Config) -> tuple[int, int]:
+    """Return the classes and channels of a dataset; without its lists, UCF-101 has all its classes."""
+    if isinstance(data, MovingDigitsConfig | MovingObjectsConfig):
+        return len(SYNTHETIC_DATASETS[data.kind].classes), 1
+    return len(read_split(data.lists, data.split).classes) if data.lists.is_dir() else _UCF101_CLASSES, 3
 
 
 def load_batches(

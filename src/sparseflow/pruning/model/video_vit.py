@@ -26,6 +26,7 @@ from sparseflow.pruning.model.blocks import MLP, Attention, BlockGates, Transfor
 from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.gates import UnitGates, compute_sparsity_loss, make_soft_mask
 from sparseflow.pruning.selectors.ast import EntropyScore
+from sparseflow.pruning.selectors.partial_grid import score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     compute_weighted_mean,
@@ -314,19 +315,12 @@ class VideoViT(nn.Module):
         return score[:, tokens.num_prefix :]
 
     def _score_by_entropy(self, tokens: TokenState) -> Tensor:
-        """AST score; tokens that were dropped are restored as absent tokens of the full grid."""
         assert self.score is not None
-        config, x = self.config, tokens.grid
-        t, h, w = config.grid
-        b, s, dim = x.shape
-        if s == config.num_tokens:
-            retained = None if tokens.retained is None else tokens.retained.view(b, t, h * w)
-            return self.score(x.unflatten(1, (t, h * w)), retained).flatten(1)
-        index = tokens.positions[..., None].expand(-1, -1, dim)
-        full = x.new_zeros(b, config.num_tokens, dim).scatter(1, index, x)
-        retained = torch.zeros(b, config.num_tokens, dtype=torch.bool, device=x.device)
-        retained = retained.scatter(1, tokens.positions, True).view(b, t, h * w)
-        return self.score(full.unflatten(1, (t, h * w)), retained).flatten(1).gather(1, tokens.positions)
+        if tokens.retained is None:
+            return score_partial_grid(self.score, tokens.grid, tokens.positions)
+        t, h, w = self.config.grid
+        retained = tokens.retained.view(-1, t, h * w)
+        return self.score(tokens.grid.unflatten(1, (t, h * w)), retained).flatten(1)
 
     def classify(self, tokens: TokenState) -> Tensor:
         """Class scores of the final tokens, [B, num_classes]."""
