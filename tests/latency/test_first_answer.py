@@ -62,7 +62,8 @@ def test_shipped_predictors_fit_current_features(made_up: MadeUp) -> None:
         )
         assert predictor.predict(made_up.graphs[0]).mean_ms > 0.0
     for entry in (files("sparseflow.latency") / "data").iterdir():
-        assert len(entry.read_bytes()) < 1e6
+        # The predictor of a GPU also has trees for the time to issue a kernel.
+        assert len(entry.read_bytes()) < (2.5e6 if entry.name.startswith("cuda") else 1e6)
 
 
 def test_find_predictor_order(

@@ -2,8 +2,8 @@
 
 A predicted kernel was not learned from any measurement. A predicted network was learned neither from its
 cases nor from kernels that only it has. More than `NETWORK_FOLDS` networks are held out in groups of similar
-names, so that the sizes of one architecture are held out together. The `leaky` split is shown for comparison: it splits rows, so that
-other measurements of the same kernel reveal the answer.
+names, so that the sizes of one architecture are held out together. The `leaky` split is shown for
+comparison: it splits rows, so that other measurements of the same kernel reveal the answer.
 """
 
 from __future__ import annotations
