@@ -51,13 +51,22 @@ Map = dict[tuple[int, int], float]
 """Frame and patch -> value of present tokens."""
 
 
-def scaled(values: Map) -> Map:
+def scaled(values: Map, measure: str) -> Map:
+    if measure == "divergence":
+        clipped = {index: max(value, 0.0) for index, value in values.items()}
+        mean = sum(clipped.values()) / len(clipped)
+        return {index: value / (value + mean + 1e-5) for index, value in clipped.items()}
     low, high = min(values.values()), max(values.values())
     return {index: (value - low) / max(high - low, 1e-4) for index, value in values.items()}
 
 
-def mean_of(maps: list[Map]) -> Map:
-    return {index: sum(item[index] for item in maps) / len(maps) for index in maps[0]}
+def mean_of(maps: list[Map], config: ScoreConfig) -> Map:
+    """Mean of the maps of all levels; a divergence has the weight of its level."""
+    weights = config.levels if config.measure == "divergence" else [1] * len(maps)
+    return {
+        index: sum(weight * item[index] for weight, item in zip(weights, maps, strict=True)) / sum(weights)
+        for index in maps[0]
+    }
 
 
 def naive_score(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map:
@@ -78,8 +87,8 @@ def naive_score(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map
                 if start <= t < start + length
             ]
             values[t, n] = sum(by_cell) / len(by_cell)
-        time_maps.append(scaled(values))
-    in_time = mean_of(time_maps)
+        time_maps.append(scaled(values, config.measure))
+    in_time = mean_of(time_maps, config)
     space_maps = []
     for level in config.levels:
         high, wide = min(level, grid[0]), min(level, grid[1])
@@ -90,14 +99,14 @@ def naive_score(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map
             )
             for t, n in remaining
         }
-        space_maps.append(scaled(values))
-    in_space = mean_of(space_maps)
+        space_maps.append(scaled(values, config.measure))
+    in_space = mean_of(space_maps, config)
     region = naive_voronoi(grid, config.regions)
     regions = {}
     for t, n in remaining:
         by_cell = [in_time[t, m] for m in range(patches) if region[m] == region[n] and (t, m) in in_time]
         regions[t, n] = sum(by_cell) / len(by_cell)
-    regions = scaled(regions)
+    regions = scaled(regions, config.measure)
     return {
         index: config.time * in_time[index] + config.space * in_space[index] + config.region * regions[index]
         for index in remaining
@@ -212,13 +221,22 @@ def test_score_is_in_range_and_at_least_float32(measure: Any, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("only", ["time", "space", "region"])
-def test_a_single_map_is_scaled_to_one(only: str) -> None:
+def test_a_single_entropy_map_is_scaled_to_one(only: str) -> None:
     weights: dict[str, Any] = {"time": 0.0, "space": 0.0, "region": 0.0} | {only: 1.0}
-    score_map = EntropyScore(4, (3, 3), ScoreConfig(levels=(2,), **weights))(features((3, 4, 9, 8))).flatten(
-        1
-    )
+    config = ScoreConfig(levels=(2,), measure="entropy", **weights)
+    score_map = EntropyScore(4, (3, 3), config)(features((3, 4, 9, 8))).flatten(1)
     torch.testing.assert_close(score_map.amin(1), torch.zeros(3, dtype=torch.float64), rtol=0.0, atol=1e-12)
     torch.testing.assert_close(score_map.amax(1), torch.ones(3, dtype=torch.float64), rtol=0.0, atol=1e-12)
+
+
+def test_one_large_divergence_does_not_hide_others() -> None:
+    x = features((1, 8, 16, 8)) * 0.01
+    x[0, 3, 5] += 0.5 * torch.arange(8.0)  # changes between frames
+    x[0, 6, 9] += 50.0 * torch.arange(8.0)  # changes far more
+    score_map = EntropyScore(8, (4, 4), ScoreConfig())(x)[0]
+    others = score_map.clone()
+    others[2:8, [5, 9]] = 0.0
+    assert score_map[3, 5] > 2.0 * others.mean() and score_map[6, 9] <= 2.0
 
 
 def test_constant_frames_have_zero_divergence() -> None:

@@ -13,9 +13,13 @@ Jensen-Shannon divergence); it is 0 if all tokens of the group have the same p.
 - Regions: each patch belongs to the nearest of R seeds spread over the grid (Voronoi). A region gets the mean
   time map of its patches, frame by frame: [B, T, N].
 
-Each map is scaled to [0, 1] within its sample and levels are averaged; the score is a weighted sum of the
-three maps. `measure="entropy"` uses the entropy of the mean p without the subtraction. That entropy is
-highest for patches of low contrast: it selects fewer tokens of moving objects than random selection does
+A divergence d becomes d / (d + mean d of the sample), so that few large divergences do not hide the others.
+Level L has the weight L in the mean of the levels, because short windows and small cells locate an object
+best. The score is a weighted sum of the three maps.
+
+`measure="entropy"` is the formula of AST2.0: the entropy of the mean p without the subtraction, maps scaled
+to [0, 1] by minimum and maximum, and levels of equal weight. That entropy is highest for patches of low
+contrast: it selects fewer tokens of moving objects than random selection does
 (`benchmarks/pruning/recall.py`). It exists for models that were trained with it.
 
 Means exclude tokens that an earlier stage dropped.
@@ -37,6 +41,9 @@ from sparseflow.pruning.selectors.entropy.reference import compute_entropies
 
 Measure = Literal["divergence", "entropy"]
 MEASURES = ("divergence", "entropy")
+
+_ROUNDING = 1e-5
+"""Divergences that are far below are rounding errors of entropies, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +144,7 @@ class EntropyScore(nn.Module):
             if self._windows_per_level:
                 members = self.get_buffer("windows").to(score.dtype).split(self._windows_per_level)
                 # A frame gets the mean of its windows.
-                time_map = _average_levels(
+                time_map = self._average_levels(
                     [
                         (member.T / member.sum(0)[:, None]) @ entropy
                         for member, entropy in zip(
@@ -152,7 +159,7 @@ class EntropyScore(nn.Module):
             if self._cells_per_level:
                 members = self.get_buffer("cells").to(score.dtype).split(self._cells_per_level)
                 entropies = cell_entropy.split(self._cells_per_level, 2)
-                space_map = _average_levels(
+                space_map = self._average_levels(
                     [entropy @ member for member, entropy in zip(members, entropies, strict=True)], weight
                 )
                 score = score + config.space * space_map
@@ -178,7 +185,17 @@ class EntropyScore(nn.Module):
         member = self.get_buffer("regions").to(time_map.dtype)
         weight = torch.ones_like(time_map) if retained is None else retained
         mean = ((time_map * weight) @ member.T) / (weight @ member.T).clamp_min(1.0)
-        return _scale_to_unit(mean @ member, retained)
+        return self._scale(mean @ member, retained)
+
+    def _average_levels(self, maps: list[Tensor], retained: Tensor | None) -> Tensor:
+        levels = self.config.levels if self.config.measure == "divergence" else [1] * len(maps)
+        scaled = [level * self._scale(values, retained) for level, values in zip(levels, maps, strict=True)]
+        return torch.stack(scaled).sum(0) / sum(levels)
+
+    def _scale(self, values: Tensor, retained: Tensor | None) -> Tensor:
+        if self.config.measure == "divergence":
+            return _saturate(values, retained)
+        return _scale_to_unit(values, retained)
 
 
 _KERNELS: Any = None
@@ -221,8 +238,12 @@ def assign_voronoi_regions(grid: tuple[int, int], num_regions: int) -> Tensor:
     return distances.argmin(1)
 
 
-def _average_levels(maps: list[Tensor], retained: Tensor | None) -> Tensor:
-    return torch.stack([_scale_to_unit(level_map, retained) for level_map in maps]).mean(0)
+def _saturate(values: Tensor, retained: Tensor | None) -> Tensor:
+    """Divide each value by its sum with the mean of its sample; values that are only rounding become 0."""
+    values = values.clamp_min(0.0)
+    weight = torch.ones_like(values) if retained is None else retained
+    mean = (values * weight).sum((1, 2), True) / weight.sum((1, 2), True).clamp_min(1.0)
+    return values / (values + mean + _ROUNDING)
 
 
 def _scale_to_unit(values: Tensor, retained: Tensor | None) -> Tensor:
