@@ -8,6 +8,7 @@
     fast = compact(model)
 
 `selectors` chooses tokens, `model` has the transformer and its gates, `compaction` removes what is pruned,
+`patching` prunes tokens of models of transformers and timm,
 `data` reads videos, `evaluation` measures accuracy and latency, and `training` trains and compares models.
 `config` reads YAML configurations; `api` works on model files.
 """
@@ -29,12 +30,17 @@ if TYPE_CHECKING:
     from sparseflow.pruning.model.config import ASTConfig
     from sparseflow.pruning.model.pretrained import build_from_pretrained, load_pretrained
     from sparseflow.pruning.model.video_vit import VideoViT
+    from sparseflow.pruning.patching.families import ModelFamily, PatchAdapter
+    from sparseflow.pruning.patching.patch import PatchResult, get_kept_positions, patch, unpatch
     from sparseflow.pruning.selectors.ast import ScoreConfig
     from sparseflow.pruning.training.train import train
 
 __all__ = [
     "ASTConfig",
     "LayeredVideoViT",
+    "ModelFamily",
+    "PatchAdapter",
+    "PatchResult",
     "PruningConfig",
     "ScoreConfig",
     "VideoDataset",
@@ -43,13 +49,16 @@ __all__ = [
     "build_cache",
     "build_from_pretrained",
     "compact",
+    "get_kept_positions",
     "load_model",
     "load_pretrained",
     "load_video_dataset",
+    "patch",
     "profile_video_vit",
     "read_config",
     "save_model",
     "train",
+    "unpatch",
 ]
 
 __getattr__, __dir__ = attach(
@@ -65,6 +74,8 @@ __getattr__, __dir__ = attach(
         "model.config": ["ASTConfig"],
         "model.pretrained": ["build_from_pretrained", "load_pretrained"],
         "model.video_vit": ["VideoViT"],
+        "patching.families": ["ModelFamily", "PatchAdapter"],
+        "patching.patch": ["PatchResult", "get_kept_positions", "patch", "unpatch"],
         "selectors.ast": ["ScoreConfig"],
         "training.train": ["train"],
     },

@@ -1,0 +1,1 @@
+"""Token pruning of models of other libraries; see `sparseflow.pruning.patch`."""

@@ -1,0 +1,157 @@
+"""Token pruning of pretrained transformers in one line.
+
+::
+
+    from sparseflow.pruning import patch, unpatch
+
+    patch(model, keep=0.5, selector="uniform")   # half of the tokens from a quarter of the depth on
+    logits = model(pixel_values=images).logits
+    unpatch(model)
+
+The weights and the names of the state dict do not change, so that a patched model can be fine-tuned, saved
+and compiled. Dropping is hard in training, too: gradients reach what the kept tokens pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sparseflow.core.checks import check_one_of
+from sparseflow.errors import InputError
+from sparseflow.pruning.model.config import ASTConfig
+from sparseflow.pruning.patching.families import Grid, PatchAdapter, find_encoder
+from sparseflow.pruning.patching.pruner import (
+    PATCH_SELECTORS,
+    TokenPruner,
+    install_pruner,
+    list_pruners,
+    remove_pruners,
+)
+from sparseflow.pruning.selectors.ast import ScoreConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchResult:
+    """What `patch` changed.
+
+    Attributes:
+        family: Family of the model.
+        selector: Selector of tokens.
+        stages: Block -> share of the grid tokens that its input has.
+        grid: Tokens in time, rows and columns for an input of the usual size.
+        tokens: Grid tokens of each block, for this grid.
+    """
+
+    family: str
+    selector: str
+    stages: Mapping[int, float]
+    grid: Grid
+    tokens: tuple[int, ...]
+
+
+def patch(
+    model: nn.Module,
+    *,
+    keep: float = 0.5,
+    stages: Mapping[int, float] | None = None,
+    selector: str = "ast",
+    score: ScoreConfig | None = None,
+    adapter: PatchAdapter | None = None,
+) -> PatchResult:
+    """Drop tokens of a transformer of transformers or timm, in place.
+
+    Each stage keeps a fixed number of tokens of each sample; class tokens and registers are always kept.
+    Later blocks compute only the kept tokens. Means over tokens and attention pooling use the kept tokens,
+    and `last_hidden_state` and `hidden_states` have the kept tokens, in the order of the grid;
+    `get_kept_positions` says which ones they are. With `keep=1` nothing changes. A patched model can be
+    patched again with other settings. Patch a model before `torch.compile`.
+
+    Args:
+        model: Encoder, or a model with one: ViT, DeiT, DINOv2 with and without registers, DINOv3, CLIP,
+            SigLIP, BEiT, VideoMAE, ViViT, TimeSformer or V-JEPA 2 of transformers, or a ViT, DeiT or EVA of
+            timm. TimeSformer keeps the same patches in all frames, in multiples of a row of the grid.
+        keep: Share of the grid tokens that is kept from the block at a quarter of the depth on, above 0 and
+            at most 1. Not used with `stages`.
+        stages: Block -> share of all grid tokens that its input has; shares must not rise with the block.
+        selector: `"ast"`, the AST score of the features before the stage; `"random"`, in evaluation the same
+            tokens of every sample; or `"uniform"`, evenly spaced tokens.
+        score: Parameters of the AST score.
+        adapter: Description of a model of another family, such as a `ModelFamily`; `model` is then the
+            encoder.
+
+    Raises:
+        InputError: The model has no supported transformer, is compiled, or is used in a way that needs the
+            features of all patches; or an argument is out of range.
+    """
+    check_one_of(PATCH_SELECTORS, selector=selector)
+    _check_not_compiled(model)
+    encoder, adapter, refused = find_encoder(model, adapter)
+    depth = len(adapter.list_blocks(encoder))
+    config = ASTConfig(
+        stages={depth // 4: keep} if stages is None else dict(stages),
+        selector=selector,
+        score=ScoreConfig() if score is None else score,
+    )
+    config.check_depth(depth)
+    config = ASTConfig(
+        stages={block: share for block, share in config.stages.items() if share < 1.0},
+        selector=selector,
+        score=config.score,
+    )
+    remove_pruners(model)
+    pruner = TokenPruner(encoder, adapter, config)
+    grid = _compute_usual_grid(encoder, adapter)
+    pruner.add_selector(grid, next(encoder.parameters()).device)
+    pruner.train(encoder.training)
+    install_pruner(encoder, pruner, refused)
+    return PatchResult(
+        family=adapter.name,
+        selector=selector,
+        stages=pruner.stages,
+        grid=grid,
+        tokens=tuple(pruner.count_tokens(grid, block) for block in range(depth)),
+    )
+
+
+def unpatch(model: nn.Module) -> None:
+    """Restore a model that `patch` changed; other models stay as they are.
+
+    Raises:
+        InputError: The model is compiled.
+    """
+    _check_not_compiled(model)
+    remove_pruners(model)
+
+
+def get_kept_positions(model: nn.Module) -> dict[int, Tensor]:
+    """Positions of the tokens that each stage kept in the last call.
+
+    Returns:
+        Stage -> positions in the grid, ascending, int64, [B, kept]. Positions count row by row and frame by
+        frame; those of a TimeSformer patch by patch.
+
+    Raises:
+        InputError: The model is not patched, or was not called, or its last call was compiled.
+    """
+    positions = {stage: value for pruner in list_pruners(model) for stage, value in pruner.positions.items()}
+    if not positions:
+        raise InputError("there are no positions; patch the model, and call it without torch.compile")
+    return positions
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        raise InputError("the model is compiled; patch the original model, then compile it")
+
+
+def _compute_usual_grid(encoder: nn.Module, adapter: PatchAdapter) -> Grid:
+    """Grid of an input of the usual size."""
+    shape, projection = adapter.get_input_shape(encoder), adapter.get_projection(encoder)
+    kernel = projection.kernel_size
+    assert isinstance(kernel, tuple)
+    sizes = [*shape[:-3], *shape[-2:]]
+    output = [size // patch for size, patch in zip(sizes[-len(kernel) :], kernel, strict=True)]
+    return adapter.measure_grid(encoder, (1, 1, *output))
