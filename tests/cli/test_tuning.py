@@ -155,9 +155,15 @@ def test_train_eval_and_plot(
     assert {line["model"] for line in result["scores"]} == {
         "boosted_trees_spmv", "WACONet_spmv", "AutoSparseNet_WACONet_spmv", "AutoSparseNet_spmv",
         "AutoSparseNet_Pretrained_spmv", "AutoSparseNet_Full", "AutoSparseNet_Pretrained",
+        "AutoSparseNet_Ensemble_spmv",
     }  # fmt: skip
     assert run(command) == 0
     assert "AutoSparseNet_Full" in capsys.readouterr().out
+    few = ["--folds", "2", "--out", "few", "--models", "boosted_trees_spmv", *settings]
+    assert run(["tuning", "eval", "labels", "--json", *few]) == 0
+    assert {line["model"] for line in read_json(capsys)["scores"]} == {"boosted_trees_spmv"}
+    assert run(["tuning", "eval", "labels", *few, "--models", "trees"]) == 2
+    assert "`models` (='trees') must be one of: boosted_trees_spmm" in capsys.readouterr().err
     page = Path(result["page"]).read_text()
     facts = [
         "sparseflow tuning eval labels --out study --operators spmv --folds 2 --config small.json",

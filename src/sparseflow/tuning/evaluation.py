@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+from sparseflow.core.checks import check_one_of
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import read_json, write_json
 from sparseflow.core.metrics import bootstrap_mean
@@ -37,7 +38,7 @@ PAGE_FILE = "report.html"
 SCORES_FILE = "scores.json"
 SEARCHES_DIR = "searches"
 
-Models = Literal["named", "ablation", "both"]
+Suite = Literal["named", "ablation", "both"]
 Curve = tuple[list[float], list[float]]
 
 _ENTRY_BUILDERS = {
@@ -77,7 +78,8 @@ def evaluate_models(
     label_sets: Sequence[Path],
     out_dir: Path,
     *,
-    models: Models = "named",
+    suite: Suite = "named",
+    models: Sequence[str] | None = None,
     operators: Sequence[str] | None = None,
     folds: int = 4,
     seeds: int = 1,
@@ -96,7 +98,8 @@ def evaluate_models(
         base: Settings shared by all trainings.
         label_sets: Directories of label sets.
         out_dir: Output directory; an existing evaluation is resumed.
-        models: `"named"` for AutoSparse's networks and boosted trees, `"ablation"`, or both.
+        suite: `"named"` for AutoSparse's networks and boosted trees, `"ablation"`, or both.
+        models: Names of the models of the suite to evaluate; by default all.
         operators: Operators to learn; by default all with labels.
         folds: Number of folds over matrix families.
         seeds: Trainings of each network in each fold.
@@ -118,7 +121,12 @@ def evaluate_models(
     selected = [name for name in labeled if requested is None or name in requested]
     # Read before the trainings, which take long.
     named_matrices = [(parse_matrix_name(path), read_matrix(path)) for path in matrices]
-    entries = [entry for build in _ENTRY_BUILDERS[models] for entry in build(base, selected)]
+    entries = [entry for build in _ENTRY_BUILDERS[suite] for entry in build(base, selected)]
+    if models is not None:
+        names = [entry.name for entry in entries]
+        for name in models:
+            check_one_of(names, models=name)
+        entries = [entry for entry in entries if entry.name in models]
     rows = compare_networks(
         entries,
         label_sets,

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from sparseflow.core.costmodel import trees
@@ -16,6 +17,7 @@ from sparseflow.tuning.evaluation import PAGE_FILE, SCORES_FILE, SEARCHES_DIR, c
 from sparseflow.tuning.model import comparison as module
 from sparseflow.tuning.model.comparison import (
     BOOSTED,
+    ENSEMBLE,
     ROWS_FILE,
     NetworkEntry,
     assign_folds,
@@ -98,6 +100,26 @@ def test_compare_evaluates_every_held_out_family(labels: Path, tmp_path: Path) -
     assert gain["low"] <= gain["mean"] <= gain["high"]
 
 
+def test_ensemble_ranks_by_network_and_trees(
+    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = NetworkEntry(
+        name=f"{ENSEMBLE}_spmm", config=change(QUICK, net=NO_PATTERN), operators=("spmm",), with_trees=True
+    )
+    before = compare_networks([entry], [labels], tmp_path / "a", folds=2)
+    # A network whose ranks decide nothing leaves the order of the trees.
+    monkeypatch.setattr(module, "make_network_scorer", lambda *_: lambda group: np.zeros(len(group)))
+    monkeypatch.setattr(module, "_rank", lambda scores: scores)
+    after = compare_networks([entry], [labels], tmp_path / "b", folds=2)
+    alone = compare_networks(FEW[2:], [labels], tmp_path / "c", folds=2)
+    assert [row.scores for row in after] == [row.scores for row in alone]
+    assert [row.scores for row in before] != [row.scores for row in alone]
+
+
+def test_ranks_of_equal_scores_are_in_order() -> None:
+    assert module._rank(np.array([0.3, 0.1, 0.3, 0.2])).tolist() == [2, 0, 3, 1]
+
+
 def test_compare_seeds_are_separate_trainings(labels: Path, tmp_path: Path) -> None:
     rows = compare_networks(FEW[:1], [labels], tmp_path, folds=2)
     more = compare_networks(FEW[:1], [labels], tmp_path, folds=2, seeds=2)
@@ -138,6 +160,7 @@ def test_named_and_ablation_entries() -> None:
     assert set(entries) == {
         *(f"{name}_{op}" for op in ("spmm", "spmv") for name in (
             BOOSTED, "WACONet", "AutoSparseNet_WACONet", "AutoSparseNet", "AutoSparseNet_Pretrained",
+            ENSEMBLE,
         )),
         "AutoSparseNet_Full", "AutoSparseNet_Pretrained",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from sparseflow.core.checks import check_between
@@ -24,7 +25,7 @@ from sparseflow.tuning.measure.labels import LabelSet
 from sparseflow.tuning.model.dataset import RankingDataset
 from sparseflow.tuning.model.net.pattern_net import PatternConfig
 from sparseflow.tuning.model.net.pretrained import SHIPPED, load_shipped_network
-from sparseflow.tuning.model.ranking import RankingScore, evaluate_ranking
+from sparseflow.tuning.model.ranking import RankingScore, evaluate_ranking, make_network_scorer
 from sparseflow.tuning.model.training import TrainConfig, train
 from sparseflow.tuning.model.tree_baseline import TreeBaseline
 
@@ -38,6 +39,9 @@ FULL = "AutoSparseNet_Full"
 PRETRAINED = "AutoSparseNet_Pretrained"
 """Names of the networks that are trained on all operators."""
 
+ENSEMBLE = "AutoSparseNet_Ensemble"
+"""Name prefix of a fine-tuned network together with boosted trees, for one operator."""
+
 _PRETRAINED_STEPS, _PRETRAINED_RATE = 0.3, 1 / 3
 """Steps and learning rate relative to a network with random initial weights."""
 
@@ -50,11 +54,14 @@ class NetworkEntry:
         name: Name, also of its directory.
         config: Training configuration; None for boosted trees.
         operators: Operators to train and evaluate on.
+        with_trees: Whether schedules are ranked by the mean of their ranks by the network and by boosted
+            trees. The errors of the two differ.
     """
 
     name: str
     config: TrainConfig | None
     operators: tuple[str, ...]
+    with_trees: bool = False
 
 
 def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[NetworkEntry]:
@@ -64,7 +71,8 @@ def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[Net
     `AutoSparseNet_WACONet_<op>` uses the same pattern branch with the transformer. `AutoSparseNet_<op>` reads
     the pattern with hybrid dilated convolutions. `AutoSparseNet_Full` is trained on all operators together.
     `AutoSparseNet_Pretrained` starts from the shipped network, which was trained on synthetic patterns only,
-    with fewer steps and a lower learning rate.
+    with fewer steps and a lower learning rate. `AutoSparseNet_Ensemble_<op>` is that network for one operator
+    together with boosted trees.
 
     Args:
         base: Shared configuration.
@@ -96,7 +104,11 @@ def build_named_entries(base: TrainConfig, operators: Sequence[str]) -> list[Net
     named += [
         (FULL, configs["AutoSparseNet"], tuple(operators)), (PRETRAINED, pretrained, tuple(operators))
     ]  # fmt: skip
-    return [NetworkEntry(name=name, config=config, operators=trained) for name, config, trained in named]
+    entries = [NetworkEntry(name=name, config=config, operators=trained) for name, config, trained in named]
+    return entries + [
+        NetworkEntry(name=f"{ENSEMBLE}_{name}", config=pretrained, operators=(name,), with_trees=True)
+        for name in operators
+    ]
 
 
 def build_ablation_entries(base: TrainConfig, operators: Sequence[str]) -> list[NetworkEntry]:
@@ -273,12 +285,16 @@ def _train_cell(
     entry, families = cell.config, fold_families[cell.fold]
     data = _load_data(label_sets).filter(lambda task: task.operator in entry.operators)
     train_data, held_out = data.hold_out(families)
-    if entry.config is None:
+    trees = None
+    if entry.config is None or entry.with_trees:
         trees = TreeBaseline.fit(train_data.groups, data.encoder.table, seed=cell.seed)
-        scores = evaluate_ranking(held_out.groups, lambda group: trees.score(group, data.encoder.table))
+    scorer = None if trees is None else partial(trees.score, table=data.encoder.table)
+    if entry.config is None:
+        assert scorer is not None
+        scores = evaluate_ranking(held_out.groups, scorer)
     else:
         config = _change(entry.config, seed=cell.seed)
-        scores = train(
+        result = train(
             config,
             train_data,
             out_dir / entry.name / f"fold-{cell.fold}-seed-{cell.seed}",
@@ -286,5 +302,16 @@ def _train_cell(
             device=device,
             name=entry.name,
             remarks=f"fold {cell.fold + 1} of {len(fold_families)}, seed {cell.seed}",
-        ).scores
+        )
+        scores = result.scores
+        if scorer is not None:
+            network = make_network_scorer(result.net, held_out)
+            scores = evaluate_ranking(
+                held_out.groups, lambda group: _rank(network(group)) + _rank(scorer(group))
+            )
     return {"families": families, "scores": [asdict(score) for score in scores]}
+
+
+def _rank(scores: np.ndarray) -> np.ndarray:
+    """Rank of each score from 0, int64, shape [n]."""
+    return scores.argsort(kind="stable").argsort(kind="stable")
