@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sparseflow.pruning.data.cache import build_cache
     from sparseflow.pruning.data.datasets import VideoDataset, load_video_dataset
     from sparseflow.pruning.evaluation.profile import VideoViTProfile, profile_video_vit
+    from sparseflow.pruning.model.ast_pruner import ASTPruner
     from sparseflow.pruning.model.config import ASTConfig
     from sparseflow.pruning.model.pretrained import build_from_pretrained, load_pretrained
     from sparseflow.pruning.model.video_vit import VideoViT
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASTConfig",
+    "ASTPruner",
     "LayeredVideoViT",
     "ModelFamily",
     "PatchAdapter",
@@ -71,6 +73,7 @@ __getattr__, __dir__ = attach(
         "data.cache": ["build_cache"],
         "data.datasets": ["VideoDataset", "load_video_dataset"],
         "evaluation.profile": ["VideoViTProfile", "profile_video_vit"],
+        "model.ast_pruner": ["ASTPruner"],
         "model.config": ["ASTConfig"],
         "model.pretrained": ["build_from_pretrained", "load_pretrained"],
         "model.video_vit": ["VideoViT"],

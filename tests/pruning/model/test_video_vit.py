@@ -408,16 +408,16 @@ def test_many_large_features_do_not_overflow_float16(ast: dict[str, Any], cut: b
 @pytest.mark.parametrize("selector", ["random", "uniform"])
 def test_token_order_has_no_ties_in_half_precision(selector: str) -> None:
     model = tiny({"selector": selector}, img_size=56, num_frames=8)
-    before = model.get_buffer("order").clone()
+    before = model.get_buffer("pruner.order").clone()
     assert torch.equal(before.sort().values, torch.arange(model.config.num_tokens))
-    assert torch.equal(model.bfloat16().get_buffer("order"), before)
+    assert torch.equal(model.bfloat16().get_buffer("pruner.order"), before)
 
 
 def test_masked_key_tiles_match_compact_model() -> None:
     """Full tiles of keys are masked; a fused attention must not divide by zero."""
     model = awake({"stages": {1: 0.05}, "selector": "uniform"}, img_size=48, num_frames=8)
     for order in (torch.arange(1152), torch.arange(1152).flip(0)):
-        model.get_buffer("order").copy_(order)
+        model.get_buffer("pruner.order").copy_(order)
         x = clips(model, 1)
         assert far(model(x), compact(model)(x)) < 1e-5
 

@@ -34,7 +34,8 @@ def compact(model: VideoViT) -> VideoViT:
         for index, block in enumerate(compacted.blocks):
             assert isinstance(block, TransformerBlock)
             _compact_block(block, {grain: gate_values[index] for grain, gate_values in gates.items()})
-    compacted.gates = None
+    assert compacted.pruner is not None
+    compacted.pruner.gates = None
     return compacted
 
 
@@ -85,5 +86,7 @@ def resize_blocks(model: VideoViT, units: list[tuple[int, int]]) -> VideoViT:
             dim, num_heads, attention.head_dim, dropout=attention.dropout, out_dropout=dropout
         )
         block.mlp = MLP(dim, channels, dropout=dropout)
-    model.gates, model.compacted = None, True
+    if model.pruner is not None:
+        model.pruner.gates = None
+    model.compacted = True
     return model.eval()

@@ -300,7 +300,7 @@ def list_layer_modules(model: VideoViT, layer: VideoViTLayer) -> list[nn.Module 
     """Modules, parameters and buffers of a model that a layer needs."""
     modules: list[Any] = []
     if layer.stages:
-        modules += [model.score, getattr(model, "order", None)]
+        modules.append(model.pruner)
     if layer.kind == "embed":
         modules += [model.patch, *model.parameters(recurse=False)]
     elif layer.kind == "head":

@@ -64,6 +64,9 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu") -> Video
         model = VideoViT(**header.model)
         if header.units is not None:
             model = resize_blocks(model, list(header.units))
+        # Gates and token orders of former files are not in the pruner.
+        former = ("gates.", "order")
+        weights = {f"pruner.{name}" if name.startswith(former) else name: weights[name] for name in weights}
         mismatched = sorted(set(model.state_dict()) ^ set(weights))
         if mismatched:
             raise ValueError(f"`{mismatched[0]}` is not in both the file and the described architecture")

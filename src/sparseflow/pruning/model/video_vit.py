@@ -22,19 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from sparseflow.errors import SampleError
+from sparseflow.pruning.model.ast_pruner import ASTPruner
 from sparseflow.pruning.model.blocks import MLP, Attention, BlockGates, TransformerBlock
 from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
-from sparseflow.pruning.model.gates import UnitGates, compute_sparsity_loss, make_soft_mask
+from sparseflow.pruning.model.gates import UnitGates, make_soft_mask
 from sparseflow.pruning.selectors.ast import EntropyScore
-from sparseflow.pruning.selectors.partial_grid import score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     compute_weighted_mean,
     count_kept_tokens,
     drop_tokens,
-    make_uniform_order,
     mask_tokens,
-    rank_scores,
     select_top_tokens,
 )
 from sparseflow.pruning.selectors.tome import merge_similar_tokens
@@ -132,27 +130,22 @@ class VideoViT(nn.Module):
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps if final_norm_eps is None else final_norm_eps)
         self.head = nn.Linear(dim, num_classes)
-        self._add_pruning()
+        self.pruner: ASTPruner | None = None
+        if self.ast is not None:
+            self.pruner = ASTPruner(
+                self.ast, grid=config.grid, depth=depth, num_heads=num_heads, mlp_channels=config.mlp_channels
+            )
         self._init_weights()
 
-    def _add_pruning(self) -> None:
-        """Create the gates, and the score or token order of the selector."""
-        self.gates = self.score = None
-        ast, config = self.ast, self.config
-        if ast is None:
-            return
-        if ast.keep:
-            self.gates = UnitGates(
-                ast, depth=config.depth, heads=config.num_heads, channels=config.mlp_channels
-            )
-        if ast.selector == "ast" and ast.stages:
-            t, h, w = config.grid
-            self.score = EntropyScore(t, (h, w), ast.score)
-        if ast.selector == "random":
-            # Evaluation drops the same tokens of every sample, so that it is reproducible.
-            self.register_buffer("order", rank_scores(torch.rand(config.num_tokens)))
-        if ast.selector == "uniform":
-            self.register_buffer("order", make_uniform_order(config.num_tokens))
+    @property
+    def gates(self) -> UnitGates | None:
+        """Gates of heads, channels and blocks."""
+        return None if self.pruner is None else self.pruner.gates
+
+    @property
+    def score(self) -> EntropyScore | None:
+        """Score of the selector `ast`."""
+        return None if self.pruner is None else self.pruner.score
 
     def _init_weights(self) -> None:
         for module in self.modules():
@@ -187,8 +180,8 @@ class VideoViT(nn.Module):
         features: Tensor | None = None
         masks: dict[int, Tensor] = {}
         gates: dict[str, Tensor] = {}
-        if self.gates is not None:
-            gates = self.gates.compute_gates(hard=self.hard_gates or not self.training)
+        if self.pruner is not None:
+            gates = self.pruner.compute_gates(hard=self.hard_gates or not self.training)
         stages: Mapping[int, float] = {} if self.ast is None else self.ast.stages
         for index, block in enumerate(self.blocks):
             if index in stages:
@@ -293,15 +286,10 @@ class VideoViT(nn.Module):
 
     def _score_tokens(self, tokens: TokenState, block: int) -> Tensor:
         """Score of each grid token by the selector, [B, S]."""
-        assert self.ast is not None
-        b, s, _ = tokens.grid.shape
-        if self.ast.selector == "random" and self.training:
-            return torch.rand(b, s, device=tokens.x.device)
-        if self.ast.selector in ("random", "uniform"):
-            return self.get_buffer("order").float().expand(b, -1).gather(1, tokens.positions)
-        if self.ast.selector == "attention":
+        assert self.pruner is not None
+        if self.pruner.config.selector == "attention":
             return self._score_by_attention(tokens, block)
-        return self._score_by_entropy(tokens)
+        return self.pruner.score_tokens(tokens)
 
     def _score_by_attention(self, tokens: TokenState, block: int) -> Tensor:
         normed, attention = self._get_attention_input(tokens, block)
@@ -313,14 +301,6 @@ class VideoViT(nn.Module):
             normed, weight, tokens.attn_bias, first=self.config.pool == "cls"
         )
         return score[:, tokens.num_prefix :]
-
-    def _score_by_entropy(self, tokens: TokenState) -> Tensor:
-        assert self.score is not None
-        if tokens.retained is None:
-            return score_partial_grid(self.score, tokens.grid, tokens.positions)
-        t, h, w = self.config.grid
-        retained = tokens.retained.view(-1, t, h * w)
-        return self.score(tokens.grid.unflatten(1, (t, h * w)), retained).flatten(1)
 
     def classify(self, tokens: TokenState) -> Tensor:
         """Class scores of the final tokens, [B, num_classes]."""
@@ -348,7 +328,7 @@ class VideoViT(nn.Module):
         num_kept = zero + tokens.positions.shape[1]
         if tokens.retained is not None:
             num_kept = tokens.retained.sum(1).float().mean()
-        loss = zero if self.ast is None else compute_sparsity_loss(self.gates, masks, self.ast).to(device)
+        loss = zero if self.pruner is None else self.pruner.compute_loss(masks).to(device)
         return {
             "L_AST": loss,
             "sparsity_token": 1.0 - num_kept / self.config.num_tokens,

@@ -75,7 +75,9 @@ class VideoTrainingTask:
         self._batches: Iterator[Batch] = iter(())
         gates = [] if self.model.gates is None else list(self.model.gates.parameters())
         weights = [
-            parameter for name, parameter in self.model.named_parameters() if not name.startswith("gates.")
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if not name.startswith("pruner.gates.")
         ]
         groups = split_weight_decay(weights, train.weight_decay)
         groups.append({"params": gates, "weight_decay": 0.0, "lr_scale": train.gate_rate})
