@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import struct
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import av
 import numpy as np
 import pytest
+from av.filter import Graph
 
 from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.data.decoding.rgb import RgbConverter
 from sparseflow.pruning.data.video import find_video, open_video
 from tests.pruning.data.tree import (
     HEIGHT,
@@ -94,6 +99,13 @@ def test_find_video_supports_all_layouts(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.mkdir() if is_folder else path.touch()
         assert find_video(tmp_path, name) == path
+
+
+@pytest.mark.parametrize("name", ["video.AVI", "video.m4v", "video.MPG", "video.mpeg", "video.WMV"])
+def test_find_video_ignores_case_and_accepts_suffixes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert find_video(tmp_path, "video") == tmp_path / name
+    assert find_video(tmp_path, name) == tmp_path / name
 
 
 def test_missing_path_raises(tmp_path: Path) -> None:
@@ -209,13 +221,122 @@ def test_rotation_by_another_angle_raises(tmp_path: Path) -> None:
         decode(path)
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "mpeg4"), (".avi", "mpeg4"), (".mov", "mjpeg")])
-def test_damaged_middle_raises(tmp_path: Path, suffix: str, codec: str) -> None:
-    path = write_video(tmp_path / f"video{suffix}", 60, codec=codec)
-    content, middle = bytearray(path.read_bytes()), path.stat().st_size // 2
-    content[middle : middle + 2000] = np.random.default_rng(0).bytes(2000)
+def with_pixel_aspect(path: Path, aspect: Fraction) -> Path:
+    """Write a video whose pixels are not square."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = aspect
+        for number in range(3):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("aspect", "width"),
+    [
+        (Fraction(16, 11), 93),
+        (Fraction(8, 9), 56),
+        (Fraction(65536, 65535), 64),  # MEncoder writes it for square pixels, see dmlc/decord 124.
+    ],
+)
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".avi"])
+def test_pixels_become_square_as_by_ffmpeg(tmp_path: Path, aspect: Fraction, width: int, suffix: str) -> None:
+    path = with_pixel_aspect(tmp_path / f"video{suffix}", aspect)
+    frames = decode(path)
+    assert frames.shape == (3, HEIGHT, width, 3)
+    with av.open(str(path)) as container:
+        for frame, expected in zip(frames, container.decode(video=0), strict=True):
+            graph = Graph()
+            source = f"{WIDTH}x{HEIGHT}:pix_fmt=yuv420p:time_base=1/25:pixel_aspect={aspect}"
+            graph.link_nodes(
+                graph.add("buffer", f"video_size={source}"),
+                graph.add("scale", "trunc(iw*sar):ih:flags=bilinear:in_chroma_loc=left"),
+                graph.add("format", "rgb24"),
+                graph.add("buffersink"),
+            ).configure()
+            graph.push(expected)
+            scaled = graph.pull()
+            assert isinstance(scaled, av.VideoFrame)
+            np.testing.assert_array_equal(frame, scaled.to_ndarray())
+    assert decode(path, size=24).shape == (3, 24, round(24 / HEIGHT * WIDTH * aspect), 3)
+
+
+def test_rotated_pixels_become_square(tmp_path: Path) -> None:
+    source = with_pixel_aspect(tmp_path / "source.mp4", Fraction(2))
+    path = with_display_matrix(source, tmp_path / "rotated.mp4", (0, 1, -1, 0))
+    assert decode(path).shape == (3, 2 * WIDTH, HEIGHT, 3)
+
+
+def test_absurd_pixel_aspect_raises() -> None:
+    source: Any = SimpleNamespace(path=Path("video.mkv"), pixel_aspect=Fraction(50000))
+    convert = RgbConverter(source)
+    with pytest.raises(FileFormatError, match=r"video\.mkv .*50000 times"):
+        convert(av.VideoFrame.from_ndarray(picture(0), format="rgb24"))
+
+
+def test_interlaced_video_warns_once(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "video.mpg", 5, codec="mpeg2video", codec_options={"flags": "+ildct+ilme"})
+    with pytest.warns(UserWarning, match=r"video\.mpg is interlaced: 5 of 5"):
+        assert open_video(path).frames == 5
+    open_video(path, frames=5).read([3])
+
+
+def test_main_video_stream_is_read(tmp_path: Path) -> None:
+    # Players skip a cover picture and select the larger of several streams.
+    path = tmp_path / "video.mkv"
+    with av.open(str(path), "w") as container:
+        streams = [container.add_stream("mpeg4", rate=25) for _ in range(2)]
+        for scale, stream in zip((2, 1), streams, strict=True):
+            assert isinstance(stream, av.VideoStream)
+            stream.width, stream.height, stream.pix_fmt = WIDTH // scale, HEIGHT // scale, "yuv420p"
+        container.start_encoding()
+        for stream in streams:
+            assert isinstance(stream, av.VideoStream)
+            for number in range(3):
+                frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+                container.mux(stream.encode(frame.reformat(stream.width, stream.height)))
+            container.mux(stream.encode())
+    assert numbers_of(decode(path)) == [0, 1, 2]
+    assert numbers_of(open_video(path, frames=3).read([2])) == [2]
+
+
+def test_joined_transport_streams_are_not_truncated(tmp_path: Path) -> None:
+    source = write_video(tmp_path / "source.ts", 10, codec="mpeg2video")
+    path = tmp_path / "joined.ts"
+    path.write_bytes(2 * source.read_bytes())
+    assert numbers_of(decode(path)) == 2 * list(range(10))
+
+
+def damage(path: Path, start: float, num_bytes: int) -> Path:
+    """Replace bytes of a file, from a fraction of its size on."""
+    content, first = bytearray(path.read_bytes()), int(path.stat().st_size * start)
+    content[first : first + num_bytes] = np.random.default_rng(0).bytes(num_bytes)
     path.write_bytes(content)
-    with pytest.raises(FileFormatError, match=rf"video\{suffix} (is damaged: \d+ of 60|does not decode)"):
+    return path
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "start", "num_bytes", "message"),
+    [
+        (".mp4", "mpeg4", 0.3, 600, r"does not decode after frame \d+"),
+        (".mov", "mjpeg", 0.5, 2000, r"does not decode after frame \d+"),
+        (".avi", "mpeg4", 0.75, 800, r"is damaged at frames \d.*: \d+ of 60"),
+    ],
+)
+def test_damaged_middle_is_named(
+    tmp_path: Path, suffix: str, codec: str, start: float, num_bytes: int, message: str
+) -> None:
+    path = damage(write_video(tmp_path / f"video{suffix}", 60, codec=codec), start, num_bytes)
+    with pytest.raises(FileFormatError, match=rf"video\{suffix} {message}"):
+        decode(path)
+
+
+def test_concealed_damage_warns(tmp_path: Path) -> None:
+    path = damage(write_video(tmp_path / "video.mpg", 60, codec="mpeg2video"), 0.5, 300)
+    with pytest.warns(UserWarning, match=r"video\.mpg is damaged at frames \d+"):
         decode(path)
 
 
@@ -236,7 +357,7 @@ def test_unknown_codec_raises(tmp_path: Path) -> None:
 
 def test_huge_frames_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = write_video(tmp_path / "video.mp4", 3), write_frames(tmp_path / "frames", 2)
-    monkeypatch.setattr("sparseflow.pruning.data.video._DECODER_OPTIONS", {"max_pixels": "1000"})
+    monkeypatch.setattr("sparseflow.pruning.data.decoding.checks.DECODER_OPTIONS", {"max_pixels": "1000"})
     for source in (path, folder):
         with pytest.raises(FileFormatError, match=source.name):
             decode(source)

@@ -101,12 +101,18 @@ def numbers_of(frames: np.ndarray) -> list[int]:
 
 
 def write_video(
-    path: Path, frames: int, *, tint: int = 0, codec: str = "mpeg4", options: dict[str, str] | None = None
+    path: Path,
+    frames: int,
+    *,
+    tint: int = 0,
+    codec: str = "mpeg4",
+    options: dict[str, str] | None = None,
+    codec_options: dict[str, str] | None = None,
 ) -> Path:
     """Write a video file with frames numbered from 0."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", options=options or {}) as container:
-        stream = container.add_stream(codec, rate=25)
+        stream = container.add_stream(codec, rate=25, options=codec_options)
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height = WIDTH, HEIGHT
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"

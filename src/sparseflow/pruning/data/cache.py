@@ -27,8 +27,9 @@ from sparseflow.core.journal import Journal, read_journal
 from sparseflow.core.parallel import map_unordered
 from sparseflow.core.progress import Progress
 from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.data.decoding.checks import check_indices
 from sparseflow.pruning.data.frame_counts import ON_ERROR
-from sparseflow.pruning.data.video import check_indices, iterate_frames
+from sparseflow.pruning.data.video import iterate_frames
 
 INDEX_FILE = "index.jsonl"
 

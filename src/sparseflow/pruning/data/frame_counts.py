@@ -19,7 +19,8 @@ from pydantic import PositiveInt
 
 from sparseflow.core.artifact import Artifact
 from sparseflow.core.progress import Progress
-from sparseflow.errors import InputError
+from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.data.decoding.file_range import find_file_range
 from sparseflow.pruning.data.video import open_video
 
 ON_ERROR = ("raise", "skip")
@@ -110,6 +111,9 @@ def count_frames(
 def _get_size(video: Path) -> int:
     """Bytes of a file or entries of a directory; -2 if absent, so that counting reports the error."""
     try:
-        return sum(1 for _ in video.iterdir()) if video.is_dir() else video.stat().st_size
-    except OSError:
+        if video.is_dir():
+            return sum(1 for _ in video.iterdir())
+        content = find_file_range(video)
+    except (OSError, FileFormatError):
         return -2
+    return -2 if content is None else content.size

@@ -1,0 +1,1 @@
+"""Decoding of one video: video files, directories of images, tar members, seeking, and conversion to RGB."""
