@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparseflow.errors import InputError
 from sparseflow.pruning.patching.families import find_encoder
 from sparseflow.pruning.patching.patch import get_kept_positions, patch, unpatch
 from tests.pruning.patching.reference import masked
@@ -49,11 +50,15 @@ def test_patch_keep_one_is_identical_and_unpatch_restores(case: Any) -> None:
     assert count_hooks(model) == num_hooks
 
 
-@pytest.mark.parametrize("selector", ["ast", "random", "uniform"])
+@pytest.mark.parametrize("selector", ["ast", "random", "uniform", "attention"])
 @torch.no_grad()
 def test_patch_equals_masked_attention(case: Any, selector: str) -> None:
     model = case.build()
     original = copy.deepcopy(model)
+    if selector == "attention" and not case.attention:
+        with pytest.raises(InputError, match=case.family):
+            patch(model, stages=STAGES, selector=selector)
+        return
     result = patch(model, stages=STAGES, selector=selector)
     actual = case.run(model)
     positions = get_kept_positions(model)

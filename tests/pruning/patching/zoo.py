@@ -33,6 +33,7 @@ class Case:
         argument: Name of the input.
         output: Output of the model that is compared.
         frames: Frames of the grid.
+        attention: Whether the selector `attention` supports the model.
     """
 
     family: str
@@ -44,6 +45,7 @@ class Case:
     argument: str = "pixel_values"
     output: str = "logits"
     frames: int = 1
+    attention: bool = True
 
     def build(self) -> Any:
         """The model in evaluation mode."""
@@ -97,11 +99,11 @@ CASES: dict[str, Case] = {
         "DINOv2 with registers", "Dinov2WithRegisters", "ForImageClassification", num_prefix=5
     ),
     "dinov3": _case("DINOv3", "DINOv3ViT", "Model", num_prefix=5, output="pooler_output",
-                    changes={"num_register_tokens": 4}),
+                    changes={"num_register_tokens": 4}, attention=False),
     "clip": _case("CLIP", "CLIP", "VisionModelWithProjection", "CLIPVisionConfig", output="image_embeds"),
     "siglip": _case("SigLIP", "Siglip", "VisionModel", "SiglipVisionConfig", num_prefix=0,
                     output="pooler_output"),
-    "beit": _case("BEiT", "Beit", "ForImageClassification", changes=_BEIT),
+    "beit": _case("BEiT", "Beit", "ForImageClassification", changes=_BEIT, attention=False),
     "beit_shared": _case("BEiT", "Beit", "Model", output="last_hidden_state",
                          changes={"use_shared_relative_position_bias": True}),
     "videomae": _case("VideoMAE", "VideoMAE", "ForVideoClassification", shape=_VIDEO, num_prefix=0, frames=2,
@@ -109,8 +111,8 @@ CASES: dict[str, Case] = {
     "vivit": _case("ViViT", "Vivit", "ForVideoClassification", shape=_VIDEO, frames=2,
                    changes={"num_frames": 4, "tubelet_size": [2, 8, 8]}),
     "vjepa2": _case("V-JEPA 2", "VJEPA2", "ForVideoClassification", shape=_VIDEO, num_prefix=0, frames=2,
-                    argument="pixel_values_videos", changes=_VJEPA2),
+                    argument="pixel_values_videos", changes=_VJEPA2, attention=False),
     "timesformer": _case("TimeSformer", "Timesformer", "ForVideoClassification", shape=_VIDEO, frames=4,
-                         changes={"num_frames": 4}),
+                         changes={"num_frames": 4}, attention=False),
 }  # fmt: skip
 """Grids have 4 x 4 patches."""

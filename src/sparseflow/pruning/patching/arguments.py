@@ -6,11 +6,12 @@ Notation: a block has P prefix tokens and S grid tokens, which are S of the N to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparseflow.errors import SampleError
 
@@ -80,6 +81,17 @@ GATHERS: Mapping[str, Callable[[Any, Tensor, int], Any]] = {
     "rope": gather_rotary,
 }
 """Name of a block's argument -> function that restricts its value to the present tokens."""
+
+MASKS = ("attention_mask", "attn_mask")
+"""Names of masks or biases of the attention."""
+
+ROTARY_ARGUMENTS = ("position_embeddings", "rope", "position_mask")
+"""Names of arguments by which queries and keys are rotated."""
+
+
+def list_arguments(block: nn.Module) -> list[str]:
+    """Names of the arguments of a block."""
+    return list(inspect.signature(block.forward).parameters)
 
 
 def gather_arguments(arguments: Mapping[str, Any], positions: Tensor, num_prefix: int) -> dict[str, Any]:

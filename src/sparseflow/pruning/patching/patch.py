@@ -19,17 +19,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from sparseflow.core.checks import check_one_of
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
 from sparseflow.pruning.patching.families import Grid, PatchAdapter, find_encoder
-from sparseflow.pruning.patching.pruner import (
-    PATCH_SELECTORS,
-    TokenPruner,
-    install_pruner,
-    list_pruners,
-    remove_pruners,
-)
+from sparseflow.pruning.patching.hooks import install_pruner, remove_pruners
+from sparseflow.pruning.patching.pruner import TokenPruner
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
 
@@ -77,7 +71,11 @@ def patch(
             at most 1. Not used with `stages`.
         stages: Block -> share of all grid tokens that its input has; shares must not rise with the block.
         selector: `"ast"`, the AST score of the features before the stage; `"random"`, in evaluation the same
-            tokens of every sample; or `"uniform"`, evenly spaced tokens.
+            tokens of every sample; `"uniform"`, evenly spaced tokens; `"attention"`, the attention that
+            tokens receive from the class token, or from all tokens if there is none; or `"tome"`, which
+            merges similar tokens, and biases attention by their number if the blocks accept a mask. The last
+            two read the attention of the stage's block: `"attention"` does not support rotary embeddings and
+            relative position biases of a block, and neither supports TimeSformer.
         score: Parameters of the AST score.
         adapter: Description of a model of another family, such as a `ModelFamily`; `model` is then the
             encoder.
@@ -86,7 +84,6 @@ def patch(
         InputError: The model has no supported transformer, is compiled, or is used in a way that needs the
             features of all patches; or an argument is out of range.
     """
-    check_one_of(PATCH_SELECTORS, selector=selector)
     _check_not_compiled(model)
     encoder, adapter, refused = find_encoder(model, adapter)
     depth = len(adapter.list_blocks(encoder))
@@ -136,7 +133,8 @@ def get_kept_positions(model: nn.Module) -> dict[int, Tensor]:
     Raises:
         InputError: The model is not patched, or was not called, or its last call was compiled.
     """
-    positions = {stage: value for pruner in list_pruners(model) for stage, value in pruner.positions.items()}
+    pruners = [module for module in model.modules() if isinstance(module, TokenPruner)]
+    positions = {stage: value for pruner in pruners for stage, value in pruner.positions.items()}
     if not positions:
         raise InputError("there are no positions; patch the model, and call it without torch.compile")
     return positions
