@@ -12,7 +12,7 @@ import torch
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.compaction.compact import list_units, resize_blocks
 from sparseflow.pruning.model.blocks import TransformerBlock
-from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
 from tests.pruning.models import awake, clips, far, tiny
 
 GRAINS = ((), ("head",), ("channel",), ("block",), ("head", "channel", "block"))
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 CASES = [
     (selector, grains)
     for selector, grains in product(SELECTORS, GRAINS)
-    if selector not in ("tome", "attention") or not {"head", "block"} & set(grains)
+    if selector not in ATTENTION_SELECTORS or not {"head", "block"} & set(grains)
 ]
 
 

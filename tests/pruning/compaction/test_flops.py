@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparseflow.pruning import VideoViT, compact
 from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.evaluation.profile import make_dense
-from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
+from sparseflow.pruning.selectors.ast import EntropyScore
 from tests.pruning.models import awake, clips
 
 TWO: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}}
@@ -47,7 +48,7 @@ def test_dense_model_matches_torch(pool: str, tubelet: int) -> None:
 @pytest.mark.parametrize(("pool", "merge"), [("mean", False), ("mean", True), ("cls", True)])
 @pytest.mark.parametrize("cut", [False, True])
 def test_pruned_model_matches_torch(selector: str, pool: str, merge: bool, cut: bool) -> None:
-    keep = {} if selector in ("tome", "attention") else {"head": 0.5, "block": 0.5}
+    keep = {} if selector in ATTENTION_SELECTORS else {"head": 0.5, "block": 0.5}
     ast = TWO | {"selector": selector, "merge": merge, "keep": keep | {"channel": 0.5}}
     model = awake(ast, pool=pool, seed=1, **WIDE)
     model = compact(model) if cut else model
@@ -62,7 +63,7 @@ def test_pruned_model_matches_torch(selector: str, pool: str, merge: bool, cut: 
     if selector == "attention" and pool == "mean" and not cut:
         more += 2 * (64 + merges) ** 2
     # and at both stages, sizes of windows and cells, means of token entropies, maps to tokens, and regions.
-    if model.score is not None:
+    if isinstance(model.score, EntropyScore):
         windows, cells, regions = (
             len(model.score.get_buffer(num_summed)) for num_summed in ("windows", "cells", "regions")
         )

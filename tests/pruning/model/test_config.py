@@ -12,7 +12,7 @@ from sparseflow.core.config import list_configs
 from sparseflow.errors import InputError
 from sparseflow.pruning import ASTConfig, ScoreConfig
 from sparseflow.pruning.config import read_config
-from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
 
 OTHERS: dict[str, Any] = {
     "stages": {0: 0.9, 3: 0.5, 7: 0.5}, "score": ScoreConfig(time=0.5, levels=(1, 3), measure="divergence"),
@@ -24,7 +24,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("arguments", [{}, OTHERS, {"stages": {}}])
 def test_to_dict_round_trips(selector: str, arguments: dict[str, Any]) -> None:
-    if selector in ("tome", "attention"):
+    if selector in ATTENTION_SELECTORS:
         arguments = {name: value for name, value in arguments.items() if name != "keep"}
     config = ASTConfig(selector=selector, **arguments)
     assert ASTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

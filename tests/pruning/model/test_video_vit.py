@@ -12,7 +12,7 @@ from torch.nn import functional
 from sparseflow.errors import InputError, SampleError
 from sparseflow.pruning import ASTConfig, VideoViT, compact
 from sparseflow.pruning.model.blocks import TransformerBlock
-from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
 from tests.pruning.models import SIZES, awake, clips, far, tiny
 
 TWO = {"stages": {1: 0.5, 3: 0.25}}
@@ -309,7 +309,7 @@ def test_random_selector_is_fixed_in_evaluation() -> None:
 def test_gradients_reach_every_parameter(selector: str, pool: str, softness: float) -> None:
     keep = (
         {"channel": 0.5}
-        if selector in ("tome", "attention")
+        if selector in ATTENTION_SELECTORS
         else dict.fromkeys(("head", "channel", "block"), 0.5)
     )
     ast = TWO | {"selector": selector, "keep": keep, "softness": softness, "merge": True}

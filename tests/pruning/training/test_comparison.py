@@ -13,6 +13,7 @@ pytest.importorskip("sklearn")
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning import ScoreConfig
+from sparseflow.pruning.model.config import SELECTORS
 from sparseflow.pruning.training import comparison
 from sparseflow.pruning.training.comparison import (
     RESULTS_FILE,
@@ -32,7 +33,7 @@ TINY = quick(data={"train_clips": 16, "test_clips": 12}, train={"epochs": 1, "ba
 
 def test_list_selector_models_changes_only_the_selector() -> None:
     configs = list_selector_models(TINY)
-    assert list(configs) == ["dense", "ast", "random", "uniform", "tome", "attention"]
+    assert list(configs) == ["dense", *SELECTORS]
     assert configs["dense"].mode == "dense"
     assert configs["tome"].ast.keep == {"channel": 0.5}
     assert configs["random"].ast == replace(TINY.ast, selector="random")

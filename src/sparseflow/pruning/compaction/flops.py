@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseflow.pruning.model.blocks import TransformerBlock
 from sparseflow.pruning.model.config import ATTENTION_SELECTORS
 from sparseflow.pruning.model.video_vit import VideoViT
+from sparseflow.pruning.selectors.ast import EntropyScore
 from sparseflow.pruning.selectors.tokens import count_kept_tokens
 
 Amount = TypeVar("Amount", int, Tensor)
@@ -119,7 +120,7 @@ def _count_selection_flops(
     assert model.ast is not None
     config, selector = model.config, model.ast.selector
     if selector == "ast":
-        assert model.score is not None
+        assert isinstance(model.score, EntropyScore)
         windows, cells = (len(model.score.get_buffer(name)) for name in ("windows", "cells"))
         return 2 * config.embed_dim * model.score.num_frames * model.score.num_patches * (windows + cells)
     if selector in ATTENTION_SELECTORS:
@@ -127,8 +128,8 @@ def _count_selection_flops(
         width = block.attention.num_heads * block.attention.head_dim
         num_tokens = num_prefix + num_before
         flops = 2 * num_tokens * config.embed_dim * 3 * width
-        if selector == "attention":
-            num_queries = 1 if config.pool == "cls" else num_tokens
+        if selector != "tome":
+            num_queries = 1 if selector == "attention" and config.pool == "cls" else num_tokens
             return flops + 2 * num_queries * num_tokens * width
         while num_before > num_after:
             flops += 2 * (-(-num_before // 2)) * (num_before // 2) * block.attention.head_dim

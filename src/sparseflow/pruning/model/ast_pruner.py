@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
 from sparseflow.pruning.model.gates import UnitGates, compute_sparsity_loss, make_soft_mask
 from sparseflow.pruning.selectors.ast import EntropyScore
-from sparseflow.pruning.selectors.partial_grid import score_partial_grid
+from sparseflow.pruning.selectors.change import CHANGE_MEASURES, ChangeScore
+from sparseflow.pruning.selectors.partial_grid import GridScore, score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     count_kept_tokens,
@@ -39,7 +41,8 @@ class ASTPruner(nn.Module):
         mlp_channels: Hidden channels of a block's MLP.
 
     Attributes:
-        score: Multi-level score over time, space and Voronoi regions; None for other selectors.
+        score: Multi-level score over time, space and Voronoi regions, or the change since the previous frame;
+            None for other selectors.
         gates: Gates of the grains in `config.keep`; None without them.
     """
 
@@ -49,13 +52,15 @@ class ASTPruner(nn.Module):
         super().__init__()
         self.config = config
         self.gates: UnitGates | None = None
-        self.score: EntropyScore | None = None
+        self.score: GridScore | None = None
         frames, rows, columns = grid
         num_tokens = frames * rows * columns
         if config.keep:
             self.gates = UnitGates(config, depth=depth, heads=num_heads, channels=mlp_channels)
         if config.selector == "ast" and config.stages:
             self.score = EntropyScore(frames, (rows, columns), config.score)
+        if config.selector in CHANGE_MEASURES:
+            self.score = ChangeScore(frames, (rows, columns), config.selector)
         if config.selector == "random":
             # Evaluation drops the same tokens of every sample, so that it is reproducible.
             self.register_buffer("order", rank_scores(torch.rand(num_tokens)))
@@ -75,8 +80,12 @@ class ASTPruner(nn.Module):
 
         Returns:
             [B, T, N]: in training a soft mask, above 0.5 for the kept tokens; in evaluation 1 or 0.
+
+        Raises:
+            InputError: The selector does not score features.
         """
-        assert self.score is not None, "only the selector `ast` has a score"
+        if self.score is None:
+            raise InputError(f"the selector {self.config.selector} has no score of features; use `ast`")
         score = self.score(x, retained)
         if retained is not None:
             score = score.masked_fill(~retained, float("-inf"))
@@ -88,7 +97,7 @@ class ASTPruner(nn.Module):
         return torch.zeros_like(flat).scatter(1, select_top_tokens(flat, num_kept), 1.0).view_as(score)
 
     def score_tokens(self, tokens: TokenState) -> Tensor:
-        """Score of each grid token by `ast`, `random` or `uniform`, [B, S]."""
+        """Score of each grid token by a selector without attention, [B, S]."""
         b, s, _ = tokens.grid.shape
         if self.config.selector == "random" and self.training:
             return torch.rand(b, s, device=tokens.x.device)

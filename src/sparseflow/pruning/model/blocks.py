@@ -83,18 +83,26 @@ class Attention(nn.Module):
             bias: As in `forward`.
             first: Use the first token (the class token) as the only query.
         """
+        attention = self._compute_attention(x, bias, first=first)
+        if first:
+            return attention.mean(1)[:, 0]
+        if weight is None:
+            return attention.mean((1, 2))
+        return torch.einsum("bhqs,bq->bs", attention, weight.float()) / attention.shape[1]
+
+    def compute_attention_entropy(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Entropy of what each token attends to, mean over heads, [B, S]; arguments as in `forward`."""
+        return torch.special.entr(self._compute_attention(x, bias, first=False)).sum(-1).mean(1)
+
+    def _compute_attention(self, x: Tensor, bias: Tensor | None, *, first: bool) -> Tensor:
+        """Attention weights, float32, [B, num_heads, queries, S]; only of the first query with `first`."""
         q, k, _ = self._project_qkv(x)
         if first:
             q = q[:, :, :1]
         logits = (q @ k.transpose(-2, -1)).float() * self.head_dim**-0.5
         if bias is not None:
             logits = logits + bias[:, None, None].float()
-        attention = logits.softmax(-1)  # [B, num_heads, queries, S]
-        if first:
-            return attention.mean(1)[:, 0]
-        if weight is None:
-            return attention.mean((1, 2))
-        return torch.einsum("bhqs,bq->bs", attention, weight.float()) / attention.shape[1]
+        return logits.softmax(-1)
 
     def compute_mean_keys(self, x: Tensor) -> Tensor:
         """Keys, mean over heads, [B, S, head_dim]; the features that ToMe compares."""

@@ -15,12 +15,15 @@ from sparseflow.core.checks import (
 )
 from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
+from sparseflow.pruning.selectors.change import CHANGE_MEASURES
 
-SELECTORS = ("ast", "random", "uniform", "tome", "attention")
+SELECTORS = ("ast", "random", "uniform", "tome", "attention", "vid_tldr", *CHANGE_MEASURES)
 """Token selectors: AST score; random tokens; evenly spaced tokens; ToMe (arXiv 2210.09461), which merges
-similar tokens; the attention that tokens receive, as in EViT (arXiv 2202.07800)."""
+similar tokens; the attention that tokens receive, as in EViT (arXiv 2202.07800); the sharpness of the
+attention of tokens, as in vid-TLDR (arXiv 2403.13347); and the change since the previous frame, of which EVS
+(arXiv 2510.14624) is one."""
 
-ATTENTION_SELECTORS = ("tome", "attention")
+ATTENTION_SELECTORS = ("tome", "attention", "vid_tldr")
 """Selectors that read the attention heads of the stage's block, so that no head may be pruned."""
 
 GATED_GRAINS = ("head", "channel", "block")

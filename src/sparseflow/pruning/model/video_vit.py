@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from sparseflow.errors import SampleError
 from sparseflow.pruning.model.ast_pruner import ASTPruner
 from sparseflow.pruning.model.blocks import MLP, Attention, BlockGates, TransformerBlock
-from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.gates import UnitGates, make_soft_mask
-from sparseflow.pruning.selectors.ast import EntropyScore
+from sparseflow.pruning.selectors.partial_grid import GridScore
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     compute_weighted_mean,
@@ -143,8 +143,8 @@ class VideoViT(nn.Module):
         return None if self.pruner is None else self.pruner.gates
 
     @property
-    def score(self) -> EntropyScore | None:
-        """Score of the selector `ast`."""
+    def score(self) -> GridScore | None:
+        """Score of features by the selector; None for other selectors."""
         return None if self.pruner is None else self.pruner.score
 
     def _init_weights(self) -> None:
@@ -287,19 +287,23 @@ class VideoViT(nn.Module):
     def _score_tokens(self, tokens: TokenState, block: int) -> Tensor:
         """Score of each grid token by the selector, [B, S]."""
         assert self.pruner is not None
-        if self.pruner.config.selector == "attention":
+        if self.pruner.config.selector in ATTENTION_SELECTORS:
             return self._score_by_attention(tokens, block)
         return self.pruner.score_tokens(tokens)
 
     def _score_by_attention(self, tokens: TokenState, block: int) -> Tensor:
+        assert self.ast is not None
         normed, attention = self._get_attention_input(tokens, block)
         weight = tokens.weight
         if weight is not None:
             weight = torch.cat([weight.new_ones(len(weight), tokens.num_prefix), weight], 1)
             weight = weight / weight.sum(1, keepdim=True)
-        score = attention.compute_received_attention(
-            normed, weight, tokens.attn_bias, first=self.config.pool == "cls"
-        )
+        if self.ast.selector == "vid_tldr":
+            score = -attention.compute_attention_entropy(normed, tokens.attn_bias)
+        else:
+            score = attention.compute_received_attention(
+                normed, weight, tokens.attn_bias, first=self.config.pool == "cls"
+            )
         return score[:, tokens.num_prefix :]
 
     def classify(self, tokens: TokenState) -> Tensor:

@@ -1,4 +1,4 @@
-"""AST score of tokens of which an earlier stage dropped some."""
+"""Scores of tokens of which an earlier stage dropped some."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from sparseflow.pruning.selectors.ast import EntropyScore
+from sparseflow.pruning.selectors.change import ChangeScore
+
+GridScore = EntropyScore | ChangeScore
 
 
-def score_partial_grid(score: EntropyScore, x: Tensor, positions: Tensor) -> Tensor:
+def score_partial_grid(score: GridScore, x: Tensor, positions: Tensor) -> Tensor:
     """Score the tokens that are present; the others are restored as absent tokens of the full grid.
 
     Args:
@@ -17,7 +20,7 @@ def score_partial_grid(score: EntropyScore, x: Tensor, positions: Tensor) -> Ten
         positions: Position of each token among the T * N tokens, int64, [B, S].
 
     Returns:
-        [B, S], as `EntropyScore.forward`.
+        [B, S], in the dtype of the score.
     """
     b, s, dim = x.shape
     grid = score.num_frames, score.num_patches
