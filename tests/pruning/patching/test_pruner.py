@@ -100,10 +100,10 @@ def test_random_stage_keeps_other_tokens_in_each_training_step() -> None:
     case = CASES["vit"]
     model = case.build()
     patch(model, stages={1: 0.5}, selector="random")
-    kept: list[Tensor] = []
+    selected: list[Tensor] = []
     for training in (False, False, True, True):
         model.train(training)
         case.run(model)
-        kept.append(copy.copy(get_kept_positions(model)[1]))
-    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[2], kept[3])
-    assert torch.equal(kept[0][0], kept[0][1]) and not torch.equal(kept[2][0], kept[2][1])
+        selected.append(copy.copy(get_kept_positions(model)[1]))
+    assert torch.equal(selected[0], selected[1]) and not torch.equal(selected[2], selected[3])
+    assert torch.equal(selected[0][0], selected[0][1]) and not torch.equal(selected[2][0], selected[2][1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -181,24 +181,27 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )  # fmt: skip
 
 
-def find_encoder(
-    model: nn.Module, adapter: PatchAdapter | None = None
-) -> tuple[nn.Module, PatchAdapter, list[nn.Module]]:
+class PatchTarget(NamedTuple):
+    """Encoder of a model, its adapter, and the modules that may not be called when it is patched."""
+
+    encoder: nn.Module
+    adapter: PatchAdapter
+    refused: Sequence[nn.Module]
+
+
+def find_encoder(model: nn.Module, adapter: PatchAdapter | None = None) -> PatchTarget:
     """Find the encoder of a model.
 
     Args:
         model: Encoder, or a model that contains one.
         adapter: Adapter of the model; by default the family is recognized.
 
-    Returns:
-        The encoder, its adapter, and the modules of the model that may not be called when it is patched.
-
     Raises:
         InputError: There is no encoder of a known family, there are several, or a class around it needs the
             features of all patches.
     """
     if adapter is not None:
-        return model, adapter, []
+        return PatchTarget(model, adapter, ())
     encoders = [
         (path, module, family)
         for path, module in model.named_modules()
@@ -219,7 +222,7 @@ def find_encoder(
     path, encoder, family = encoders[0]
     _check_heads(model, path, family)
     refused = [module for module in model.modules() if type(module).__name__ == family.refused]
-    return encoder, family, refused
+    return PatchTarget(encoder, family, refused)
 
 
 def _check_heads(model: nn.Module, path: str, family: ModelFamily) -> None:

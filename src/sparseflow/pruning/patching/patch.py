@@ -14,15 +14,18 @@ and compiled. Dropping is hard in training, too: gradients reach what the kept t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from sparseflow.core.checks import check_positive
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
-from sparseflow.pruning.patching.families import Grid, PatchAdapter, find_encoder
+from sparseflow.pruning.patching.families import Grid, PatchAdapter, PatchTarget, find_encoder
 from sparseflow.pruning.patching.hooks import install_pruner, remove_pruners
+from sparseflow.pruning.patching.profile import Inputs, choose_share, make_call, make_inputs
 from sparseflow.pruning.patching.pruner import TokenPruner
 from sparseflow.pruning.selectors.ast import ScoreConfig
 
@@ -37,6 +40,7 @@ class PatchResult:
         stages: Block -> share of the grid tokens that its input has.
         grid: Tokens in time, rows and columns for an input of the usual size.
         tokens: Grid tokens of each block, for this grid.
+        latency_ms: Measured latency with these stages; None without a budget.
     """
 
     family: str
@@ -44,6 +48,7 @@ class PatchResult:
     stages: Mapping[int, float]
     grid: Grid
     tokens: tuple[int, ...]
+    latency_ms: float | None = None
 
 
 def patch(
@@ -53,6 +58,8 @@ def patch(
     stages: Mapping[int, float] | None = None,
     selector: str = "ast",
     score: ScoreConfig | None = None,
+    budget_ms: float | None = None,
+    inputs: Inputs | None = None,
     adapter: PatchAdapter | None = None,
 ) -> PatchResult:
     """Drop tokens of a transformer of transformers or timm, in place.
@@ -77,40 +84,78 @@ def patch(
             two read the attention of the stage's block: `"attention"` does not support rotary embeddings and
             relative position biases of a block, and neither supports TimeSformer.
         score: Parameters of the AST score.
+        budget_ms: Latency budget, milliseconds per call on the device of the model, without torch.compile.
+            The largest share that meets it replaces `keep`; it is measured at several shares. The shares of
+            several stages are raised to a common power, so that the last one is this share.
+        inputs: Example for the budget: the first argument of the model, or all arguments by name. By default
+            one random sample for the encoder.
         adapter: Description of a model of another family, such as a `ModelFamily`; `model` is then the
             encoder.
 
     Raises:
         InputError: The model has no supported transformer, is compiled, or is used in a way that needs the
-            features of all patches; or an argument is out of range.
+            features of all patches; an argument is out of range; or no share meets the budget. The model is
+            then not patched.
     """
     _check_not_compiled(model)
-    encoder, adapter, refused = find_encoder(model, adapter)
-    depth = len(adapter.list_blocks(encoder))
+    target = find_encoder(model, adapter)
+    depth = len(target.adapter.list_blocks(target.encoder))
     config = ASTConfig(
         stages={depth // 4: keep} if stages is None else dict(stages),
         selector=selector,
         score=ScoreConfig() if score is None else score,
     )
     config.check_depth(depth)
-    config = ASTConfig(
-        stages={block: share for block, share in config.stages.items() if share < 1.0},
-        selector=selector,
-        score=config.score,
-    )
-    remove_pruners(model)
-    pruner = TokenPruner(encoder, adapter, config)
+    if budget_ms is None:
+        return _install(model, target, config)
+    return _install_for_budget(model, target, config, budget_ms, inputs)
+
+
+def _install(model: nn.Module, target: PatchTarget, config: ASTConfig) -> PatchResult:
+    """Replace the pruner of a model; stages that keep all tokens are left out."""
+    encoder, adapter, refused = target
+    stages = {block: share for block, share in config.stages.items() if share < 1.0}
+    pruner = TokenPruner(encoder, adapter, replace(config, stages=stages))
     grid = _compute_usual_grid(encoder, adapter)
     pruner.add_selector(grid, next(encoder.parameters()).device)
     pruner.train(encoder.training)
+    remove_pruners(model)
     install_pruner(encoder, pruner, refused)
     return PatchResult(
         family=adapter.name,
-        selector=selector,
+        selector=config.selector,
         stages=pruner.stages,
         grid=grid,
-        tokens=tuple(pruner.count_tokens(grid, block) for block in range(depth)),
+        tokens=tuple(pruner.count_tokens(grid, block) for block in range(len(adapter.list_blocks(encoder)))),
     )
+
+
+def _install_for_budget(
+    model: nn.Module, target: PatchTarget, config: ASTConfig, budget_ms: float, inputs: Inputs | None
+) -> PatchResult:
+    """Install the largest share that meets a budget."""
+    check_positive(budget_ms=budget_ms)
+    last_share = config.stages[max(config.stages)] if config.stages else 1.0
+    if last_share == 1.0:
+        raise InputError("`budget_ms` needs a stage whose share is below 1, to scale it")
+    device = next(target.encoder.parameters()).device
+    call = make_call(target.encoder, make_inputs(target)) if inputs is None else make_call(model, inputs)
+
+    def apply(share: float) -> PatchResult:
+        power = math.log(share) / math.log(last_share)
+        stages = {block: value**power for block, value in config.stages.items()}
+        return _install(model, target, replace(config, stages=stages))
+
+    training = model.training
+    model.eval()
+    try:
+        share, latency_ms = choose_share(apply, call, budget_ms, device)
+    except InputError:
+        remove_pruners(model)
+        raise
+    finally:
+        model.train(training)
+    return replace(apply(share), latency_ms=latency_ms)
 
 
 def unpatch(model: nn.Module) -> None:
