@@ -69,18 +69,41 @@ class MovingObjectsConfig(StrictModel):
     noise: float = 0.02
 
 
-class UCF101Config(StrictModel):
-    """The UCF-101 dataset; see `data.ucf101`."""
+class ClipsConfig(StrictModel):
+    """Clips of videos; see `data.clips`."""
 
-    kind: Literal["ucf101"]
-    lists: Path
     split: Literal[1, 2, 3] = 1
+    """Split of UCF-101 and HMDB51."""
     videos: Path | None = None
     cache: Path | None = None
     counts: Path | None = None
     clip_lens: tuple[int, ...] = (8, 16)
     stride_ratio: float = 0.5
     on_error: Literal["raise", "skip"] = "raise"
+
+
+class UCF101Config(ClipsConfig):
+    """The UCF-101 dataset; see `data.splits`."""
+
+    kind: Literal["ucf101"]
+    lists: Path
+
+
+class VideoFolderConfig(ClipsConfig):
+    """Videos with labels in any common layout; see `data.video_folder`."""
+
+    kind: Literal["video_folder"]
+    train: Path
+    """Folders of classes, a list or tar files."""
+    test: Path | None = None
+    """The same for the test; by default a part of `train`."""
+    classes: Path | None = None
+    """Names of the classes, one in each line."""
+    test_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
+    split_seed: int = Field(default=0, ge=0)
+
+
+DataConfig = MovingDigitsConfig | MovingObjectsConfig | UCF101Config | VideoFolderConfig
 
 
 class LatencyLossConfig(StrictModel):
@@ -90,6 +113,26 @@ class LatencyLossConfig(StrictModel):
     budget: float = Field(gt=0.0, le=1.0)
     """Fraction of the dense model's latency."""
     weight: float = Field(default=1.0, ge=0.0)
+
+
+class LatencyLossConfig(StrictModel):
+    """Loss for a latency budget; see `evaluation.latency_model`."""
+
+    model: Path
+    budget: float = Field(gt=0.0, le=1.0)
+    """Fraction of the dense model's latency."""
+    weight: float = Field(default=1.0, ge=0.0)
+
+
+class DistillationConfig(StrictModel):
+    """Distillation from a trained model, which usually is dense (arXiv 1503.02531)."""
+
+    teacher: Path
+    """Model of a training with the same classes and clips."""
+    weight: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Weight of the loss to the teacher's class probabilities; the loss to the labels has the rest."""
+    temperature: float = Field(default=2.0, gt=0.0)
+    """Temperature of the class probabilities."""
 
 
 class VideoTrainConfig(StrictModel):
@@ -138,7 +181,7 @@ class PruningConfig(StrictModel):
     mode: Literal["dense", "ast", "ast+latency"] = "ast"
     model: VideoModelConfig
     ast: Annotated[ASTConfig, DictField()] = Field(default_factory=ASTConfig)
-    data: Annotated[MovingDigitsConfig | MovingObjectsConfig | UCF101Config, Field(discriminator="kind")]
+    data: Annotated[DataConfig, Field(discriminator="kind")]
     train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
     pretrained: Path | None = None
     latency: LatencyLossConfig | None = None

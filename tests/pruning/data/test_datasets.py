@@ -8,8 +8,11 @@ import torch
 
 pytest.importorskip("sklearn")
 
-from sparseflow.pruning.data.datasets import load_batches, load_video_dataset
-from tests.pruning.small import quick
+from sparseflow.pruning.config import parse_config
+from sparseflow.pruning.data.clips import VideoClips
+from sparseflow.pruning.data.datasets import count_classes, load_batches, load_video_dataset
+from tests.pruning.data.tree import CLASSES, Tree
+from tests.pruning.small import QUICK, quick
 
 
 def test_every_epoch_has_new_clips() -> None:
@@ -32,3 +35,15 @@ def test_load_batches_keeps_order() -> None:
     loaded = list(load_batches(data.test, np.arange(20), 8, workers=0, device=torch.device("cpu")))
     assert [len(batch["label"]) for batch in loaded] == [8, 8, 4]
     assert torch.cat([batch["video"] for batch in loaded]).tolist() == list(range(20))
+
+
+def test_video_folder_is_loaded(tree: Tree) -> None:
+    data = {"kind": "video_folder", "train": str(tree.videos), "test_fraction": 0.5, "clip_lens": [8]}
+    config = parse_config(QUICK | {"data": data})
+    loaded = load_video_dataset(config)
+    assert loaded.classes == CLASSES and count_classes(config.data) == (3, 3)
+    size = config.model.img_size
+    for clips in (loaded.train, loaded.test):
+        assert isinstance(clips, VideoClips) and {entry.label for entry in clips.entries} == {0, 1, 2}
+        assert clips[0]["clip"].shape == (config.model.num_frames, 3, size, size)
+    loaded.set_epoch(1)

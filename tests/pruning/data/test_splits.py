@@ -71,13 +71,22 @@ def test_other_names_have_no_group(tmp_path: Path) -> None:
         ({"classes": "1 A\n" + "2" * 5000 + " B\n"}, "^.{0,400}$"),
         ({"train": ""}, "trainlist01.txt"),
         ({"train": TRAIN + "A/v_A_g02_c01.avi 1\n"}, "line 3: .*A/v_A_g02_c01.*line 1"),
-        ({"test": "A/v_A_g01_c01.avi 1\n"}, "testlist01.txt, line 1"),
+        ({"test": "A/v_A_g01_c01.avi 2\n"}, "testlist01.txt, line 1: .*1 for A, got 2"),
+        ({"test": "A/v_A_g01_c01.avi 1 1\n"}, "testlist01.txt, line 1"),
         ({"test": "A/v_A_g02_c09.avi\n"}, "line 1: group 2 of A/v_A_g02_c09"),
     ],
 )
 def test_damaged_list_error_has_line(tmp_path: Path, change: dict[str, str], message: str) -> None:
     with pytest.raises(FileFormatError, match=message):
         read_split(written(tmp_path, **change), 1)
+
+
+def test_copies_of_the_lists_are_read(tmp_path: Path) -> None:
+    expected = read_split(written(tmp_path), 1)
+    written(tmp_path, test=TEST.replace(".avi", ".avi 1"), train=TRAIN.replace("/", "\\"))
+    for path in tmp_path.iterdir():  # as the editor of Windows saves text
+        path.write_bytes(path.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read_split(tmp_path, 1) == expected
 
 
 def test_binary_list_raises(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""UCF-101 on a generated tree of videos: clips, frames and errors."""
+"""Clips of UCF-101 on a generated tree of videos: windows, frames and errors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch.utils.data import DataLoader
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.data.cache import build_cache
+from sparseflow.pruning.data.clips import VideoClips
 from sparseflow.pruning.data.sampling import MEAN, STD
 from sparseflow.pruning.data.splits import read_split
-from sparseflow.pruning.data.ucf101 import UCF101
 from tests.pruning.data.tree import Tree, name_of, numbers_of, write_frames
 
 SIZE = 42
 """Center crops of 42 of 48 lines are not resized."""
 
 
-def open_set(tree: Tree, **changed: Any) -> UCF101:
-    arguments = {"lists_dir": tree.lists, "videos_dir": tree.videos, "split": 1, "train": False, "size": SIZE}
-    return UCF101(**{**arguments, **changed})
+def open_set(tree: Tree, **changed: Any) -> VideoClips:
+    split = read_split(tree.lists, changed.pop("split", 1))
+    arguments = {"videos_dir": tree.videos, "train": False, "size": SIZE}
+    return VideoClips(split=split, **{**arguments, **changed})
 
 
 def read_frame_numbers(item: dict[str, Any]) -> list[int]:
@@ -31,7 +32,7 @@ def read_frame_numbers(item: dict[str, Any]) -> list[int]:
     return numbers_of(pixels.permute(0, 2, 3, 1).round().clamp(0, 255).byte().numpy())
 
 
-def frame_indices(dataset: UCF101, index: int) -> list[int]:
+def frame_indices(dataset: VideoClips, index: int) -> list[int]:
     """Frames of an item in the current epoch."""
     return dataset._select_frames(dataset.get_window(index), dataset._make_generator(index)).tolist()
 
@@ -209,7 +210,6 @@ def test_all_videos_skipped_raises(tree: Tree, tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"videos_dir": None}, "`videos_dir`.*`cache_dir`"),
-        ({"split": 4}, "`split`"),
         ({"num_frames": 0}, "`num_frames`"),
         ({"size": 0}, "`size`"),
         ({"seed": -1}, "`seed`"),

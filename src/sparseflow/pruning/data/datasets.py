@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sparseflow.core.progress import Progress
-from sparseflow.pruning.config import MovingDigitsConfig, MovingObjectsConfig, PruningConfig, UCF101Config
+from sparseflow.pruning.config import (
+    DataConfig,
+    MovingDigitsConfig,
+    MovingObjectsConfig,
+    PruningConfig,
+    UCF101Config,
+    VideoFolderConfig,
+)
+from sparseflow.pruning.data.clips import VideoClips
 from sparseflow.pruning.data.moving_digits import MovingDigits
 from sparseflow.pruning.data.moving_objects import MovingObjects
-from sparseflow.pruning.data.splits import read_split
-from sparseflow.pruning.data.ucf101 import UCF101
+from sparseflow.pruning.data.splits import DatasetSplit, read_split
+from sparseflow.pruning.data.video_folder import read_video_folder
 
 Batch = dict[str, Tensor]
 
@@ -56,7 +65,7 @@ class VideoDataset:
 
     def set_epoch(self, epoch: int) -> None:
         """Select the random augmentations of an epoch."""
-        if isinstance(self.train, UCF101):
+        if isinstance(self.train, VideoClips):
             self.train.set_epoch(epoch)
 
 
@@ -84,26 +93,38 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
             train=clips[True], test=clips[False], classes=dataset.classes, num_channels=1,
             epoch_clips=data.train_clips, new_clips_per_epoch=True,
         )  # fmt: skip
-    splits = {
-        train: UCF101(
-            lists_dir=data.lists, split=data.split, train=train, videos_dir=data.videos, cache_dir=data.cache,
-            counts_path=data.counts, num_frames=model.num_frames, clip_lens=data.clip_lens,
-            stride_ratio=data.stride_ratio, size=model.img_size, on_error=data.on_error,
-            seed=config.train.seed, progress=progress,
+    split, videos_dir = _read_split(data)
+    clips = {
+        train: VideoClips(
+            split=split, train=train, videos_dir=videos_dir, cache_dir=data.cache, counts_path=data.counts,
+            num_frames=model.num_frames, clip_lens=data.clip_lens, stride_ratio=data.stride_ratio,
+            size=model.img_size, on_error=data.on_error, seed=config.train.seed, progress=progress,
         )
         for train in (True, False)
     }  # fmt: skip
     return VideoDataset(
-        train=splits[True], test=splits[False], classes=tuple(splits[True].classes), num_channels=3,
-        epoch_clips=len(splits[True]), new_clips_per_epoch=False,
+        train=clips[True], test=clips[False], classes=split.classes, num_channels=3,
+        epoch_clips=len(clips[True]), new_clips_per_epoch=False,
     )  # fmt: skip
 
 
-def count_classes(data: MovingDigitsConfig | MovingObjectsConfig | UCF101Config) -> tuple[int, int]:
+def count_classes(data: DataConfig) -> tuple[int, int]:
     """Return the classes and channels of a dataset; without its lists, UCF-101 has all its classes."""
     if isinstance(data, MovingDigitsConfig | MovingObjectsConfig):
         return len(SYNTHETIC_DATASETS[data.kind].classes), 1
-    return len(read_split(data.lists, data.split).classes) if data.lists.is_dir() else _UCF101_CLASSES, 3
+    if isinstance(data, UCF101Config) and not data.lists.is_dir():
+        return _UCF101_CLASSES, 3
+    return len(_read_split(data)[0].classes), 3
+
+
+def _read_split(data: UCF101Config | VideoFolderConfig) -> tuple[DatasetSplit, Path | None]:
+    """Read the training and test videos, and the directory of the videos."""
+    if isinstance(data, UCF101Config):
+        return read_split(data.lists, data.split), data.videos
+    return read_video_folder(
+        data.train, data.test, videos_dir=data.videos, classes_path=data.classes, split=data.split,
+        test_fraction=data.test_fraction, split_seed=data.split_seed,
+    )  # fmt: skip
 
 
 def load_batches(

@@ -4,7 +4,7 @@
 
     classInd.txt        `1 ApplyEyeMakeup`                                       number from 1 and class
     trainlist01.txt     `ApplyEyeMakeup/v_ApplyEyeMakeup_g08_c01.avi 1`          video and class number
-    testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            video
+    testlist01.txt      `ApplyEyeMakeup/v_ApplyEyeMakeup_g01_c01.avi`            video, or both
 
 The videos of a group (`g08`) are parts of one recording. A group in both the training and the test list would
 leak training data into the test, and is an error. Lists of other datasets may have other names, such as
@@ -14,12 +14,12 @@ leak training data into the test, and is an error. Lists of other datasets may h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sparseflow.core.checks import check_one_of
-from sparseflow.errors import FileFormatError, InputError
+from sparseflow.errors import FileFormatError
+from sparseflow.pruning.data.lists.lines import read_lines
 
 SPLIT_NUMBERS = (1, 2, 3)
 
@@ -32,14 +32,15 @@ class VideoEntry:
     """A video of a list.
 
     Attributes:
-        video: Path below the video directory, without suffix: `"Archery/v_Archery_g08_c01"`.
+        video: Path below the video directory: `"Archery/v_Archery_g08_c01"`; lists of UCF-101 are read
+            without suffixes.
         label: Class, from 0.
         group: Group, such as 8 for `g08`; None for a name without a group.
     """
 
     video: str
     label: int
-    group: int | None
+    group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def read_split(lists_dir: Path | str, split: int) -> DatasetSplit:
 
 def _read_classes(path: Path) -> tuple[str, ...]:
     classes: list[str] = []
-    for location, line in _read_lines(path):
+    for location, line in read_lines(path):
         number, _, name = line.partition(" ")
         name = name.strip()
         if not _NUMBER.fullmatch(number) or not name or "/" in name or " " in name:
@@ -111,7 +112,7 @@ def _read_list(
 ) -> tuple[VideoEntry, ...]:
     """Read a list and add its videos to `locations`, video -> location of its line."""
     entries = []
-    for location, line in _read_lines(path):
+    for location, line in read_lines(path):
         entry = _parse_entry(location, line, labels, has_label=has_labels)
         if entry.video in locations:
             raise FileFormatError(f"{location}: duplicate video {entry.video}, see {locations[entry.video]}")
@@ -123,8 +124,9 @@ def _read_list(
 
 
 def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label: bool) -> VideoEntry:
-    video, *numbers = line.split()
-    if len(numbers) != has_label or not all(map(_NUMBER.fullmatch, numbers)):
+    video, *numbers = line.replace("\\", "/").split()
+    # Some copies of the test lists have labels, too.
+    if len(numbers) > 1 or len(numbers) < has_label or not all(map(_NUMBER.fullmatch, numbers)):
         expected = "a video and its class, such as 'A/v_A_g08_c01.avi 1'" if has_label else "one video"
         raise FileFormatError(f"{location}: expected {expected}, got {line!r:.100}")
     path = PurePosixPath(video).parent / PurePosixPath(video).stem
@@ -139,25 +141,9 @@ def _parse_entry(location: str, line: str, labels: dict[str, int], *, has_label:
     if path.parent.name not in labels:
         raise FileFormatError(f"{location}: unknown class {path.parent.name!r:.100}; see classInd.txt")
     label = labels[path.parent.name]
-    if has_label and int(numbers[0]) != label + 1:
+    if numbers and int(numbers[0]) != label + 1:
         raise FileFormatError(
             f"{location}: expected number {label + 1} for {path.parent.name}, got {numbers[0]}"
         )
     group = None if match is None else int(match["group"])
     return VideoEntry(video=str(path), label=label, group=group)
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the location and the text of each line that is not blank."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{path} does not exist; expected a directory with UCF-101's classInd.txt, trainlist0*.txt and "
-            "testlist0*.txt"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path} is not a readable list: {error}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield f"{path}, line {number}", line.strip()

@@ -1,4 +1,4 @@
-"""UCF-101 as clips: windows of several lengths over the videos of an official list.
+"""Clips of listed videos: windows of several lengths.
 
 A clip has `num_frames` frames of one window. In training its start is shifted and its frames are cropped and
 flipped at random; the randomness depends on seed, epoch and index only, so that the number of workers does
@@ -31,7 +31,7 @@ from sparseflow.pruning.data.sampling import (
     sample_crop,
     select_frames,
 )
-from sparseflow.pruning.data.splits import VideoEntry, read_split
+from sparseflow.pruning.data.splits import DatasetSplit, VideoEntry
 from sparseflow.pruning.data.video import Video, find_video, open_video
 
 _MAX_LISTED = 3
@@ -43,7 +43,7 @@ class ClipWindow:
     """A window of a video.
 
     Attributes:
-        video: Index in `UCF101.entries`.
+        video: Index in `VideoClips.entries`.
         start: First frame.
         clip_len: Length, frames.
     """
@@ -53,17 +53,17 @@ class ClipWindow:
     clip_len: int
 
 
-class UCF101(Dataset[dict[str, Any]]):
-    """Clips of the training or the test list of a split.
+class VideoClips(Dataset[dict[str, Any]]):
+    """Clips of the training or the test videos of a dataset.
 
     An item is `{"clip": float32 of shape (num_frames, 3, size, size), normalized as for ImageNet, "label":
     int, "video": int}`; the video is an index in `entries`.
 
     Args:
-        lists_dir: Directory of the official lists.
-        split: 1, 2 or 3.
-        train: Use the training list, otherwise the test list.
-        videos_dir: Directory of the videos, files or directories of frames; not used with `cache_dir`.
+        split: Training and test videos.
+        train: Use the training videos, otherwise the test videos.
+        videos_dir: Directory of the videos: files, directories of frames, or tar files; not used with
+            `cache_dir`.
         cache_dir: Directory of `build_cache`, to read decoded frames.
         counts_path: File of frame counts, created if absent; without it frames are counted each time. Not
             used with `cache_dir`.
@@ -83,15 +83,14 @@ class UCF101(Dataset[dict[str, Any]]):
 
     Raises:
         InputError: An argument is out of range, videos are missing, or no video is available.
-        FileFormatError: A list is malformed, a video does not decode, or the cache is damaged. Reading an
-            item can raise it, too, even with `on_error="skip"`.
+        FileFormatError: A video does not decode, or the cache is damaged. Reading an item can raise it, too,
+            even with `on_error="skip"`.
     """
 
     def __init__(
         self,
         *,
-        lists_dir: Path | str,
-        split: int,
+        split: DatasetSplit,
         train: bool,
         videos_dir: Path | str | None = None,
         cache_dir: Path | str | None = None,
@@ -109,8 +108,7 @@ class UCF101(Dataset[dict[str, Any]]):
         check_at_least(0, seed=seed)
         # Checks the arguments before frames are counted, which takes long.
         list_sliding_windows(1, clip_lens, stride_ratio)
-        dataset_split = read_split(lists_dir, split)
-        listed = dataset_split.train if train else dataset_split.test
+        listed = split.train if train else split.test
         if cache_dir is not None:
             sources, skipped = _find_in_cache(VideoCache.open(cache_dir), listed)
         elif videos_dir is not None:
@@ -120,7 +118,7 @@ class UCF101(Dataset[dict[str, Any]]):
         self.skipped = skipped
         if self.skipped and on_error == "raise":
             raise _make_missing_error(self.skipped, len(listed))
-        self.classes = dataset_split.classes
+        self.classes = split.classes
         self.entries = tuple(entry for entry in listed if entry.video in sources)
         if not self.entries:
             raise InputError(f"all {len(listed)} listed videos were skipped: {_format_skipped(self.skipped)}")
