@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparseflow.errors import InputError
 from sparseflow.pruning import ScoreConfig, get_kept_positions, patch
 from sparseflow.pruning.patching.families import find_encoder
 from sparseflow.pruning.selectors.ast import EntropyScore
@@ -63,6 +64,31 @@ def test_attention_stage_keeps_tokens_that_the_class_token_attends_to() -> None:
     patch(model, stages={1: 0.5}, selector="attention")
     case.run(model)
     assert torch.equal(get_kept_positions(model)[1], received.topk(8).indices.sort().values)
+
+
+@torch.no_grad()
+def test_vid_tldr_stage_keeps_tokens_of_sharp_attention() -> None:
+    case = CASES["vit"]
+    model = case.build()
+    model.set_attn_implementation("eager")
+    attention = model(**case.make_input(), output_attentions=True).attentions[1]
+    sharpness = -torch.special.entr(attention).sum(-1).mean(1)[:, 1:]
+    patch(model, stages={1: 0.5}, selector="vid_tldr")
+    case.run(model)
+    assert torch.equal(get_kept_positions(model)[1], sharpness.topk(8).indices.sort().values)
+
+
+@torch.no_grad()
+def test_evs_stage_keeps_the_first_frame_and_changed_patches() -> None:
+    case = CASES["vjepa2"]  # without position embeddings before the blocks
+    model = case.build()
+    clip = torch.randn(2, 1, 3, 32, 32, dtype=torch.float64).expand(-1, 4, -1, -1, -1).clone()
+    clip[:, 2:, :, 8:16, 16:] += 1.0  # patches 6 and 7 of the second half
+    patch(model, stages={0: 18 / 32}, selector="evs")
+    model(clip)
+    assert get_kept_positions(model)[0].tolist() == [[*range(16), 22, 23]] * 2
+    with pytest.raises(InputError, match="evs"):
+        patch(CASES["vit"].build(), selector="evs")
 
 
 @torch.no_grad()

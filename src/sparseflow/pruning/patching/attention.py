@@ -47,26 +47,33 @@ class AttentionReader:
         return self._project(block, x, 1).mean(1)
 
     def compute_received_attention(
-        self, block: nn.Module, x: Tensor, mask: Tensor | None, num_prefix: int
+        self, block: nn.Module, x: Tensor, mask: Tensor | None, *, first: bool
     ) -> Tensor:
-        """Attention that each grid token receives, mean over heads and queries, [B, S].
-
-        The first token is the only query if there are prefix tokens.
+        """Attention that each token receives, mean over heads and queries, [B, S].
 
         Args:
             block: The block.
-            x: Tokens before the block, [B, P + S, C].
-            mask: Mask or bias of the attention, [1 or B, 1 or H, 1 or P + S, P + S].
-            num_prefix: P.
+            x: Tokens before the block, [B, S, C].
+            mask: Mask or bias of the attention, [1 or B, 1 or H, 1 or S, S].
+            first: Use the first token (the class token) as the only query.
         """
+        return self._compute_attention(block, x, mask, first=first).mean((1, 2))
+
+    def compute_attention_entropy(self, block: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Entropy of what each token attends to, mean over heads, [B, S]; arguments as above."""
+        attention = self._compute_attention(block, x, mask, first=False)
+        return torch.special.entr(attention).sum(-1).mean(1)
+
+    def _compute_attention(self, block: nn.Module, x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
+        """Attention weights, at least float32, [B, H, queries, S]."""
         keys = self._project(block, x, 1)
-        queries = self._project(block, x[:, :1] if num_prefix else x, 0)
+        queries = self._project(block, x[:, :1] if first else x, 0)
         logits = (queries @ keys.mT) * keys.shape[-1] ** -0.5
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if mask is not None:
             mask = mask[:, :, : queries.shape[2]]
             logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        return logits.softmax(-1).mean((1, 2))[:, num_prefix:]
+        return logits.softmax(-1)
 
     def _project(self, block: nn.Module, x: Tensor, index: int) -> Tensor:
         """Queries (index 0) or keys (index 1), [B, H, S, head_dim]."""

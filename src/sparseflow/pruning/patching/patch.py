@@ -78,11 +78,12 @@ def patch(
             at most 1. Not used with `stages`.
         stages: Block -> share of all grid tokens that its input has; shares must not rise with the block.
         selector: `"ast"`, the AST score of the features before the stage; `"random"`, in evaluation the same
-            tokens of every sample; `"uniform"`, evenly spaced tokens; `"attention"`, the attention that
-            tokens receive from the class token, or from all tokens if there is none; or `"tome"`, which
-            merges similar tokens, and biases attention by their number if the blocks accept a mask. The last
-            two read the attention of the stage's block: `"attention"` does not support rotary embeddings and
-            relative position biases of a block, and neither supports TimeSformer.
+            tokens of every sample; `"uniform"`, evenly spaced tokens; `"frame_difference"` or `"evs"`, the
+            change of a patch since the previous frame; `"attention"`, the attention that tokens receive from
+            the class token, or from all tokens if there is none; `"vid_tldr"`, the sharpness of the attention
+            of tokens; or `"tome"`, which merges similar tokens, and biases attention by their number if the
+            blocks accept a mask. The last three read the attention of the stage's block and do not support
+            TimeSformer; only `"tome"` supports rotary embeddings and relative position biases of a block.
         score: Parameters of the AST score.
         budget_ms: Latency budget, milliseconds per call on the device of the model, without torch.compile.
             The largest share that meets it replaces `keep`; it is measured at several shares. The shares of

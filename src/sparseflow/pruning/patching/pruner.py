@@ -23,6 +23,7 @@ from sparseflow.pruning.patching.arguments import (
 from sparseflow.pruning.patching.attention import AttentionReader
 from sparseflow.pruning.patching.families import Grid, PatchAdapter
 from sparseflow.pruning.selectors.ast import EntropyScore
+from sparseflow.pruning.selectors.change import CHANGE_MEASURES, ChangeScore
 from sparseflow.pruning.selectors.partial_grid import score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
@@ -71,7 +72,7 @@ class TokenPruner(nn.Module):
             # The reader neither rotates queries and keys nor adds the bias of a block.
             rotates = any(set(list_arguments(block)) & set(ROTARY_ARGUMENTS) for block in blocks)
             has_bias = any(adapter.get_position_bias(block) is not None for block in blocks)
-            if adapter.tubes or (config.selector == "attention" and (rotates or has_bias)):
+            if adapter.tubes or (config.selector != "tome" and (rotates or has_bias)):
                 raise InputError(f"`selector` (={config.selector!r}) does not support {adapter.name}")
             self.readers = {stage: AttentionReader(blocks[stage]) for stage in self.stages}
 
@@ -87,8 +88,14 @@ class TokenPruner(nn.Module):
         if torch.compiler.is_compiling():
             raise InputError(f"call the model once without torch.compile for inputs of {name} tokens")
         frames, rows, columns = grid
-        if self.config.selector == "ast":
-            selector: nn.Module = EntropyScore(frames, (rows, columns), self.config.score)
+        if self.config.selector in CHANGE_MEASURES:
+            if frames == 1:
+                raise InputError(
+                    f"`selector` (={self.config.selector!r}) compares frames, and the input is an image"
+                )
+            selector: nn.Module = ChangeScore(frames, (rows, columns), self.config.selector)
+        elif self.config.selector == "ast":
+            selector = EntropyScore(frames, (rows, columns), self.config.score)
         else:
             num_units = rows * columns * (1 if self.adapter.tubes else frames)
             selector = _FixedOrder(self.config.selector, num_units)
@@ -173,10 +180,14 @@ class TokenPruner(nn.Module):
             keys = self.readers[index].compute_mean_keys(block, state.x)[:, self.num_prefix :]
             return merge_similar_tokens(state, keys, num_kept)
         with torch.no_grad():
-            if self.config.selector == "attention":
+            if self.readers:
                 mask = next((arguments[name] for name in MASKS if arguments.get(name) is not None), None)
-                score = self.readers[index].compute_received_attention(block, state.x, mask, self.num_prefix)
-                selected = select_top_tokens(score, num_kept)
+                reader = self.readers[index]
+                if self.config.selector == "vid_tldr":
+                    score = -reader.compute_attention_entropy(block, state.x, mask)
+                else:
+                    score = reader.compute_received_attention(block, state.x, mask, first=self.num_prefix > 0)
+                selected = select_top_tokens(score[:, self.num_prefix :], num_kept)
             else:
                 selected = self._select(state, num_kept)
         return TokenState(
@@ -198,7 +209,7 @@ class TokenPruner(nn.Module):
             patches = positions[:, ::frames] // frames
             offsets = torch.arange(frames, device=x.device) * (self.grid[1] * self.grid[2])
             positions = (patches[:, None] + offsets[:, None]).flatten(1)
-        if isinstance(selector, EntropyScore):
+        if isinstance(selector, EntropyScore | ChangeScore):
             score = score_partial_grid(selector, x, positions)
             score = score.unflatten(1, (frames, -1)).mean(1)
         else:
