@@ -115,26 +115,6 @@ class LatencyLossConfig(StrictModel):
     weight: float = Field(default=1.0, ge=0.0)
 
 
-class LatencyLossConfig(StrictModel):
-    """Loss for a latency budget; see `evaluation.latency_model`."""
-
-    model: Path
-    budget: float = Field(gt=0.0, le=1.0)
-    """Fraction of the dense model's latency."""
-    weight: float = Field(default=1.0, ge=0.0)
-
-
-class DistillationConfig(StrictModel):
-    """Distillation from a trained model, which usually is dense (arXiv 1503.02531)."""
-
-    teacher: Path
-    """Model of a training with the same classes and clips."""
-    weight: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Weight of the loss to the teacher's class probabilities; the loss to the labels has the rest."""
-    temperature: float = Field(default=2.0, gt=0.0)
-    """Temperature of the class probabilities."""
-
-
 class VideoTrainConfig(StrictModel):
     """Training of a model."""
 
