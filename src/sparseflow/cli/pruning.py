@@ -15,6 +15,7 @@ from sparseflow.cli.options import (
     DeviceOption,
     HalfDtypeOption,
     JsonOption,
+    OptionalBudgetMsOption,
     OptionalConfigOption,
     OutDirOption,
     OutFileOption,
@@ -50,6 +51,12 @@ def train(
     config: ConfigOption,
     out: OutDirOption,
     overrides: SetOption = None,
+    distill: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL", help="Learn the class probabilities of a trained model, such as a dense one."
+        ),
+    ] = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
@@ -57,7 +64,7 @@ def train(
     from sparseflow.pruning.training.task import MODEL_FILE
     from sparseflow.pruning.training.train import train as run_training
 
-    settings = _read_settings(config, overrides)
+    settings = _read_settings(config, overrides, teacher=distill)
     torch_device = open_device(device)
     with progress_bar() as progress:
         result = run_training(settings, out, device=torch_device, progress=progress)
@@ -111,6 +118,97 @@ def compact(model: ModelArgument, out: OutFileOption, as_json: JsonOption = Fals
         f"{result.num_parameters:,} parameters, {result.num_parameters_before:,} before",
         f"model: {result.path}",
     )
+
+
+@app.command()
+def patch(
+    model: Annotated[str, typer.Argument(help="hf:FOLDER, a Hugging Face model on disk.")],
+    keep: Annotated[
+        float, typer.Option(help="Share of tokens that is kept from a quarter of the depth on, 0 to 1.")
+    ] = 0.5,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BLOCK=SHARE",
+            help="Share of all tokens of a block, instead of --keep. Repeatable.",
+        ),
+    ] = None,
+    selector: Annotated[str, typer.Option(help="Token selector, such as ast, attention or tome.")] = "ast",
+    budget_ms: OptionalBudgetMsOption = None,
+    batch_size: BatchSizeOption = 1,
+    dtype: HalfDtypeOption = "float32",
+    compile_models: CompileOption = False,
+    rounds: RoundsOption = 20,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what `sparseflow.pruning.patch` makes of a model: tokens, FLOPs and latency.
+
+    The folder is not modified. Latencies are those of the vision encoder on random inputs.
+    """
+    import torch
+
+    from sparseflow.pruning.patching.patch import patch as patch_model
+    from sparseflow.pruning.patching.profile import profile_patch
+
+    torch_device, torch_dtype = open_device(device), getattr(torch, dtype)
+    module = _load_hf_folder(model).to(torch_device, torch_dtype)
+    result = patch_model(
+        module,
+        keep=keep,
+        stages=dict(_parse_stage(text) for text in stage) if stage else None,
+        selector=selector,
+        budget_ms=budget_ms,
+    )
+    with progress_bar() as progress:
+        profile = profile_patch(
+            module,
+            batch_size=batch_size,
+            device=torch_device,
+            dtype=torch_dtype,
+            compiled=compile_models,
+            rounds=rounds,
+            progress=progress,
+        )
+    record = profile.to_dict()
+    tokens = [f"{count} from block {block}" for block, count in result.list_changes()]
+    emit(
+        result.to_dict() | record,
+        as_json,
+        f"{result.family}: {', '.join(tokens)} (tokens of the grid {'x'.join(map(str, result.grid))})",
+        make_table(
+            ("encoder", ">latency, ms", ">GFLOP per sample"),
+            [
+                (name, f"{record['latency_ms'][name]:.3f}", f"{record['gflops'][name]:.3f}")
+                for name in record["latency_ms"]
+            ],
+        ),
+        "speedup: {median:.2f}x ({low:.2f} to {high:.2f})".format_map(record["speedup"]),
+    )
+
+
+def _load_hf_folder(model: str) -> Any:
+    """Load a model of transformers from `hf:FOLDER`."""
+    from sparseflow.errors import InputError
+    from sparseflow.latency.graph.huggingface import load_folder
+    from sparseflow.latency.graph.sources import HF_PREFIX
+
+    if not model.startswith(HF_PREFIX):
+        raise InputError(f"{model!r} is not supported; expected {HF_PREFIX}FOLDER")
+    module: Any = load_folder(Path(model.removeprefix(HF_PREFIX)))
+    if module._supports_sdpa:  # the folder is loaded with the attention that can be exported
+        module.set_attn_implementation("sdpa")
+    return module
+
+
+def _parse_stage(text: str) -> tuple[int, float]:
+    from sparseflow.errors import InputError
+
+    block, _, share = text.partition("=")
+    try:
+        return int(block), float(share)
+    except ValueError:
+        raise InputError(f"`--stage {text}` must be BLOCK=SHARE, such as 3=0.5") from None
 
 
 @app.command()
@@ -237,11 +335,12 @@ def compare(
     )
 
 
-def _read_settings(config: str, overrides: list[str] | None) -> Any:
+def _read_settings(config: str, overrides: list[str] | None, *, teacher: Path | None = None) -> Any:
     from sparseflow.core.config import parse_overrides
     from sparseflow.pruning.config import read_config
 
-    return read_config(config, parse_overrides(overrides or [], extra="pruning"))
+    settings = parse_overrides(overrides or [], extra="pruning")
+    return read_config(config, settings if teacher is None else settings | {"distill.teacher": str(teacher)})
 
 
 def _format_accuracy(accuracy: Mapping[str, Any]) -> str:

@@ -115,6 +115,17 @@ class LatencyLossConfig(StrictModel):
     weight: float = Field(default=1.0, ge=0.0)
 
 
+class DistillationConfig(StrictModel):
+    """Distillation from a trained model, which usually is dense (arXiv 1503.02531)."""
+
+    teacher: Path
+    """Model of a training with the same classes and clips."""
+    weight: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Weight of the loss to the teacher's class probabilities; the loss to the labels has the rest."""
+    temperature: float = Field(default=2.0, gt=0.0)
+    """Temperature of the class probabilities."""
+
+
 class VideoTrainConfig(StrictModel):
     """Training of a model."""
 
@@ -156,6 +167,7 @@ class PruningConfig(StrictModel):
         train: Training.
         pretrained: Initial weights: a Hugging Face ViT or VideoMAE, see `load_pretrained`. Random by default.
         latency: Latency budget of `"ast+latency"`.
+        distill: Distillation from a trained model; none by default.
     """
 
     mode: Literal["dense", "ast", "ast+latency"] = "ast"
@@ -165,6 +177,7 @@ class PruningConfig(StrictModel):
     train: VideoTrainConfig = Field(default_factory=VideoTrainConfig)
     pretrained: Path | None = None
     latency: LatencyLossConfig | None = None
+    distill: DistillationConfig | None = None
 
     def build_model(self, num_classes: int, num_channels: int) -> VideoViT:
         """Build the model; weights that `pretrained` lacks are random, from torch's global generator.

@@ -25,6 +25,7 @@ from sparseflow.pruning.config import PruningConfig
 from sparseflow.pruning.data.datasets import Batch, VideoDataset, load_batches, load_video_dataset
 from sparseflow.pruning.evaluation.accuracy import VideoAccuracy, evaluate_accuracy
 from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel, compute_budget_loss
+from sparseflow.pruning.training.distillation import Distillation
 
 MODEL_FILE = "model.safetensors"
 _AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +46,9 @@ class VideoTrainingTask:
         accuracy: Result of the last evaluation.
 
     Raises:
-        InputError: An epoch has fewer clips than a step, or `latency_model` is of another architecture.
+        InputError: An epoch has fewer clips than a step, `latency_model` is of another architecture, or the
+            teacher does not fit.
+        FileFormatError: The teacher's file is damaged.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class VideoTrainingTask:
             torch.manual_seed(train.seed)
             self.model = config.build_model(len(data.classes), data.num_channels)
         self.model.to(context.device)
+        self._distillation = (
+            None if config.distill is None else Distillation(config.distill, self.model, context.device)
+        )
         if latency_model is not None:
             latency_model.predict(self.model)  # refuses another architecture
         step_clips = train.batch_size * context.world_size
@@ -176,12 +182,17 @@ class VideoTrainingTask:
         device_type = self._context.device.type
         with torch.autocast(device_type, self._amp, enabled=self._amp is not None):
             logits, info = self.model(batch["clip"], return_intermediate=True)
+            distillation = self._distillation
+            teacher_loss = None if distillation is None else distillation.compute_loss(batch["clip"], logits)
         task_loss = functional.cross_entropy(
             logits.float(), batch["label"], label_smoothing=self.config.train.label_smoothing
         )
-        loss = task_loss + info["ast_stats"]["L_AST"]
         accuracy = (logits.argmax(1) == batch["label"]).float().mean()
         metrics = {"task": task_loss.detach(), "accuracy": accuracy}
+        if distillation is not None and teacher_loss is not None:
+            metrics["distillation"] = teacher_loss.detach()
+            task_loss = torch.lerp(task_loss, teacher_loss, distillation.config.weight)
+        loss = task_loss + info["ast_stats"]["L_AST"]
         latency = self.config.latency
         if self._latency_model is not None and latency is not None:
             budget_loss = compute_budget_loss(self._latency_model, self.model, latency.budget)
