@@ -189,7 +189,7 @@ NO_JSON = {"adaptive serve"}
 
 
 def test_commands_are_all_found() -> None:
-    assert len(COMMANDS) == 54
+    assert len(COMMANDS) == 55
 
 
 def test_tune_is_the_short_form_of_tuning_tune() -> None:

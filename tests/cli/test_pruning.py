@@ -118,3 +118,25 @@ def test_invalid_arguments_exit_with_2_and_show_the_value(
 ) -> None:
     assert run(["pruning", *arguments]) == 2
     assert value in capsys.readouterr().err
+
+
+def test_patch_prints_tokens_and_latency_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=4, num_attention_heads=2, intermediate_size=40, image_size=32,
+        patch_size=8,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    command = ["pruning", "patch", f"hf:{tmp_path}", "--rounds", "2"]
+    assert run([*command, "--json", "--stage", "1=0.5", "--stage", "3=0.25", "--selector", "tome"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == [16, 8, 8, 4] and record["stages"] == {"1": 0.5, "3": 0.25}
+    assert record["gflops"]["patched"] < record["gflops"]["dense"] and record["speedup"]["median"] > 0
+    assert run([*command, "--keep", "0.25"]) == 0
+    assert "ViT: 16 from block 0, 4 from block 1" in capsys.readouterr().out
+    assert run([*command, "--stage", "1:0.5"]) == 2
+    assert "BLOCK=SHARE" in capsys.readouterr().err
+    assert run(["pruning", "patch", str(tmp_path)]) == 2
+    assert "hf:FOLDER" in capsys.readouterr().err

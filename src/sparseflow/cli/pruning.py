@@ -122,7 +122,7 @@ def compact(model: ModelArgument, out: OutFileOption, as_json: JsonOption = Fals
 
 @app.command()
 def patch(
-    model: Annotated[str, typer.Argument(help="hf:FOLDER, a Hugging Face model on disk.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face model on disk, as hf:FOLDER.")],
     keep: Annotated[
         float, typer.Option(help="Share of tokens that is kept from a quarter of the depth on, 0 to 1.")
     ] = 0.5,
@@ -135,7 +135,7 @@ def patch(
     ] = None,
     selector: Annotated[str, typer.Option(help="Token selector, such as ast, attention or tome.")] = "ast",
     budget_ms: OptionalBudgetMsOption = None,
-    batch_size: BatchSizeOption = 1,
+    batch_size: BatchSizeOption = 8,
     dtype: HalfDtypeOption = "float32",
     compile_models: CompileOption = False,
     rounds: RoundsOption = 20,

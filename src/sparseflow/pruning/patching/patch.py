@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,6 +50,25 @@ class PatchResult:
     grid: Grid
     tokens: tuple[int, ...]
     latency_ms: float | None = None
+
+    def list_changes(self) -> list[tuple[int, int]]:
+        """Block and grid tokens where the number of tokens changes, beginning with block 0."""
+        return [
+            (block, count)
+            for block, count in enumerate(self.tokens)
+            if block == 0 or count != self.tokens[block - 1]
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON types."""
+        return {
+            "family": self.family,
+            "selector": self.selector,
+            "stages": {str(block): share for block, share in self.stages.items()},
+            "grid": list(self.grid),
+            "tokens": list(self.tokens),
+            "budget_latency_ms": self.latency_ms,
+        }
 
 
 def patch(
