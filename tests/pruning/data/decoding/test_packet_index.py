@@ -25,6 +25,11 @@ FRAMES = 40
 X265 = "log-level=none:pools=1:frame-threads=1"
 
 
+@pytest.fixture(autouse=True)
+def keyframes_are_used_for_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseflow.pruning.data.decoding.video_file._MIN_SKIPPED_FRAMES", 1)
+
+
 def encode(
     path: Path,
     codec: str,

@@ -22,6 +22,9 @@ from sparseflow.pruning.data.decoding.rgb import RgbConverter
 _MAX_PLACEHOLDER_BYTES = 19
 """Size up to which a frame of MPEG-4 Part 2 may be a placeholder that decodes to nothing."""
 
+_MIN_SKIPPED_FRAMES = 12
+"""Frames whose decoding takes longer than reading all packets of a short video."""
+
 _MAX_RANGES = 10
 """Ranges of frames that a message lists."""
 
@@ -55,7 +58,7 @@ class VideoFile:
 
     def _read_from_keyframes(self, indices: list[int]) -> list[np.ndarray] | None:
         """Read ascending frames from the keyframes before them; None if the file does not permit it."""
-        if self._frames is None or not indices[0]:
+        if self._frames is None or indices[0] < _MIN_SKIPPED_FRAMES:
             return None
         av = require("av", "pruning")
         try:
