@@ -11,7 +11,7 @@ import torch
 from sparseflow.errors import InputError
 from sparseflow.pruning.patching.families import find_encoder
 from sparseflow.pruning.patching.patch import get_kept_positions, patch, unpatch
-from tests.pruning.patching.reference import masked
+from sparseflow.pruning.patching.reference import mask_dropped_tokens
 from tests.pruning.patching.zoo import CASES
 
 TOLERANCE = 1e-9
@@ -69,6 +69,6 @@ def test_patch_equals_masked_attention(case: Any, selector: str) -> None:
         3: num_tokens // 4,
     }
     encoder, family, _ = find_encoder(original)
-    with masked(original, family.list_blocks(encoder), positions, case.num_prefix, num_tokens):
+    with mask_dropped_tokens(original, family.list_blocks(encoder), positions, case.num_prefix, num_tokens):
         expected = case.run(original)
     assert_close(actual, expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseflow.pruning import get_kept_positions, patch, unpatch
-from tests.pruning.patching.reference import make_retained_masks
+from sparseflow.pruning.patching.reference import make_retained_masks
 from tests.pruning.patching.zoo import randomize
 
 try:

@@ -1,4 +1,4 @@
-"""Slow reference of a patched model: the original model with masked attention.
+"""Slow reference of a patched model of transformers: the original model with masked attention.
 
 All blocks compute all tokens; from a stage on, no token attends to the tokens that the stage drops. After the
 last block only the kept tokens are passed on.
@@ -20,7 +20,7 @@ def make_retained_masks(
     """Stage -> whether each token is retained, bool, [B, P + N]."""
     masks = {}
     for stage, index in positions.items():
-        mask = torch.zeros(len(index), num_prefix + num_tokens, dtype=torch.bool)
+        mask = torch.zeros(len(index), num_prefix + num_tokens, dtype=torch.bool, device=index.device)
         mask[:, :num_prefix] = True
         masks[stage] = mask.scatter(1, index + num_prefix, True)
     return masks
@@ -48,7 +48,7 @@ def _attend_frames(module: Any, tokens: Tensor) -> tuple[Tensor]:
 
 
 @contextmanager
-def masked(
+def mask_dropped_tokens(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     positions: Mapping[int, Tensor],
@@ -93,7 +93,9 @@ def masked(
             frames: Any = model.config.num_frames  # pyright: ignore
             mask = masks[stages[-1]]
             cells = mask[:, 1:].unflatten(1, (-1, frames)).transpose(1, 2).flatten(0, 1)
-            attention.retained = torch.cat([torch.ones(len(cells), 1, dtype=torch.bool), cells], 1)
+            attention.retained = torch.cat(
+                [torch.ones(len(cells), 1, dtype=torch.bool, device=cells.device), cells], 1
+            )
             attention.forward = lambda x, *_, attention=attention: _attend_frames(attention, x)
     try:
         yield
