@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -73,7 +74,11 @@ def naive_score(x: Tensor, mask: Tensor, grid: Grid, config: ScoreConfig) -> Map
     """Score of one sample, x [T, N, C] and mask [T, N]."""
     frames, patches = x.shape[:2]
     remaining = [(t, n) for t in range(frames) for n in range(patches) if mask[t, n]]
-    p = {(t, n): softmax(x[t, n].tolist(), config.temperature) for t, n in remaining}
+    temperature = config.temperature
+    if config.measure == "divergence":
+        variances = [statistics.pvariance(x[t, n].tolist()) for t, n in remaining]
+        temperature *= 4.0 * statistics.fmean(variances) ** 0.5
+    p = {(t, n): softmax(x[t, n].tolist(), temperature) for t, n in remaining}
     time_maps = []
     for level in config.levels:
         length = math.ceil(frames / level)
@@ -227,6 +232,13 @@ def test_a_single_entropy_map_is_scaled_to_one(only: str) -> None:
     score_map = EntropyScore(4, (3, 3), config)(features((3, 4, 9, 8))).flatten(1)
     torch.testing.assert_close(score_map.amin(1), torch.zeros(3, dtype=torch.float64), rtol=0.0, atol=1e-12)
     torch.testing.assert_close(score_map.amax(1), torch.ones(3, dtype=torch.float64), rtol=0.0, atol=1e-12)
+
+
+def test_divergences_do_not_depend_on_the_unit_of_features() -> None:
+    score, x = EntropyScore(4, (3, 3), ScoreConfig()), features((2, 4, 9, 8))
+    torch.testing.assert_close(score(1e3 * x + 5.0), score(x))
+    torch.testing.assert_close(score(1e-6 * x), score(x))
+    assert not score(torch.ones_like(x)).any()
 
 
 def test_one_large_divergence_does_not_hide_others() -> None:

@@ -31,17 +31,18 @@ def check(
     cells: Tensor,
     mask: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    scale: float = 1.0,
     divergence: bool = False,
 ) -> None:
+    scales = scale * (1.0 + 0.5 * torch.arange(len(x), device=DEVICE))
     starts = torch.cat([torch.zeros(1), cells.sum(1).cumsum(0)]).int()
     entropies = compute_entropies(
         x, windows.to(DEVICE), starts.to(DEVICE), cells.nonzero()[:, 1].int().to(DEVICE), mask,
-        temperature, divergence,
+        scales, divergence,
     )  # fmt: skip
     expected = reference(
         x.double(), windows.double().to(DEVICE), cells.double().to(DEVICE), mask,
-        temperature=temperature, divergence=divergence,
+        scale=scales.double(), divergence=divergence,
     )  # fmt: skip
     for actual, other in zip(entropies, expected, strict=True):
         assert actual.dtype == torch.float32 and actual.shape == other.shape
@@ -119,9 +120,9 @@ def test_arbitrary_cells_match_reference() -> None:
     check(features((1, 3, 11, 6)), windows, (torch.rand(3, 11, generator=g) < 0.5).float())
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.0, 7.0])
-def test_temperatures_match_reference(temperature: float) -> None:
-    check(features((1, 3, 2, 8)), *parts(3, (1, 2), (2,)), temperature=temperature)
+@pytest.mark.parametrize("scale", [0.15, 1.0, 10.0])
+def test_scales_match_reference(scale: float) -> None:
+    check(features((2, 3, 2, 8)), *parts(3, (1, 2), (2,)), scale=scale)
 
 
 @pytest.mark.parametrize("divergence", [False, True])
@@ -157,7 +158,7 @@ def test_operator_passes_opcheck() -> None:
     for mask in (None, kept_tokens):
         inputs: tuple[Any, ...] = (
             features((1, 2, 2, 8)), windows.to(DEVICE), starts, cells.nonzero()[:, 1].int().to(DEVICE), mask,
-            1.0, False,
+            torch.ones(1, device=DEVICE), False,
         )  # fmt: skip
         torch.library.opcheck(
             torch.ops.sparseflow.entropies.default, inputs, test_utils=("test_schema", "test_faketensor")

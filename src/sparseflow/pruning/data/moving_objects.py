@@ -50,6 +50,8 @@ _SPECTRUM = 0.9
 _PHOTO_SPLIT = 0.7
 """Part of the width of a photograph that training clips see."""
 _TEXTURE_SEED = 411
+_MEAN, _STD = 0.35, 0.15
+"""Mean and standard deviation of textures; clips are normalized with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,8 @@ class _Sprites:
 class MovingObjects(Dataset[dict[str, Any]]):
     """Clips of moving objects, generated on access.
 
-    An item is `{"clip": float32 of shape (num_frames, 1, size, size), about 0 to 1, "label": int,
-    "video": index}`. It depends only on `seed`, `train` and the index.
+    An item is `{"clip": float32 of shape (num_frames, 1, size, size), normalized, "label": int, "video":
+    index}`. It depends only on `seed`, `train` and the index.
 
     Args:
         num_clips: Number of clips.
@@ -83,7 +85,7 @@ class MovingObjects(Dataset[dict[str, Any]]):
         camera: `"still"`, `"pan"`, `"zoom"`, or `"mixed"` for one of the three in each clip.
         camera_speed: Pixels per frame of a pan; a zoom moves the borders of the frame as much.
         distractors: Other moving digits.
-        noise: Standard deviation of the Gaussian noise of each pixel.
+        noise: Standard deviation of the Gaussian noise of each pixel, whose range without noise is 1.
 
     Raises:
         InputError: An argument is out of range.
@@ -160,7 +162,7 @@ class MovingObjects(Dataset[dict[str, Any]]):
         for clip, generator in zip(clips, generators, strict=True):
             clip += self.noise * generator.standard_normal(clip.shape, np.float32)
         return {
-            "clip": torch.from_numpy(clips).unsqueeze(2),
+            "clip": torch.from_numpy((clips - _MEAN) / _STD).unsqueeze(2),
             "label": torch.from_numpy(labels),
             "video": torch.from_numpy(np.array(indices, np.int64)),
             "corner": torch.from_numpy(sprites.corners[:, 0]),
@@ -273,7 +275,7 @@ def _load_digits(side: int, train: bool) -> dict[int, np.ndarray]:
 
 @cache
 def _load_textures(side: int, train: bool) -> np.ndarray:
-    """1/f noise of one split, float32, [n, side, side], mean 0.35 and standard deviation 0.15."""
+    """1/f noise of one split, float32, [n, side, side], of `_MEAN` and `_STD`."""
     generator = np.random.default_rng([_TEXTURE_SEED, int(train)])
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(side), np.fft.fftfreq(side)))
     frequency[0, 0] = 1.0 / side
@@ -281,7 +283,7 @@ def _load_textures(side: int, train: bool) -> np.ndarray:
     textures = np.fft.ifft2(spectra).real
     textures -= textures.mean((1, 2), keepdims=True)
     textures /= textures.std((1, 2), keepdims=True)
-    return (0.35 + 0.15 * textures).astype(np.float32)
+    return (_MEAN + _STD * textures).astype(np.float32)
 
 
 @cache

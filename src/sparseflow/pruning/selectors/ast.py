@@ -1,7 +1,8 @@
 """AST2.0-lite v2 score: importance of tokens from divergences over time, space and regions.
 
-Notation: x is [B, T, N, C], T frames of N = h * w patches; p = softmax of x over C, one distribution per
-token.
+Notation: x is [B, T, N, C], T frames of N = h * w patches; p = softmax over C, one distribution per token.
+The features of a sample are scaled to a standard deviation of 1/4 before, so that the score does not depend
+on their unit, and p depends on them almost linearly.
 
 The divergence of a group of tokens is the entropy of their mean p minus the mean of their entropies (the
 Jensen-Shannon divergence); it is 0 if all tokens of the group have the same p.
@@ -17,9 +18,9 @@ A divergence d becomes d / (d + mean d of the sample), so that few large diverge
 Level L has the weight L in the mean of the levels, because short windows and small cells locate an object
 best. The score is a weighted sum of the three maps.
 
-`measure="entropy"` is the formula of AST2.0: the entropy of the mean p without the subtraction, maps scaled
-to [0, 1] by minimum and maximum, and levels of equal weight. That entropy is highest for patches of low
-contrast: it selects fewer tokens of moving objects than random selection does
+`measure="entropy"` is the formula of AST2.0: the entropy of the mean p without the subtraction, features
+that are not scaled, maps scaled to [0, 1] by minimum and maximum, and levels of equal weight. That entropy is
+highest for patches of low contrast: it selects fewer tokens of moving objects than random selection does
 (`benchmarks/pruning/recall.py`). It exists for models that were trained with it.
 
 Means exclude tokens that an earlier stage dropped.
@@ -42,6 +43,12 @@ from sparseflow.pruning.selectors.entropy.reference import compute_entropies
 Measure = Literal["divergence", "entropy"]
 MEASURES = ("divergence", "entropy")
 
+_LOGIT_STD = 0.25
+"""Standard deviation of scaled features over channels."""
+
+_TINY_VARIANCE = 1e-24
+"""Variance of features that are constant."""
+
 _ROUNDING = 1e-5
 """Divergences that are far below are rounding errors of entropies, nats."""
 
@@ -57,7 +64,7 @@ class ScoreConfig:
         levels: Levels of windows and cells.
         overlap: Fraction of a window shared with the next one, from 0 to below 1.
         regions: Number of seeds on the patch grid.
-        temperature: Temperature of the softmax over channels.
+        temperature: Temperature of the softmax over channels; above 1, p depends less on large features.
         measure: `"divergence"`, or `"entropy"` for models that were trained with it.
 
     Raises:
@@ -167,18 +174,29 @@ class EntropyScore(nn.Module):
 
     def _compute_entropies(self, x: Tensor, retained: Tensor | None) -> tuple[Tensor, Tensor]:
         """Entropies of all windows [B, W, N] and of all cells [B, T, K]."""
-        config, divergence = self.config, self.config.measure == "divergence"
+        divergence = self.config.measure == "divergence"
+        scale = self._compute_scale(x, retained)
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         if _KERNELS is not None and x.is_cuda and not needs_grad and _KERNELS.supports_input(x):
             return _KERNELS.compute_entropies(
                 x, self.get_buffer("windows").float(), self.get_buffer("cell_starts"),
-                self.get_buffer("cell_patches"), retained, config.temperature, divergence,
+                self.get_buffer("cell_patches"), retained, scale.float(), divergence,
             )  # fmt: skip
         return compute_entropies(
             x if x.dtype == torch.float64 else x.float(),
             self.get_buffer("windows"), self.get_buffer("cells"), retained,
-            temperature=config.temperature, divergence=divergence,
+            scale=scale, divergence=divergence,
         )  # fmt: skip
+
+    def _compute_scale(self, x: Tensor, retained: Tensor | None) -> Tensor:
+        """Factor of the features of each sample, [B]."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.config.measure == "entropy":
+            return x.new_full((len(x),), 1.0 / self.config.temperature, dtype=dtype)
+        variance = x.to(dtype).var(-1, unbiased=False)
+        weight = torch.ones_like(variance) if retained is None else retained.to(dtype)
+        mean = (variance * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_min(1.0)
+        return _LOGIT_STD / self.config.temperature * mean.clamp_min(_TINY_VARIANCE).rsqrt()
 
     def _average_regions(self, time_map: Tensor, retained: Tensor | None) -> Tensor:
         """Mean of the time map over the region of each patch, frame by frame, [B, T, N]."""

@@ -1,6 +1,6 @@
 """Entropies of temporal windows and spatial cells in plain torch; differentiable.
 
-Notation: x is [B, T, N, C]; p = softmax over C of x / temperature. A group is a set of tokens: a window (one
+Notation: x is [B, T, N, C]; p = softmax over C of x * scale. A group is a set of tokens: a window (one
 patch over several frames) or a cell (several patches of one frame). Its distribution is the mean of p over
 its kept tokens, and 0 if it has none.
 """
@@ -20,7 +20,7 @@ def compute_entropies(
     cells: Tensor,
     retained: Tensor | None = None,
     *,
-    temperature: float = 1.0,
+    scale: Tensor | None = None,
     divergence: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the entropy of each window and of each cell, in nats.
@@ -30,13 +30,13 @@ def compute_entropies(
         windows: Membership of frames in windows (1 or 0), [W, T].
         cells: Membership of patches in cells (1 or 0), [K, N].
         retained: Tokens to include, bool, [B, T, N]; all by default.
-        temperature: Softmax temperature.
+        scale: Factor of the features of each sample before the softmax, [B]; 1 by default.
         divergence: Subtract the mean entropy of the tokens of a group (Jensen-Shannon divergence).
 
     Returns:
         [B, W, N] and [B, T, K], in the dtype of `x`.
     """
-    p = torch.softmax(x / temperature, dim=-1)
+    p = torch.softmax(x if scale is None else x * scale.to(x.dtype)[:, None, None, None], dim=-1)
     weight = torch.ones_like(p[..., 0]) if retained is None else retained.to(p.dtype)
     token_entropy = _entropy(p) * weight if divergence else None
     p = p if retained is None else p * weight[..., None]

@@ -28,11 +28,12 @@ PATCH_BLOCK = 4
 
 @triton.jit
 def window_kernel(
-    x_ptr, windows_ptr, kept_ptr, out_ptr, T, N, C, W, xb, xt, xn, scale,
+    x_ptr, windows_ptr, kept_ptr, scale_ptr, out_ptr, T, N, C, W, xb, xt, xn,
     BT: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, DIVERGENCE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     b, n = (pid // N).to(tl.int64), pid % N
+    scale = tl.load(scale_ptr + b)
     t, c = tl.arange(0, BT), tl.arange(0, BC)
     x_ptrs = x_ptr + b * xb + (t * xt)[:, None] + n * xn + c[None, :]
     x = tl.load(x_ptrs, mask=(t < T)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32) * scale
@@ -57,11 +58,12 @@ def window_kernel(
 
 @triton.jit
 def cell_kernel(
-    x_ptr, starts_ptr, patches_ptr, kept_ptr, out_ptr, T, N, C, K, xb, xt, xn, scale,
+    x_ptr, starts_ptr, patches_ptr, kept_ptr, scale_ptr, out_ptr, T, N, C, K, xb, xt, xn,
     BP: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr, DIVERGENCE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     frame, k = tl.program_id(0), tl.program_id(1)
     b, t = (frame // T).to(tl.int64), frame % T
+    scale = tl.load(scale_ptr + b)
     i, c = tl.arange(0, BP), tl.arange(0, BC)
     start, end = tl.load(starts_ptr + k), tl.load(starts_ptr + k + 1)
     total = tl.zeros([BC], tl.float32)
@@ -110,7 +112,7 @@ def compute_entropies(
     starts: Tensor,
     patches: Tensor,
     retained: Tensor | None,
-    temperature: float,
+    scale: Tensor,
     divergence: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the entropy of each window and of each cell, see the reference. Not differentiable.
@@ -121,7 +123,7 @@ def compute_entropies(
         starts: Offset of each cell in `patches`, and the end of the last one, int32, [K + 1].
         patches: Patches of all cells, cell by cell, int32.
         retained: Tokens to include, bool, [B, T, N]; None includes all.
-        temperature: Softmax temperature.
+        scale: Factor of the features of each sample before the softmax, float32, [B].
         divergence: Subtract the mean entropy of the tokens of a group.
 
     Returns:
@@ -144,19 +146,19 @@ def compute_entropies(
     with torch.cuda.device_of(x):
         if window_entropy.numel():
             launch_windows[(b * n,)](
-                x, windows, mask, window_entropy, t, n, c, len(windows), *strides, 1.0 / temperature,
+                x, windows, mask, scale, window_entropy, t, n, c, len(windows), *strides,
                 BT=_next_power_of_two(t), **constants,
             )  # fmt: skip
         if cell_entropy.numel():
             launch_cells[(b * t, cell_entropy.shape[2])](
-                x, starts, patches, mask, cell_entropy, t, n, c, cell_entropy.shape[2], *strides,
-                1.0 / temperature, BP=PATCH_BLOCK, **constants,
+                x, starts, patches, mask, scale, cell_entropy, t, n, c, cell_entropy.shape[2], *strides,
+                BP=PATCH_BLOCK, **constants,
             )  # fmt: skip
     return window_entropy, cell_entropy
 
 
 @compute_entropies.register_fake
-def _(x, windows, starts, patches, retained, temperature, divergence):
+def _(x, windows, starts, patches, retained, scale, divergence):
     b, t, n, _ = x.shape
     wide = {"dtype": torch.float32}
     return x.new_empty(b, len(windows), n, **wide), x.new_empty(b, t, len(starts) - 1, **wide)
