@@ -1,7 +1,7 @@
-"""Hugging Face weights of ViT and VideoMAE: reading files and identifying the architecture.
+"""Weights of ViT and VideoMAE: reading files and identifying the architecture.
 
 The architecture and its sizes follow from the names and shapes of the weights and from `config.json`, if
-there is one. Nothing is downloaded or unpickled.
+there is one. Nothing is downloaded, and only tensors are unpickled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparseflow.core.files import read_json
 from sparseflow.errors import FileFormatError, InputError
+from sparseflow.pruning.model.timm_weights import TIMM_EPS, read_checkpoint, rename_timm_weights
 
 VIT, VIDEOMAE = "ViT", "VideoMAE"
 KERNEL = "embeddings.patch_embeddings.projection.weight"
@@ -26,9 +27,12 @@ _EMBEDDINGS = {KERNEL, KERNEL.replace("weight", "bias")} | {
     f"embeddings.{name}" for name in ("cls_token", "mask_token", "position_embeddings")
 }
 _WEIGHTS_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".ckpt", ".pkl", ".pickle")
+_CHECKPOINT_SUFFIX = ".pth"
 _DEFAULT_EPS = 1e-12
 """Default epsilon of layer norms in transformers, for both architectures."""
+_FC_NORM_EPS = 1e-5
+"""transformers keeps torch's default epsilon for `fc_norm`, whatever `layer_norm_eps` is."""
 _LAYER_NAME = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)")
 _MODULE_NAMES = {
     # transformers 4 and all files; and a ViT of transformers 5 in memory.
@@ -66,6 +70,7 @@ class HFWeights:
         prefix: Prefix of the encoder's names.
         classifier_prefix: Prefix of the classifier's names.
         layers: For each layer, name in VideoViT -> name in the source.
+        has_timm_names: Whether the source has the names of timm; `tensors` has those of transformers.
     """
 
     source: str
@@ -75,6 +80,7 @@ class HFWeights:
     prefix: str
     classifier_prefix: str
     layers: list[dict[str, str]]
+    has_timm_names: bool = False
 
     def _get_config_number(self, name: str) -> Any:
         """A positive number of the configuration, or None."""
@@ -85,7 +91,12 @@ class HFWeights:
 
     @property
     def eps(self) -> float:
-        return self._get_config_number("layer_norm_eps") or _DEFAULT_EPS
+        default = TIMM_EPS if self.has_timm_names else _DEFAULT_EPS
+        return self._get_config_number("layer_norm_eps") or default
+
+    @property
+    def fc_norm_eps(self) -> float:
+        return self.eps if self.has_timm_names else _FC_NORM_EPS
 
     @property
     def num_heads(self) -> int | None:
@@ -116,17 +127,25 @@ class HFWeights:
         }  # fmt: skip
 
 
-def open_hf_weights(source: Path | str | Mapping[str, Tensor], config: Mapping[str, Any] | None) -> HFWeights:
+def open_hf_weights(
+    source: Path | str | Mapping[str, Tensor] | nn.Module, config: Mapping[str, Any] | None
+) -> HFWeights:
     """Read weights and identify their architecture.
 
     Args:
-        source: A `.safetensors` file, a directory written by transformers, or a state dict.
+        source: A `.safetensors` file, a `.pth` file of VideoMAE, a directory written by transformers, a
+            module, or a state dict.
         config: Content of `config.json`; by default the file next to the weights is read.
 
     Raises:
         InputError: The file does not exist, is a pickle, or is neither a ViT nor a VideoMAE.
         FileFormatError: A file is damaged or not a safetensors file.
     """
+    if isinstance(source, nn.Module):
+        module_config: Any = getattr(source, "config", None)
+        if config is None and hasattr(module_config, "to_dict"):
+            config = module_config.to_dict()
+        source = source.state_dict()
     if isinstance(source, Mapping):
         name, tensors, file_config = "the state dict", source, {}
         if not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in source.items()):
@@ -134,7 +153,7 @@ def open_hf_weights(source: Path | str | Mapping[str, Tensor], config: Mapping[s
     elif isinstance(source, (str, os.PathLike)):
         name, tensors, file_config = _read_source(Path(source))
     else:
-        raise InputError(f"`source` is a {type(source).__name__}; expected a path or a state dict")
+        raise InputError(f"`source` is a {type(source).__name__}; expected a path, a module or a state dict")
     return _identify(name, tensors, file_config if config is None else config)
 
 
@@ -158,7 +177,10 @@ def _read_source(path: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
             "transformers, `CLASS.from_pretrained(DIR).save_pretrained(NEW_DIR)` with the class of the "
             "model, or pass the state dict of `torch.load(file, weights_only=True)`"
         )
-    tensors = _read_shards(file) if file.name.endswith(".index.json") else _read_safetensors(file)
+    if file.suffix.lower() == _CHECKPOINT_SUFFIX:
+        tensors = read_checkpoint(file)
+    else:
+        tensors = _read_shards(file) if file.name.endswith(".index.json") else _read_safetensors(file)
     config_file = file.parent / CONFIG_FILE
     config = _read_json_object(config_file) if config_file.is_file() else {}
     return str(path), tensors, config if "model_type" in config else {}
@@ -203,6 +225,9 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 def _identify(source: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> HFWeights:
     """Identify the architecture by the names and shapes of the weights."""
+    renamed = rename_timm_weights(tensors)
+    has_timm_names = renamed is not None
+    tensors = tensors if renamed is None else renamed
     kernels = [name for name in tensors if f".{name}".endswith(f".{KERNEL}")]
     prefix = kernels[0].removesuffix(KERNEL) if kernels else ""
     has_cls_token = f"{prefix}embeddings.cls_token" in tensors
@@ -210,8 +235,8 @@ def _identify(source: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
     architecture = {(4, True): VIT, (5, False): VIDEOMAE}.get((kernel_ndim, has_cls_token))
     if architecture is None or (has_cls_token and f"{prefix}embeddings.position_embeddings" not in tensors):
         raise InputError(
-            f"{source} is neither a ViT nor a VideoMAE of transformers: expected one `{KERNEL}`, with "
-            "`embeddings.cls_token` (ViT) or with 5 dimensions (VideoMAE), got "
+            f"{source} is neither a ViT nor a VideoMAE of transformers or timm: expected one `{KERNEL}`, "
+            "with `embeddings.cls_token` (ViT) or with 5 dimensions (VideoMAE), got "
             f"{', '.join(list(tensors)[:3]) or 'no tensors'}. Files of `save_model` are read by `load_model`"
         )
     return HFWeights(
@@ -222,6 +247,7 @@ def _identify(source: str, tensors: Mapping[str, Tensor], config: Mapping[str, A
         prefix=prefix,
         classifier_prefix=re.sub(r"(^|\.)\w+\.$", r"\1", prefix),
         layers=_map_layers(source, tensors, prefix),
+        has_timm_names=has_timm_names,
     )
 
 

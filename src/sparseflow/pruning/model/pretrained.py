@@ -1,13 +1,13 @@
-"""Pretrained weights of a Hugging Face ViT or VideoMAE for a VideoViT.
+"""Pretrained weights of a ViT or VideoMAE, of transformers or timm, for a VideoViT.
 
 ::
 
     model = build_from_pretrained("videomae-base-finetuned-kinetics/", num_frames=16, num_classes=101)
     result = load_pretrained(model, other.state_dict())   # used and unused weights
 
-Nothing is downloaded or unpickled, and transformers is not needed. A VideoViT with the classes and sizes of a
-VideoMAE has the same outputs; with the sizes of a ViT and one frame it has the outputs of the ViT, and with
-more frames it attends to all frames at once. Clips must be normalized as in the source's
+Nothing is downloaded, only tensors are unpickled, and transformers is not needed. A VideoViT with the classes
+and sizes of a VideoMAE has the same outputs; with the sizes of a ViT and one frame it has the outputs of the
+ViT, and with more frames it attends to all frames at once. Clips must be normalized as in the source's
 `preprocessor_config.json`.
 
 | | ViT | VideoMAE |
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sparseflow.errors import InputError
@@ -41,9 +41,6 @@ from sparseflow.pruning.model.hf_weights import (
     open_hf_weights,
 )
 from sparseflow.pruning.model.video_vit import VideoViT
-
-_FC_NORM_EPS = 1e-5
-"""transformers keeps torch's default epsilon for `fc_norm`, whatever `layer_norm_eps` is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,7 @@ class PretrainedResult:
 
 def load_pretrained(
     model: VideoViT,
-    source: Path | str | Mapping[str, Tensor],
+    source: Path | str | Mapping[str, Tensor] | nn.Module,
     *,
     config: Mapping[str, Any] | None = None,
     head: bool = True,
@@ -78,7 +75,9 @@ def load_pretrained(
 
     Args:
         model: Model that is not compact. Its gates and score are not modified.
-        source: A `.safetensors` file, a directory written by transformers (sharded or not), or a state dict.
+        source: A `.safetensors` file, a directory written by transformers (sharded or not), a `.pth` file of
+            VideoMAE (read with `weights_only=True`), a module, or a state dict. Weights with the names of
+            timm are also accepted; the result has the names of transformers for them.
         config: Content of `config.json`; by default the file next to the weights is read. Without a
             configuration `num_heads` cannot be checked, because no shape depends on it.
         head: Whether to load the classifier, if it has the same number of classes.
@@ -91,7 +90,7 @@ def load_pretrained(
 
 
 def build_from_pretrained(
-    source: Path | str | Mapping[str, Tensor],
+    source: Path | str | Mapping[str, Tensor] | nn.Module,
     *,
     num_frames: int,
     num_classes: int,
@@ -342,7 +341,7 @@ class _WeightConverter:
             return weights.eps  # pretrained without a final norm; fine-tuning starts with a new one
         for kind in ("weight", "bias"):
             self.converted[f"norm.{kind}"] = self._take(f"{name}.{kind}", dim)
-        return _FC_NORM_EPS if has_fc_norm else weights.eps
+        return weights.fc_norm_eps if has_fc_norm else weights.eps
 
     def convert_head(self, *, enabled: bool) -> None:
         """Convert the classifier, or record why it cannot be used."""
