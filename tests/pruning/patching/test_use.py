@@ -178,6 +178,9 @@ def test_refused_models_name_the_reason() -> None:
         patch(dense.vit, keep=0.0)
     with pytest.raises(InputError, match="median"):
         patch(dense.vit, selector="median")
+    dense.vit.compile(backend="eager")
+    with pytest.raises(InputError, match="compiled"):
+        patch(dense.vit)
 
 
 @torch.no_grad()

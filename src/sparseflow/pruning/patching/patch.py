@@ -207,7 +207,11 @@ def get_kept_positions(model: nn.Module) -> dict[int, Tensor]:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+    # `torch.compile(model)` wraps the model; `model.compile()` sets an attribute.
+    if any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    ):
         raise InputError("the model is compiled; patch the original model, then compile it")
 
 
