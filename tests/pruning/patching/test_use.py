@@ -36,6 +36,10 @@ def test_patched_model_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=name != "timesformer")
     torch.testing.assert_close(case.run(compiled), expected, rtol=1e-9, atol=1e-9)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # eager calls leave positions behind
+        case.run(model)
+        case.run(compiled)
+        case.run(compiled)
     with pytest.raises(InputError, match=r"torch\.compile"):
         get_kept_positions(model)
     with pytest.raises(InputError, match="compiled"):

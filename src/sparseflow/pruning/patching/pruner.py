@@ -116,14 +116,13 @@ class TokenPruner(nn.Module):
         """Start an input."""
         # A compiled graph is specialized for the grid, because the score is.
         self.grid = int(grid[0]), int(grid[1]), int(grid[2])
-        self.positions.clear()
-        self.sizes.clear()
+        # New dictionaries, because a compiled graph would depend on the content of the former ones.
+        self.positions, self.sizes = {}, {}
 
     def finish(self) -> None:
         """End an input."""
         if torch.compiler.is_compiling():  # the graph would return these tensors as outputs
-            self.positions.clear()
-            self.sizes.clear()
+            self.positions, self.sizes = {}, {}
 
     def prepare_block(
         self, index: int, block: nn.Module, arguments: dict[str, Any], names: Sequence[str]
