@@ -12,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.error import FFmpegError
 from av.filter import Graph
 
 from sparseflow.errors import FileFormatError, InputError
@@ -308,6 +309,18 @@ def test_joined_transport_streams_are_not_truncated(tmp_path: Path) -> None:
     path = tmp_path / "joined.ts"
     path.write_bytes(2 * source.read_bytes())
     assert numbers_of(decode(path)) == 2 * list(range(10))
+
+
+def test_frames_without_conversion_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = SimpleNamespace(path=Path("video.mkv"), pixel_aspect=Fraction(1))
+    convert = RgbConverter(source)
+
+    def reformat(*_: Any, **__: Any) -> None:
+        raise FFmpegError(95, "Operation not supported")
+
+    monkeypatch.setattr(convert, "_reformatter", SimpleNamespace(reformat=reformat))
+    with pytest.raises(FileFormatError, match=r"video\.mkv has frames of the format rgb24"):
+        convert(av.VideoFrame.from_ndarray(picture(0), format="rgb24"))
 
 
 def damage(path: Path, start: float, num_bytes: int) -> Path:

@@ -67,7 +67,9 @@ class PacketIndex:
                 if frame.pts is not None and frame.pts < pts:
                     continue
                 # Containers also mark frames with which decoding cannot start.
-                if frame.pts != self.pts[number] or frame.is_corrupt or is_keyframe > frame.key_frame:
+                if [frame.pts] != self.pts[number : number + 1] or is_keyframe > frame.key_frame:
+                    return
+                if frame.is_corrupt:
                     return
                 yield number, frame
                 is_keyframe = False

@@ -41,6 +41,7 @@ class RgbConverter:
     def __init__(self, source: FrameSource, size: int | None = None) -> None:
         # The `reformat` method of a frame would set up the conversion for each frame.
         self._reformatter = require("av.video.reformatter", "pruning").VideoReformatter()
+        self._error: type[Exception] = require("av", "pruning").FFmpegError
         self._source, self._size = source, size
         self._shape: tuple[int, int] | None = None
         self._is_transposed: bool | None = None
@@ -48,9 +49,15 @@ class RgbConverter:
     def __call__(self, frame: Any) -> np.ndarray:
         self._shape = self._shape or self._compute_shape(frame)
         width, height = self._shape
-        rgb = self._reformatter.reformat(
-            frame, width=width, height=height, format="rgb24", interpolation="BILINEAR", threads=1
-        )
+        try:
+            rgb = self._reformatter.reformat(
+                frame, width=width, height=height, format="rgb24", interpolation="BILINEAR", threads=1
+            )
+        except self._error as error:
+            raise FileFormatError(
+                f"{self._source.path} has frames of the format {frame.format.name}, which do not convert to "
+                f"RGB: {error}"
+            ) from error
         return self._orient(rgb.to_ndarray(), *_read_display_matrix(frame))
 
     def _compute_shape(self, frame: Any) -> tuple[int, int]:

@@ -155,8 +155,15 @@ class VideoFile:
             stream.codec_context.options = checks.DECODER_OPTIONS
             stream.thread_count = threads
             stream.thread_type = "AUTO" if threads > 1 else "SLICE"
-            self.pixel_aspect = stream.sample_aspect_ratio or Fraction(1)
-            yield container, stream
+            aspect = stream.sample_aspect_ratio
+            self.pixel_aspect = aspect if aspect and aspect > 0 else Fraction(1)
+            try:
+                yield container, stream
+            except IndexError as error:  # PyAV does not know streams that begin later.
+                raise FileFormatError(
+                    f"{self.path} has a stream that does not begin at its start; copy the file with "
+                    "`ffmpeg -i IN -c copy OUT.mkv`"
+                ) from error
 
     def _is_truncated_riff(self) -> bool:
         """Whether the header of an AVI announces more bytes than the file has."""
