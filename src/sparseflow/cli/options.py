@@ -60,6 +60,11 @@ SeedOption = Annotated[int, _SEED]
 """Random seed; the default is 0."""
 OptionalSeedOption = Annotated[int | None, _SEED]
 """As `SeedOption`, where a configuration or a plan holds a seed; the default is None."""
+ModelsOption = Annotated[
+    str | None,
+    typer.Option("--models", help="Models to compare, separated by commas; by default all."),
+]
+
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1, help="Number of runs, with seeds from 0.")]
 
 ConfigOption = Annotated[str, _CONFIG]

@@ -15,6 +15,7 @@ from sparseflow.cli.options import (
     DeviceOption,
     HalfDtypeOption,
     JsonOption,
+    ModelsOption,
     OptionalBudgetMsOption,
     OptionalConfigOption,
     OutDirOption,
@@ -284,9 +285,7 @@ def compare(
     out: OutDirOption,
     overrides: SetOption = None,
     seeds: SeedsOption = 5,
-    models: Annotated[
-        str | None, typer.Option("--models", help="Models to train, e.g. dense,ast,random; by default all.")
-    ] = None,
+    models: ModelsOption = None,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train AST without each of its parts, and on one frame.")
     ] = False,
