@@ -60,7 +60,7 @@ SeedOption = Annotated[int, _SEED]
 """Random seed; the default is 0."""
 OptionalSeedOption = Annotated[int | None, _SEED]
 """As `SeedOption`, where a configuration or a plan holds a seed; the default is None."""
-ModelsOption = Annotated[
+ModelNamesOption = Annotated[
     str | None,
     typer.Option("--models", help="Models to compare, separated by commas; by default all."),
 ]

@@ -15,7 +15,7 @@ from sparseflow.cli.options import (
     DeviceOption,
     HalfDtypeOption,
     JsonOption,
-    ModelsOption,
+    ModelNamesOption,
     OptionalBudgetMsOption,
     OptionalConfigOption,
     OutDirOption,
@@ -285,7 +285,7 @@ def compare(
     out: OutDirOption,
     overrides: SetOption = None,
     seeds: SeedsOption = 5,
-    models: ModelsOption = None,
+    models: ModelNamesOption = None,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train AST without each of its parts, and on one frame.")
     ] = False,
