@@ -11,6 +11,7 @@ import torch
 from sparseflow.errors import InputError
 from sparseflow.pruning.patching.families import find_encoder
 from sparseflow.pruning.patching.patch import get_kept_positions, patch, unpatch
+from sparseflow.pruning.patching.pruner import TokenPruner
 from sparseflow.pruning.patching.reference import mask_dropped_tokens
 from tests.pruning.patching.zoo import CASES
 
@@ -72,3 +73,11 @@ def test_patch_equals_masked_attention(case: Any, selector: str) -> None:
     with mask_dropped_tokens(original, family.list_blocks(encoder), positions, case.num_prefix, num_tokens):
         expected = case.run(original)
     assert_close(actual, expected)
+
+
+def test_images_have_fine_cells_by_default() -> None:
+    case = CASES["vit"]
+    model = case.build()
+    rows = patch(model, keep=0.5).grid[1]
+    (pruner,) = (module for module in model.modules() if isinstance(module, TokenPruner))
+    assert max(pruner.config.score.levels) == max(1, rows // 2)

@@ -195,12 +195,12 @@ class MovingObjects(Dataset[dict[str, Any]]):
 
     def _sample_sprites(self, labels: np.ndarray, generators: Sequence[np.random.Generator]) -> _Sprites:
         num_sprites, num_directions = 1 + self.distractors, len(DIRECTIONS)
-        others = [digit for digit in range(10) if digit not in OBJECT_CLASSES]
+        unlabeled = [digit for digit in range(10) if digit not in OBJECT_CLASSES]
         images = np.empty((len(labels), num_sprites, self.object_size, self.object_size), np.float32)
         corners = np.empty((len(labels), num_sprites, self.num_frames, 2), np.int64)
         frames = np.arange(self.num_frames)[:, None]
         for clip, (label, generator) in enumerate(zip(labels, generators, strict=True)):
-            digits = [OBJECT_CLASSES[label // num_directions], *generator.choice(others, self.distractors)]
+            digits = [OBJECT_CLASSES[label // num_directions], *generator.choice(unlabeled, self.distractors)]
             directions = [label % num_directions, *generator.integers(num_directions, size=self.distractors)]
             for sprite, (digit, direction) in enumerate(zip(digits, directions, strict=True)):
                 choices = self._digits[digit]

@@ -104,7 +104,8 @@ def patch(
             of tokens; or `"tome"`, which merges similar tokens, and biases attention by their number if the
             blocks accept a mask. The last three read the attention of the stage's block and do not support
             TimeSformer; only `"tome"` supports rotary embeddings and relative position biases of a block.
-        score: Parameters of the AST score.
+        score: Parameters of the AST score. Without them, images have cells of 2 x 2 patches as the finest
+            level, because only the space map tells their patches apart.
         budget_ms: Latency budget, milliseconds per call on the device of the model, without torch.compile.
             The largest share that meets it replaces `keep`; it is measured at several shares. The shares of
             several stages are raised to a common power, so that the last one is this share.
@@ -124,12 +125,23 @@ def patch(
     config = ASTConfig(
         stages={depth // 4: keep} if stages is None else dict(stages),
         selector=selector,
-        score=ScoreConfig() if score is None else score,
+        score=_choose_score(target) if score is None else score,
     )
     config.check_depth(depth)
     if budget_ms is None:
         return _install(model, target, config)
     return _install_for_budget(model, target, config, budget_ms, inputs)
+
+
+def _choose_score(target: PatchTarget) -> ScoreConfig:
+    """Default parameters of the AST score for the usual input."""
+    frames, rows, columns = _compute_usual_grid(target.encoder, target.adapter)
+    if frames > 1:
+        return ScoreConfig()
+    finest = max(rows, columns) // 2
+    return ScoreConfig(
+        levels=tuple(sorted({level for level in (2, 4, finest) if 1 <= level <= finest} or {1}))
+    )
 
 
 def _install(model: nn.Module, target: PatchTarget, config: ASTConfig) -> PatchResult:
