@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from sparseflow.core.checks import check_at_least, check_non_negative
 from sparseflow.core.extras import require
 from sparseflow.errors import InputError
+from sparseflow.pruning.data.generated_clips import GeneratedClips
 
 CLASSES = ("right", "up-right", "up", "up-left", "left", "down-left", "down", "down-right")
 """Direction by label: label * 45 degrees counter-clockwise from right."""
@@ -63,7 +62,7 @@ class _ClipParameters:
     piece_positions: np.ndarray
 
 
-class MovingDigits(Dataset[dict[str, Any]]):
+class MovingDigits(GeneratedClips):
     """Clips of moving digits, generated on access.
 
     An item is `{"clip": float32 of shape (num_frames, 1, size, size), 0 for background and 1 for ink before
@@ -113,21 +112,6 @@ class MovingDigits(Dataset[dict[str, Any]]):
         self.clutter, self.noise, self.frozen = clutter, noise, frozen
         self.source_digits = split_digits(train=train)
         self._digits = _load_digit_images()[self.source_digits]
-
-    def __len__(self) -> int:
-        return self.num_clips
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        # A DataLoader calls this with all indices of a batch.
-        batch = self.make_batch(indices)
-        labels, videos = batch["label"].tolist(), batch["video"].tolist()
-        return [
-            {"clip": clip, "label": label, "video": video}
-            for clip, label, video in zip(batch["clip"], labels, videos, strict=True)
-        ]
 
     def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
         """Generate several clips.

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from sparseflow.core.checks import check_at_least, check_between, check_non_negative, check_one_of
 from sparseflow.core.extras import require
+from sparseflow.pruning.data.generated_clips import GeneratedClips
 from sparseflow.pruning.data.moving_digits import CLASSES as DIRECTION_NAMES
 from sparseflow.pruning.data.moving_digits import DIRECTIONS, split_digits
 
@@ -67,7 +67,7 @@ class _Sprites:
     corners: np.ndarray
 
 
-class MovingObjects(Dataset[dict[str, Any]]):
+class MovingObjects(GeneratedClips):
     """Clips of moving objects, generated on access.
 
     An item is `{"clip": float32 of shape (num_frames, 1, size, size), normalized, "label": int, "video":
@@ -125,21 +125,6 @@ class MovingObjects(Dataset[dict[str, Any]]):
         self.background, self.camera, self.camera_speed = background, camera, camera_speed
         self.distractors, self.noise = distractors, noise
         self._digits = _load_digits(object_size, train)
-
-    def __len__(self) -> int:
-        return self.num_clips
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        # A DataLoader calls this with all indices of a batch.
-        batch = self.make_batch(indices)
-        labels, videos = batch["label"].tolist(), batch["video"].tolist()
-        return [
-            {"clip": clip, "label": label, "video": video}
-            for clip, label, video in zip(batch["clip"], labels, videos, strict=True)
-        ]
 
     def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
         """Generate several clips.
