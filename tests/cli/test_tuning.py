@@ -159,10 +159,10 @@ def test_train_eval_and_plot(
     }  # fmt: skip
     assert run(command) == 0
     assert "AutoSparseNet_Full" in capsys.readouterr().out
-    few = ["--folds", "2", "--out", "few", "--models", "boosted_trees_spmv", *settings]
-    assert run(["tuning", "eval", "labels", "--json", *few]) == 0
+    trees_only = ["--folds", "2", "--out", "few", "--models", "boosted_trees_spmv", *settings]
+    assert run(["tuning", "eval", "labels", "--json", *trees_only]) == 0
     assert {line["model"] for line in read_json(capsys)["scores"]} == {"boosted_trees_spmv"}
-    assert run(["tuning", "eval", "labels", *few, "--models", "trees"]) == 2
+    assert run(["tuning", "eval", "labels", *trees_only, "--models", "trees"]) == 2
     assert "`models` (='trees') must be one of: boosted_trees_spmm" in capsys.readouterr().err
     page = Path(result["page"]).read_text()
     facts = [

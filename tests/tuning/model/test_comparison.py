@@ -111,9 +111,9 @@ def test_ensemble_ranks_by_network_and_trees(
     monkeypatch.setattr(module, "make_network_scorer", lambda *_: lambda group: np.zeros(len(group)))
     monkeypatch.setattr(module, "_rank", lambda scores: scores)
     after = compare_networks([entry], [labels], tmp_path / "b", folds=2)
-    alone = compare_networks(FEW[2:], [labels], tmp_path / "c", folds=2)
-    assert [row.scores for row in after] == [row.scores for row in alone]
-    assert [row.scores for row in before] != [row.scores for row in alone]
+    trees_only = compare_networks(FEW[2:], [labels], tmp_path / "c", folds=2)
+    assert [row.scores for row in after] == [row.scores for row in trees_only]
+    assert [row.scores for row in before] != [row.scores for row in trees_only]
 
 
 def test_ranks_of_equal_scores_are_in_order() -> None:

@@ -29,10 +29,10 @@ class Distillation:
         self.config = config
         self.teacher = load_model(config.teacher, device=device).requires_grad_(False)
         for name in ("num_classes", "clip_shape"):
-            expected, given = getattr(student.config, name), getattr(self.teacher.config, name)
-            if given != expected:
+            expected, value = getattr(student.config, name), getattr(self.teacher.config, name)
+            if value != expected:
                 raise InputError(
-                    f"the teacher {config.teacher} has the {name} {given}, and the model {expected}; train a "
+                    f"the teacher {config.teacher} has the {name} {value}, and the model {expected}; train a "
                     "teacher with the same dataset, `img_size` and `num_frames`"
                 )
 
