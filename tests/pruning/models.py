@@ -30,7 +30,7 @@ def awake(ast: dict[str, Any] | None = None, *, seed: int = 0, **arguments: Any)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=g)
-            if name.startswith("gates"):
+            if name.startswith("pruner.gates"):
                 parameter.copy_(2.0 * noise)
                 parameter.view(-1)[seed % 2] = -2.0
                 parameter.view(-1)[1 - seed % 2] = 2.0

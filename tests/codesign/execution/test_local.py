@@ -13,7 +13,7 @@ from sparseflow.codesign.workload.splits import compute_transfer_bytes
 from sparseflow.errors import InputError
 from sparseflow.pruning import compact
 from sparseflow.pruning.compaction.layered_model import LayeredVideoViT
-from sparseflow.pruning.model.config import SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
 from tests.codesign.execution.test_rewrite import TOLERANCE, compute_error
 from tests.pruning.models import awake, clips
 
@@ -43,7 +43,7 @@ def test_local_executor_matches_logits_and_bytes(dtype: torch.dtype, slots: int,
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 def test_local_executor_of_pruned_models(selector: str, pool: str) -> None:
-    keep = {"channel": 0.5} | ({} if selector in ("tome", "attention") else {"head": 0.7, "block": 0.7})
+    keep = {"channel": 0.5} | ({} if selector in ATTENTION_SELECTORS else {"head": 0.7, "block": 0.7})
     ast: dict[str, Any] = {"stages": {1: 0.5, 3: 0.25}, "selector": selector, "merge": True, "keep": keep}
     steps = LayeredVideoViT(compact(awake(ast, pool=pool, depth=6)).double())
     x = clips(steps.model)
