@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.claims import Claim, record_claims, slugify
+from benchmarks.pruning.throughput import format_command
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.core.timing import compare
@@ -160,13 +161,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield one claim for each architecture: the encoder patched with AST over the dense one."""
     settings = record["settings"]
     device = record["environment"]["device"]["kind"]
-    flags = [f"--{name} {settings[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
-    flags += ["--compile"] if settings["compile"] else []
-    flags += [f"--threads {settings['threads']}"] if settings["threads"] else []
-    flags += [f"--models {' '.join(settings['models'])}"]
-    command = (
-        f"python benchmarks/pruning/patch.py {' '.join(flags)} --out results/pruning/patch-{device}.json"
-    )
+    command = format_command("patch", record, "models")
     for name, row in record["models"].items():
         speedup = row["speedup"][AST]
         yield Claim(

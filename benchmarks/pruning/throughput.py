@@ -85,18 +85,22 @@ def record(comparison: VideoViTProfile) -> dict[str, Any]:
     }
 
 
+def format_command(script: str, record: dict[str, Any], names: str) -> str:
+    """Format the command of a record, also for `patch.py`; `names` is the option with a list of names."""
+    settings = record["settings"]
+    flags = [f"--{name} {settings[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
+    flags += ["--compile"] if settings["compile"] else []
+    flags += [f"--threads {settings['threads']}"] if settings["threads"] else []
+    flags += [f"--{names} {' '.join(settings[names])}"]
+    out = f"results/pruning/{script}-{record['environment']['device']['kind']}.json"
+    return f"python benchmarks/pruning/{script}.py {' '.join(flags)} --out {out}"
+
+
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: compacted against dense model."""
     settings = record["settings"]
     device = record["environment"]["device"]["kind"]
-    flags = [f"--{name} {settings[name]}" for name in ("device", "dtype", "batch", "rounds", "keep", "stage")]
-    flags += ["--compile"] if settings["compile"] else []
-    flags += [f"--threads {settings['threads']}"] if settings["threads"] else []
-    flags += [f"--selectors {' '.join(settings['selectors'])}"]
-    command = (
-        f"python benchmarks/pruning/throughput.py {' '.join(flags)} "
-        f"--out results/pruning/throughput-{device}.json"
-    )
+    command = format_command("throughput", record, "selectors")
     baseline = "the dense model"
     speedup, gflops = record["speedup"], record["gflops"]
     yield Claim(

@@ -17,8 +17,9 @@ from sparseflow.pruning.selectors.tokens import (
     TokenState,
     count_kept_tokens,
     make_uniform_order,
+    mask_top_tokens,
     rank_scores,
-    select_top_tokens,
+    score_by_order,
 )
 
 
@@ -94,15 +95,14 @@ class ASTPruner(nn.Module):
         softness = self.config.softness if softness is None else softness
         if self.training and softness > 0.0:
             return make_soft_mask(flat, num_kept, softness)[0].view_as(score)
-        return torch.zeros_like(flat).scatter(1, select_top_tokens(flat, num_kept), 1.0).view_as(score)
+        return mask_top_tokens(flat, num_kept).to(score.dtype).view_as(score)
 
     def score_tokens(self, tokens: TokenState) -> Tensor:
         """Score of each grid token by a selector without attention, [B, S]."""
-        b, s, _ = tokens.grid.shape
-        if self.config.selector == "random" and self.training:
-            return torch.rand(b, s, device=tokens.x.device)
-        if self.config.selector in ("random", "uniform"):
-            return self.get_buffer("order").float().expand(b, -1).gather(1, tokens.positions)
+        selector = self.config.selector
+        if selector in ("random", "uniform"):
+            is_random = selector == "random" and self.training
+            return score_by_order(self.get_buffer("order"), tokens.positions, is_random=is_random)
         score = self.score
         assert score is not None
         if tokens.retained is None:

@@ -33,7 +33,7 @@ from sparseflow.pruning.selectors.tokens import (
     count_kept_tokens,
     drop_tokens,
     mask_tokens,
-    select_top_tokens,
+    mask_top_tokens,
 )
 from sparseflow.pruning.selectors.tome import merge_similar_tokens
 
@@ -263,8 +263,7 @@ class VideoViT(nn.Module):
             return drop_tokens(tokens, score, num_kept, merge=ast.merge)
         if tokens.retained is not None:
             score = score.masked_fill(~tokens.retained, float("-inf"))
-        retained = torch.zeros_like(score, dtype=torch.bool)
-        retained = retained.scatter(1, select_top_tokens(score, num_kept), True)
+        retained = mask_top_tokens(score, num_kept)
         if soft:
             weight, attn_bias = make_soft_mask(score, num_kept, self.softness)
             if tokens.weight is not None:

@@ -16,21 +16,6 @@ from torch import Tensor, nn
 from sparseflow.errors import SampleError
 
 
-def gather_tokens(x: Tensor, selected: Tensor, num_prefix: int) -> Tensor:
-    """Keep the prefix tokens and some of the grid tokens.
-
-    Args:
-        x: [B, P + S, C].
-        selected: Indices of grid tokens, int64, [B, K].
-        num_prefix: P.
-
-    Returns:
-        [B, P + K, C].
-    """
-    grid = x[:, num_prefix:].gather(1, selected[..., None].expand(-1, -1, x.shape[-1]))
-    return torch.cat([x[:, :num_prefix], grid], 1) if num_prefix else grid
-
-
 def gather_mask(mask: Tensor, positions: Tensor, num_prefix: int) -> Tensor:
     """Restrict an attention mask or bias to the present tokens.
 

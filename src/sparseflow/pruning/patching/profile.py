@@ -133,7 +133,7 @@ def choose_share(
         device: Device of the model.
 
     Returns:
-        The share, a multiple of 0.05, and its latency in milliseconds. The model is patched with this share.
+        The share, a multiple of 0.05, and its latency in milliseconds. The model may be patched with another.
 
     Raises:
         InputError: The smallest share does not meet the budget. The model is then patched with it.
@@ -160,5 +160,4 @@ def choose_share(
             low, latency_ms = middle, middle_ms
         else:
             high = middle
-    apply(low * _SHARE_STEP)
     return low * _SHARE_STEP, latency_ms

@@ -17,7 +17,6 @@ from sparseflow.pruning.patching.arguments import (
     MASKS,
     ROTARY_ARGUMENTS,
     gather_arguments,
-    gather_tokens,
     list_arguments,
 )
 from sparseflow.pruning.patching.attention import AttentionReader
@@ -28,8 +27,10 @@ from sparseflow.pruning.selectors.partial_grid import score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
     count_kept_tokens,
+    gather_tokens,
     make_uniform_order,
     rank_scores,
+    score_by_order,
     select_top_tokens,
 )
 from sparseflow.pruning.selectors.tome import merge_similar_tokens
@@ -189,11 +190,7 @@ class TokenPruner(nn.Module):
                 selected = select_top_tokens(score[:, self.num_prefix :], num_kept)
             else:
                 selected = self._select(state, num_kept)
-        return TokenState(
-            x=gather_tokens(state.x, selected, self.num_prefix),
-            num_prefix=self.num_prefix,
-            positions=state.positions.gather(1, selected),
-        )
+        return gather_tokens(state, selected)
 
     def _select(self, state: TokenState, num_kept: int) -> Tensor:
         """Indices of the grid tokens to keep by score or order, int64, [B, num_kept]."""
@@ -247,9 +244,7 @@ class _FixedOrder(nn.Module):
 
     def forward(self, positions: Tensor, *, random: bool) -> Tensor:
         """Score of each position, [B, S]; new random numbers in training with the random selector."""
-        if random and self.selector == "random":
-            return torch.rand(positions.shape, device=positions.device)
-        return self.order[positions].float()
+        return score_by_order(self.order, positions, is_random=random and self.selector == "random")
 
 
 def _format_grid(grid: Grid) -> str:

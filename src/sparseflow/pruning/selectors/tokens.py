@@ -54,6 +54,24 @@ def select_top_tokens(score: Tensor, num_kept: int) -> Tensor:
     return score.topk(num_kept, dim=1).indices.sort(dim=1).values
 
 
+def mask_top_tokens(score: Tensor, num_kept: int) -> Tensor:
+    """Whether each token is among the highest scores, bool, [B, S]."""
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, select_top_tokens(score, num_kept), True)
+
+
+def score_by_order(order: Tensor, positions: Tensor, *, is_random: bool) -> Tensor:
+    """Score tokens by the rank of their positions, or by new random numbers, [B, S].
+
+    Args:
+        order: Rank of each position, int64, [T * N].
+        positions: Position of each token, int64, [B, S].
+        is_random: Whether to draw random numbers.
+    """
+    if is_random:
+        return torch.rand(positions.shape, device=positions.device)
+    return order.float().expand(len(positions), -1).gather(1, positions)
+
+
 def drop_tokens(tokens: TokenState, score: Tensor, num_kept: int, *, merge: bool) -> TokenState:
     """Gather the tokens with the highest scores.
 
@@ -64,21 +82,35 @@ def drop_tokens(tokens: TokenState, score: Tensor, num_kept: int, *, merge: bool
         merge: Whether the mean of the dropped tokens becomes one more prefix token.
     """
     selected = select_top_tokens(score, num_kept)
-    x = tokens.grid.gather(1, selected[..., None].expand(-1, -1, tokens.x.shape[-1]))
-    parts = [x]
+    merged = None
     if merge:
         dropped = torch.ones_like(score).scatter(1, selected, 0.0)
-        parts.insert(0, compute_weighted_mean(tokens.grid, dropped)[:, None])
+        merged = compute_weighted_mean(tokens.grid, dropped)
+    return gather_tokens(tokens, selected, merged)
+
+
+def gather_tokens(tokens: TokenState, selected: Tensor, merged: Tensor | None = None) -> TokenState:
+    """Gather the prefix tokens and some of the grid tokens.
+
+    Args:
+        tokens: Tokens before the stage, all with weight 1.
+        selected: Indices of grid tokens, int64, [B, K].
+        merged: Features of one more prefix token, [B, C]; none by default.
+    """
+    parts = [tokens.grid.gather(1, selected[..., None].expand(-1, -1, tokens.x.shape[-1]))]
+    if merged is not None:
+        parts.insert(0, merged[:, None])
     if tokens.num_prefix:  # an empty tensor in an exported graph is refused by some runtimes
         parts.insert(0, tokens.x[:, : tokens.num_prefix])
+    num_prefix = tokens.num_prefix + int(merged is not None)
     attn_bias = tokens.attn_bias
     if attn_bias is not None:
-        prefix_bias = attn_bias.new_zeros(len(attn_bias), tokens.num_prefix + int(merge))
+        prefix_bias = attn_bias.new_zeros(len(attn_bias), num_prefix)
         attn_bias = torch.cat([prefix_bias, attn_bias[:, tokens.num_prefix :].gather(1, selected)], 1)
     return replace(
         tokens,
         x=torch.cat(parts, 1),
-        num_prefix=tokens.num_prefix + int(merge),
+        num_prefix=num_prefix,
         positions=tokens.positions.gather(1, selected),
         attn_bias=attn_bias,
         size=None if tokens.size is None else tokens.size.gather(1, selected),
