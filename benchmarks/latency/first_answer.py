@@ -415,7 +415,7 @@ def main() -> int:
     args = parser.parse_args()
     start_s = time.monotonic()
     fingerprint = DeviceFingerprint.from_local_device(args.provider)
-    same = [p for p in load_shipped() if p.fingerprint.is_same_kind(fingerprint)]
+    same = [p for p in load_shipped(fingerprint.kind) if p.fingerprint.is_same_kind(fingerprint)]
     networks = list_networks(args.work, args.packages)
     peaks = measure_peaks(args.provider)
     base = same[0] if same else find_predictor(provider=args.provider, peaks=peaks)

@@ -30,7 +30,7 @@ def base(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pr
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARSEFLOW_CACHE", str(tmp_path / "cache"))
     predictor = of_this_machine(made_up.predictor).model_copy(update={"origin": "shipped"})
-    monkeypatch.setattr(first_answer, "load_shipped", lambda: [predictor])
+    monkeypatch.setattr(first_answer, "load_shipped", lambda kind: [predictor])
     monkeypatch.setattr(calibration, "list_blocks", lambda: list_blocks()[:3])
 
     def measure_ms(runner: Runner, seconds: float) -> float:

@@ -34,7 +34,7 @@ def shipped(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     regressor = replace(made_up.predictor.regressor, kind=RATIO)
     update = {"origin": "shipped", "peaks": PEAKS, "regressor": regressor}
     predictors = [made_up.predictor.model_copy(update=update)]
-    monkeypatch.setattr(first_answer, "load_shipped", lambda: predictors)
+    monkeypatch.setattr(first_answer, "load_shipped", lambda kind: predictors)
     return predictors
 
 
@@ -51,7 +51,10 @@ def count_measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_shipped_predictors_fit_current_features(made_up: MadeUp) -> None:
-    predictors = first_answer.load_shipped()
+    names = sorted(entry.name for entry in (files("sparseflow.latency") / "data").iterdir())
+    predictors = [*first_answer.load_shipped("cpu"), *first_answer.load_shipped("cuda")]
+    assert len(predictors) == len(names)
+    assert all(map(str.startswith, names, [predictor.fingerprint.kind for predictor in predictors]))
     features = make_features(made_up.graphs[0].kernels[0])
     assert predictors
     for predictor in predictors:

@@ -7,6 +7,7 @@ shipped predictor of the same device type is transferred by the peaks of both.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -68,7 +69,7 @@ def make_first_answer(fingerprint: DeviceFingerprint, *, gpu: int = 0) -> Predic
         InputError: No predictor is shipped for the device type.
         DeviceError: The device is not available.
     """
-    for predictor in load_shipped():
+    for predictor in load_shipped(fingerprint.kind):
         if predictor.fingerprint.is_same_kind(fingerprint):
             return predictor.model_copy(update={"fingerprint": fingerprint, "origin": SHIPPED})
     path = get_cache_dir() / "latency" / f"peaks-{fingerprint.kind}.json"
@@ -90,15 +91,19 @@ def get_calibrated_path(fingerprint: DeviceFingerprint) -> Path:
 
 
 @cache
-def load_shipped() -> tuple[Predictor, ...]:
-    """Load all shipped predictors, once in a process.
+def load_shipped(kind: str) -> tuple[Predictor, ...]:
+    """Load the shipped predictors of a device type, once in a process.
+
+    Args:
+        kind: `"cpu"` or `"cuda"`, with which the names of the files begin.
 
     Raises:
         FileFormatError: The package data is damaged.
     """
     folder = files("sparseflow.latency") / "data"
     entries = sorted(
-        (entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda e: e.name
+        (entry for entry in folder.iterdir() if re.fullmatch(f"{kind}-.*\\.json", entry.name)),
+        key=lambda entry: entry.name,
     )
     return tuple(Predictor.from_dict(parse_json(entry.read_bytes()), entry.name) for entry in entries)
 
@@ -111,7 +116,7 @@ def _list_candidates(fingerprint: DeviceFingerprint) -> list[Predictor]:
     """
     candidates = [
         predictor
-        for predictor in load_shipped()
+        for predictor in load_shipped(fingerprint.kind)
         if predictor.fingerprint.provider == fingerprint.provider and predictor.peaks is not None
     ]
     if not candidates:
