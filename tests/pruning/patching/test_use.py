@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,36 @@ def test_patched_model_compiles_as_one_graph(name: str) -> None:
         get_kept_positions(model)
     with pytest.raises(InputError, match="compiled"):
         unpatch(compiled)
+
+
+@torch.no_grad()
+def test_compiled_models_do_not_share_graphs() -> None:
+    case = CASES["vit"]
+    model = case.build()
+    models = {0: model}
+    for stage in (1, 2):  # other blocks have the hooks
+        models[stage] = copy.deepcopy(model)
+        patch(models[stage], stages={stage: 0.5})
+    patched_twice = copy.deepcopy(models[1])
+    patch(patched_twice, stages={1: 0.25})
+    models[3] = patched_twice
+    expected = {stage: case.run(value) for stage, value in models.items()}
+    torch._dynamo.reset()
+    for stage, value in models.items():
+        compiled: Any = torch.compile(value, backend="eager", fullgraph=True)
+        torch.testing.assert_close(case.run(compiled), expected[stage], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_patched_model_can_be_pickled() -> None:
+    case = CASES["vit"]
+    model = case.build()
+    original_classes = [type(module) for module in model.modules()]
+    patch(model)
+    duplicate = pickle.loads(pickle.dumps(model))
+    assert torch.equal(case.run(duplicate), case.run(model))
+    unpatch(duplicate)
+    assert [type(module) for module in duplicate.modules()] == original_classes
 
 
 @torch.no_grad()

@@ -1,9 +1,14 @@
-"""Hooks that connect a `TokenPruner` with the modules of its encoder."""
+"""Hooks that connect a `TokenPruner` with the modules of its encoder.
+
+A module with a hook gets a subclass of its class. torch.compile reuses the graph of a module for others of
+the same class, and checks their hooks only if its configuration says so; without the subclass, a patched
+model would run the graph of a dense one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
@@ -91,13 +96,42 @@ class _RefusalHook(_Hook):
         )
 
 
+class _HookedModule:
+    """Mixin of the subclasses of modules with hooks."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
+        # A copy gets another subclass, because it can be patched again with other settings.
+        state = super().__reduce_ex__(protocol)[2]
+        return _make_hooked_module, (_get_original_class(self),), state
+
+
+def _set_subclass(module: nn.Module) -> None:
+    """Give a module a new subclass of its class, under the same name."""
+    base = type(module)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    module.__class__ = type(base.__name__, (_HookedModule, base), names)
+
+
+def _get_original_class(module: object) -> type[nn.Module]:
+    return type(module).__mro__[2]
+
+
+def _make_hooked_module(original_class: type[nn.Module]) -> nn.Module:
+    """Make a module without attributes; unpickling and copying then set them."""
+    module = original_class.__new__(original_class)
+    _set_subclass(module)
+    return module
+
+
 def install_pruner(encoder: nn.Module, pruner: TokenPruner, refused: Sequence[nn.Module]) -> None:
     """Add a pruner and its hooks to an encoder; without stages nothing is added."""
     if not pruner.stages:
         return
     adapter, blocks = pruner.adapter, pruner.adapter.list_blocks(encoder)
     encoder.add_module(PRUNER, pruner)
-    adapter.get_projection(encoder).register_forward_hook(_GridHook(pruner, encoder))
+    projection = adapter.get_projection(encoder)
+    projection.register_forward_hook(_GridHook(pruner, encoder))
+    hooked: list[nn.Module] = [projection, *blocks[min(pruner.stages) :], *refused]
     for index in range(min(pruner.stages), len(blocks)):
         hook = _BlockHook(pruner, index, blocks[index])
         blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
@@ -105,9 +139,12 @@ def install_pruner(encoder: nn.Module, pruner: TokenPruner, refused: Sequence[nn
         if bias is not None:
             bias.register_forward_pre_hook(_BiasInputHook(pruner), with_kwargs=True)
             bias.register_forward_hook(_BiasOutputHook(pruner, index))
+            hooked.append(bias)
     blocks[-1].register_forward_hook(_EndHook(pruner))
     for module in refused:
         module.register_forward_pre_hook(_RefusalHook(pruner))
+    for module in hooked:
+        _set_subclass(module)
 
 
 def remove_pruners(model: nn.Module) -> None:
@@ -122,3 +159,5 @@ def remove_pruners(model: nn.Module) -> None:
                 flags.pop(key, None)
         if isinstance(module._modules.get(PRUNER), TokenPruner):
             del module._modules[PRUNER]
+        if isinstance(module, _HookedModule):
+            setattr(module, "__class__", _get_original_class(module))  # noqa: B010
