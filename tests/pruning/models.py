@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,3 +53,12 @@ def clips(model: VideoViT, batch: int = 2, *, seed: int = 0) -> Tensor:
 def far(actual: Tensor, other: Tensor) -> float:
     """Largest difference divided by the largest value."""
     return float((actual - other).abs().max().detach() / other.abs().max().detach())
+
+
+def check_static_shapes(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Backend of torch.compile that runs a graph as it is, and refuses symbolic sizes."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        sizes = list(value.shape) if isinstance(value, Tensor) else [value]
+        assert not any(isinstance(size, torch.SymInt | torch.SymFloat) for size in sizes), node
+    return graph.forward

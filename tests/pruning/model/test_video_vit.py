@@ -13,7 +13,7 @@ from sparseflow.errors import InputError, SampleError
 from sparseflow.pruning import ASTConfig, VideoViT, compact
 from sparseflow.pruning.model.blocks import TransformerBlock
 from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
-from tests.pruning.models import SIZES, awake, clips, far, tiny
+from tests.pruning.models import SIZES, awake, check_static_shapes, clips, far, tiny
 
 TWO = {"stages": {1: 0.5, 3: 0.25}}
 
@@ -440,3 +440,13 @@ def test_model_compiles_as_one_graph(selector: str, cut: bool) -> None:
         compiled = torch.compile(model, fullgraph=True)
         assert far(compiled(x), model(x)) < 1e-4
     torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_compiled_models_with_other_shares_have_static_shapes() -> None:
+    torch._dynamo.reset()
+    for share in (0.5, 0.25):
+        model = compact(awake({"stages": {1: share}}))
+        x = clips(model)
+        compiled = torch.compile(model, backend=check_static_shapes, fullgraph=True)
+        assert far(compiled(x), model(x)) < 1e-6

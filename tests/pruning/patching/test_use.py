@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparseflow.errors import InputError, SampleError
 from sparseflow.pruning import ModelFamily, get_kept_positions, patch, unpatch
+from tests.pruning.models import check_static_shapes
 from tests.pruning.patching.zoo import CASES, randomize, transformers
 
 _SIZES: dict[str, Any] = {
@@ -61,7 +62,7 @@ def test_compiled_models_do_not_share_graphs() -> None:
     expected = {stage: case.run(value) for stage, value in models.items()}
     torch._dynamo.reset()
     for stage, value in models.items():
-        compiled: Any = torch.compile(value, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(value, backend=check_static_shapes, fullgraph=True)
         torch.testing.assert_close(case.run(compiled), expected[stage], rtol=1e-9, atol=1e-9)
 
 

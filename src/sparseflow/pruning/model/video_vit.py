@@ -103,8 +103,14 @@ class VideoViT(nn.Module):
         )  # fmt: skip
         ast = ast_cfg if isinstance(ast_cfg, ASTConfig) else ASTConfig.from_dict(ast_cfg or {})
         self.ast = ast if use_ast_prune else None
+        # Integers of a module are constants of a compiled graph. Shares would become dynamic, and with them
+        # all shapes, once a second model with other shares is compiled.
+        self._num_kept: dict[int, int] = {}
         if self.ast is not None:
             self.ast.check_depth(depth)
+            self._num_kept = {
+                block: count_kept_tokens(share, config.num_tokens) for block, share in self.ast.stages.items()
+            }
         self.compacted = False
         self.softness = ast.softness
         self.hard_gates = False
@@ -252,7 +258,7 @@ class VideoViT(nn.Module):
     def apply_stage(self, tokens: TokenState, block: int, masks: dict[int, Tensor]) -> TokenState:
         """Apply the stage before a block; soft masks are added to `masks`."""
         assert self.ast is not None
-        ast, num_kept = self.ast, count_kept_tokens(self.ast.stages[block], self.config.num_tokens)
+        ast, num_kept = self.ast, self._num_kept[block]
         if ast.selector == "tome":
             normed, attention = self._get_attention_input(tokens, block)
             keys = attention.compute_mean_keys(normed)[:, tokens.num_prefix :]

@@ -150,7 +150,7 @@ def _install(model: nn.Module, target: PatchTarget, config: ASTConfig) -> PatchR
     stages = {block: share for block, share in config.stages.items() if share < 1.0}
     pruner = TokenPruner(encoder, adapter, replace(config, stages=stages))
     grid = _compute_usual_grid(encoder, adapter)
-    pruner.add_selector(grid, next(encoder.parameters()).device)
+    pruner.add_grid(grid, next(encoder.parameters()).device)
     pruner.train(encoder.training)
     remove_pruners(model)
     install_pruner(encoder, pruner, refused)

@@ -67,6 +67,7 @@ class TokenPruner(nn.Module):
         self.positions: dict[int, Tensor] = {}
         self.sizes: dict[int, Tensor] = {}
         self.selectors = nn.ModuleDict()
+        self._num_kept: dict[str, dict[int, int]] = {}
         self.readers: dict[int, AttentionReader] = {}
         if config.selector in ATTENTION_SELECTORS:
             blocks = adapter.list_blocks(encoder)
@@ -77,17 +78,22 @@ class TokenPruner(nn.Module):
                 raise InputError(f"`selector` (={config.selector!r}) does not support {adapter.name}")
             self.readers = {stage: AttentionReader(blocks[stage]) for stage in self.stages}
 
-    def add_selector(self, grid: Grid, device: torch.device) -> None:
-        """Create what the selector needs for a grid, a score or an order, unless it exists.
+    def add_grid(self, grid: Grid, device: torch.device) -> None:
+        """Prepare for a grid, unless it is known: count tokens, and create a score or an order.
 
         Raises:
-            InputError: It does not exist, and the call is being compiled.
+            InputError: It is not known, and the call is being compiled.
         """
         name = _format_grid(grid)
-        if name in self.selectors or self.readers:
+        if name in self._num_kept:
             return
         if torch.compiler.is_compiling():
             raise InputError(f"call the model once without torch.compile for inputs of {name} tokens")
+        # Integers of a module are constants of a compiled graph. Shares would become dynamic, and with them
+        # all shapes, once a second model with other shares is compiled.
+        self._num_kept[name] = {stage: self.count_tokens(grid, stage) for stage in self.stages}
+        if self.readers:
+            return
         frames, rows, columns = grid
         if self.config.selector in CHANGE_MEASURES:
             if frames == 1:
@@ -175,7 +181,8 @@ class TokenPruner(nn.Module):
         self, index: int, block: nn.Module, state: TokenState, arguments: dict[str, Any]
     ) -> TokenState:
         assert self.grid is not None
-        num_kept = self.count_tokens(self.grid, index)
+        self.add_grid(self.grid, state.x.device)
+        num_kept = self._num_kept[_format_grid(self.grid)][index]
         if self.config.selector == "tome":
             keys = self.readers[index].compute_mean_keys(block, state.x)[:, self.num_prefix :]
             return merge_similar_tokens(state, keys, num_kept)
@@ -195,7 +202,6 @@ class TokenPruner(nn.Module):
     def _select(self, state: TokenState, num_kept: int) -> Tensor:
         """Indices of the grid tokens to keep by score or order, int64, [B, num_kept]."""
         assert self.grid is not None
-        self.add_selector(self.grid, state.x.device)
         selector = self.selectors[_format_grid(self.grid)]
         x, positions, frames = state.grid, state.positions, 1
         if self.adapter.tubes:
