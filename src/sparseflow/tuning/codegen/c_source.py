@@ -106,6 +106,8 @@ class _SourceWriter:
                 self.write_zeroing()
             self.write_loop(0, _Env({}, {}, "0"))
         size = self.nest.dtype.itemsize
+        # The sum of the lanes of a vector needs the vectors of half the width, down to two lanes.
+        widths = [1 << power for power in range(1, max(self.widths, default=1).bit_length())]
         return "\n".join(
             [
                 "#include <stdint.h>",
@@ -114,16 +116,12 @@ class _SourceWriter:
                 *(
                     f"typedef {self.real} v{width} "
                     f"__attribute__((vector_size({width * size}), aligned({size}), may_alias));"
-                    for width in sorted(self.widths)
+                    for width in widths
                 ),
                 *(_DECLARE_MAX_THREADS if self.nest.threads > 1 else ()),
                 "static inline long least(long a, long b) { return a < b ? a : b; }",
                 "static inline long clamp(long a, long b) { return a < 0 ? 0 : least(a, b); }",
-                *(
-                    f"static inline real sum{width}(v{width} v) "
-                    f"{{ return {' + '.join(f'v[{lane}]' for lane in range(width))}; }}"
-                    for width in sorted(self.widths)
-                ),
+                *(_format_lane_sum(width) for width in widths if self.nest.vector == "sum"),
                 f"void {SYMBOL}(const void *const *in, void *const *out)",
                 "{",
                 *self.format_arguments(),
@@ -293,7 +291,12 @@ class _SourceWriter:
             ((name, width),) = parts
             self.write(f"{self.format_access('res', address, width)} {sign} {name};")
             return
-        total = " + ".join(name if width == 1 else f"sum{width}({name})" for name, width in parts)
+        # Vectors of the same width are added before their lanes are.
+        names: dict[int, list[str]] = {}
+        for name, width in parts:
+            names.setdefault(width, []).append(name)
+        sums = {width: " + ".join(vectors) for width, vectors in names.items()}
+        total = " + ".join(value if width == 1 else f"sum{width}({value})" for width, value in sums.items())
         self.write(f"res[{address}] {sign} {self.scale_sum(f'({total})', env)};")
 
     def scale_sum(self, total: str, env: _Env) -> str:
@@ -620,6 +623,16 @@ class _SourceWriter:
         yield
         self.depth -= 1
         self.write("}")
+
+
+def _format_lane_sum(width: int) -> str:
+    """Function that adds the lanes of a vector in pairs."""
+    if width == 2:
+        body = "return v[0] + v[1];"
+    else:
+        half = width // 2
+        body = f"const v{half} *h = (const v{half} *)&v; return sum{half}(h[0] + h[1]);"
+    return f"static inline real sum{width}(v{width} v) {{ {body} }}"
 
 
 def _format_sum(base: str, offset: str) -> str:
