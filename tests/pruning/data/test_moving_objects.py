@@ -66,10 +66,11 @@ def test_training_and_test_clips_share_no_digit_and_no_background() -> None:
     for digit, images in train.items():
         pairs = np.abs(images[:, None] - test[digit][None]).max((2, 3))
         assert pairs.min() > 0.0
-    textures = [moving_objects._load_textures(24, is_train) for is_train in (True, False)]
-    assert np.abs(textures[0] - textures[1]).mean((1, 2)).min() > 0.05
+    textures = [moving_objects._load_textures(24, is_train, "cpu") for is_train in (True, False)]
+    assert (textures[0] - textures[1]).abs().mean((1, 2)).min() > 0.05
     widths = [
-        sum(photo.shape[1] for photo in moving_objects._load_photos(is_train)) for is_train in (True, False)
+        sum(photo.shape[1] for photo in moving_objects._load_photos(is_train, "cpu"))
+        for is_train in (True, False)
     ]
     assert sum(widths) == 2 * 640
 
@@ -79,6 +80,8 @@ def test_clips_depend_on_seed_split_and_index_only() -> None:
     batch = objects.make_batch([5, 9, 5])
     assert torch.equal(batch["clip"][0], batch["clip"][2])
     assert torch.equal(batch["clip"][1], objects[9]["clip"]) and batch["label"][1] == objects[9]["label"]
+    fewer = make(camera="mixed", distractors=2, noise=0.1, num_clips=10)
+    assert torch.equal(fewer[9]["clip"], batch["clip"][1])
     for other in (make(camera="mixed", distractors=2, noise=0.1, seed=1), make(camera="mixed", train=False)):
         assert not torch.equal(other[5]["clip"], batch["clip"][0])
     assert set(make(num_clips=400).make_batch(range(400))["label"].tolist()) == set(range(len(CLASSES)))

@@ -22,6 +22,7 @@ from sparseflow.pruning.config import (
     VideoFolderConfig,
 )
 from sparseflow.pruning.data.clips import VideoClips
+from sparseflow.pruning.data.generated_clips import GeneratedClips
 from sparseflow.pruning.data.moving_digits import MovingDigits
 from sparseflow.pruning.data.moving_objects import MovingObjects
 from sparseflow.pruning.data.splits import DatasetSplit, read_split
@@ -135,8 +136,15 @@ def load_batches(
     workers: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Yield batches of clips in the order of `indices`; the last batch may be smaller."""
+    """Yield batches of clips in the order of `indices`; the last batch may be smaller.
+
+    Without `workers`, generated clips are made on the device.
+    """
     groups = [indices[start : start + batch_size].tolist() for start in range(0, len(indices), batch_size)]
+    if isinstance(clips, GeneratedClips) and workers == 0:
+        for group in groups:
+            yield clips.make_batch(group, device)
+        return
     loader = DataLoader(clips, batch_sampler=groups, num_workers=workers, pin_memory=device.type == "cuda")
     for batch in loader:
         yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

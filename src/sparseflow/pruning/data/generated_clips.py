@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,7 +24,9 @@ class GeneratedClips(Dataset[dict[str, Any]], ABC):
     num_clips: int
 
     @abstractmethod
-    def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
+    def make_batch(
+        self, indices: Sequence[int] | np.ndarray, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
         """Generate several clips: `clip`, `label` and `video`, each with one entry for each index."""
 
     def __len__(self) -> int:

@@ -113,11 +113,14 @@ class MovingDigits(GeneratedClips):
         self.source_digits = split_digits(train=train)
         self._digits = _load_digit_images()[self.source_digits]
 
-    def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
+    def make_batch(
+        self, indices: Sequence[int] | np.ndarray, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
         """Generate several clips.
 
         Args:
             indices: Indices of n clips.
+            device: Device to which the clips are copied.
 
         Returns:
             `clip`, float32 of shape (n, num_frames, 1, size, size); `label` and `video`, int64 of shape (n,).
@@ -126,11 +129,12 @@ class MovingDigits(GeneratedClips):
             IndexError: An index is out of range.
         """
         parameters, generators = self._sample_parameters(indices)
-        return {
+        batch = {
             "clip": torch.from_numpy(self._draw_clips(parameters, generators)).unsqueeze(2),
             "label": torch.from_numpy(parameters.labels),
             "video": torch.from_numpy(np.array(indices, np.int64)),
         }
+        return {name: value.to(device) for name, value in batch.items()}
 
     def _sample_parameters(
         self, indices: Sequence[int] | np.ndarray

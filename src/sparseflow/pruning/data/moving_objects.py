@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -50,19 +50,37 @@ _SPECTRUM = 0.9
 _PHOTO_SPLIT = 0.7
 """Part of the width of a photograph that training clips see."""
 _TEXTURE_SEED = 411
+_NOISES = 2**22
+"""Clips of noise, which are parts of one long sequence."""
+_NUMBERS_PER_CLIP, _NUMBERS_PER_SPRITE = 8, 5
+"""Random numbers of a clip and of each of its sprites."""
 _MEAN, _STD = 0.35, 0.15
 """Mean and standard deviation of textures; clips are normalized with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sprites:
-    """Moving squares of a batch: entry 0 of B x (1 + distractors) is the object.
+class _ClipParameters:
+    """Random parameters of a batch of B clips with S sprites each, of which sprite 0 is the object.
 
     Attributes:
-        images: Ink of each square, float32, [B, S, side, side].
-        corners: Row and column in each frame, int64, [B, S, T, 2].
+        labels: int64, [B].
+        backgrounds: Index of the source of each background, int64, [B].
+        background_corners: Row and column of the background in its source, 0 to 1, [B, 2].
+        cameras: Index into `CAMERAS` without `"mixed"`, int64, [B].
+        pans: Direction of a pan as a unit vector, (x, y), [B, 2].
+        zooms: 1 for a zoom that widens the view, -1 for the reverse, [B].
+        noises: Offset in the noise, int64, [B].
+        images: Index of the image of each sprite, int64, [B, S].
+        corners: Row and column of each sprite in each frame, int64, [B, S, T, 2].
     """
 
+    labels: np.ndarray
+    backgrounds: np.ndarray
+    background_corners: np.ndarray
+    cameras: np.ndarray
+    pans: np.ndarray
+    zooms: np.ndarray
+    noises: np.ndarray
     images: np.ndarray
     corners: np.ndarray
 
@@ -124,13 +142,18 @@ class MovingObjects(GeneratedClips):
         self.num_frames, self.size, self.object_size, self.speed = num_frames, size, object_size, speed
         self.background, self.camera, self.camera_speed = background, camera, camera_speed
         self.distractors, self.noise = distractors, noise
-        self._digits = _load_digits(object_size, train)
+        digits = _load_digits(object_size, train)
+        self._images = torch.from_numpy(np.concatenate([digits[digit] for digit in range(10)]))
+        self._num_images = np.array([len(digits[digit]) for digit in range(10)])
 
-    def make_batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
+    def make_batch(
+        self, indices: Sequence[int] | np.ndarray, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
         """Generate several clips.
 
         Args:
             indices: Indices of n clips.
+            device: Device on which the clips are drawn.
 
         Returns:
             `clip`, float32 of shape (n, num_frames, 1, size, size); `label` and `video`, int64 of shape (n,);
@@ -139,19 +162,20 @@ class MovingObjects(GeneratedClips):
         Raises:
             IndexError: An index is out of range.
         """
-        generators = [self._make_generator(index) for index in indices]
-        labels = np.array([generator.integers(len(CLASSES)) for generator in generators])
-        sprites = self._sample_sprites(labels, generators)
-        clips = self._draw_backgrounds(generators)
-        self._draw_sprites(clips, sprites)
-        for clip, generator in zip(clips, generators, strict=True):
-            clip += self.noise * generator.standard_normal(clip.shape, np.float32)
-        return {
-            "clip": torch.from_numpy((clips - _MEAN) / _STD).unsqueeze(2),
-            "label": torch.from_numpy(labels),
+        parameters = self._compute_parameters(np.asarray(indices, np.int64))
+        clips = self._draw_backgrounds(parameters, device)
+        self._draw_sprites(clips, parameters)
+        if self.noise:
+            num_pixels = clips[0].numel()
+            noises = _load_noise(num_pixels, device).unfold(0, num_pixels, 1)
+            clips += self.noise * noises[torch.from_numpy(parameters.noises).to(device)].view_as(clips)
+        batch = {
+            "label": torch.from_numpy(parameters.labels),
             "video": torch.from_numpy(np.array(indices, np.int64)),
-            "corner": torch.from_numpy(sprites.corners[:, 0]),
+            "corner": torch.from_numpy(parameters.corners[:, 0]),
         }
+        clips = ((clips - _MEAN) / _STD).unsqueeze(2)
+        return {"clip": clips, **{name: value.to(device) for name, value in batch.items()}}
 
     def find_object_tokens(self, corners: Tensor, patch_size: int, tubelet_size: int = 1) -> Tensor:
         """Find the tokens that belong to the object.
@@ -173,78 +197,98 @@ class MovingObjects(GeneratedClips):
         cover = rows[..., :, None] * columns[..., None, :]
         return (cover > MIN_COVER).flatten(2).unflatten(1, (-1, tubelet_size)).any(2)
 
-    def _make_generator(self, index: int) -> np.random.Generator:
-        if not 0 <= index < self.num_clips:
-            raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
-        return np.random.default_rng([self.seed, int(self.train), int(index)])
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """Random numbers from 0 to 1 of all clips; those of a clip do not depend on the number of clips."""
+        num_numbers = _NUMBERS_PER_CLIP + (1 + self.distractors) * _NUMBERS_PER_SPRITE
+        generator = np.random.default_rng([self.seed, int(self.train)])
+        return generator.random((self.num_clips, num_numbers), np.float32)
 
-    def _sample_sprites(self, labels: np.ndarray, generators: Sequence[np.random.Generator]) -> _Sprites:
-        num_sprites, num_directions = 1 + self.distractors, len(DIRECTIONS)
-        unlabeled = [digit for digit in range(10) if digit not in OBJECT_CLASSES]
-        images = np.empty((len(labels), num_sprites, self.object_size, self.object_size), np.float32)
-        corners = np.empty((len(labels), num_sprites, self.num_frames, 2), np.int64)
-        frames = np.arange(self.num_frames)[:, None]
-        for clip, (label, generator) in enumerate(zip(labels, generators, strict=True)):
-            digits = [OBJECT_CLASSES[label // num_directions], *generator.choice(unlabeled, self.distractors)]
-            directions = [label % num_directions, *generator.integers(num_directions, size=self.distractors)]
-            for sprite, (digit, direction) in enumerate(zip(digits, directions, strict=True)):
-                choices = self._digits[digit]
-                images[clip, sprite] = choices[generator.integers(len(choices))]
-                start = generator.integers(self.size, size=2)
-                corners[clip, sprite] = (start + self.speed * frames * DIRECTIONS[direction]) % self.size
-        return _Sprites(images=images, corners=corners)
+    def _compute_parameters(self, indices: np.ndarray) -> _ClipParameters:
+        for index in indices:
+            if not 0 <= index < self.num_clips:
+                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
+        numbers = self._numbers[indices]
+        label, background, row, column, camera, angle, sign, noise = numbers[:, :_NUMBERS_PER_CLIP].T
+        sprites = numbers[:, _NUMBERS_PER_CLIP:].reshape(len(indices), -1, _NUMBERS_PER_SPRITE)
 
-    def _draw_sprites(self, clips: np.ndarray, sprites: _Sprites) -> None:
+        def scale(values: np.ndarray, limit: np.ndarray | int) -> np.ndarray:
+            return np.minimum((values * limit).astype(np.int64), limit - 1)
+
+        labels, num_directions = scale(label, len(CLASSES)), len(DIRECTIONS)
+        unlabeled = np.array([digit for digit in range(10) if digit not in OBJECT_CLASSES])
+        digits = unlabeled[scale(sprites[..., 0], len(unlabeled))]
+        directions = scale(sprites[..., 4], num_directions)
+        digits[:, 0] = np.array(OBJECT_CLASSES)[labels // num_directions]
+        directions[:, 0] = labels % num_directions
+        first_images = np.cumsum(self._num_images) - self._num_images
+        starts = scale(sprites[..., 2:4], self.size)
+        steps = self.speed * np.arange(self.num_frames)[:, None] * DIRECTIONS[directions][:, :, None]
+        cameras, angles = scale(camera, len(CAMERAS) - 1), 2.0 * np.pi * angle
+        if self.camera != "mixed":
+            cameras[:] = CAMERAS.index(self.camera)
+        return _ClipParameters(
+            labels=labels,
+            backgrounds=scale(background, len(self._load_sources("cpu"))),
+            background_corners=np.stack([row, column], 1),
+            cameras=cameras,
+            pans=np.stack([np.cos(angles), np.sin(angles)], 1),
+            zooms=np.where(sign < 0.5, -1.0, 1.0),
+            noises=scale(noise, _NOISES),
+            images=first_images[digits] + scale(sprites[..., 1], self._num_images[digits]),
+            corners=(starts[:, :, None] + steps) % self.size,
+        )
+
+    def _load_sources(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Images from which backgrounds are cut."""
+        if self.background == "photo":
+            return _load_photos(self.train, device)
+        return tuple(_load_textures(round(_MARGIN * self.size), self.train, device))
+
+    def _draw_sprites(self, clips: Tensor, parameters: _ClipParameters) -> None:
         """Draw the squares, the object last, so that distractors do not cover it."""
-        offsets = np.arange(self.object_size)
-        batch = np.arange(len(clips))[:, None, None, None]
-        frames = np.arange(self.num_frames)[:, None, None]
-        for sprite in reversed(range(sprites.images.shape[1])):
-            corners = sprites.corners[:, sprite]
-            rows = (corners[..., 0, None] + offsets)[..., :, None] % self.size
-            columns = (corners[..., 1, None] + offsets)[..., None, :] % self.size
-            ink = sprites.images[:, sprite, None]
-            index = (batch, frames, rows, columns)
+        device, (num_clips, num_sprites) = clips.device, parameters.images.shape
+        images = self._images.to(device)[torch.from_numpy(parameters.images).to(device)]
+        corners = torch.from_numpy(parameters.corners).to(device)
+        offsets = torch.arange(self.object_size, device=device)
+        batch = torch.arange(num_clips, device=device)[:, None, None, None]
+        frames = torch.arange(self.num_frames, device=device)[:, None, None]
+        for sprite in reversed(range(num_sprites)):
+            rows = (corners[:, sprite, :, 0, None] + offsets)[..., :, None] % self.size
+            columns = (corners[:, sprite, :, 1, None] + offsets)[..., None, :] % self.size
+            index, ink = (batch, frames, rows, columns), images[:, sprite, None]
             clips[index] = clips[index] * (1.0 - ink) + ink
 
-    def _draw_backgrounds(self, generators: Sequence[np.random.Generator]) -> np.ndarray:
+    def _draw_backgrounds(self, parameters: _ClipParameters, device: torch.device | str) -> Tensor:
         """Backgrounds as the moving camera sees them, float32, [B, T, size, size]."""
-        side = round(_MARGIN * self.size)
-        sources = (
-            _load_textures(side, self.train) if self.background == "texture" else _load_photos(self.train)
-        )
-        images = np.empty((len(generators), 1, side, side), np.float32)
-        transforms = np.empty((len(generators), self.num_frames, 2, 3), np.float32)
-        for clip, generator in enumerate(generators):
-            source = sources[generator.integers(len(sources))]
-            row, column = (generator.integers(extent - side + 1) for extent in source.shape)
-            images[clip, 0] = source[row : row + side, column : column + side]
-            transforms[clip] = self._sample_camera(generator)
-        grid = functional.affine_grid(
-            torch.from_numpy(transforms).flatten(0, 1),
-            [len(generators) * self.num_frames, 1, self.size, self.size],
-            align_corners=False,
-        )
-        views = torch.from_numpy(images).repeat_interleave(self.num_frames, 0)
+        side, sources = round(_MARGIN * self.size), self._load_sources(device)
+        images = []
+        for background, (row, column) in zip(
+            parameters.backgrounds, parameters.background_corners, strict=True
+        ):
+            source = sources[background]
+            top, left = (
+                int(share * (extent - side + 1))
+                for share, extent in zip((row, column), source.shape, strict=True)
+            )
+            images.append(source[top : top + side, left : left + side])
+        views = torch.stack(images)[:, None].repeat_interleave(self.num_frames, 0)
+        transforms = torch.from_numpy(self._compute_transforms(parameters)).to(device)
+        shape = [len(views), 1, self.size, self.size]
+        grid = functional.affine_grid(transforms.flatten(0, 1), shape, align_corners=False)
         frames = functional.grid_sample(views, grid, align_corners=False)
-        return frames.view(len(generators), self.num_frames, self.size, self.size).numpy()
+        return frames.view(len(images), self.num_frames, self.size, self.size)
 
-    def _sample_camera(self, generator: np.random.Generator) -> np.ndarray:
-        """Affine transforms of the camera's frames to the background, float32, [T, 2, 3]."""
-        cameras = CAMERAS[:3]
-        camera = cameras[generator.integers(3)] if self.camera == "mixed" else self.camera
-        angle, sign = generator.uniform(0.0, 2.0 * np.pi), generator.choice([-1.0, 1.0])
+    def _compute_transforms(self, parameters: _ClipParameters) -> np.ndarray:
+        """Affine transforms of the cameras' frames to the backgrounds, float32, [B, T, 2, 3]."""
         # Time is centered, so that no frame leaves the background.
         moved = self.camera_speed * (np.arange(self.num_frames) - (self.num_frames - 1) / 2) / self.size
-        scale = np.full(self.num_frames, 1.0 / _MARGIN)
-        shift = np.zeros((self.num_frames, 2))
-        if camera == "pan":
-            shift = 2.0 / _MARGIN * moved[:, None] * np.array([np.cos(angle), np.sin(angle)])
-        elif camera == "zoom":
-            scale = scale * (1.0 + 2.0 * sign * moved)
-        transforms = np.zeros((self.num_frames, 2, 3), np.float32)
-        transforms[:, 0, 0] = transforms[:, 1, 1] = scale
-        transforms[:, :, 2] = shift
+        is_pan, is_zoom = (parameters.cameras == CAMERAS.index(camera) for camera in ("pan", "zoom"))
+        scale = (1.0 + 2.0 * (is_zoom * parameters.zooms)[:, None] * moved) / _MARGIN
+        shift = 2.0 / _MARGIN * moved[:, None] * (is_pan[:, None] * parameters.pans)[:, None]
+        transforms = np.zeros((*scale.shape, 2, 3), np.float32)
+        transforms[..., 0, 0] = transforms[..., 1, 1] = scale
+        transforms[..., 2] = shift
         return transforms
 
 
@@ -259,7 +303,7 @@ def _load_digits(side: int, train: bool) -> dict[int, np.ndarray]:
 
 
 @cache
-def _load_textures(side: int, train: bool) -> np.ndarray:
+def _load_textures(side: int, train: bool, device: torch.device | str) -> Tensor:
     """1/f noise of one split, float32, [n, side, side], of `_MEAN` and `_STD`."""
     generator = np.random.default_rng([_TEXTURE_SEED, int(train)])
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(side), np.fft.fftfreq(side)))
@@ -268,16 +312,23 @@ def _load_textures(side: int, train: bool) -> np.ndarray:
     textures = np.fft.ifft2(spectra).real
     textures -= textures.mean((1, 2), keepdims=True)
     textures /= textures.std((1, 2), keepdims=True)
-    return (_MEAN + _STD * textures).astype(np.float32)
+    return torch.from_numpy((_MEAN + _STD * textures).astype(np.float32)).to(device)
 
 
 @cache
-def _load_photos(train: bool) -> list[np.ndarray]:
+def _load_photos(train: bool, device: torch.device | str) -> tuple[Tensor, ...]:
     """Parts of scikit-learn's photographs of one split, gray, float32, 0 to 0.7."""
     photos = require("sklearn.datasets", "pruning").load_sample_images().images
     parts = []
     for photo in photos:
-        gray = (0.7 / 255.0 * photo.astype(np.float32).mean(2)).astype(np.float32)
+        gray = torch.from_numpy(photo.astype(np.float32)).mean(2) * (0.7 / 255.0)
         cut = round(_PHOTO_SPLIT * gray.shape[1])
-        parts.append(gray[:, :cut] if train else gray[:, cut:])
-    return parts
+        parts.append((gray[:, :cut] if train else gray[:, cut:]).to(device))
+    return tuple(parts)
+
+
+@cache
+def _load_noise(num_pixels: int, device: torch.device | str) -> Tensor:
+    """Gaussian noise with `_NOISES` offsets for a clip of `num_pixels`, float32, [n]."""
+    generator = torch.Generator().manual_seed(_TEXTURE_SEED)
+    return torch.randn(_NOISES + num_pixels - 1, generator=generator).to(device)

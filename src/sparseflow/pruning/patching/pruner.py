@@ -227,11 +227,14 @@ class TokenPruner(nn.Module):
         if name is None:
             return
         bias = nn.functional.pad(size.log(), (self.num_prefix, 0))[:, None, None]
-        mask = arguments.get(name)
-        if mask is not None and not mask.is_floating_point():
-            raise SampleError("`selector` (='tome') merges tokens and cannot be used with an attention mask")
         bias = bias.to(arguments[names[0]].dtype)
-        arguments[name] = bias if mask is None else mask + bias
+        mask = arguments.get(name)
+        if mask is None:
+            arguments[name] = bias
+        elif mask.dtype == torch.bool:
+            arguments[name] = bias.masked_fill(~mask, float("-inf"))
+        else:
+            arguments[name] = mask + bias
 
 
 class _FixedOrder(nn.Module):
