@@ -67,6 +67,25 @@ def test_compiled_models_do_not_share_graphs() -> None:
 
 
 @torch.no_grad()
+def test_tome_accepts_boolean_masks() -> None:
+    """transformers passes a mask of ones where it cannot read it, such as in a compiled call."""
+    case = CASES["vit"]
+    model = case.build()
+    duplicate = copy.deepcopy(model)
+    for module in duplicate.modules():
+        if isinstance(module, transformers.models.vit.modeling_vit.ViTLayer):
+            module.register_forward_pre_hook(_pass_mask)
+    for value in (model, duplicate):
+        patch(value, selector="tome")
+    torch.testing.assert_close(case.run(duplicate), case.run(model))
+
+
+def _pass_mask(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    batch, num_tokens = args[0].shape[:2]
+    return args[0], torch.ones(batch, 1, num_tokens, num_tokens, dtype=torch.bool)
+
+
+@torch.no_grad()
 def test_patched_model_can_be_pickled() -> None:
     case = CASES["vit"]
     model = case.build()
