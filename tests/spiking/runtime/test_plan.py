@@ -71,10 +71,22 @@ def agree(net: nn.Module, x: torch.Tensor, group_mode: str) -> dict[str, str]:
 # --- the thirteen families ----------------------------------------------------------------------------------
 
 
-LEAST_SPARSE = {"spiking_resnet": 8, "sew_resnet": 13} | dict.fromkeys(
-    ("ms_resnet", "spiking_vgg", "parametric_lif_net", "qkformer", "spike_driven_transformer"), 1
-)
-"""Least number of sparse groups; a plan without any would not test the sparse kernels."""
+SPARSE_GROUPS = {
+    "spiking_resnet": 8,
+    "sew_resnet": 13,
+    "ms_resnet": 6,
+    "spiking_vgg": 3,
+    "parametric_lif_net": 3,
+    "spikformer": 8,
+    "qkformer": 21,
+    "spike_driven_transformer": 10,
+    "maxformer": 16,
+    "masnn": 4,
+    "snas_net": 3,
+    "spike_dhs": 37,
+    "spiking_vggws_ottt": 0,
+}
+"""Numbers of groups that run sparse if all of them should."""
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -88,8 +100,7 @@ def test_every_family_in_every_group_mode(name: str, mode: str) -> None:
         ways = force(plan, group_mode, x)
         agree_twice(run_twice(net, plan.run, x), expected, exact=name not in BY_VALUE)
         assert group_mode == "module" or not ways or set(ways.values()) & {group_mode, "dense"}
-    num_sparse = list(ways.values()).count("sparse")
-    assert num_sparse >= LEAST_SPARSE.get(name, 0)
+        assert list(ways.values()).count("sparse") == (SPARSE_GROUPS[name] if group_mode == "sparse" else 0)
 
 
 # --- neurons and layers -------------------------------------------------------------------------------------
