@@ -15,8 +15,9 @@ from tests.pruning.small import quick
 
 
 def test_shipped_configs_build_models() -> None:
-    assert list_configs("sparseflow.pruning") == ["ast2_ucf101", "moving_digits", "moving_objects"]
-    for name in list_configs("sparseflow.pruning"):
+    names = list_configs("sparseflow.pruning")
+    assert names == ["ast2_ucf101", "moving_digits", "moving_objects", "video_tasks"]
+    for name in names:
         settings = read_config(name)
         assert settings.mode == "ast"
     assert read_config("moving_digits").build_model(8, 1).config.num_tokens == 64

@@ -43,7 +43,7 @@ ModelArgument = Annotated[
 def pruning() -> None:
     """Pruning: token, head and channel pruning for video transformers.
 
-    Shipped configurations: moving_digits, moving_objects, ast2_ucf101.
+    Shipped configurations: moving_digits, moving_objects, video_tasks, ast2_ucf101.
     """
 
 

@@ -12,6 +12,7 @@ from sparseflow.core.artifact import DictField
 from sparseflow.core.config import StrictModel, apply_overrides, read_config_file, validate_config
 from sparseflow.errors import InputError
 from sparseflow.pruning.data.moving_objects import Background, Camera
+from sparseflow.pruning.data.video_tasks import Task
 from sparseflow.pruning.model.config import ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.pretrained import load_pretrained
 from sparseflow.pruning.model.video_vit import VideoViT
@@ -103,7 +104,26 @@ class VideoFolderConfig(ClipsConfig):
     split_seed: int = Field(default=0, ge=0)
 
 
-DataConfig = MovingDigitsConfig | MovingObjectsConfig | UCF101Config | VideoFolderConfig
+class VideoTasksConfig(StrictModel):
+    """Clips of unlabeled videos, with a task whose labels follow from the frames; see `data.video_tasks`."""
+
+    kind: Literal["video_tasks"]
+    task: Task = "direction"
+    videos: Path | tuple[Path, ...]
+    """Video files, and directories of them."""
+    test: Path | tuple[Path, ...] | None = None
+    """The same for the test; by default a part of `videos`."""
+    test_fraction: float = Field(default=0.2, gt=0.0, lt=1.0)
+    split_seed: int = Field(default=0, ge=0)
+    stride: int = Field(default=1, ge=1)
+    """Frames of a video from one frame of a clip to the next."""
+    train_clips: int = Field(default=8192, ge=1)
+    """Clips per epoch; every epoch has new ones."""
+    test_clips: int = Field(default=2048, ge=1)
+    on_error: Literal["raise", "skip"] = "raise"
+
+
+DataConfig = MovingDigitsConfig | MovingObjectsConfig | UCF101Config | VideoFolderConfig | VideoTasksConfig
 
 
 class LatencyLossConfig(StrictModel):

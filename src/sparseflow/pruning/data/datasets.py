@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sparseflow.core.progress import Progress
+from sparseflow.errors import InputError
 from sparseflow.pruning.config import (
     DataConfig,
     MovingDigitsConfig,
@@ -20,13 +21,16 @@ from sparseflow.pruning.config import (
     PruningConfig,
     UCF101Config,
     VideoFolderConfig,
+    VideoTasksConfig,
 )
 from sparseflow.pruning.data.clips import VideoClips
 from sparseflow.pruning.data.generated_clips import GeneratedClips
 from sparseflow.pruning.data.moving_digits import MovingDigits
 from sparseflow.pruning.data.moving_objects import MovingObjects
+from sparseflow.pruning.data.shots import Shot, list_videos, read_shots, split_shots
 from sparseflow.pruning.data.splits import DatasetSplit, read_split
 from sparseflow.pruning.data.video_folder import read_video_folder
+from sparseflow.pruning.data.video_tasks import VIDEO_TASKS, compute_frame_size
 
 Batch = dict[str, Tensor]
 
@@ -94,6 +98,8 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
             train=clips[True], test=clips[False], classes=dataset.classes, num_channels=1,
             epoch_clips=data.train_clips, new_clips_per_epoch=True,
         )  # fmt: skip
+    if isinstance(data, VideoTasksConfig):
+        return _load_video_tasks(config, data, progress)
     split, videos_dir = _read_split(data)
     clips = {
         train: VideoClips(
@@ -109,10 +115,51 @@ def load_video_dataset(config: PruningConfig, *, progress: Progress | None = Non
     )  # fmt: skip
 
 
+def _load_video_tasks(
+    config: PruningConfig, data: VideoTasksConfig, progress: Progress | None
+) -> VideoDataset:
+    model, dataset = config.model, VIDEO_TASKS[data.task]
+    min_frames = dataset.count_window_frames(model.num_frames, data.stride)
+
+    def read(videos: list[Path]) -> list[Shot]:
+        return read_shots(
+            videos, size=compute_frame_size(model.img_size), min_frames=min_frames, on_error=data.on_error,
+            progress=progress,
+        )  # fmt: skip
+
+    videos = _list_videos(data.videos)
+    if data.test is None:
+        train, test = split_shots(read(videos), data.test_fraction, data.split_seed)
+    else:
+        test_videos = _list_videos(data.test)
+        train_videos = [video for video in videos if video not in test_videos]
+        if not train_videos:
+            raise InputError("all `videos` are also in `test`; add other videos for the training")
+        train, test = read(train_videos), read(test_videos)
+    clips = {
+        is_train: dataset(
+            shots=train if is_train else test, train=is_train, seed=config.train.seed if is_train else 0,
+            num_clips=data.train_clips * config.train.epochs if is_train else data.test_clips,
+            num_frames=model.num_frames, size=model.img_size, stride=data.stride,
+        )
+        for is_train in (True, False)
+    }  # fmt: skip
+    return VideoDataset(
+        train=clips[True], test=clips[False], classes=dataset.classes, num_channels=3,
+        epoch_clips=data.train_clips, new_clips_per_epoch=True,
+    )  # fmt: skip
+
+
+def _list_videos(paths: Path | Sequence[Path]) -> list[Path]:
+    return list_videos([paths] if isinstance(paths, Path) else paths)
+
+
 def count_classes(data: DataConfig) -> tuple[int, int]:
     """Return the classes and channels of a dataset; without its lists, UCF-101 has all its classes."""
     if isinstance(data, MovingDigitsConfig | MovingObjectsConfig):
         return len(SYNTHETIC_DATASETS[data.kind].classes), 1
+    if isinstance(data, VideoTasksConfig):
+        return len(VIDEO_TASKS[data.task].classes), 3
     if isinstance(data, UCF101Config) and not data.lists.is_dir():
         return _UCF101_CLASSES, 3
     return len(_read_split(data)[0].classes), 3

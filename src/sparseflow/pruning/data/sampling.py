@@ -163,9 +163,8 @@ def center_crop(frames: np.ndarray, size: int) -> torch.Tensor:
 
 
 def normalize_clip(clip: torch.Tensor) -> torch.Tensor:
-    """Compute (clip / 255 - MEAN) / STD for each channel; float32, shape (T, 3, height, width)."""
-    mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
-    std = 255 * torch.tensor(STD).view(3, 1, 1)
+    """Compute (clip / 255 - MEAN) / STD for each channel; float32, shape (..., 3, height, width)."""
+    mean, std = (255 * torch.tensor(values, device=clip.device).view(3, 1, 1) for values in (MEAN, STD))
     return clip.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 
 
