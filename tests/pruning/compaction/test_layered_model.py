@@ -106,7 +106,8 @@ def test_state_has_only_needed_entries(selector: str, pool: str) -> None:
     steps, x = LayeredVideoViT(model), clips(model)
     outputs = states(steps, x)
     names = {name for state in outputs[1:-1] for name in state}
-    assert names == {"x"} | ({"positions"} if selector not in ATTENTION_SELECTORS else set()) | (
+    needs_positions = selector not in (*ATTENTION_SELECTORS, "dynamic_vit")
+    assert names == {"x"} | ({"positions"} if needs_positions else set()) | (
         {"attn_bias", "size"} if selector == "tome" else set()
     )
     for index, state in enumerate(outputs[1:-1], 1):

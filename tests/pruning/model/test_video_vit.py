@@ -307,6 +307,8 @@ def test_random_selector_is_fixed_in_evaluation() -> None:
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 @pytest.mark.parametrize("softness", [0.15, 0.0])
 def test_gradients_reach_every_parameter(selector: str, pool: str, softness: float) -> None:
+    if selector == "dynamic_vit" and softness == 0.0:
+        pytest.skip("learns through soft masks only")
     keep = (
         {"channel": 0.5}
         if selector in ATTENTION_SELECTORS

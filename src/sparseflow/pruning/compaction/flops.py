@@ -16,6 +16,7 @@ from sparseflow.pruning.model.blocks import TransformerBlock
 from sparseflow.pruning.model.config import ATTENTION_SELECTORS
 from sparseflow.pruning.model.video_vit import VideoViT
 from sparseflow.pruning.selectors.ast import EntropyScore
+from sparseflow.pruning.selectors.learned import LearnedScore
 from sparseflow.pruning.selectors.tokens import count_kept_tokens
 
 Amount = TypeVar("Amount", int, Tensor)
@@ -33,6 +34,7 @@ class BlockWork:
         channels: Hidden channels; 0 in a removed block.
         has_stage: Whether a stage precedes the block.
         selection_flops: FLOPs of the token selector of that stage.
+        selection_weights: Learned weights of that token selector.
         num_prefix: Prefix tokens at the input of the block, after its stage.
         num_kept: Grid tokens at the input of the block, after its stage.
     """
@@ -43,6 +45,7 @@ class BlockWork:
     channels: int
     has_stage: bool
     selection_flops: int
+    selection_weights: int
     num_prefix: int
     num_kept: int
 
@@ -57,10 +60,15 @@ def list_block_work(model: VideoViT, *, dropped: bool) -> Iterator[BlockWork]:
     num_prefix, num_kept = int(model.config.pool == "cls"), total
     for index, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
-        has_stage, selection_flops = model.ast is not None and index in model.ast.stages, 0
+        has_stage = model.ast is not None and index in model.ast.stages
+        selection_flops, selection_weights = 0, 0
         if model.ast is not None and has_stage:
             num_after = count_kept_tokens(model.ast.stages[index], total)
-            selection_flops = _count_selection_flops(model, block, num_kept, num_after, num_prefix)
+            selection_flops = _count_selection_flops(model, index, num_kept, num_after, num_prefix)
+            if model.ast.selector == "dynamic_vit":
+                selection_weights = sum(
+                    weight.numel() for weight in _get_learned_score(model, index).parameters()
+                )
             num_prefix += int(model.ast.merge and model.ast.selector != "tome")
             # ToMe merges tokens in every mode and has no mask.
             num_kept = num_after if dropped or model.ast.selector == "tome" else total
@@ -72,6 +80,7 @@ def list_block_work(model: VideoViT, *, dropped: bool) -> Iterator[BlockWork]:
             channels=0 if mlp is None else mlp.up.out_features,
             has_stage=has_stage,
             selection_flops=selection_flops,
+            selection_weights=selection_weights,
             num_prefix=num_prefix,
             num_kept=num_kept,
         )
@@ -113,16 +122,26 @@ def count_flops(model: VideoViT) -> dict[str, int]:
     return flops | {"total": sum(flops.values())}
 
 
+def _get_learned_score(model: VideoViT, index: int) -> LearnedScore:
+    assert model.pruner is not None and model.pruner.learned_scores is not None
+    score = model.pruner.learned_scores[str(index)]
+    assert isinstance(score, LearnedScore)
+    return score
+
+
 def _count_selection_flops(
-    model: VideoViT, block: TransformerBlock, num_before: int, num_after: int, num_prefix: int
+    model: VideoViT, index: int, num_before: int, num_after: int, num_prefix: int
 ) -> int:
     """FLOPs of the token selector of a stage that reduces the grid tokens to `num_after`."""
     assert model.ast is not None
-    config, selector = model.config, model.ast.selector
+    config, selector, block = model.config, model.ast.selector, model.blocks[index]
+    assert isinstance(block, TransformerBlock)
     if selector == "ast":
         assert isinstance(model.score, EntropyScore)
         windows, cells = (len(model.score.get_buffer(name)) for name in ("windows", "cells"))
         return 2 * config.embed_dim * model.score.num_frames * model.score.num_patches * (windows + cells)
+    if selector == "dynamic_vit":
+        return _get_learned_score(model, index).count_flops(num_before)
     if selector in ATTENTION_SELECTORS:
         assert block.attention is not None
         width = block.attention.num_heads * block.attention.head_dim

@@ -116,7 +116,8 @@ def _add_outputs(model: VideoViT, layers: list[VideoViTLayer]) -> list[VideoViTL
         any_stage = any_stage or bool(layer.stages)
         stage_follows = any(other.stages for other in later)
         outputs = ["x"]
-        if stage_follows and layer.num_kept < model.config.num_tokens and selector not in ATTENTION_SELECTORS:
+        reads_positions = selector not in (*ATTENTION_SELECTORS, "dynamic_vit")
+        if stage_follows and layer.num_kept < model.config.num_tokens and reads_positions:
             outputs.append("positions")
         has_size_bias = any_stage and selector == "tome"
         next_attention = next((other for other in later if other.kind == "attention"), None)
@@ -192,13 +193,15 @@ class VideoViTCosts:
                 width = unit_width * gates[grain][work.block].sum()
             alive = gates["block"][work.block] if "block" in gates else 1
         weights, flops, activations = self._count(layer, width)
-        weight_bytes = e * self._count(layer, layer.width)[0]
+        selection_bytes = e * sum(stage.selection_weights for stage in layer.stages)
+        weight_bytes = e * self._count(layer, layer.width)[0] + selection_bytes
         stages = [self._count_stage_bytes(layer, number) for number in range(len(layer.stages))]
         peak_bytes = max([e * self._count_peak_activations(layer), *(peak for _, peak in stages)])
         return LayerNode(
             id=index, name=layer.name, layer_type=layer.kind,
             flops=batch_size * (sum(stage.selection_flops for stage in layer.stages) + alive * flops),
             bytes=alive * e * weights
+            + selection_bytes
             + batch_size * (sum(moved for moved, _ in stages) + alive * e * activations),
             weight_bytes=weight_bytes, memory_bytes=weight_bytes + batch_size * peak_bytes,
             seq_len=layer.num_tokens, embed_dim=self.dim,
@@ -252,6 +255,8 @@ class VideoViTCosts:
         moved, peak = 2 * stage.num_tokens * c * e, (num_inputs + stage.num_tokens) * c * e
         if self.selector == "ast":
             return moved, peak + 2 * self.total * c * wide
+        if self.selector == "dynamic_vit":
+            return moved, peak + 2 * num_inputs * c * e
         if self.selector not in ATTENTION_SELECTORS:
             return moved, peak
         projected = num_inputs * (c + 3 * stage.attention_width) * e
@@ -299,8 +304,10 @@ class VideoViTCosts:
 def list_layer_modules(model: VideoViT, layer: VideoViTLayer) -> list[nn.Module | Tensor]:
     """Modules, parameters and buffers of a model that a layer needs."""
     modules: list[Any] = []
-    if layer.stages:
-        modules.append(model.pruner)
+    if layer.stages and model.pruner is not None:
+        scores = model.pruner.learned_scores
+        learned = [] if scores is None else [scores[str(stage.block)] for stage in layer.stages]
+        modules += learned or [model.pruner]
     if layer.kind == "embed":
         modules += [model.patch, *model.parameters(recurse=False)]
     elif layer.kind == "head":

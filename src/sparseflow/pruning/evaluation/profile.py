@@ -15,6 +15,7 @@ from sparseflow.core.timing import Comparison, compare
 from sparseflow.errors import InputError
 from sparseflow.pruning.compaction.compact import compact
 from sparseflow.pruning.compaction.flops import count_flops
+from sparseflow.pruning.model.config import SOFT_SELECTORS
 from sparseflow.pruning.model.video_vit import VideoViT
 
 DENSE, SOFT, MASKED, COMPACT = "dense", "soft masks", "hard masks", "compact"
@@ -79,7 +80,7 @@ def profile_video_vit(
             "the model must prune and must not be compact; otherwise there is nothing to compare"
         )
     models = {DENSE: make_dense(model)}
-    if model.ast.selector == "ast" and model.softness > 0.0:
+    if model.ast.selector in SOFT_SELECTORS and model.softness > 0.0:
         models[SOFT] = model
     models |= {MASKED: model, COMPACT: compact(model), **(extra_models or {})}
     calls = _make_calls(

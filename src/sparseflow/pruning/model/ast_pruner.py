@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from sparseflow.core.checks import check_at_least
 from sparseflow.errors import InputError
 from sparseflow.pruning.model.config import ASTConfig
 from sparseflow.pruning.model.gates import UnitGates, compute_sparsity_loss, make_soft_mask
 from sparseflow.pruning.selectors.ast import EntropyScore
 from sparseflow.pruning.selectors.change import CHANGE_MEASURES, ChangeScore
+from sparseflow.pruning.selectors.learned import LearnedScore
 from sparseflow.pruning.selectors.partial_grid import GridScore, score_partial_grid
 from sparseflow.pruning.selectors.tokens import (
     TokenState,
@@ -40,20 +42,31 @@ class ASTPruner(nn.Module):
         depth: Blocks.
         num_heads: Heads of a block.
         mlp_channels: Hidden channels of a block's MLP.
+        dim: Channels of a token; needed for the selector `"dynamic_vit"` only.
 
     Attributes:
         score: Multi-level score over time, space and Voronoi regions, or the change since the previous frame;
             None for other selectors.
+        learned_scores: Learned score of each stage, by the number of its block, for the selector
+            `"dynamic_vit"`; None for other selectors.
         gates: Gates of the grains in `config.keep`; None without them.
     """
 
     def __init__(
-        self, config: ASTConfig, *, grid: tuple[int, int, int], depth: int, num_heads: int, mlp_channels: int
+        self,
+        config: ASTConfig,
+        *,
+        grid: tuple[int, int, int],
+        depth: int,
+        num_heads: int,
+        mlp_channels: int,
+        dim: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
         self.gates: UnitGates | None = None
         self.score: GridScore | None = None
+        self.learned_scores: nn.ModuleDict | None = None
         frames, rows, columns = grid
         num_tokens = frames * rows * columns
         if config.keep:
@@ -62,6 +75,9 @@ class ASTPruner(nn.Module):
             self.score = EntropyScore(frames, (rows, columns), config.score)
         if config.selector in CHANGE_MEASURES:
             self.score = ChangeScore(frames, (rows, columns), config.selector)
+        if config.selector == "dynamic_vit" and config.stages:
+            check_at_least(2, dim=dim)
+            self.learned_scores = nn.ModuleDict({str(block): LearnedScore(dim) for block in config.stages})
         if config.selector == "random":
             # Evaluation drops the same tokens of every sample, so that it is reproducible.
             self.register_buffer("order", rank_scores(torch.rand(num_tokens)))
@@ -83,10 +99,12 @@ class ASTPruner(nn.Module):
             [B, T, N]: in training a soft mask, above 0.5 for the kept tokens; in evaluation 1 or 0.
 
         Raises:
-            InputError: The selector does not score features.
+            InputError: The selector has no score that all stages share.
         """
         if self.score is None:
-            raise InputError(f"the selector {self.config.selector} has no score of features; use `ast`")
+            raise InputError(
+                f"the selector {self.config.selector} has no score that all stages share; use `ast`"
+            )
         score = self.score(x, retained)
         if retained is not None:
             score = score.masked_fill(~retained, float("-inf"))
@@ -97,12 +115,14 @@ class ASTPruner(nn.Module):
             return make_soft_mask(flat, num_kept, softness)[0].view_as(score)
         return mask_top_tokens(flat, num_kept).to(score.dtype).view_as(score)
 
-    def score_tokens(self, tokens: TokenState) -> Tensor:
-        """Score of each grid token by a selector without attention, [B, S]."""
+    def score_tokens(self, tokens: TokenState, block: int) -> Tensor:
+        """Score of each grid token by a selector without attention, [B, S], for the stage before a block."""
         selector = self.config.selector
         if selector in ("random", "uniform"):
             is_random = selector == "random" and self.training
             return score_by_order(self.get_buffer("order"), tokens.positions, is_random=is_random)
+        if self.learned_scores is not None:
+            return self.learned_scores[str(block)](tokens.grid, tokens.retained)
         score = self.score
         assert score is not None
         if tokens.retained is None:

@@ -17,14 +17,17 @@ from sparseflow.errors import InputError
 from sparseflow.pruning.selectors.ast import ScoreConfig
 from sparseflow.pruning.selectors.change import CHANGE_MEASURES
 
-SELECTORS = ("ast", "random", "uniform", "tome", "attention", "vid_tldr", *CHANGE_MEASURES)
+SELECTORS = ("ast", "random", "uniform", "tome", "attention", "vid_tldr", *CHANGE_MEASURES, "dynamic_vit")
 """Token selectors: AST score; random tokens; evenly spaced tokens; ToMe (arXiv 2210.09461), which merges
 similar tokens; the attention that tokens receive, as in EViT (arXiv 2202.07800); the sharpness of the
-attention of tokens, as in vid-TLDR (arXiv 2403.13347); and the change since the previous frame, of which EVS
-(arXiv 2510.14624) is one."""
+attention of tokens, as in vid-TLDR (arXiv 2403.13347); the change since the previous frame, of which EVS
+(arXiv 2510.14624) is one; and a learned score, as in DynamicViT (arXiv 2106.02034)."""
 
 ATTENTION_SELECTORS = ("tome", "attention", "vid_tldr")
 """Selectors that read the attention heads of the stage's block, so that no head may be pruned."""
+
+SOFT_SELECTORS = ("ast", "dynamic_vit")
+"""Selectors with soft masks in training."""
 
 GATED_GRAINS = ("head", "channel", "block")
 
@@ -173,6 +176,10 @@ class ASTConfig:
         if not self.threshold < self.gate_init < 1.0:
             raise InputError(
                 f"`gate_init` (={self.gate_init}) must be above `threshold` (={self.threshold}) and below 1"
+            )
+        if self.selector == "dynamic_vit" and self.softness == 0.0:
+            raise InputError(
+                "`softness` (=0) must be above 0 for the selector dynamic_vit, which learns by soft masks"
             )
         self._check_stages()
         self._check_keep()

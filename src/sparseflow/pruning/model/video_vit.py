@@ -6,8 +6,8 @@ the kept tokens or from a class token.
 
 Each stage (see `ASTConfig.stages`) keeps a fixed number of tokens. The other tokens are
 
-- softly masked in training with the AST selector (`softness`), so that gradients reach the score; the other
-  selectors drop them;
+- softly masked in training with the AST selector and with a learned score (`softness`), so that gradients
+  reach the score; the other selectors drop them;
 - masked in evaluation, so that the features of all tokens can be inspected;
 - removed after `compact`.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparseflow.errors import SampleError
 from sparseflow.pruning.model.ast_pruner import ASTPruner
 from sparseflow.pruning.model.blocks import MLP, Attention, BlockGates, TransformerBlock
-from sparseflow.pruning.model.config import ATTENTION_SELECTORS, ASTConfig, VideoViTConfig
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SOFT_SELECTORS, ASTConfig, VideoViTConfig
 from sparseflow.pruning.model.gates import UnitGates, make_soft_mask
 from sparseflow.pruning.selectors.partial_grid import GridScore
 from sparseflow.pruning.selectors.tokens import (
@@ -139,8 +139,9 @@ class VideoViT(nn.Module):
         self.pruner: ASTPruner | None = None
         if self.ast is not None:
             self.pruner = ASTPruner(
-                self.ast, grid=config.grid, depth=depth, num_heads=num_heads, mlp_channels=config.mlp_channels
-            )
+                self.ast, grid=config.grid, depth=depth, num_heads=num_heads,
+                mlp_channels=config.mlp_channels, dim=embed_dim,
+            )  # fmt: skip
         self._init_weights()
 
     @property
@@ -157,7 +158,8 @@ class VideoViT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("position", "cls")):
                 nn.init.trunc_normal_(parameter, std=0.02)
@@ -263,7 +265,7 @@ class VideoViT(nn.Module):
             normed, attention = self._get_attention_input(tokens, block)
             keys = attention.compute_mean_keys(normed)[:, tokens.num_prefix :]
             return merge_similar_tokens(tokens, keys, num_kept)
-        soft = self.training and ast.selector == "ast" and self.softness > 0.0 and not self.compacted
+        soft = self.training and ast.selector in SOFT_SELECTORS and self.softness > 0.0 and not self.compacted
         score = self._score_tokens(tokens, block)
         if not soft and (self.training or self.compacted):
             return drop_tokens(tokens, score, num_kept, merge=ast.merge)
@@ -294,7 +296,7 @@ class VideoViT(nn.Module):
         assert self.pruner is not None
         if self.pruner.config.selector in ATTENTION_SELECTORS:
             return self._score_by_attention(tokens, block)
-        return self.pruner.score_tokens(tokens)
+        return self.pruner.score_tokens(tokens, block)
 
     def _score_by_attention(self, tokens: TokenState, block: int) -> Tensor:
         assert self.ast is not None

@@ -55,7 +55,7 @@ class TokenPruner(nn.Module):
         sizes: Stage -> number of tokens that ToMe merged into each token, [B, S], of the last input.
 
     Raises:
-        InputError: The selector cannot read the attention of the encoder.
+        InputError: The selector cannot read the attention of the encoder, or has to be trained.
     """
 
     def __init__(self, encoder: nn.Module, adapter: PatchAdapter, config: ASTConfig) -> None:
@@ -69,6 +69,11 @@ class TokenPruner(nn.Module):
         self.selectors = nn.ModuleDict()
         self._num_kept: dict[str, dict[int, int]] = {}
         self.readers: dict[int, AttentionReader] = {}
+        if config.selector == "dynamic_vit":
+            raise InputError(
+                "`selector` (='dynamic_vit') has a score that a VideoViT learns in training; use another "
+                "selector for a patched model, such as 'ast'"
+            )
         if config.selector in ATTENTION_SELECTORS:
             blocks = adapter.list_blocks(encoder)
             # The reader neither rotates queries and keys nor adds the bias of a block.

@@ -28,7 +28,7 @@ from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.compaction.saved_model import load_model
 from sparseflow.pruning.config import PruningConfig, parse_config
 from sparseflow.pruning.evaluation.profile import compare_latency
-from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS
+from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS, ASTConfig
 from sparseflow.pruning.training.page import PAGE_FILE
 from sparseflow.pruning.training.task import MODEL_FILE
 from sparseflow.pruning.training.train import train
@@ -123,7 +123,11 @@ def list_selector_models(config: PruningConfig) -> dict[str, PruningConfig]:
         keep = config.ast.keep
         if selector in ATTENTION_SELECTORS:
             keep = {grain: share for grain, share in keep.items() if grain == "channel"}
-        models[selector] = _update_config(config, ast=replace(config.ast, selector=selector, keep=keep))
+        softness = config.ast.softness
+        if selector == "dynamic_vit":  # learns through soft masks
+            softness = softness or ASTConfig().softness
+        ast = replace(config.ast, selector=selector, keep=keep, softness=softness)
+        models[selector] = _update_config(config, ast=ast)
     return models
 
 
