@@ -2,20 +2,28 @@
 
 ::
 
-    python -m benchmarks.claims record benchmarks/pruning/comparison.py results/pruning/comparison.json
+    sparseflow pruning compare --config moving_objects --keep 0.5 --keep 0.3 --keep 0.2 --keep 0.1 \\
+        --training-free --ablations --device cuda --out runs/moving-objects
+    cp runs/moving-objects/comparison.json results/pruning/moving-objects.json
+    python -m benchmarks.claims record benchmarks/pruning/comparison.py results/pruning/moving-objects.json
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.claims import Claim
+from benchmarks.claims import Claim, slugify
 from sparseflow.pruning.data.moving_digits import MovingDigits
+from sparseflow.pruning.training.comparison import TRAINING_FREE
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: AST against other selectors and against itself without parts."""
+    if any(re.fullmatch(r"ast [\d.]+", model["model"]) for model in record["models"]):
+        yield from make_share_claims(record)
+        return
     models = {model["model"]: model for model in record["models"]}
     dense, ast = models["dense"], models["ast"]
     # Records of version 0.1 do not name the measure; its default was entropy.
@@ -60,6 +68,35 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
                 baseline=f"AST2.0-lite v2 ({measure})",
                 slug=slug,
             )
+
+
+def make_share_claims(record: dict[str, Any]) -> Iterator[Claim]:
+    """Yield the claims of a comparison at several shares of tokens, one for each selector and share."""
+    models, dataset = (
+        {model["model"]: model for model in record["models"]},
+        record["settings"]["data"]["kind"],
+    )
+    dense = models["dense"]
+    for name, model in models.items():
+        match = re.fullmatch(r"(\S+) ([\d.]+)(, .*)?", name)
+        if match is None:
+            continue
+        selector, share, rest = match[1], float(match[2]), match[3] or ""
+        ast = models[f"ast {match[2]}{rest if rest == TRAINING_FREE else ''}"]
+        arguments: dict[str, Any] = {"slug": f"{slugify(dataset)}-{slugify(name)}"}
+        title = f"'{selector}{rest}' with {share:.0%} of the tokens on {dataset}"
+        if selector == "ast" and rest in ("", TRAINING_FREE):
+            target = ">= -0.2" if share == 0.5 and not rest else None
+            yield make_difference(
+                record, model, dense, "over_dense", target=target, baseline="the dense model",
+                claim=f"Accuracy of {title} minus that of the dense model, mean of {{seeds}} seeds.",
+                **arguments,
+            )  # fmt: skip
+        else:
+            yield make_difference(
+                record, model, ast, "over_ast", target="<= 0", baseline=f"'ast{rest}' at the same share",
+                claim=f"Accuracy of {title} minus that of AST, mean of {{seeds}} seeds.", **arguments,
+            )  # fmt: skip
 
 
 def make_difference(

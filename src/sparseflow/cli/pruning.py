@@ -286,6 +286,14 @@ def compare(
     overrides: SetOption = None,
     seeds: SeedsOption = 5,
     models: ModelNamesOption = None,
+    keep: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="Share of tokens after the last stage; repeat it for several."),
+    ] = None,
+    training_free: Annotated[
+        bool,
+        typer.Option("--training-free", help="Also evaluate selectors with the weights of the dense model."),
+    ] = False,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train AST without each of its parts, and on one frame.")
     ] = False,
@@ -297,6 +305,7 @@ def compare(
 ) -> None:
     """Train AST and its baselines at an equal number of kept tokens; compare accuracy and latency."""
     from sparseflow.pruning.api import compare_models
+    from sparseflow.pruning.training.comparison import TRAINING_FREE
 
     settings = _read_settings(config, overrides)
     open_device(device)  # Fails early; the trainings open it by name.
@@ -306,6 +315,8 @@ def compare(
             out,
             num_seeds=seeds,
             names=split_list(models),
+            shares=keep or (),
+            training_free=training_free,
             ablations=ablations,
             workers=workers,
             batch_size=batch_size,
@@ -317,7 +328,7 @@ def compare(
     timings = {row.model: row for row in result.latency}
     rows = []
     for row in result.models:
-        timing = timings.get(row.model)
+        timing = timings.get(row.model.removesuffix(TRAINING_FREE))
         rows.append(
             (
                 row.model,

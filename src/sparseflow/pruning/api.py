@@ -24,8 +24,10 @@ from sparseflow.pruning.evaluation.profile import VideoViTProfile, make_dense, p
 from sparseflow.pruning.model.video_vit import VideoViT
 from sparseflow.pruning.training.comparison import (
     DENSE,
+    ONE_FRAME,
     AccuracySummary,
     LatencySummary,
+    evaluate_training_free,
     list_ablations,
     list_selector_models,
     measure_latencies,
@@ -244,6 +246,8 @@ def compare_models(
     *,
     num_seeds: int = 5,
     names: Sequence[str] | None = None,
+    shares: Sequence[float] = (),
+    training_free: bool = False,
     ablations: bool = False,
     workers: int = 1,
     batch_size: int = 8,
@@ -258,8 +262,10 @@ def compare_models(
         config: Configuration that all trainings share.
         out_dir: Output directory; an existing comparison is resumed.
         num_seeds: Trainings of each model.
-        names: Models to train; by default all.
-        ablations: Also train AST without each of its parts, and on one frame.
+        names: Models or selectors to train; by default all.
+        shares: Shares of tokens after the last stage; by default that of the configuration.
+        training_free: Also evaluate each selector with the weights of the dense model.
+        ablations: Also train AST without each of its parts, at the smallest share, and on one frame.
         workers: Parallel trainings.
         batch_size: Clips per timed call.
         rounds: Timing rounds.
@@ -268,17 +274,31 @@ def compare_models(
         progress: Called with a message and the fraction done.
 
     Raises:
-        InputError: A name is unknown, or the configuration does not prune.
+        InputError: A name is unknown, the configuration does not prune, or `training_free` without the dense
+            model.
     """
-    models = list_selector_models(config) | (list_ablations(config) if ablations else {})
+    models = list_selector_models(config, shares)
+    if ablations:
+        models |= list_ablations(config, min(shares, default=None))
     if names is not None:
-        unknown = sorted(set(names) - set(models))
+        known = {*models, *(name.partition(" ")[0] for name in models if "," not in name)}
+        unknown = sorted(set(names) - known)
         if unknown:
             raise InputError(f"unknown models: {', '.join(unknown)}; known models: {', '.join(models)}")
-        models = {name: model for name, model in models.items() if name in names}
+        models = {
+            name: model
+            for name, model in models.items()
+            if name in names or (name.partition(" ")[0] in names and name != ONE_FRAME)
+        }
+    if training_free and DENSE not in models:
+        raise InputError(f"`training_free` needs the weights of the model {DENSE!r}; add it to the models")
     rows = train_models(
         models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
     )
+    if training_free:
+        rows += evaluate_training_free(
+            models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
+        )
     latencies: list[LatencySummary] = []
     if DENSE in models:
         latencies = measure_latencies(

@@ -13,6 +13,10 @@ pytest.importorskip("sklearn")
 
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning import ScoreConfig
+from sparseflow.pruning.api import compare_models
+from sparseflow.pruning.compaction.saved_model import load_model
+from sparseflow.pruning.data.datasets import load_video_dataset
+from sparseflow.pruning.evaluation.accuracy import evaluate_accuracy
 from sparseflow.pruning.model.config import SELECTORS
 from sparseflow.pruning.training import comparison
 from sparseflow.pruning.training.comparison import (
@@ -45,6 +49,54 @@ def test_list_ablations_changes_one_part_each() -> None:
     configs = list_ablations(TINY)
     assert configs["ast, no time"].ast == replace(TINY.ast, score=ScoreConfig(time=0.0)) and len(configs) == 6
     assert configs["one frame"].data.model_dump()["frozen"] is True
+
+
+def test_shares_raise_all_stages_to_a_power() -> None:
+    config = quick(ast={"stages": {"0": 0.81, "1": 0.09}, "keep": {}})
+    configs = list_selector_models(config, [0.3, 0.09])
+    assert list(configs) == ["dense", *(f"{name} {share:g}" for name in SELECTORS for share in (0.3, 0.09))]
+    assert configs["random 0.3"].ast.stages == pytest.approx({0: 0.9, 1: 0.3})
+    assert list(list_ablations(config, 0.3))[:2] == ["ast 0.3, no time", "ast 0.3, no space"]
+    with pytest.raises(InputError, match="share"):
+        list_selector_models(config, [0.0])
+    with pytest.raises(InputError, match="below 1"):
+        list_selector_models(quick(ast={"stages": {"1": 1.0}}), [0.5])
+
+
+def test_models_are_compared_with_ast_of_the_same_share() -> None:
+    names = {
+        "random 0.3": "ast 0.3", "ast 0.3, no time": "ast 0.3", "tome": "ast", "one frame": "ast",
+        "evs 0.1, training-free": "ast 0.1, training-free", "ast, no time": "ast",
+    }  # fmt: skip
+    assert {name: comparison._get_ast_name(name) for name in names} == names
+
+
+@pytest.mark.usefixtures("no_page")
+def test_compare_models_at_several_shares_and_without_training(tmp_path: Path) -> None:
+    config = quick(
+        ast={"stages": {"1": 0.5}, "keep": {}}, data={"train_clips": 16, "test_clips": 12},
+        train={"epochs": 1, "batch_size": 8},
+    )  # fmt: skip
+    result = compare_models(
+        config, tmp_path, num_seeds=1, names=["dense", "ast", "random 0.25"], shares=[0.5, 0.25],
+        training_free=True, batch_size=2, rounds=2,
+    )  # fmt: skip
+    trained = ["dense", "ast 0.5", "ast 0.25", "random 0.25"]
+    assert [row.model for row in result.models] == [
+        *trained, *(f"{name}, training-free" for name in trained[1:])
+    ]  # fmt: skip
+    assert [row.model for row in result.latency] == trained
+    page = result.page.read_text()
+    assert "Accuracy over time, after training" in page and "with the weights of the dense model" in page
+    dense = load_model(tmp_path / "dense/seed-0/model.safetensors")
+    model = list_selector_models(config, [0.5])["ast 0.5"].build_model(8, 1)
+    model.load_state_dict(model.state_dict() | dense.state_dict())
+    accuracy = evaluate_accuracy(model.eval(), load_video_dataset(config).test, batch_size=8)
+    assert result.models[4].accuracy == accuracy.video_top1
+    refused: tuple[tuple[list[str], str], ...] = ((["ast"], "'dense'"), (["ast 0.3"], "ast 0.3"))
+    for names, message in refused:
+        with pytest.raises(InputError, match=message):
+            compare_models(config, tmp_path, names=names, shares=[0.5], training_free=True)
 
 
 @pytest.mark.usefixtures("no_page")

@@ -250,6 +250,7 @@ def plot_curves(
     x: str,
     y: str,
     log_x: bool = False,
+    intervals: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     alt: str = "",
     caption: str = "",
 ) -> Figure:
@@ -264,6 +265,7 @@ def plot_curves(
         x: Label of the horizontal axis with its unit.
         y: Label of the vertical axis with its unit.
         log_x: Whether the horizontal axis is logarithmic.
+        intervals: Lower and upper interval ends of the y values, by line.
         alt: Text alternative; generated from the last values if empty.
         caption: Sentence below the heading.
 
@@ -276,6 +278,8 @@ def plot_curves(
     with open_axes(rows=1, row_in=3.2) as (figure, axes):
         for index, names in enumerate(_group_curves(series)):
             xs, ys = series[names[0]]
+            if intervals is not None and names[0] in intervals:
+                axes.vlines(xs, *intervals[names[0]], color=_COLORS[index % len(_COLORS)], linewidth=1.2)
             axes.plot(
                 xs, ys, color=_COLORS[index % len(_COLORS)],
                 linestyle=_DASHES[index // len(_COLORS) % len(_DASHES)], linewidth=1.6,

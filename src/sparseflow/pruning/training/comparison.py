@@ -1,42 +1,54 @@
-"""Comparison of AST2.0-lite v2 with baseline token selectors at an equal number of kept tokens.
+"""Comparison of AST2.0-lite v2 with baseline token selectors at equal numbers of kept tokens.
 
-All models are trained and evaluated alike, and timed together. The output directory has `accuracy.jsonl`, one
-row for each model and seed, and the directory of each training under the name of the model. The same call
-resumes an interrupted comparison, also in the middle of a training.
+All models are trained and evaluated alike, and timed together. A name is a selector, with the share of kept
+tokens if there are several, such as `"ast 0.3"`. The output directory has `accuracy.jsonl`, one row for each
+model and seed, and the directory of each training under the name of the model. The same call resumes an
+interrupted comparison, also in the middle of a training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
+from sparseflow.core.checks import check_between
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_json
 from sparseflow.core.metrics import bootstrap_mean
 from sparseflow.core.progress import Progress
-from sparseflow.core.report import Page, plot_intervals
+from sparseflow.core.report import Page, plot_curves, plot_intervals
 from sparseflow.core.training.grid import GridCell, make_grid, run_grid
 from sparseflow.errors import FileFormatError, InputError
 from sparseflow.pruning.compaction.compact import compact
 from sparseflow.pruning.compaction.flops import count_flops
 from sparseflow.pruning.compaction.saved_model import load_model
 from sparseflow.pruning.config import PruningConfig, parse_config
+from sparseflow.pruning.data.datasets import load_video_dataset
+from sparseflow.pruning.evaluation.accuracy import VideoAccuracy, evaluate_accuracy
 from sparseflow.pruning.evaluation.profile import compare_latency
 from sparseflow.pruning.model.config import ATTENTION_SELECTORS, SELECTORS, ASTConfig
 from sparseflow.pruning.training.page import PAGE_FILE
-from sparseflow.pruning.training.task import MODEL_FILE
+from sparseflow.pruning.training.task import AMP_DTYPES, MODEL_FILE
 from sparseflow.pruning.training.train import train
 
 ROWS_FILE = "accuracy.jsonl"
 RESULTS_FILE = "comparison.json"
 DENSE, AST = "dense", "ast"
 ONE_FRAME = "one frame"
+TRAINING_FREE = ", training-free"
+"""End of the name of a selector with the weights of the dense model."""
+
+_NAME = re.compile(r"(?P<selector>[^ ,]+)(?P<share> [\d.]+)?(?P<rest>, .*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +83,7 @@ class AccuracySummary:
         seeds: Number of seeds.
         accuracy: Mean top-1 accuracy over test videos.
         over_dense: Mean difference to the dense model.
-        over_ast: Mean difference to AST.
+        over_ast: Mean difference to AST with the same share of tokens.
     """
 
     model: str
@@ -110,8 +122,12 @@ class LatencySummary:
     times_ms: list[float]
 
 
-def list_selector_models(config: PruningConfig) -> dict[str, PruningConfig]:
-    """List the configurations, by name, of the dense model and of one model for each selector.
+def list_selector_models(config: PruningConfig, shares: Sequence[float] = ()) -> dict[str, PruningConfig]:
+    """List the configurations, by name, of the dense model and of models for each selector.
+
+    Args:
+        config: Configuration that all models share.
+        shares: Shares of tokens after the last stage; by default that of the configuration.
 
     Raises:
         InputError: The configuration does not prune.
@@ -127,12 +143,31 @@ def list_selector_models(config: PruningConfig) -> dict[str, PruningConfig]:
         if selector == "dynamic_vit":  # learns through soft masks
             softness = softness or ASTConfig().softness
         ast = replace(config.ast, selector=selector, keep=keep, softness=softness)
-        models[selector] = _update_config(config, ast=ast)
+        for share in shares or (None,):
+            name = selector if share is None else f"{selector} {share:g}"
+            models[name] = _update_config(config, ast=ast if share is None else _set_share(ast, share))
     return models
 
 
-def list_ablations(config: PruningConfig) -> dict[str, PruningConfig]:
-    """List AST without each of its parts, AST with entropies, and the dense model on one frame."""
+def _set_share(ast: ASTConfig, share: float) -> ASTConfig:
+    """Raise the shares of the stages to a common power, so that the last one is `share`."""
+    if not ast.stages:
+        raise InputError("the configuration has no stages whose shares of tokens can change")
+    check_between(1e-6, 1.0, share=share)
+    last_share = ast.stages[max(ast.stages)]
+    if last_share == 1.0:
+        raise InputError("the last stage keeps all tokens; its share must be below 1")
+    power = math.log(share) / math.log(last_share)
+    return replace(ast, stages={block: value**power for block, value in ast.stages.items()})
+
+
+def list_ablations(config: PruningConfig, share: float | None = None) -> dict[str, PruningConfig]:
+    """List AST without each of its parts, AST with entropies, and the dense model on one frame.
+
+    Args:
+        config: Configuration that all models share.
+        share: Share of tokens after the last stage; by default that of the configuration.
+    """
     score_changes: dict[str, dict[str, Any]] = {
         "no time": {"time": 0.0},
         "no space": {"space": 0.0},
@@ -143,7 +178,10 @@ def list_ablations(config: PruningConfig) -> dict[str, PruningConfig]:
     models = {}
     for name, change in score_changes.items():
         ast = replace(config.ast, selector=AST, score=replace(config.ast.score, **change))
-        models[f"{AST}, {name}"] = _update_config(config, ast=ast)
+        if share is None:
+            models[f"{AST}, {name}"] = _update_config(config, ast=ast)
+        else:
+            models[f"{AST} {share:g}, {name}"] = _update_config(config, ast=_set_share(ast, share))
     if config.data.kind == "moving_digits":
         frozen = config.data.model_copy(update={"frozen": True})
         models[ONE_FRAME] = _update_config(config, mode="dense", latency=None, data=frozen)
@@ -178,6 +216,45 @@ def train_models(
         FileFormatError: A row of the directory is damaged.
         RunError: A training failed.
     """
+    return _run_cells(
+        _train_model, models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
+    )
+
+
+def evaluate_training_free(
+    models: Mapping[str, PruningConfig],
+    out_dir: Path | str,
+    *,
+    num_seeds: int = 5,
+    device: str = "cpu",
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> list[SelectorRow]:
+    """Evaluate selectors with the weights of the trained dense models; arguments as in `train_models`.
+
+    Selectors that have to be trained, and the dense model, are left out.
+    """
+    cells = {
+        f"{name}{TRAINING_FREE}": config
+        for name, config in models.items()
+        if config.mode != "dense" and config.ast.selector != "dynamic_vit" and "," not in name
+    }
+    return _run_cells(
+        _evaluate_dense_weights, cells, out_dir, num_seeds=num_seeds, device=device, workers=workers,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _run_cells(
+    run_cell: Callable[[Path, GridCell[PruningConfig], str], dict[str, Any]],
+    models: Mapping[str, PruningConfig],
+    out_dir: Path | str,
+    *,
+    num_seeds: int,
+    device: str,
+    workers: int,
+    progress: Progress | None,
+) -> list[SelectorRow]:
     root = Path(out_dir)
     digests = {name: _digest_config(config) for name, config in models.items()}
 
@@ -189,7 +266,7 @@ def train_models(
             )
 
     rows = run_grid(
-        partial(_train_model, root), make_grid(models.items(), num_seeds=num_seeds), root / ROWS_FILE,
+        partial(run_cell, root), make_grid(models.items(), num_seeds=num_seeds), root / ROWS_FILE,
         check_row=check_row, device=device, workers=workers,
         describe=lambda row: f"{row['entry']}, seed {row['seed']}: {row['video_top1']:.1%}",
         progress=progress,
@@ -204,15 +281,39 @@ def _digest_config(config: PruningConfig) -> str:
 
 
 def _train_model(root: Path, cell: GridCell[PruningConfig], device: str) -> dict[str, Any]:
-    config = cell.config
-    seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": cell.seed})})
-    result = train(seeded, get_training_dir(root, cell.name, cell.seed), device=device)
+    config = _set_seed(cell.config, cell.seed)
+    result = train(config, get_training_dir(root, cell.name, cell.seed), device=device)
     assert result.accuracy is not None
+    return _make_row(cell, result.accuracy, result.stats)
+
+
+def _evaluate_dense_weights(root: Path, cell: GridCell[PruningConfig], device: str) -> dict[str, Any]:
+    config = _set_seed(cell.config, cell.seed)
+    dense = load_model(get_training_dir(root, DENSE, cell.seed) / MODEL_FILE)
+    data = load_video_dataset(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cell.seed)  # for the order of the random selector
+        model = config.build_model(len(data.classes), data.num_channels)
+    model.load_state_dict(model.state_dict() | dense.state_dict())
+    accuracy = evaluate_accuracy(
+        model.to(device).eval(), data.test, batch_size=config.train.batch_size, workers=config.train.workers,
+        device=torch.device(device), amp=AMP_DTYPES[config.train.amp],
+    )  # fmt: skip
+    return _make_row(cell, accuracy, {})
+
+
+def _set_seed(config: PruningConfig, seed: int) -> PruningConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
+
+
+def _make_row(
+    cell: GridCell[PruningConfig], accuracy: VideoAccuracy, stats: Mapping[str, float]
+) -> dict[str, Any]:
     return {
-        "settings": _digest_config(config),
-        "clip_top1": result.accuracy.clip_top1,
-        "video_top1": result.accuracy.video_top1,
-        "stats": dict(result.stats),
+        "settings": _digest_config(cell.config),
+        "clip_top1": accuracy.clip_top1,
+        "video_top1": accuracy.video_top1,
+        "stats": dict(stats),
     }
 
 
@@ -237,16 +338,24 @@ def summarize_accuracy(rows: Sequence[SelectorRow]) -> list[AccuracySummary]:
     for name in dict.fromkeys(row.entry for row in rows):
         by_seed = {seed: accuracy for (entry, seed), accuracy in accuracies.items() if entry == name}
         fields = _summarize(list(by_seed.values()), "accuracy")
-        for baseline in (DENSE, AST):
+        for key, baseline in (("over_dense", DENSE), ("over_ast", _get_ast_name(name))):
             differences = [
                 accuracy - accuracies[baseline, seed]
                 for seed, accuracy in by_seed.items()
                 if (baseline, seed) in accuracies
             ]
             if differences:
-                fields |= _summarize(differences, f"over_{baseline}")
+                fields |= _summarize(differences, key)
         summaries.append(AccuracySummary(model=name, seeds=len(by_seed), **fields))
     return summaries
+
+
+def _get_ast_name(name: str) -> str:
+    """Name of AST with the same share of tokens and the same origin of the weights."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return AST
+    return f"{AST}{match['share'] or ''}{TRAINING_FREE if match['rest'] == TRAINING_FREE else ''}"
 
 
 def _summarize(values: Sequence[float], name: str) -> dict[str, float]:
@@ -364,6 +473,8 @@ def _build_page(
         "over_ast": "over AST", "over_ast_low": "from", "over_ast_high": "to",
     }  # fmt: skip
     page.table("Accuracy", [asdict(summary) for summary in summaries], columns=accuracy_columns, digits=4)
+    for end, title in (("", "after training"), (TRAINING_FREE, "with the weights of the dense model")):
+        _plot_accuracy_over_time(page, f"Accuracy over time, {title}", end, summaries, latencies)
     page.section("Cost")
     cost_columns = {
         "model": "model", "gflops": "GFLOP per clip", "latency_ms": "ms per clip", "speedup": "over dense",
@@ -372,3 +483,36 @@ def _build_page(
     rows = [asdict(latency) for latency in latencies]
     page.table("Cost of the compact models", rows, columns=cost_columns, digits=3)
     return page
+
+
+def _plot_accuracy_over_time(
+    page: Page,
+    title: str,
+    end: str,
+    summaries: Sequence[AccuracySummary],
+    latencies: Sequence[LatencySummary],
+) -> None:
+    """Plot a curve for each selector over the latency of its models; nothing without several shares."""
+    latency_ms = {latency.model: latency.latency_ms for latency in latencies}
+    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    for summary in summaries:
+        match = _NAME.fullmatch(summary.model)
+        time_ms = latency_ms.get(summary.model.removesuffix(TRAINING_FREE))
+        if match is None or (match["rest"] or "") != end or time_ms is None or not match["share"]:
+            continue
+        point = (time_ms, summary.accuracy, summary.accuracy_low, summary.accuracy_high)
+        points.setdefault(match["selector"], []).append(point)
+    if max(map(len, points.values()), default=0) < 2:
+        return
+    dense = next(summary for summary in summaries if summary.model == DENSE)
+    points[DENSE] = [(latency_ms[DENSE], dense.accuracy, dense.accuracy_low, dense.accuracy_high)]
+    columns = {name: list(zip(*sorted(rows), strict=True)) for name, rows in points.items()}
+    page.figure(
+        plot_curves(
+            title,
+            {name: (values[0], values[1]) for name, values in columns.items()},
+            intervals={name: (values[2], values[3]) for name, values in columns.items()},
+            x="ms per clip", y="top-1 accuracy",
+            caption="Bars are 95 % bootstrap intervals of the mean over seeds.",
+        )
+    )  # fmt: skip

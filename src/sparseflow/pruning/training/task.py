@@ -28,7 +28,7 @@ from sparseflow.pruning.evaluation.latency_model import VideoViTLatencyModel, co
 from sparseflow.pruning.training.distillation import Distillation
 
 MODEL_FILE = "model.safetensors"
-_AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class VideoTrainingTask:
@@ -88,7 +88,7 @@ class VideoTrainingTask:
         groups = split_weight_decay(weights, train.weight_decay)
         groups.append({"params": gates, "weight_decay": 0.0, "lr_scale": train.gate_rate})
         self.optimizer = torch.optim.AdamW(groups, lr=train.rate)
-        self._amp = _AMP_DTYPES[train.amp]
+        self._amp = AMP_DTYPES[train.amp]
         self._scaler = torch.amp.GradScaler(context.device.type, enabled=train.amp == "fp16")
         self.stats: dict[str, float] = {}
 
