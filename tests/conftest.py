@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -13,6 +14,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from sparseflow.core import journal
 from sparseflow.errors import MissingExtraError
@@ -127,6 +129,23 @@ def one_thread() -> Iterator[None]:
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for locked journals; for tests that hold the lock themselves."""
     monkeypatch.setattr(journal, "_LOCK_TIMEOUT_S", 0.0)
+
+
+@pytest.fixture
+def undrawn_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert figures to empty pictures, because drawing those of a page takes longer than most runs.
+
+    For tests of commands and runs. The tests of the pages draw them.
+    """
+    savefig = Figure.savefig
+
+    def save(figure: Figure, target: Any, **options: Any) -> None:
+        if isinstance(target, io.StringIO):
+            target.write('<svg viewBox="0 0 1 1"></svg>')
+        else:
+            savefig(figure, target, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from sparseflow.adaptive.profile.plan_quality import PlanQuality
 from sparseflow.cli.root import run
 from tests.adaptive.questions import folders
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 ROOT = Path(__file__).parents[2]
 QUESTION_OPTIONS = ["--questions", "questions.jsonl"]
 TRAIN_OPTIONS = [

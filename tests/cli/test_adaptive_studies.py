@@ -54,6 +54,7 @@ def _enter_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_train_eval_plot_write_results_and_pages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ from sparseflow.pruning.config import parse_config
 from tests.codesign.toys import QUICK
 from tests.pruning.small import QUICK as TASK
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 SETTINGS: dict[str, Any] = QUICK | {
     "task": TASK | {"train": TASK["train"] | {"epochs": 2}},
     "hardware": QUICK["hardware"] | {"batch_size": 4},

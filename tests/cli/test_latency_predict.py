@@ -30,6 +30,8 @@ from tests.latency.conftest import few_tries
 from tests.latency.onnx_models import FLOAT, convnet, looping, model, save
 from tests.latency.synthetic import SyntheticBench, make_collection, make_networks, slowdown
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 PEAKS = Peaks(flops_per_s=1e10, bytes_per_s=1e9, launch_ms=0.01)
 
 

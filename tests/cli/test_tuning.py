@@ -26,6 +26,8 @@ from sparseflow.tuning.schedule.problem import SparseProblem
 from sparseflow.tuning.schedule.schedule import Schedule
 from tests.tuning.synthetic_labels import SMALL, on_disk
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 MATRIX = "%%MatrixMarket matrix coordinate pattern general\n300 500 3\n1 2\n2 1\n300 500\n"
 LINE = (
     "2 i 2 i0 64 i1 4 j 2 j0 128 j1 4 1 A 4 i0 i1 j0 j1 A 4 i0 0 i1 0 j0 1 j1 0 0 4 i0 i1 j0 j1 "

@@ -91,6 +91,7 @@ def test_train_after_interrupts_gives_same_results(studied: Path, study_inputs: 
         assert json.loads(json.dumps(results[name])) == interrupted[name], name
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_evaluate_without_and_with_controllers(studied: Path, study_inputs: Path, tmp_path: Path) -> None:
     config = small.make_config(study_inputs, out=tmp_path, attainment=0.9)
     baselines = evaluate(config)

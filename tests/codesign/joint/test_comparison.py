@@ -18,6 +18,8 @@ from sparseflow.codesign.joint.trainer import BASELINES, DesignResult
 from sparseflow.errors import InputError
 from tests.codesign.toys import chain, hardware, make_toy, quick
 
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
+
 COMPARING = import_module("sparseflow.codesign.joint.comparison")
 """The module: the wing has a function of that name."""
 
