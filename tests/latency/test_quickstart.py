@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +18,14 @@ pytest.importorskip("scipy")
 
 from sparseflow.errors import InputError, RunError
 from sparseflow.latency import quickstart
+from sparseflow.latency.graph.synthetic_kernels import SyntheticKernelsConfig
 from sparseflow.latency.measure import collection
 from sparseflow.latency.model.dataset import LatencyDataset, load_dataset
 from sparseflow.latency.model.predictor import Predictor
 from tests.latency.conftest import MadeUp
 from tests.latency.synthetic import SyntheticBench
+
+pytestmark = pytest.mark.usefixtures("undrawn_figures")
 
 
 class Bench(SyntheticBench):
@@ -43,7 +47,7 @@ class Bench(SyntheticBench):
 
 @pytest.fixture
 def trained(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> list[LatencyDataset]:
-    """Replace the slow steps; the data of each training are appended to the result."""
+    """Replace or shorten the slow steps; the data of each training are appended to the result."""
     trained: list[LatencyDataset] = []
 
     def train(folders: list[Path], progress: object) -> Predictor:
@@ -57,6 +61,7 @@ def trained(made_up: MadeUp, monkeypatch: pytest.MonkeyPatch) -> list[LatencyDat
         quickstart, "_prepare_models", lambda *arguments: (made_up.models[:2], made_up.kernels[:2])
     )
     monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart, "SyntheticKernelsConfig", partial(SyntheticKernelsConfig, kernels=12))
     return trained
 
 
