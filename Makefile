@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # The CPU build of torch does not depend on Triton; the tests run Triton's interpreter.
 TRITON := triton==3.6.0
+WINGS := latency,openvino,tuning,pruning,codesign,adaptive
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check fmt fuzz kill soak install-check bench tables docs site site-audit notebooks dist clean
@@ -107,13 +108,17 @@ $(VENV)/.run: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.site: $(VENV)/.run
 	@echo "installing the dependencies of the site and of all wings ..."
-	@$(PIP) -e ".[docs,latency,openvino,tuning,pruning,codesign,adaptive]"
+	@$(PIP) -e ".[docs,$(WINGS)]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)  # without it spikingjelly prints a warning
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.site
-	@echo "installing the development dependencies ..."
-	@$(PIP) -e ".[dev]"
+$(VENV)/.pytest: $(VENV)/.run
+	@$(PIP) pytest hypothesis
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run  # not after .site: each call of pip resolves all requirements again
+	@echo "installing the dependencies of the tests, of the site and of all wings ..."
+	@$(PIP) -e ".[docs,$(WINGS),dev]"
 	@$(PIP) --no-deps snntorch sinabs nir nirtorch pbr  # their requirements are installed, except samna (hardware)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@touch $@
+	@touch $(VENV)/.site $@
