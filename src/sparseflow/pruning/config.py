@@ -117,6 +117,8 @@ class VideoTasksConfig(StrictModel):
     split_seed: int = Field(default=0, ge=0)
     stride: int = Field(default=1, ge=1)
     """Frames of a video from one frame of a clip to the next."""
+    subtract_mean: bool = False
+    """Subtract from each pixel its mean over the clip, which leaves what changes."""
     train_clips: int = Field(default=8192, ge=1)
     """Clips per epoch; every epoch has new ones."""
     test_clips: int = Field(default=2048, ge=1)

@@ -16,7 +16,7 @@ from sparseflow.pruning.config import PruningConfig, parse_config
 from sparseflow.pruning.data.datasets import count_classes, load_batches, load_video_dataset
 from sparseflow.pruning.data.sampling import MEAN, STD
 from sparseflow.pruning.data.shots import Shot
-from sparseflow.pruning.data.video_tasks import VIDEO_TASKS, VideoTaskClips
+from sparseflow.pruning.data.video_tasks import VIDEO_TASKS, Task, VideoTaskClips
 from tests.pruning.data.tree import write_video
 from tests.pruning.small import QUICK
 
@@ -51,7 +51,7 @@ def numbers_of(clips: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_frames_follow_label(stride: int) -> None:
     steps = stride * np.arange(6)
-    expected = {
+    expected: dict[Task, list[np.ndarray]] = {
         "direction": [steps, steps[::-1]],
         "speed": [steps, 2 * steps, 4 * steps],
         "order": [
@@ -109,6 +109,14 @@ def test_clips_depend_on_seed_split_and_index_only() -> None:
     assert not torch.equal(make("speed", train=True, seed=1)[3]["clip"], batch["clip"][1])
     with pytest.raises(IndexError, match="clip 200"):
         clips.make_batch([200])
+
+
+def test_subtracted_mean_leaves_changes() -> None:
+    clip, changes = (make("order", subtract_mean=subtract)[0]["clip"] for subtract in (False, True))
+    assert (changes[:, :2].abs() < 1e-5).all() and changes[
+        :, 2
+    ].std() > 0  # the rows and columns do not change
+    torch.testing.assert_close(changes, clip - clip.mean(0))
 
 
 def configure(data: dict[str, Any], **model: Any) -> PruningConfig:

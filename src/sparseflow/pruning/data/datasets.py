@@ -141,6 +141,7 @@ def _load_video_tasks(
             shots=train if is_train else test, train=is_train, seed=config.train.seed if is_train else 0,
             num_clips=data.train_clips * config.train.epochs if is_train else data.test_clips,
             num_frames=model.num_frames, size=model.img_size, stride=data.stride,
+            subtract_mean=data.subtract_mean,
         )
         for is_train in (True, False)
     }  # fmt: skip

@@ -60,6 +60,8 @@ class VideoTaskClips(GeneratedClips, ABC):
         num_frames: Frames of a clip.
         size: Side of a frame, pixels.
         stride: Frames of the video from one frame of a clip to the next.
+        subtract_mean: Subtract from each pixel its mean over the clip, which leaves what changes. Otherwise
+            what does not change is most of a clip, and a small model learns slowly.
 
     Attributes:
         shots: Shots of the clips.
@@ -78,12 +80,13 @@ class VideoTaskClips(GeneratedClips, ABC):
         num_frames: int = 12,
         size: int = 64,
         stride: int = 1,
+        subtract_mean: bool = False,
     ) -> None:
         check_at_least(1, num_clips=num_clips, size=size)
         check_at_least(0, seed=seed)
         window = self.count_window_frames(num_frames, stride)
         self.shots, self.num_clips, self.train, self.seed = tuple(shots), num_clips, train, seed
-        self.size = size
+        self.size, self.subtract_mean = size, subtract_mean
         self._offsets = self.list_offsets(num_frames, stride)
         self._device_shots: dict[torch.device | str, list[Tensor]] = {}
         # Windows before each shot, and in all shots.
@@ -140,8 +143,11 @@ class VideoTaskClips(GeneratedClips, ABC):
         if self.train:
             is_flipped = torch.from_numpy(uniform[:, 4] < 0.5).to(device)[:, None, None, None, None]
             clip = torch.where(is_flipped, clip.flip(-1), clip)
+        clip = normalize_clip(clip)
+        if self.subtract_mean:
+            clip -= clip.mean(1, keepdim=True)
         return {
-            "clip": normalize_clip(clip),
+            "clip": clip,
             "label": torch.from_numpy(labels).to(device),
             "video": torch.from_numpy(np.array(indices, np.int64)).to(device),
         }
