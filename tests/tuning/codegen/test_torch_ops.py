@@ -59,9 +59,11 @@ def check_gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("preset", ["csr", "bcsr4x1", "library"])
+@pytest.mark.parametrize(
+    ("preset", "shape"),
+    [("csr", ()), ("csr", (3,)), ("csr", (4,)), ("bcsr4x1", (3,)), ("bcsr4x1", (4,)), ("library", (3,))],
+)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(), (3,), (4,)])
 def test_gradients_of_products(preset: str, transposed: bool, shape: tuple[int, ...], make: Make) -> None:
     kernel = make("spmm", 3, preset)
 

@@ -42,8 +42,17 @@ def _convolve(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("spec", NEURONS.values(), ids=NEURONS)
+@pytest.mark.parametrize(
+    ("spec", "geometry"),
+    [
+        # The fast tests combine LIF with every geometry, and other neurons with one.
+        pytest.param(
+            spec, geometry, marks=[] if spec is LIF or i % len(GEOMETRIES) == j else pytest.mark.slow
+        )
+        for i, spec in enumerate(NEURONS.values())
+        for j, geometry in enumerate(GEOMETRIES)
+    ],
+)
 def test_matches_convolution_and_neurons(spec: NeuronSpec, geometry: ConvGeometry, steps: int) -> None:
     generator = seeded(0)
     x = grid(generator, steps, 2, 3, 9, 11)
