@@ -87,7 +87,7 @@ class VideoTrainingTask:
         ]
         groups = split_weight_decay(weights, train.weight_decay)
         groups.append({"params": gates, "weight_decay": 0.0, "lr_scale": train.gate_rate})
-        self.optimizer = torch.optim.AdamW(groups, lr=train.rate)
+        self.optimizer = torch.optim.AdamW(groups, lr=train.rate, fused=context.device.type == "cuda")
         self._amp = AMP_DTYPES[train.amp]
         self._scaler = torch.amp.GradScaler(context.device.type, enabled=train.amp == "fp16")
         self.stats: dict[str, float] = {}
