@@ -21,7 +21,7 @@ from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
 from sparseflow.tuning.schedule.problem import SparseProblem
 
-ROWS, COLS = 12, 9
+ROWS, COLS = 8, 6
 MATRIX = sp.random_array((ROWS, COLS), density=0.3, rng=np.random.default_rng(0), format="csr")
 DENSE = torch.from_numpy(MATRIX.toarray())
 
