@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.claims import Claim, record_claims
+from benchmarks.claims import Claim, record_claims, slugify
 from sparseflow.core.environment import collect_environment
 from sparseflow.core.files import write_atomic
 from sparseflow.pruning.data.moving_objects import BACKGROUNDS, MovingObjects
@@ -37,6 +37,7 @@ CLAIMED_SHARE = 0.1
 CASES: Mapping[str, Mapping[str, Any]] = {
     "still": {"camera": "still", "distractors": 0},
     "pan": {"camera": "pan", "distractors": 0},
+    "fast pan": {"camera": "pan", "camera_speed": 4.0, "distractors": 0},
     "zoom": {"camera": "zoom", "distractors": 0},
     "noise": {"camera": "still", "distractors": 0, "noise": 0.1},
     "distractor": {"camera": "mixed", "distractors": 1},
@@ -100,7 +101,7 @@ def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
             }
             means = np.mean(list(recalls.values()), axis=0)
             yield Claim(
-                id=f"pruning/1-recall-{name.lower().replace(' ', '-')}-{case}",
+                id=f"pruning/1-recall-{slugify(name)}-{slugify(case)}",
                 claim=f"Tokens of a small moving object among the 10% with the highest score ({name}), "
                 f"without training, case: {case}.",
                 value=round(100.0 * float(means[column]), 1),
