@@ -145,7 +145,7 @@ def main() -> int:
             f"--frames {args.frames} --seed {args.seed} --out results/pruning/recall.json",
             "shares": SHARES,
             "recall": {
-                case: {name: np.round(values, 3).tolist() for name, values in recalls.items()}
+                case: {name: np.round(values, 2).tolist() for name, values in recalls.items()}
                 for case, recalls in recall.items()
             },
         }
