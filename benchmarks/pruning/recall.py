@@ -69,9 +69,10 @@ def score_tokens(patches: Tensor, weights: Tensor, generator: torch.Generator) -
         "frame difference": torch.cat([change[:, :1], change], 1),
     }
     embedded = patches @ weights / PATCH
-    for suffix, x in (("", embedded), (", normalized", functional.layer_norm(embedded, (CHANNELS,)))):
-        for name, config in SCORES.items():
-            scores[name + suffix] = EntropyScore(num_frames, (side, side), config)(x)
+    for name, config in SCORES.items():
+        scores[name] = EntropyScore(num_frames, (side, side), config)(embedded)
+    normalized = functional.layer_norm(embedded, (CHANNELS,))
+    scores["AST, normalized"] = EntropyScore(num_frames, (side, side), SCORES["AST"])(normalized)
     return {name: score.flatten(1) for name, score in scores.items()}
 
 
@@ -145,7 +146,7 @@ def main() -> int:
             f"--frames {args.frames} --seed {args.seed} --out results/pruning/recall.json",
             "shares": SHARES,
             "recall": {
-                case: {name: np.round(values, 2).tolist() for name, values in recalls.items()}
+                case: {name: np.round(values, 3).tolist() for name, values in recalls.items()}
                 for case, recalls in recall.items()
             },
         }
