@@ -41,7 +41,7 @@ _ORDERS = tuple(permutations(range(_CHUNKS)))
 
 
 def compute_frame_size(size: int) -> int:
-    """Shorter side of the frames from which clips of `size` pixels are cropped, as in other tests."""
+    """Shorter side of the frames from which clips of `size` pixels are cropped, as in the tests of other datasets."""
     return round(size * 256 / 224)
 
 
@@ -89,8 +89,8 @@ class VideoTaskClips(GeneratedClips, ABC):
         self.size, self.subtract_mean = size, subtract_mean
         self._offsets = self.list_offsets(num_frames, stride)
         self._device_shots: dict[torch.device | str, list[Tensor]] = {}
-        # Windows before each shot, and in all shots.
-        self._num_windows = np.cumsum([0] + [len(shot.frames) - window + 1 for shot in self.shots])
+        # First window of each shot, and the number of all windows.
+        self._window_bounds = np.cumsum([0] + [len(shot.frames) - window + 1 for shot in self.shots])
 
     @classmethod
     def count_window_frames(cls, num_frames: int, stride: int) -> int:
@@ -130,9 +130,9 @@ class VideoTaskClips(GeneratedClips, ABC):
             [np.random.default_rng([self.seed, int(self.train), int(index)]).random(5) for index in indices]
         )
         labels = (uniform[:, 0] * len(self.classes)).astype(np.int64)
-        windows = (uniform[:, 1] * self._num_windows[-1]).astype(np.int64)
-        shot_numbers = np.searchsorted(self._num_windows, windows, side="right") - 1
-        frames = (windows - self._num_windows[shot_numbers])[:, None] + self._offsets[labels]
+        windows = (uniform[:, 1] * self._window_bounds[-1]).astype(np.int64)
+        shot_numbers = np.searchsorted(self._window_bounds, windows, side="right") - 1
+        frames = (windows - self._window_bounds[shot_numbers])[:, None] + self._offsets[labels]
         shots, device_frames = self._copy_shots(device), torch.from_numpy(frames).to(device)
         clips = []
         for number, clip_frames, position in zip(shot_numbers, device_frames, uniform[:, 2:4], strict=True):
