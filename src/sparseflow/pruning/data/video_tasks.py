@@ -41,7 +41,7 @@ _ORDERS = tuple(permutations(range(_CHUNKS)))
 
 
 def compute_frame_size(size: int) -> int:
-    """Shorter side of the frames from which clips of `size` pixels are cropped, as in the tests of other datasets."""
+    """Shorter side of the frames from which clips of `size` pixels are cropped; see `center_crop`."""
     return round(size * 256 / 224)
 
 
