@@ -161,7 +161,11 @@ def test_count_questions_uses_time_limit() -> None:
     assert demo._count_questions(np.array([100.0, 60000.0]), [200.0, 1e5]) == 10
 
 
-def test_demo_command_prints_json(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_command_prints_json(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_PROFILE_TIME_S", "_WARMUP_TIME_S"):
+        monkeypatch.setattr(demo, name, 0.0)
     options = ["--num-questions", "2", "--num-budgets", "2", "--out", str(tmp_path)]
     assert run(["adaptive", "demo", "--model", str(model), *options, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
