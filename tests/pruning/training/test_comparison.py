@@ -20,6 +20,7 @@ from sparseflow.pruning.evaluation.accuracy import evaluate_accuracy
 from sparseflow.pruning.model.config import SELECTORS
 from sparseflow.pruning.training import comparison
 from sparseflow.pruning.training.comparison import (
+    GRADUAL_TOME,
     RESULTS_FILE,
     ROWS_FILE,
     SelectorRow,
@@ -37,7 +38,9 @@ TINY = quick(data={"train_clips": 16, "test_clips": 12}, train={"epochs": 1, "ba
 
 def test_list_selector_models_changes_only_the_selector() -> None:
     configs = list_selector_models(TINY)
-    assert list(configs) == ["dense", *SELECTORS]
+    assert [name for name in configs if name != GRADUAL_TOME] == ["dense", *SELECTORS]
+    gradual = list_selector_models(quick(model={"depth": 3}, ast={"stages": {"1": 0.25}}))[GRADUAL_TOME]
+    assert gradual.ast.selector == "tome" and gradual.ast.stages == pytest.approx({1: 0.5, 2: 0.25})
     assert configs["dense"].mode == "dense"
     assert configs["tome"].ast.keep == {"channel": 0.5}
     assert configs["random"].ast == replace(TINY.ast, selector="random")
@@ -54,7 +57,10 @@ def test_list_ablations_changes_one_part_each() -> None:
 def test_shares_raise_all_stages_to_a_power() -> None:
     config = quick(ast={"stages": {"0": 0.81, "1": 0.09}, "keep": {}})
     configs = list_selector_models(config, [0.3, 0.09])
-    assert list(configs) == ["dense", *(f"{name} {share:g}" for name in SELECTORS for share in (0.3, 0.09))]
+    assert [name for name in configs if not name.startswith(GRADUAL_TOME)] == [
+        "dense", *(f"{name} {share:g}" for name in SELECTORS for share in (0.3, 0.09))
+    ]  # fmt: skip
+    assert configs[f"{GRADUAL_TOME} 0.09"].ast.stages[1] == pytest.approx(0.09)
     assert configs["random 0.3"].ast.stages == pytest.approx({0: 0.9, 1: 0.3})
     assert list(list_ablations(config, 0.3))[:2] == ["ast 0.3, no time", "ast 0.3, no space"]
     with pytest.raises(InputError, match="share"):

@@ -45,6 +45,8 @@ ROWS_FILE = "accuracy.jsonl"
 RESULTS_FILE = "comparison.json"
 DENSE, AST = "dense", "ast"
 ONE_FRAME = "one frame"
+GRADUAL_TOME = "tome_gradual"
+"""Name of ToMe that merges tokens before every block, as published, instead of at the stages."""
 TRAINING_FREE = ", training-free"
 """End of the name of a selector with the weights of the dense model."""
 
@@ -125,6 +127,8 @@ class LatencySummary:
 def list_selector_models(config: PruningConfig, shares: Sequence[float] = ()) -> dict[str, PruningConfig]:
     """List the configurations, by name, of the dense model and of models for each selector.
 
+    ToMe is listed twice: with the stages of the other selectors, and merging before every block.
+
     Args:
         config: Configuration that all models share.
         shares: Shares of tokens after the last stage; by default that of the configuration.
@@ -144,9 +148,20 @@ def list_selector_models(config: PruningConfig, shares: Sequence[float] = ()) ->
             softness = softness or ASTConfig().softness
         ast = replace(config.ast, selector=selector, keep=keep, softness=softness)
         for share in shares or (None,):
-            name = selector if share is None else f"{selector} {share:g}"
-            models[name] = _update_config(config, ast=ast if share is None else _set_share(ast, share))
+            end, shared = ("", ast) if share is None else (f" {share:g}", _set_share(ast, share))
+            models[f"{selector}{end}"] = _update_config(config, ast=shared)
+            if selector == "tome" and shared.stages:
+                gradual = _spread_stages(shared, config.model.depth)
+                models[f"{GRADUAL_TOME}{end}"] = _update_config(config, ast=gradual)
     return models
+
+
+def _spread_stages(ast: ASTConfig, depth: int) -> ASTConfig:
+    """Reach the last share in equal ratios before every block from the first stage on."""
+    first, last_share = min(ast.stages), ast.stages[max(ast.stages)]
+    blocks = range(first, depth)
+    stages = {block: last_share ** (index / len(blocks)) for index, block in enumerate(blocks, start=1)}
+    return replace(ast, stages=stages)
 
 
 def _set_share(ast: ASTConfig, share: float) -> ASTConfig:
