@@ -175,6 +175,8 @@ def _latency(folder: Path) -> dict[str, bytes]:
 
 @_source
 def _pruning(folder: Path) -> dict[str, bytes]:
+    import torch
+
     from sparseflow.pruning import save_model
     from sparseflow.pruning.config import parse_config
     from sparseflow.pruning.data.cache import build_cache
@@ -194,6 +196,18 @@ def _pruning(folder: Path) -> dict[str, bytes]:
         coefficients={str(name): value for name, value in EVEN.items()},
     ).save(folder / "latency.json")  # fmt: skip
     vit().save_pretrained(folder / "vit")
+    torch.save({"model": vit().state_dict()}, folder / "a.pth")
+    shard = io.BytesIO()
+    with tarfile.open(fileobj=shard, mode="w") as archive:
+        for index in range(4):
+            for suffix, content in (("mp4", b"video"), ("cls", str(index % 2).encode())):
+                member = tarfile.TarInfo(f"{index:04d}.{suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    templates = [
+        {"id": str(index), "label": "moving cup", "template": f"{action} [something]"}
+        for index, action in enumerate(("Moving a", "Pushing a") * 2)
+    ]
     lists = "A/v_A_g08_c01.avi 1\nB/v_B_g09_c01.avi 2\n"
     return {
         "pruning-config": _read_shipped("pruning/configs/moving_digits.yaml"),
@@ -203,6 +217,10 @@ def _pruning(folder: Path) -> dict[str, bytes]:
         "pruning-frame-counts": (folder / "frames.json").read_bytes(),
         "pruning-video-cache": (folder / "cache" / "index.jsonl").read_bytes(),
         "pruning-splits": lists.encode(),
+        "pruning-video-list": b"path,label\na.mp4,run\nb.mp4,jump\nc.mp4,run\nd.mp4,jump\n",
+        "pruning-template-list": json.dumps(templates).encode(),
+        "pruning-shard": shard.getvalue(),
+        "pruning-checkpoint": (folder / "a.pth").read_bytes(),
         "pruning-video": (folder / "a.mp4").read_bytes(),
     }
 

@@ -360,6 +360,35 @@ def _(path: Path) -> None:
     read_split(path.parent, 1)
 
 
+@_add("pruning-video-list", "train.csv", mutate_text)
+def _(path: Path) -> None:
+    from sparseflow.pruning.data.video_folder import read_video_folder
+
+    read_video_folder(path)
+
+
+@_add("pruning-template-list", "train.json", mutate_json)
+def _(path: Path) -> None:
+    from sparseflow.pruning.data.video_folder import read_video_folder
+
+    (path.parent / "labels.json").write_text('{"Moving a something": "0", "Pushing a something": "1"}')
+    read_video_folder(path)
+
+
+@_add("pruning-shard", "train.tar", mutate_bytes)
+def _(path: Path) -> None:
+    from sparseflow.pruning.data.video_folder import read_video_folder
+
+    read_video_folder(path)
+
+
+@_add("pruning-checkpoint", "checkpoint.pth", mutate_bytes)
+def _(path: Path) -> None:
+    from sparseflow.pruning.model.hf_weights import open_hf_weights
+
+    open_hf_weights(path, None)
+
+
 @_add("pruning-video", "a.mp4", mutate_bytes)
 def _(path: Path) -> None:
     from sparseflow.pruning.data.video import iterate_frames, open_video
