@@ -99,6 +99,7 @@ def test_train_with_damaged_checkpoint_raises(tmp_path: Path) -> None:
 
 KILLED = """
 import sys
+import torch._dynamo, transformers.models.olmoe.modeling_olmoe  # for all forks; trainings import them late
 from sparseflow.adaptive.grid_vqa.train import train
 from tests.adaptive.grid_vqa.little import bank, quick
 from tests.killed import killed_when

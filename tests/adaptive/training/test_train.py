@@ -162,6 +162,7 @@ def test_train_in_finished_directory_loads_result_or_raises(
 
 KILLED = """
 import sys
+import torch._dynamo  # for all forks; optimizers import it late
 from functools import partial
 from pathlib import Path
 from tests.adaptive.training.test_train import quick

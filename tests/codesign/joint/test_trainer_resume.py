@@ -105,6 +105,7 @@ def test_run_resumes_after_any_checkpoint(
 
 KILLED = """
 import sys
+import torch._dynamo  # for all forks; optimizers import it late
 from pathlib import Path
 from tests.codesign.toys import PAYS, Toy, trained
 from tests.killed import killed_when
