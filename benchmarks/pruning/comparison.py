@@ -81,12 +81,12 @@ def make_share_claims(record: dict[str, Any]) -> Iterator[Claim]:
         match = re.fullmatch(r"(\S+) ([\d.]+)(, .*)?", name)
         if match is None:
             continue
-        selector, share, rest = match[1], float(match[2]), match[3] or ""
-        ast = models[f"ast {match[2]}{rest if rest == TRAINING_FREE else ''}"]
+        selector, share, end = match[1], float(match[2]), match[3] or ""
+        ast = models[f"ast {match[2]}{end if end == TRAINING_FREE else ''}"]
         arguments: dict[str, Any] = {"slug": f"{slugify(dataset)}-{slugify(name)}"}
-        title = f"'{selector}{rest}' with {share:.0%} of the tokens on {dataset}"
-        if selector == "ast" and rest in ("", TRAINING_FREE):
-            target = ">= -0.2" if share == 0.5 and not rest else None
+        title = f"'{selector}{end}' with {share:.0%} of the tokens on {dataset}"
+        if selector == "ast" and end in ("", TRAINING_FREE):
+            target = ">= -0.2" if share == 0.5 and not end else None
             yield make_difference(
                 record, model, dense, "over_dense", target=target, baseline="the dense model",
                 claim=f"Accuracy of {title} minus that of the dense model, mean of {{seeds}} seeds.",
@@ -94,7 +94,7 @@ def make_share_claims(record: dict[str, Any]) -> Iterator[Claim]:
             )  # fmt: skip
         else:
             yield make_difference(
-                record, model, ast, "over_ast", target="<= 0", baseline=f"'ast{rest}' at the same share",
+                record, model, ast, "over_ast", target="<= 0", baseline="AST at the same share",
                 claim=f"Accuracy of {title} minus that of AST, mean of {{seeds}} seeds.", **arguments,
             )  # fmt: skip
 

@@ -27,7 +27,6 @@ from sparseflow.pruning.training.comparison import (
     ONE_FRAME,
     AccuracySummary,
     LatencySummary,
-    evaluate_training_free,
     list_ablations,
     list_selector_models,
     measure_latencies,
@@ -296,9 +295,10 @@ def compare_models(
         models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
     )
     if training_free:
-        rows += evaluate_training_free(
-            models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
-        )
+        rows += train_models(
+            models, out_dir, num_seeds=num_seeds, device=device, workers=workers, training_free=True,
+            progress=progress,
+        )  # fmt: skip
     latencies: list[LatencySummary] = []
     if DENSE in models:
         latencies = measure_latencies(

@@ -43,8 +43,8 @@ def test_training_finds_the_tokens_that_matter() -> None:
     x, _, patches = make_clips(200)
     with torch.no_grad():
         _, info = model.eval()(x, return_intermediate=True)
-    found = info["kept_tokens"].flatten(1)[torch.arange(200), patches].float().mean()
-    assert found > 0.5  # 8 of 64 tokens are kept, so that chance is 0.125
+    recall = info["kept_tokens"].flatten(1)[torch.arange(200), patches].float().mean()
+    assert recall > 0.5  # 8 of 64 tokens are kept, so that chance is 0.125
 
 
 def test_selector_without_soft_masks_is_refused() -> None:

@@ -267,11 +267,11 @@ class MovingObjects(GeneratedClips):
             parameters.backgrounds, parameters.background_corners, strict=True
         ):
             source = sources[background]
-            top, left = (
+            first_row, first_column = (
                 int(share * (extent - side + 1))
                 for share, extent in zip((row, column), source.shape, strict=True)
             )
-            images.append(source[top : top + side, left : left + side])
+            images.append(source[first_row : first_row + side, first_column : first_column + side])
         views = torch.stack(images)[:, None].repeat_interleave(self.num_frames, 0)
         transforms = torch.from_numpy(self._compute_transforms(parameters)).to(device)
         shape = [len(views), 1, self.size, self.size]

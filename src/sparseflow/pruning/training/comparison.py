@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ GRADUAL_TOME = "tome_gradual"
 TRAINING_FREE = ", training-free"
 """End of the name of a selector with the weights of the dense model."""
 
-_NAME = re.compile(r"(?P<selector>[^ ,]+)(?P<share> [\d.]+)?(?P<rest>, .*)?")
+_NAME = re.compile(r"(?P<selector>[^ ,]+)(?P<share> [\d.]+)?(?P<end>, .*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +214,7 @@ def train_models(
     num_seeds: int = 5,
     device: str = "cpu",
     workers: int = 1,
+    training_free: bool = False,
     progress: Progress | None = None,
 ) -> list[SelectorRow]:
     """Train and evaluate every model with every seed.
@@ -224,6 +225,8 @@ def train_models(
         num_seeds: Trainings of each model, with seeds from 0.
         device: Device; `"cuda"` cycles through all GPUs.
         workers: Parallel trainings, each in its own process.
+        training_free: Do not train, but evaluate the selectors with the weights of the dense models, which an
+            earlier call trained. Selectors that learn are left out.
         progress: Called after each training.
 
     Raises:
@@ -231,45 +234,14 @@ def train_models(
         FileFormatError: A row of the directory is damaged.
         RunError: A training failed.
     """
-    return _run_cells(
-        _train_model, models, out_dir, num_seeds=num_seeds, device=device, workers=workers, progress=progress
-    )
-
-
-def evaluate_training_free(
-    models: Mapping[str, PruningConfig],
-    out_dir: Path | str,
-    *,
-    num_seeds: int = 5,
-    device: str = "cpu",
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> list[SelectorRow]:
-    """Evaluate selectors with the weights of the trained dense models; arguments as in `train_models`.
-
-    Selectors that have to be trained, and the dense model, are left out.
-    """
-    cells = {
-        f"{name}{TRAINING_FREE}": config
-        for name, config in models.items()
-        if config.mode != "dense" and config.ast.selector != "dynamic_vit" and "," not in name
-    }
-    return _run_cells(
-        _evaluate_dense_weights, cells, out_dir, num_seeds=num_seeds, device=device, workers=workers,
-        progress=progress,
-    )  # fmt: skip
-
-
-def _run_cells(
-    run_cell: Callable[[Path, GridCell[PruningConfig], str], dict[str, Any]],
-    models: Mapping[str, PruningConfig],
-    out_dir: Path | str,
-    *,
-    num_seeds: int,
-    device: str,
-    workers: int,
-    progress: Progress | None,
-) -> list[SelectorRow]:
+    run_cell = _train_model
+    if training_free:
+        run_cell = _evaluate_dense_weights
+        models = {
+            f"{name}{TRAINING_FREE}": config
+            for name, config in models.items()
+            if config.mode != "dense" and config.ast.selector != "dynamic_vit" and "," not in name
+        }
     root = Path(out_dir)
     digests = {name: _digest_config(config) for name, config in models.items()}
 
@@ -370,7 +342,7 @@ def _get_ast_name(name: str) -> str:
     match = _NAME.fullmatch(name)
     if match is None:
         return AST
-    return f"{AST}{match['share'] or ''}{TRAINING_FREE if match['rest'] == TRAINING_FREE else ''}"
+    return f"{AST}{match['share'] or ''}{TRAINING_FREE if match['end'] == TRAINING_FREE else ''}"
 
 
 def _summarize(values: Sequence[float], name: str) -> dict[str, float]:
@@ -513,7 +485,7 @@ def _plot_accuracy_over_time(
     for summary in summaries:
         match = _NAME.fullmatch(summary.model)
         time_ms = latency_ms.get(summary.model.removesuffix(TRAINING_FREE))
-        if match is None or (match["rest"] or "") != end or time_ms is None or not match["share"]:
+        if match is None or (match["end"] or "") != end or time_ms is None or not match["share"]:
             continue
         point = (time_ms, summary.accuracy, summary.accuracy_low, summary.accuracy_high)
         points.setdefault(match["selector"], []).append(point)
