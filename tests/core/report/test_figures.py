@@ -33,8 +33,17 @@ def make_figures() -> list[report.Figure]:
     ]
 
 
-@pytest.mark.parametrize("figure", make_figures(), ids=lambda figure: figure.title)
-def test_figure_is_one_self_contained_svg(figure: report.Figure) -> None:
+@pytest.fixture(scope="module")
+def figures() -> dict[str, report.Figure]:
+    return {figure.title: figure for figure in make_figures()}
+
+
+each_figure = pytest.mark.parametrize("title", ["Time", "Speed", "Samples", "Right", "Loss", "Where"])
+
+
+@each_figure
+def test_figure_is_one_self_contained_svg(title: str, figures: dict[str, report.Figure]) -> None:
+    figure = figures[title]
     root = ElementTree.fromstring(figure.svg)
     assert root.tag == "svg" and root.get("role") == "img" and root.get("viewBox")
     assert "http" not in figure.svg and "#0102" not in figure.svg
@@ -45,22 +54,23 @@ def test_figure_is_one_self_contained_svg(figure: report.Figure) -> None:
         assert target in ids
 
 
-@pytest.mark.parametrize("figure", make_figures(), ids=lambda figure: figure.title)
-def test_figure_has_text_alternative_with_values(figure: report.Figure) -> None:
-    title = ElementTree.fromstring(figure.svg).find("title")
-    assert title is not None and title.text == figure.alt
+@each_figure
+def test_figure_has_text_alternative_with_values(title: str, figures: dict[str, report.Figure]) -> None:
+    figure = figures[title]
+    element = ElementTree.fromstring(figure.svg).find("title")
+    assert element is not None and element.text == figure.alt
     assert re.search(r"\d", figure.alt)
 
 
-def test_plots_are_reproducible_with_unique_ids() -> None:
-    first, second = make_figures(), make_figures()
+def test_plots_are_reproducible_with_unique_ids(figures: dict[str, report.Figure]) -> None:
+    first, second = list(figures.values()), make_figures()
     assert [figure.svg for figure in first] == [figure.svg for figure in second]
     ids = [set(re.findall(r'\bid="([^"]+)"', figure.svg)) for figure in first]
     assert not any(first_ids & second_ids for first_ids, second_ids in itertools.combinations(ids, 2))
 
 
-def test_plot_intervals_colors_good_and_bad() -> None:
-    svg = make_figures()[1].svg
+def test_plot_intervals_colors_good_and_bad(figures: dict[str, report.Figure]) -> None:
+    svg = figures["Speed"].svg
     assert "var(--good)" in svg and "var(--bad)" in svg
 
 
