@@ -2,7 +2,7 @@
 
 ::
 
-    sparseflow pruning compare --config moving_objects --keep 0.5 --keep 0.3 --keep 0.2 --keep 0.1 \\
+    sparseflow pruning compare --config moving_objects --share 0.5 --share 0.3 --share 0.2 --share 0.1 \\
         --training-free --ablations --device cuda --out runs/moving-objects
     cp runs/moving-objects/comparison.json results/pruning/moving-objects.json
     python -m benchmarks.claims record benchmarks/pruning/comparison.py results/pruning/moving-objects.json

@@ -286,9 +286,13 @@ def compare(
     overrides: SetOption = None,
     seeds: SeedsOption = 5,
     models: ModelNamesOption = None,
-    keep: Annotated[
+    share: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, max=1.0, help="Share of tokens after the last stage; repeat it for several."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of tokens after the last stage; by default that of the configuration. Repeatable.",
+        ),
     ] = None,
     training_free: Annotated[
         bool,
@@ -315,7 +319,7 @@ def compare(
             out,
             num_seeds=seeds,
             names=split_list(models),
-            shares=keep or (),
+            shares=share or (),
             training_free=training_free,
             ablations=ablations,
             workers=workers,
