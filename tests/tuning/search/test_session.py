@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from sparseflow.tuning.schedule.matrices import as_coo
 from sparseflow.tuning.schedule.matrix_files import read_matrix
 from sparseflow.tuning.schedule.operators import OPERATORS
 from sparseflow.tuning.schedule.presets import build_presets
+from sparseflow.tuning.schedule.rules import BALANCED
 from sparseflow.tuning.schedule.schedule import Schedule
 from sparseflow.tuning.search import deadline, guided, rerank
 from sparseflow.tuning.search.methods import METHODS
@@ -796,3 +798,10 @@ def test_load_other_cpu_raises(
     monkeypatch.setattr("sparseflow.tuning.codegen.kernel.describe_cpu", lambda: "another")
     with pytest.raises(DeviceError):
         load(tmp_path / "kernel", cache_dir=options["cache_dir"])
+
+
+def test_fastest_preset_is_measured_with_balanced_ranges(options: dict[str, Any]) -> None:
+    matrix = samples(600, 600)  # large enough for two threads
+    tuned = search("spmm", matrix, max_trials=1, **{**options, "threads": 2, "n_cols": 32})
+    *presets, last = [trial.schedule for trial in tuned.trials]
+    assert last in [replace(preset, chunk=BALANCED) for preset in presets]
