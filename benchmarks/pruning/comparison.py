@@ -10,18 +10,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.claims import Claim, slugify
 from sparseflow.pruning.data.moving_digits import MovingDigits
-from sparseflow.pruning.training.comparison import TRAINING_FREE
+from sparseflow.pruning.training.comparison import TRAINING_FREE, split_name
 
 
 def make_claims(record: dict[str, Any]) -> Iterator[Claim]:
     """Yield the claims of a record: AST against other selectors and against itself without parts."""
-    if any(re.fullmatch(r"ast [\d.]+", model["model"]) for model in record["models"]):
+    if any(split_name(model["model"])[1] for model in record["models"]):
         yield from make_share_claims(record)
         return
     models = {model["model"]: model for model in record["models"]}
@@ -78,11 +77,11 @@ def make_share_claims(record: dict[str, Any]) -> Iterator[Claim]:
     )
     dense = models["dense"]
     for name, model in models.items():
-        match = re.fullmatch(r"(\S+) ([\d.]+)(, .*)?", name)
-        if match is None:
+        selector, text, end = split_name(name)
+        if not text:
             continue
-        selector, share, end = match[1], float(match[2]), match[3] or ""
-        ast = models[f"ast {match[2]}{end if end == TRAINING_FREE else ''}"]
+        share = float(text)
+        ast = models[f"ast{text}{end if end == TRAINING_FREE else ''}"]
         arguments: dict[str, Any] = {"slug": f"{slugify(dataset)}-{slugify(name)}"}
         title = f"'{selector}{end}' with {share:.0%} of the tokens on {dataset}"
         if selector == "ast" and end in ("", TRAINING_FREE):

@@ -24,12 +24,12 @@ from sparseflow.pruning.evaluation.profile import VideoViTProfile, make_dense, p
 from sparseflow.pruning.model.video_vit import VideoViT
 from sparseflow.pruning.training.comparison import (
     DENSE,
-    ONE_FRAME,
     AccuracySummary,
     LatencySummary,
     list_ablations,
     list_selector_models,
     measure_latencies,
+    split_name,
     summarize_accuracy,
     train_models,
     write_results,
@@ -280,14 +280,13 @@ def compare_models(
     if ablations:
         models |= list_ablations(config, min(shares, default=None))
     if names is not None:
-        known = {*models, *(name.partition(" ")[0] for name in models if "," not in name)}
-        unknown = sorted(set(names) - known)
+        parts = {name: split_name(name) for name in models}
+        selectors = {name: selector for name, (selector, _, end) in parts.items() if not end}
+        unknown = sorted(set(names) - {*models, *selectors.values()})
         if unknown:
             raise InputError(f"unknown models: {', '.join(unknown)}; known models: {', '.join(models)}")
         models = {
-            name: model
-            for name, model in models.items()
-            if name in names or (name.partition(" ")[0] in names and name != ONE_FRAME)
+            name: model for name, model in models.items() if name in names or selectors.get(name) in names
         }
     if training_free and DENSE not in models:
         raise InputError(f"`training_free` needs the weights of the model {DENSE!r}; add it to the models")

@@ -29,6 +29,12 @@ class GeneratedClips(Dataset[dict[str, Any]], ABC):
     ) -> dict[str, Tensor]:
         """Generate several clips: `clip`, `label` and `video`, each with one entry for each index."""
 
+    def check_indices(self, indices: Sequence[int] | np.ndarray) -> None:
+        """Raise IndexError if an index is out of range."""
+        for index in indices:
+            if not 0 <= index < self.num_clips:
+                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
+
     def __len__(self) -> int:
         return self.num_clips
 

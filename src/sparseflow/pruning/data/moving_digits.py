@@ -140,9 +140,7 @@ class MovingDigits(GeneratedClips):
         self, indices: Sequence[int] | np.ndarray
     ) -> tuple[_ClipParameters, list[np.random.Generator]]:
         """Parameters of clips, and the generators for their noise."""
-        for index in indices:
-            if not 0 <= index < self.num_clips:
-                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
+        self.check_indices(indices)
         generators = [np.random.default_rng([self.seed, int(self.train), int(index)]) for index in indices]
         side, num_digits, num_corners = self.size, len(self._digits), DIGIT_SIZE - PIECE_SIZE + 1
         piece_limits = [num_digits, num_corners, num_corners, side, side]

@@ -162,7 +162,7 @@ class MovingObjects(GeneratedClips):
         Raises:
             IndexError: An index is out of range.
         """
-        parameters = self._compute_parameters(np.asarray(indices, np.int64))
+        parameters = self._compute_parameters(np.asarray(indices, np.int64), device)
         clips = self._draw_backgrounds(parameters, device)
         self._draw_sprites(clips, parameters)
         if self.noise:
@@ -204,10 +204,8 @@ class MovingObjects(GeneratedClips):
         generator = np.random.default_rng([self.seed, int(self.train)])
         return generator.random((self.num_clips, num_numbers), np.float32)
 
-    def _compute_parameters(self, indices: np.ndarray) -> _ClipParameters:
-        for index in indices:
-            if not 0 <= index < self.num_clips:
-                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
+    def _compute_parameters(self, indices: np.ndarray, device: torch.device | str) -> _ClipParameters:
+        self.check_indices(indices)
         numbers = self._numbers[indices]
         label, background, row, column, camera, angle, sign, noise = numbers[:, :_NUMBERS_PER_CLIP].T
         sprites = numbers[:, _NUMBERS_PER_CLIP:].reshape(len(indices), -1, _NUMBERS_PER_SPRITE)
@@ -229,7 +227,7 @@ class MovingObjects(GeneratedClips):
             cameras[:] = CAMERAS.index(self.camera)
         return _ClipParameters(
             labels=labels,
-            backgrounds=scale(background, len(self._load_sources("cpu"))),
+            backgrounds=scale(background, len(self._load_sources(device))),
             background_corners=np.stack([row, column], 1),
             cameras=cameras,
             pans=np.stack([np.cos(angles), np.sin(angles)], 1),
@@ -248,7 +246,7 @@ class MovingObjects(GeneratedClips):
     def _draw_sprites(self, clips: Tensor, parameters: _ClipParameters) -> None:
         """Draw the squares, the object last, so that distractors do not cover it."""
         device, (num_clips, num_sprites) = clips.device, parameters.images.shape
-        images = self._images.to(device)[torch.from_numpy(parameters.images).to(device)]
+        images = self._images[torch.from_numpy(parameters.images)].to(device)
         corners = torch.from_numpy(parameters.corners).to(device)
         offsets = torch.arange(self.object_size, device=device)
         batch = torch.arange(num_clips, device=device)[:, None, None, None]

@@ -123,9 +123,7 @@ class VideoTaskClips(GeneratedClips, ABC):
         Raises:
             IndexError: An index is out of range.
         """
-        for index in indices:
-            if not 0 <= index < self.num_clips:
-                raise IndexError(f"clip {index} does not exist; there are {self.num_clips}")
+        self.check_indices(indices)
         uniform = np.array(
             [np.random.default_rng([self.seed, int(self.train), int(index)]).random(5) for index in indices]
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from sparseflow.core.checks import (
@@ -212,6 +213,11 @@ class ASTConfig:
         for grain, share in self.keep.items():
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
                 raise InputError(f"`keep` of {grain} (={share!r}) must be above 0 and at most 1")
+
+    def scale_stages(self, share: float) -> ASTConfig:
+        """Raise the shares of the stages, of which the last is below 1, to a power that makes it `share`."""
+        power = math.log(share) / math.log(self.stages[max(self.stages)])
+        return replace(self, stages={block: value**power for block, value in self.stages.items()})
 
     def check_depth(self, depth: int) -> None:
         """Raise InputError if a stage is at a block beyond the depth of a model."""

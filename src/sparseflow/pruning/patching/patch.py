@@ -14,7 +14,6 @@ and compiled. Dropping is hard in training, too: gradients reach what the kept t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,9 +174,7 @@ def _install_for_budget(
     call = make_call(target.encoder, make_inputs(target)) if inputs is None else make_call(model, inputs)
 
     def apply(share: float) -> PatchResult:
-        power = math.log(share) / math.log(last_share)
-        stages = {block: value**power for block, value in config.stages.items()}
-        return _install(model, target, replace(config, stages=stages))
+        return _install(model, target, config.scale_stages(share))
 
     training = model.training
     model.eval()

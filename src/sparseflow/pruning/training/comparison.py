@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -50,7 +49,7 @@ GRADUAL_TOME = "tome_gradual"
 TRAINING_FREE = ", training-free"
 """End of the name of a selector with the weights of the dense model."""
 
-_NAME = re.compile(r"(?P<selector>[^ ,]+)(?P<share> [\d.]+)?(?P<end>, .*)?")
+_NAME = re.compile(r"(.+?)( [\d.]+)?(, .*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +164,13 @@ def _spread_stages(ast: ASTConfig, depth: int) -> ASTConfig:
 
 
 def _set_share(ast: ASTConfig, share: float) -> ASTConfig:
-    """Raise the shares of the stages to a common power, so that the last one is `share`."""
+    """Scale the stages, so that the last one has a share."""
     if not ast.stages:
         raise InputError("the configuration has no stages whose shares of tokens can change")
     check_between(1e-6, 1.0, share=share)
-    last_share = ast.stages[max(ast.stages)]
-    if last_share == 1.0:
+    if ast.stages[max(ast.stages)] == 1.0:
         raise InputError("the last stage keeps all tokens; its share must be below 1")
-    power = math.log(share) / math.log(last_share)
-    return replace(ast, stages={block: value**power for block, value in ast.stages.items()})
+    return ast.scale_stages(share)
 
 
 def list_ablations(config: PruningConfig, share: float | None = None) -> dict[str, PruningConfig]:
@@ -191,12 +188,10 @@ def list_ablations(config: PruningConfig, share: float | None = None) -> dict[st
         "entropy": {"measure": "entropy"},
     }
     models = {}
+    base, end = (config.ast, "") if share is None else (_set_share(config.ast, share), f" {share:g}")
     for name, change in score_changes.items():
-        ast = replace(config.ast, selector=AST, score=replace(config.ast.score, **change))
-        if share is None:
-            models[f"{AST}, {name}"] = _update_config(config, ast=ast)
-        else:
-            models[f"{AST} {share:g}, {name}"] = _update_config(config, ast=_set_share(ast, share))
+        ast = replace(base, selector=AST, score=replace(base.score, **change))
+        models[f"{AST}{end}, {name}"] = _update_config(config, ast=ast)
     if config.data.kind == "moving_digits":
         frozen = config.data.model_copy(update={"frozen": True})
         models[ONE_FRAME] = _update_config(config, mode="dense", latency=None, data=frozen)
@@ -337,12 +332,18 @@ def summarize_accuracy(rows: Sequence[SelectorRow]) -> list[AccuracySummary]:
     return summaries
 
 
+def split_name(name: str) -> tuple[str, str, str]:
+    """Split the name of a model: selector, share and end, such as `("ast", " 0.3", ", training-free")`."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    selector, share, end = match.groups(default="")
+    return selector, share, end
+
+
 def _get_ast_name(name: str) -> str:
     """Name of AST with the same share of tokens and the same origin of the weights."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return AST
-    return f"{AST}{match['share'] or ''}{TRAINING_FREE if match['end'] == TRAINING_FREE else ''}"
+    _, share, end = split_name(name)
+    return f"{AST}{share}{TRAINING_FREE if end == TRAINING_FREE else ''}"
 
 
 def _summarize(values: Sequence[float], name: str) -> dict[str, float]:
@@ -483,12 +484,12 @@ def _plot_accuracy_over_time(
     latency_ms = {latency.model: latency.latency_ms for latency in latencies}
     points: dict[str, list[tuple[float, float, float, float]]] = {}
     for summary in summaries:
-        match = _NAME.fullmatch(summary.model)
+        selector, share, summary_end = split_name(summary.model)
         time_ms = latency_ms.get(summary.model.removesuffix(TRAINING_FREE))
-        if match is None or (match["end"] or "") != end or time_ms is None or not match["share"]:
+        if summary_end != end or time_ms is None or not share:
             continue
         point = (time_ms, summary.accuracy, summary.accuracy_low, summary.accuracy_high)
-        points.setdefault(match["selector"], []).append(point)
+        points.setdefault(selector, []).append(point)
     if max(map(len, points.values()), default=0) < 2:
         return
     dense = next(summary for summary in summaries if summary.model == DENSE)
